@@ -1,0 +1,108 @@
+"""The seam between the trainer and a training stack (DESIGN §7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from easyrl.schema import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What one model says of the trained tokens of a micro-batch."""
+
+    logprobs: Tensor  # float32 [N], at the sampling temperature
+    entropy: Tensor  # float32 [N], nats
+
+
+@dataclass(frozen=True, slots=True)
+class TriLogprobs:
+    """Log-probabilities of the three models; only the policy's carries gradient."""
+
+    policy: TokenLogprobs
+    old_logprobs: Tensor  # float32 [N]; the policy's own, detached, when the old policy is skipped
+    reference_logprobs: Tensor | None  # float32 [N]; None when the KL coefficient is zero
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step."""
+
+    grad_norm: float  # before the clip, of the gradient divided by the denominator
+    learning_rate: float  # that the step used
+    skipped: bool  # gradient was not finite, parameters unchanged
+
+
+@dataclass(slots=True)
+class MetricSums:
+    """Sums over tokens or sequences that are divided once, at the end of a batch.
+
+    ``sums`` holds additive quantities, ``maxima`` quantities that combine by maximum.
+    """
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: MetricSums) -> None:
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in other.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
+
+
+class TrainEngine(Protocol):
+    """A model being trained. Every method is called by all ranks; *collective* ones wait for all."""
+
+    rank: int  # among all processes
+    dp_rank: int
+    dp_size: int
+    lockstep: bool  # all ranks must run equally many micro-batches (ZeRO 2 and 3)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
+        """Accumulates the gradients of the objective's *sums*; one metrics record per micro-batch.
+
+        Collective when ``lockstep``. Raises ``NonFiniteLossError``.
+        """
+        ...
+
+    def optimizer_step(self, denominator: float) -> StepResult:
+        """Divides by ``denominator`` (of all ranks together), clips, steps, clears. Collective."""
+        ...
+
+    def discard_gradients(self) -> None:
+        """Forgets what was accumulated (a skipped step). Collective."""
+        ...
+
+    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """Policy log-probabilities without gradient, float32 [N], on the CPU. Collective when sharded."""
+        ...
+
+    def named_weights(self, kind: Literal["full"] = "full") -> Iterator[tuple[str, Tensor]]:
+        """Names and CPU tensors as ``save_pretrained`` writes them, one after another. Collective.
+
+        All ranks iterate; tensors are only valid on rank 0 and until the next one is asked for.
+        """
+        ...
+
+    def perturbed_weights(self) -> AbstractContextManager[None]:
+        """Inside, every weight is visibly changed (DESIGN §2.5); afterwards bit-equal to before."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer and schedule. Collective."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Inverse of ``save``. Collective. Raises ``ValueError`` if the checkpoint does not fit."""
+        ...
+
+
+class NonFiniteLossError(FloatingPointError):
+    """A micro-batch's loss is NaN or infinite; the step has to be skipped."""

@@ -1,0 +1,141 @@
+"""The records that pass between the rooms. Small, frozen, typed; no torch at import time.
+
+Words (DESIGN §4): *batch* = the prompts between two weight syncs; *group* = the G responses of one
+prompt; *micro-batch* = what goes through one forward and backward; *step* = one optimizer step;
+*policy version* = ``run:attempt:v`` where *v* counts closed batches.
+
+Shape legend: P prompt tokens, R response tokens, G responses per prompt, T tokens in a packed row,
+N trained tokens of a row, S segments of a row, Q sequences (responses) of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PolicyVersion(NamedTuple):
+    """Identity of a set of weights: which run, which of its lives, how many closed batches."""
+
+    run: str
+    attempt: int
+    v: int
+
+    def __str__(self) -> str:
+        return f"{self.run}:{self.attempt}:{self.v}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """Inverse of ``str``. Raises ``ValueError`` if ``text`` is not ``run:attempt:v``."""
+        try:
+            run, attempt, v = text.rsplit(":", 2)
+            return cls(run, int(attempt), int(v))
+        except ValueError:
+            raise ValueError(f"not a policy version (run:attempt:v): {text!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of one epoch; ``(epoch, index)`` identifies it in a run."""
+
+    index: int  # position in the dataset as loaded, the same in every epoch
+    token_ids: np.ndarray  # int32 [P]
+    text: str  # the user's question, before the chat template
+    answer: str | None
+    epoch: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the other fields of the record
+
+
+class VersionSpan(NamedTuple):
+    """Tokens ``[start, end)`` of a response were made by weights ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One response, token ids as the server sampled them."""
+
+    token_ids: np.ndarray  # int32 [R]
+    logprobs: np.ndarray  # float32 [R], the server's, of the sampled tokens
+    finish_reason: str  # "stop" or "length" (truncated)
+    version_spans: tuple[VersionSpan, ...]  # stamped by the server
+    endpoint: str  # URL
+    loss_mask: np.ndarray  # bool [R], tokens that are trained
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The reward of one response and the parts it is the weighted sum of."""
+
+    reward: float
+    components: Mapping[str, float]  # by reward name, unweighted
+    failed: bool = False  # a reward function raised or timed out and was scored zero
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """A finished group: what the producer hands to the trainer."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]  # G, in sample order
+    scores: tuple[Score, ...]  # G
+    policy_version: str  # the version it was requested for
+    dispatched_s: float  # time.monotonic() when its first request was sent
+    completed_s: float  # ... when its last response was scored
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 [G]"""
+        return np.array([score.reward for score in self.scores], dtype=np.float32)
+
+
+class Segment(NamedTuple):
+    """A run of tokens of a packed row that attends to its ancestors and causally to itself."""
+
+    start: int
+    length: int
+    parent: int  # index of the parent segment, -1 for a root
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A packed row: a forest of segments (prompt with its responses is the simplest tree).
+
+    Token ``label_ids[n]`` is predicted at row position ``predictor_index[n]``; one position may predict
+    the first token of several responses.
+    """
+
+    input_ids: Tensor  # int64 [T]
+    position_ids: Tensor  # int64 [T]
+    segments: tuple[Segment, ...]  # S
+    predictor_index: Tensor  # int64 [N]
+    label_ids: Tensor  # int64 [N]
+    advantages: Tensor  # float32 [N]
+    inference_logprobs: Tensor  # float32 [N]
+    loss_weights: Tensor  # float32 [N]; the loss sum is sum(loss_weights * per_token_loss)
+    sequence_index: Tensor  # int64 [N], which of the row's Q sequences the token belongs to
+    num_sequences: int  # Q
+    is_dummy: bool = False  # all weights zero; keeps collectives equal between ranks
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens that go through the model."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """N"""
+        return int(self.label_ids.shape[0])

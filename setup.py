@@ -1,0 +1,77 @@
+"""Packaging: maps the top-level folders to their import names under ``easyrl.``.
+
+The folders ``dataloaders``, ``inference_client`` and ``kernels`` are imported as ``easyrl.dataloaders`` and so
+on: a top-level ``kernels`` would shadow Hugging Face's package of that name, which ``transformers`` imports.
+"""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+MAPPED_FOLDERS = ("dataloaders", "inference_client", "kernels")
+
+
+def packages() -> tuple[list[str], dict[str, str]]:
+    """Import names of all packages, and the folder of each top-level one."""
+    names = find_namespace_packages(include=["easyrl", "easyrl.*"])
+    folders = {"easyrl": "easyrl"}
+    for folder in MAPPED_FOLDERS:
+        folders[f"easyrl.{folder}"] = folder
+        names.append(f"easyrl.{folder}")
+        names += [f"easyrl.{folder}.{sub}" for sub in find_namespace_packages(folder)]
+    return names, folders
+
+
+package_names, package_dir = packages()
+
+setup(
+    name="easyrl",
+    version="0.1.0",
+    description="Periodic-asynchronous, strictly on-policy RL training for language models",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=package_names,
+    package_dir=package_dir,
+    install_requires=[
+        "aiohttp>=3.10",
+        "deepspeed>=0.19.8,<0.20",
+        "math-verify>=0.9",
+        "matplotlib>=3.9",
+        "numpy>=1.26",
+        "omegaconf>=2.3",
+        "orjson>=3.10",
+        "pebble>=5.1",
+        "pyarrow>=17",
+        "pydantic>=2.9",
+        "rich>=13.9",
+        "safetensors>=0.5",
+        "setuptools",  # deepspeed and torch's CPU inductor import it at run time
+        "tensorboard>=2.18",
+        "tokenizers>=0.22",
+        "torch>=2.8",
+        "transformers>=5.19,<6",
+        "typer>=0.15",
+        "xxhash>=3.4",
+    ],
+    extras_require={
+        "megatron": ["megatron-core==0.16.1"],
+        "npu": ["torch-npu>=2.8"],
+        "wandb": ["wandb>=0.19"],
+        "dev": [
+            "build",
+            "hypothesis>=6.100",
+            "mypy>=1.13",
+            "openai>=1.50",
+            "pytest>=8.3",
+            "pytest-asyncio>=1.0",
+            "pytest-timeout>=2.3",
+            "ruff>=0.9",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["easyrl = easyrl.__main__:main"]},
+    zip_safe=False,
+)
