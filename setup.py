@@ -1,7 +1,8 @@
 """Packaging: maps the top-level folders to their import names under ``easyrl.``.
 
-The folders ``dataloaders``, ``inference_client`` and ``kernels`` are imported as ``easyrl.dataloaders`` and so
-on: a top-level ``kernels`` would shadow Hugging Face's package of that name, which ``transformers`` imports.
+The folders ``dataloaders``, ``inference_client`` and ``kernels`` are imported as
+``easyrl.dataloaders`` and so on: a top-level ``kernels`` would shadow Hugging Face's package of
+that name, which ``transformers`` imports.
 """
 
 from pathlib import Path
@@ -63,6 +64,7 @@ setup(
         "dev": [
             "build",
             "hypothesis>=6.100",
+            "kernels",  # Hugging Face's; a test proves that our folder of that name does not hide it
             "mypy>=1.13",
             "openai>=1.50",
             "pytest>=8.3",

@@ -4,8 +4,9 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# In a checkout the folders dataloaders/, inference_client/ and kernels/ lie beside this one; an installed
-# package has them inside. Nothing else is done here: worker processes import this package and must stay light.
+# In a checkout the folders dataloaders/, inference_client/ and kernels/ lie beside this one; an
+# installed package has them inside. Nothing else is done here: worker processes import this package
+# and must stay light.
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "setup.py").is_file() and (_checkout / "dataloaders").is_dir():
     __path__.append(str(_checkout))

@@ -1,25 +1,36 @@
-"""The configuration: one strict tree, read from YAML and dotted overrides, checked before a model loads.
+"""The configuration: one strict tree, from YAML and dotted overrides, checked before a model loads.
 
-``load_config`` is the only entry. Unknown keys, wrong types and contradictory values raise ``ConfigError``
-whose message lists every problem as ``key.path: what is wrong; what would be right``.
+``load_config`` is the only entry. Unknown keys, wrong types and contradictory values raise
+``ConfigError``, which lists every problem as ``key.path: what is wrong; what would be right``.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from yaml import YAMLError
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
 
 
 class ConfigError(ValueError):
@@ -27,17 +38,19 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are fixed after loading."""
+    """Base of all sections: unknown keys are errors, no type is guessed, values stay as loaded."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
     """Where the run writes, its seed, and its mode."""
 
     name: str = "easyrl"
-    output_dir: Path = Path("runs/easyrl")
-    seed: int = 0
+    output_dir: FilePath = Path("runs/easyrl")
+    seed: NonNegativeInt = 0
     mode: Literal["async", "sync"] = "async"
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
     wandb_project: str = "easyrl"
@@ -55,8 +68,8 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy, a Hugging Face causal language model on disk."""
 
-    path: Path
-    tokenizer: Path | None = None  # default: path
+    path: FilePath
+    tokenizer: FilePath | None = None  # default: path
     dtype: Literal["bf16", "fp32"] = "bf16"
     gradient_checkpointing: bool = False
     logprob_chunk_size: PositiveInt = 1024  # positions projected to the vocabulary at a time
@@ -76,13 +89,13 @@ class FieldsConfig(Section):
 class DatasetConfig(Section):
     """Prompt files (.jsonl, .json array, .parquet) and how a record becomes a tokenised prompt."""
 
-    files: list[Path] = Field(min_length=1)
+    files: list[FilePath] = Field(min_length=1)
     fields: FieldsConfig = FieldsConfig()
     answer_pattern: str | None = None  # regular expression; its first group is the answer
     system_prompt: str | None = None
     prompt_template: str = "{prompt}"  # the user message
     apply_chat_template: bool = True
-    chat_template: Path | None = None  # a Jinja file; default: the tokenizer's own
+    chat_template: FilePath | None = None  # a Jinja file; default: the tokenizer's own
     chat_template_kwargs: dict[str, Any] = {}  # e.g. enable_thinking
     max_prompt_tokens: PositiveInt = 1024
     on_long_prompt: Literal["skip", "fail"] = "skip"
@@ -99,8 +112,6 @@ class DatasetConfig(Section):
     @field_validator("answer_pattern")
     @classmethod
     def _is_regex_with_group(cls, value: str | None) -> str | None:
-        import re
-
         if value is None:
             return None
         try:
@@ -110,6 +121,13 @@ class DatasetConfig(Section):
         if groups < 1:
             raise ValueError("needs one group, such as '#### (.+)'")
         return value
+
+    @model_validator(mode="after")
+    def _chat_keys(self) -> Self:
+        for key in ("system_prompt", "chat_template", "chat_template_kwargs"):
+            if not self.apply_chat_template and getattr(self, key):
+                raise ValueError(f"{key}: has no effect without a chat template; remove it")
+        return self
 
 
 class DataConfig(DatasetConfig):
@@ -155,7 +173,9 @@ class RolloutConfig(SamplingConfig):
     @model_validator(mode="after")
     def _on_policy(self) -> Self:
         if self.temperature == 0:
-            raise ValueError("temperature: 0 is greedy, all responses of a group would be equal; use 1.0")
+            raise ValueError(
+                "temperature: 0 is greedy, a group's responses would all be equal; use 1.0"
+            )
         return self
 
 
@@ -164,7 +184,7 @@ class InferenceConfig(Section):
 
     endpoints: list[str] = Field(min_length=1)
     api_key_env: str | None = None  # name of the environment variable that holds the bearer token
-    progress_timeout_s: PositiveFloat = 600.0  # a request without an answer for so long goes elsewhere
+    progress_timeout_s: PositiveFloat = 600.0  # a request unanswered for so long goes elsewhere
     startup_timeout_s: PositiveFloat = 300.0
     max_retries: NonNegativeInt = 5  # per request, each on another endpoint where there is one
     max_inflight: PositiveInt = 256  # requests at a time per endpoint
@@ -185,7 +205,7 @@ class RewardConfig(Section):
     """One reward: a built-in by ``name`` or a user's ``function`` in ``file``."""
 
     name: Literal["exact", "math", "format"] | None = None
-    file: Path | None = None
+    file: FilePath | None = None
     function: str = "reward_func"
     weight: float = 1.0
     scope: Literal["sample", "group"] | None = None  # built-ins: sample; files: group
@@ -209,8 +229,8 @@ class ScoringConfig(Section):
     """The worker processes that decode responses and score them."""
 
     num_workers: PositiveInt = 2
-    on_reward_error: Literal["fail", "zero", "retry"] = "fail"  # retry: once more, then fail
-    max_reward_retries: PositiveInt = 2
+    on_reward_error: Literal["fail", "zero", "retry"] = "fail"  # retry: again, then fail
+    max_reward_retries: PositiveInt = 2  # calls after the first, with on_reward_error: retry
 
 
 class ObjectiveConfig(Section):
@@ -246,7 +266,7 @@ class TrainerConfig(Section):
     warmup_steps: NonNegativeInt = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     weight_decay: NonNegativeFloat = 0.0
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     adam_eps: PositiveFloat = 1e-8
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no clipping
     engine: Literal["deepspeed"] = "deepspeed"
@@ -260,7 +280,7 @@ class WeightSyncConfig(Section):
     """How weights reach the endpoints, and how much proof is asked for."""
 
     backend: Literal["easyrl"] = "easyrl"
-    directory: Path = Path("/dev/shm")  # where the weights are put, seen by trainer and endpoints
+    directory: FilePath = Path("/dev/shm")  # of the weights, seen by trainer and endpoints
     chunk_bytes: PositiveInt = 256 * 2**20
     timeout_s: PositiveFloat = 600.0
     probe: bool = True
@@ -276,7 +296,7 @@ class EvaluationConfig(Section):
     at_start: bool = True
     at_end: bool = True
     num_samples: PositiveInt = 1
-    pass_at: list[PositiveInt] = [1]
+    pass_at: Annotated[list[PositiveInt], Field(min_length=1)] = [1]
     sampling: SamplingConfig = SamplingConfig()
     threshold: float = 0.5  # a sample is correct if its first reward reaches this
 
@@ -288,7 +308,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints in ``<output_dir>/checkpoints`` and the exported model in ``<output_dir>/model``."""
+    """Checkpoints in ``<output_dir>/checkpoints``, the exported model in ``<output_dir>/model``."""
 
     every_steps: NonNegativeInt = 0  # 0: none
     keep: PositiveInt = 2
@@ -315,17 +335,21 @@ class Config(Section):
     def _consistent(self) -> Self:
         problems = []
         if self.rollout.num_generations < 2:
-            problems.append("rollout.num_generations: a group needs at least 2 responses for a baseline")
+            problems.append(
+                "rollout.num_generations: a baseline needs at least 2 responses per group"
+            )
         if self.model.dtype == "bf16" and self.trainer.zero_stage == 0:
             problems.append(
-                "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses it); "
-                "use 1, 2 or 3, or model.dtype=fp32"
+                "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses "
+                "it); use 1, 2 or 3, or model.dtype=fp32"
             )
         if self.trainer.warmup_steps and self.trainer.max_steps:
             if self.trainer.warmup_steps >= self.trainer.max_steps:
                 problems.append("trainer.warmup_steps: must be below trainer.max_steps")
         if self.trainer.lr_schedule == "constant" and self.trainer.min_lr_ratio > 0:
-            problems.append("trainer.min_lr_ratio: has no effect with lr_schedule constant; remove it")
+            problems.append(
+                "trainer.min_lr_ratio: has no effect with a constant lr_schedule; remove it"
+            )
         if self.objective.old_policy == "auto":
             defaults = ObjectiveConfig.model_fields
             for key in ("clip_eps_low", "clip_eps_high"):
@@ -336,7 +360,7 @@ class Config(Section):
                     )
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) != len(labels):
-            problems.append(f"rewards: two rewards are called the same ({labels}); rename a function")
+            problems.append(f"rewards: two are called the same ({labels}); rename a function")
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -353,14 +377,27 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         tree = OmegaConf.load(path)
         for override in overrides:
-            key, sep, _ = override.partition("=")
-            if not sep or not key.strip():
-                raise ConfigError(f"override {override!r} is not of the form key.path=value")
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+            _apply(tree, override)
         values = OmegaConf.to_container(tree, resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
+    except InterpolationResolutionError as error:
+        raise ConfigError(f"{path}: {error}\n(a literal ${{ is written \\${{)") from error
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
     return validate_config(values, source=str(path))
+
+
+def _apply(tree: Any, override: str) -> None:
+    """Sets one ``key.path=value`` in ``tree``; the value is read as YAML."""
+    key, sep, value = override.partition("=")
+    if not sep or not key.strip():
+        raise ConfigError(f"override {override!r} is not of the form key.path=value")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+        assert isinstance(parsed, dict)
+        # Not a merge of trees: that cannot reach into a list, as in rewards[0].weight=2.
+        OmegaConf.update(tree, key.strip(), parsed["value"], merge=True)
+    except (YAMLError, OmegaConfBaseException, TypeError) as error:
+        raise ConfigError(f"override {override!r}: {error}") from error
 
 
 def validate_config(values: Any, source: str = "config") -> Config:
@@ -374,18 +411,85 @@ def validate_config(values: Any, source: str = "config") -> Config:
         raise ConfigError(f"{source}: {len(lines)} problem(s)\n" + "\n".join(lines)) from None
 
 
+def check_paths(config: Config) -> None:
+    """Checks what the configuration says about the disk. Raises ``ConfigError`` naming each key.
+
+    Called before anything is loaded, on the machine of the trainer.
+    """
+    problems = [*_model_problems(config.model), *_dataset_problems("data", config.data)]
+    if config.evaluation is not None:
+        problems += _dataset_problems("evaluation.data", config.evaluation.data)
+    problems += _output_problems(config.run.output_dir)
+    directory = config.weight_sync.directory
+    if not directory.is_dir():
+        problems.append(
+            f"weight_sync.directory: {directory} does not exist; name a directory that trainer and "
+            "endpoints both see"
+        )
+    elif not os.access(directory, os.W_OK):
+        problems.append(f"weight_sync.directory: {directory} is not writable")
+    if problems:
+        raise ConfigError("\n".join(["paths:", *(f"  {problem}" for problem in problems)]))
+
+
+def _model_problems(model: ModelConfig) -> list[str]:
+    if not model.path.is_dir():
+        return [
+            f"model.path: {model.path} is not a directory; models are read from disk, download it "
+            "first (hf download NAME --local-dir DIR)"
+        ]
+    problems = []
+    if not (model.path / "config.json").is_file():
+        problems.append(f"model.path: {model.path} has no config.json; is it a Hugging Face model?")
+    if not model.tokenizer_path.is_dir():
+        problems.append(f"model.tokenizer: {model.tokenizer_path} is not a directory")
+    return problems
+
+
+def _dataset_problems(key: str, data: DatasetConfig) -> list[str]:
+    problems = [
+        f"{key}.files[{i}]: {file} does not exist"
+        for i, file in enumerate(data.files)
+        if not file.is_file()
+    ]
+    if data.chat_template is not None and not data.chat_template.is_file():
+        problems.append(f"{key}.chat_template: {data.chat_template} does not exist")
+    return problems
+
+
+def _output_problems(output_dir: Path) -> list[str]:
+    existing = output_dir.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        return [f"run.output_dir: {output_dir} cannot be made, {existing} is a file"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"run.output_dir: {output_dir} cannot be written, no permission in {existing}"]
+    return []
+
+
 def dump_config(config: Config) -> str:
     """The resolved tree as YAML, readable by ``load_config``."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
+
+
+def _escape(value: Any) -> Any:
+    """A tree whose strings OmegaConf reads back as they are, a literal ``${`` included."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value
 
 
 def _describe(problem: Any) -> str:
-    location = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
+    location, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         message = "unknown key"
-        known = _known_keys(problem["loc"][:-1])
-        close = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1)
+        known = _known_keys(location[:-1])
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
         message += f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
     elif problem["type"] == "missing":
         message = "is required"
@@ -393,7 +497,17 @@ def _describe(problem: Any) -> str:
         message += f" (got {problem['input']!r})"
     if not location:
         return "\n".join(f"  {line}" for line in message.splitlines())
-    return f"  {location}: {message}"
+    # A check of a whole section writes "key: what"; its key belongs to the path.
+    own_key = re.match(r"(\w+): ", message)
+    if problem["type"] == "value_error" and own_key:
+        location, message = (*location, own_key[1]), message[own_key.end() :]
+    return f"  {_dotted(location)}: {message}"
+
+
+def _dotted(location: Sequence[str | int]) -> str:
+    """``("rewards", 0, "file")`` as ``rewards[0].file``, the way overrides write it."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return "".join(parts).removeprefix(".")
 
 
 def _known_keys(location: Sequence[Any]) -> list[str]:

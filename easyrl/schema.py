@@ -114,8 +114,8 @@ class Segment(NamedTuple):
 class MicroBatch:
     """A packed row: a forest of segments (prompt with its responses is the simplest tree).
 
-    Token ``label_ids[n]`` is predicted at row position ``predictor_index[n]``; one position may predict
-    the first token of several responses.
+    Token ``label_ids[n]`` is predicted at row position ``predictor_index[n]``; one position may
+    predict the first token of several responses.
     """
 
     input_ids: Tensor  # int64 [T]

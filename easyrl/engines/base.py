@@ -58,7 +58,7 @@ class MetricSums:
 
 
 class TrainEngine(Protocol):
-    """A model being trained. Every method is called by all ranks; *collective* ones wait for all."""
+    """A model being trained. All ranks call every method; *collective* ones wait for all."""
 
     rank: int  # among all processes
     dp_rank: int
@@ -81,7 +81,7 @@ class TrainEngine(Protocol):
         ...
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """Policy log-probabilities without gradient, float32 [N], on the CPU. Collective when sharded."""
+        """Policy log-probabilities, no gradient, float32 [N] on the CPU. Collective when sharded."""
         ...
 
     def named_weights(self, kind: Literal["full"] = "full") -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,65 @@
+"""The live view: one row per step while the run goes on."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+# heading, metric, format
+COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("accuracy", "eval/accuracy", "{:.3f}"),
+    ("tokens/s/device", "throughput/tokens_per_s_per_device", "{:,.0f}"),
+    ("step s", "time/step_s", "{:.2f}"),
+    ("trainer waited s", "time/wait_s", "{:.2f}"),
+    ("inference idle s", "time/inference_idle_s", "{:.2f}"),
+    ("sync s", "time/sync_s", "{:.2f}"),
+    ("response tokens", "response/mean_tokens", "{:.1f}"),
+    ("grad norm", "grad_norm", "{:.3f}"),
+)
+ROWS_SHOWN = 12
+
+
+class ConsoleView:
+    """A table that updates in place on a terminal, plain lines elsewhere. A ``Tracker``."""
+
+    def __init__(self, total_steps: int, stream: TextIO = sys.stdout) -> None:
+        self._total_steps = total_steps
+        self._console = Console(file=stream)
+        self._rows: list[tuple[int, dict[str, float]]] = []
+        self._last_accuracy: float | None = None
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(self._table(), console=self._console, auto_refresh=False)
+            self._live.start()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._last_accuracy = metrics.get("eval/accuracy", self._last_accuracy)
+        shown = dict(metrics)
+        if self._last_accuracy is not None:
+            shown["eval/accuracy"] = self._last_accuracy
+        if self._live is None:
+            print(self._line(step, shown), file=self._console.file, flush=True)
+            return
+        self._rows = [*self._rows, (step, shown)][-ROWS_SHOWN:]
+        self._live.update(self._table(), refresh=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _line(self, step: int, metrics: dict[str, float]) -> str:
+        cells = [f"step {step}/{self._total_steps}"]
+        cells += [f"{head} {form.format(metrics[m])}" for head, m, form in COLUMNS if m in metrics]
+        return "  ".join(cells)
+
+    def _table(self) -> Table:
+        table = Table("step", *(heading for heading, _, _ in COLUMNS))
+        for step, metrics in self._rows:
+            cells = [form.format(metrics[m]) if m in metrics else "" for _, m, form in COLUMNS]
+            table.add_row(f"{step}/{self._total_steps}", *cells)
+        return table

@@ -1,0 +1,145 @@
+"""``make demo``: builds a small model, serves it, trains it with GRPO, and measures what it learnt.
+
+The last line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from easyrl.config import Config, ConfigError, load_config
+from easyrl.demo.accuracy import held_out_accuracy
+from easyrl.demo.build_model import build_model
+from easyrl.demo.task import write_splits
+from easyrl.inference_client.launch import EmbeddedServerProcess
+from easyrl.metrics import read_metrics
+
+CONFIG = "configs/demo.yaml"
+
+
+def main() -> int:
+    arguments = _parse()
+    run_dir: Path = arguments.run_dir
+    overrides = [f"run.output_dir={run_dir}", *arguments.overrides]
+    try:
+        config = load_config(CONFIG, overrides)
+    except ConfigError as error:
+        print(f"easyrl demo: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: servers and trainer end too
+    model, heldout = _set_up(config, run_dir)
+
+    start = time.monotonic()
+    print(
+        f"measuring the starting model on {len(heldout.read_text().splitlines())} held-out problems"
+    )
+    before = held_out_accuracy(model, heldout, seed=config.run.seed)
+    print(f"accuracy before: {before:.3f}")
+    _train(run_dir, model, overrides, arguments.num_servers)
+    after = held_out_accuracy(run_dir / "model", heldout, seed=config.run.seed)
+    seconds = time.monotonic() - start
+
+    steps = [m for m in read_metrics(run_dir / "metrics.jsonl") if "time/step_s" in m]
+    rates = sorted(m["throughput/tokens_per_s_per_device"] for m in steps)
+    result = {
+        "accuracy_before": round(before, 4),
+        "accuracy_after": round(after, 4),
+        "seconds": round(seconds, 1),
+        "steps": len(steps),
+        "tokens_per_s_per_device": round(rates[len(rates) // 2], 1),
+        "run_dir": str(run_dir),
+    }
+    print(
+        f"accuracy on held-out problems: {before:.3f} before, {after:.3f} after {len(steps)} steps"
+    )
+    print(f"reward curve: {run_dir / 'reward.png'}; model: {run_dir / 'model'}")
+    print(json.dumps(result))
+    return 0
+
+
+def _set_up(config: Config, run_dir: Path) -> tuple[Path, Path]:
+    """A fresh run folder with the problems and the warm-started model."""
+    if run_dir.exists():
+        if not (run_dir / "start").is_dir() and any(run_dir.iterdir()):
+            sys.exit(f"easyrl demo: {run_dir} holds something else; give another --run-dir")
+        shutil.rmtree(run_dir)
+    _, heldout = write_splits(run_dir / "data", seed=config.run.seed)
+    print("warm start: a small Qwen3 sees the task, with and without a scratchpad")
+    start = time.monotonic()
+    model = run_dir / "start"
+    build_model(model, seed=config.run.seed)
+    print(f"warm start took {time.monotonic() - start:.0f} s")
+    return model, heldout
+
+
+def _train(run_dir: Path, model: Path, overrides: list[str], num_servers: int) -> None:
+    """Servers as processes of their own, then the trainer through the ``deepspeed`` launcher."""
+    trainer_cpus, server_cpus = _divide_cpus()
+    with ExitStack() as servers:
+        urls = []
+        for number in range(num_servers):
+            server = EmbeddedServerProcess(
+                model,
+                ["--max-model-len", "128", "--num-threads", str(len(server_cpus))],
+                cpus=server_cpus,
+                log=run_dir / f"server-{number}.log",
+            )
+            servers.enter_context(server)
+            urls.append(server.url)
+        print(f"{num_servers} embedded server(s): {', '.join(urls)}")
+        command = [
+            *_launcher(),
+            *("--module", "easyrl.train", CONFIG),
+            *(f"inference.endpoints=[{','.join(urls)}]", f"model.path={model}", *overrides),
+        ]
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": str(len(trainer_cpus)),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        trainer = subprocess.Popen(command, env=environment)
+        os.sched_setaffinity(trainer.pid, trainer_cpus)
+        try:
+            status = trainer.wait()
+        except BaseException:
+            trainer.terminate()
+            trainer.wait()
+            raise
+    if status != 0:
+        sys.exit(f"easyrl demo: the trainer ended with status {status}; see above")
+
+
+def _launcher() -> list[str]:
+    """The ``deepspeed`` command of this environment, one process, on the CPU."""
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    return [sys.executable, str(deepspeed), "--num_accelerators", "1"]
+
+
+def _divide_cpus() -> tuple[list[int], list[int]]:
+    """Half of the processors for the trainer, half for the servers."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) == 1:
+        return cpus, cpus
+    return cpus[: len(cpus) // 2], cpus[len(cpus) // 2 :]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="easyrl.demo", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--num-servers", type=int, default=1)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    return parser.parse_intermixed_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Held-out accuracy of a model folder, with plain ``transformers`` and nothing of EasyRL's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from easyrl.demo.task import END_THINK
+
+BATCH_SIZE = 250
+MAX_NEW_TOKENS = 48
+
+
+@torch.no_grad()
+def held_out_accuracy(model_dir: Path, heldout: Path, seed: int) -> float:
+    """Share of ``heldout``'s problems answered right by one response sampled at temperature 1.
+
+    Sampled, not greedy: the reward is an expectation under sampling, and greedy decoding would
+    show a policy that merely got sharper as one that got better.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True)
+    model.eval()
+    records = [json.loads(line) for line in heldout.read_text().splitlines()]
+    torch.manual_seed(seed)
+    correct = 0
+    for start in range(0, len(records), BATCH_SIZE):
+        batch = records[start : start + BATCH_SIZE]
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": record["prompt"]}],
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+            for record in batch
+        ]
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=MAX_NEW_TOKENS,
+        )
+        texts = tokenizer.batch_decode(
+            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        correct += sum(
+            text.rpartition(END_THINK)[2].strip() == record["answer"]
+            for text, record in zip(texts, batch, strict=True)
+        )
+    return correct / len(records)

@@ -1,0 +1,1 @@
+"""Training stacks behind one seam, ``easyrl.engines.base.TrainEngine``."""

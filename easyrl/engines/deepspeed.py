@@ -1,0 +1,302 @@
+"""DeepSpeed behind ``TrainEngine``: ZeRO 0 to 3, any supported Hugging Face causal LM."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger as deepspeed_logger
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from easyrl.config import Config
+from easyrl.engines.base import MetricSums, NonFiniteLossError, StepResult
+from easyrl.engines.deepspeed_config import (
+    check_supported,
+    frozen_config,
+    parameter_groups,
+    schedule_factor,
+    training_config,
+)
+from easyrl.engines.late_denominator import LateScalarAdamW, step_divided
+from easyrl.engines.shards import copy_of, local_parameters, perturb, restore
+from easyrl.engines.weight_names import saved_weights
+from easyrl.objectives.losses import policy_loss
+from easyrl.policy_model import PolicyModel, load_policy_model
+from easyrl.schema import MicroBatch, Segment
+from easyrl.tri_model import FrozenModel, TriModel
+
+CHECKPOINT_TAG = "deepspeed"
+DESCRIPTION_FILE = "engine.json"
+
+
+class DeepSpeedEngine:
+    """A policy trained by DeepSpeed; see ``TrainEngine`` for what each method promises.
+
+    One process per device, started by the ``deepspeed`` launcher or alone. All processes are
+    data-parallel ranks.
+
+    Args:
+        config: the whole tree.
+        total_steps: optimizer steps of the run, where a decaying schedule ends.
+        load_model: makes the policy, and again its frozen copies.
+    Raises:
+        ConfigError: a combination that DeepSpeed cannot do.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        total_steps: int | None = None,
+        load_model: Callable[[], PolicyModel] | None = None,
+    ) -> None:
+        check_supported(config)
+        deepspeed_logger.setLevel(logging.WARNING)
+        local_rank = start_process_group()
+        self.rank = self.dp_rank = dist.get_rank()
+        self.dp_size = dist.get_world_size()
+        self._config = config
+        self._stage = config.trainer.zero_stage
+        self.lockstep = self._stage >= 2 and self.dp_size > 1
+        self._device = torch.device(get_accelerator().device_name(local_rank))
+        load = load_model or (lambda: load_policy_model(config.model))
+        factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
+        policy = load()
+        self._engine = _initialize(config, policy, factor)
+        self._policy = policy
+        objective = config.objective
+        with_reference = objective.kl_coef > 0 or objective.kl_in_reward_coef > 0
+        lagged = objective.old_policy == "lagged"
+        offload = config.trainer.offload_reference
+        self._tri_model = TriModel(
+            self._engine,
+            reference=self._frozen(load(), offload=offload) if with_reference else None,
+            old_policy=self._frozen(load(), offload=False) if lagged else None,
+            temperature=config.rollout.temperature,
+            device=self._device,
+        )
+        self._num_backwards = 0
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
+        """Accumulates the gradients of the objective's sums.
+
+        Raises ``NonFiniteLossError`` after the backwards of all ``micro_batches``, so that ranks in
+        lock-step are not left waiting; the accumulated gradient is then NaN, and ``optimizer_step``
+        would skip on every rank.
+        """
+        metrics = []
+        problem = None
+        for index, micro_batch in enumerate(micro_batches):
+            loss_sum, sums = policy_loss(
+                self._tri_model(micro_batch), micro_batch, self._config.objective
+            )
+            if not bool(torch.isfinite(loss_sum)):
+                problem = f"micro-batch {index}: loss sum is {float(loss_sum)}"
+                loss_sum = loss_sum * math.nan  # an infinite loss may have a finite gradient
+            self._backward(loss_sum)
+            metrics.append(sums)
+        if problem is not None:
+            raise NonFiniteLossError(problem)
+        return metrics
+
+    def optimizer_step(self, denominator: float) -> StepResult:
+        """Divides by ``denominator`` (of all ranks together), clips, steps, clears. Collective."""
+        assert denominator > 0
+        learning_rate = float(self._engine.get_lr()[0])
+        if self._backwards_of_all_ranks() == 0:
+            return StepResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
+        old_policy = self._tri_model.old_policy
+        before = copy_of(self._local_parameters()) if old_policy is not None else []
+        # DeepSpeed averages over ranks, the denominator is of all ranks' sums.
+        grad_norm, applied = step_divided(self._engine, denominator / self.dp_size)
+        self._num_backwards = 0
+        if old_policy is not None and applied:
+            restore(local_parameters(old_policy.module, sharded=self._stage == 3), before)
+        return StepResult(grad_norm, learning_rate, skipped=not applied)
+
+    def discard_gradients(self) -> None:
+        """Forgets what was accumulated. Collective.
+
+        A step that cannot be taken is the one way of clearing that all of DeepSpeed's optimizers
+        have in common.
+        """
+        logprobs = self._tri_model.policy(*_smallest_row(self._device))[0]
+        self._backward(logprobs.sum() * math.nan)
+        _, applied = step_divided(self._engine, 1.0)
+        assert not applied
+        self._num_backwards = 0
+
+    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """Policy log-probabilities without gradient, float32 [N], on the CPU."""
+        return self._tri_model.policy_logprobs(micro_batch).float().cpu()
+
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+        self._num_backwards += 1
+
+    def _backwards_of_all_ranks(self) -> int:
+        count = torch.tensor([self._num_backwards], device=self._device)
+        dist.all_reduce(count)
+        return int(count)
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def named_weights(self, kind: Literal["full"] = "full") -> Iterator[tuple[str, Tensor]]:
+        """Names and CPU tensors as ``save_pretrained`` writes them, one module at a time.
+
+        Ranks other than 0 get tensors without data (device ``meta``). Collective.
+        """
+        assert kind == "full"
+        self._release_gathered()
+        return saved_weights(self._policy.model, is_writer=self.rank == 0)
+
+    @contextmanager
+    def perturbed_weights(self) -> Iterator[None]:
+        """Inside, every weight tensor is scaled by a factor between 0.95 and 1.05 of its own."""
+        parameters = self._local_parameters()
+        saved = copy_of(parameters)
+        perturb(self._policy.model, parameters)
+        try:
+            yield
+        finally:
+            restore(self._local_parameters(), saved)
+
+    def _local_parameters(self) -> list[Tensor]:
+        """The policy's parameters as this rank holds them, nothing gathered."""
+        self._release_gathered()
+        return local_parameters(self._policy.model, sharded=self._stage == 3)
+
+    def _release_gathered(self) -> None:
+        """After this, ZeRO-3's shards are the only copy of the policy."""
+        if self._stage == 3:
+            self._engine.empty_partition_cache()
+
+    def _frozen(self, model: PolicyModel, *, offload: bool) -> FrozenModel:
+        if self._stage < 3:
+            if not offload:
+                model.to(self._device)
+            return FrozenModel(model, self._device, offload=offload)
+        model.requires_grad_(False)
+        sharded, *_ = deepspeed.initialize(
+            model=model, config=frozen_config(self._config, offload=offload)
+        )
+        return FrozenModel(sharded, self._device)
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer, schedule and, where there is one, the old policy. Collective."""
+        self._engine.save_checkpoint(str(directory), tag=CHECKPOINT_TAG, save_latest=False)
+        if self._tri_model.old_policy is not None:
+            old = self._old_policy_parameters()
+            torch.save([t.cpu() for t in old], directory / f"old-policy-rank{self.rank}.pt")
+        if self.rank == 0:
+            (directory / DESCRIPTION_FILE).write_text(json.dumps(self._description()))
+        dist.barrier()
+
+    def load(self, directory: Path) -> None:
+        """Inverse of ``save``. Collective. Raises ``ValueError`` if the checkpoint does not fit."""
+        file = directory / DESCRIPTION_FILE
+        if not file.is_file():
+            raise ValueError(f"{directory} holds no checkpoint ({DESCRIPTION_FILE} is missing)")
+        saved, mine = json.loads(file.read_text()), self._description()
+        wrong = [f"{k} is {saved.get(k)}, now {mine[k]}" for k in mine if saved.get(k) != mine[k]]
+        if wrong:
+            raise ValueError(
+                f"checkpoint {directory} does not fit: {'; '.join(wrong)}; resume with the settings "
+                "it was written with"
+            )
+        path, _ = self._engine.load_checkpoint(str(directory), tag=CHECKPOINT_TAG)
+        if path is None:
+            raise ValueError(f"checkpoint {directory} is incomplete; remove it to use an earlier one")
+        if self._tri_model.old_policy is not None:
+            old = torch.load(directory / f"old-policy-rank{self.rank}.pt", weights_only=True)
+            restore(self._old_policy_parameters(), old)
+
+    def _old_policy_parameters(self) -> list[Tensor]:
+        assert self._tri_model.old_policy is not None
+        return local_parameters(self._tri_model.old_policy.module, sharded=self._stage == 3)
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "engine": "deepspeed",
+            "model.dtype": self._config.model.dtype,
+            "trainer.zero_stage": self._stage,
+            "trainer.offload_optimizer": self._config.trainer.offload_optimizer,
+            "objective.old_policy": self._config.objective.old_policy,
+            "number of ranks": self.dp_size,
+            "number of parameters": sum(_numel(p) for p in self._policy.parameters()),
+        }
+
+
+def start_process_group() -> int:
+    """Joins the processes that the launcher started, or makes a group of one; the local rank."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone)
+        os.environ["MASTER_PORT"] = str(_free_port())
+    local_rank = int(os.environ["LOCAL_RANK"])
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(local_rank)
+    backend = "gloo" if accelerator.device_name() == "cpu" else None  # None: the device's own
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    return local_rank
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _initialize(
+    config: Config, policy: nn.Module, factor: Callable[[int], float]
+) -> deepspeed.DeepSpeedEngine:
+    trainer = config.trainer
+
+    def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return LambdaLR(optimizer, factor)
+
+    settings: dict[str, Any] = {
+        "lr": trainer.learning_rate,
+        "betas": trainer.adam_betas,
+        "eps": trainer.adam_eps,
+    }
+    groups = parameter_groups(policy, trainer.weight_decay)
+    optimizer: torch.optim.Optimizer
+    if trainer.zero_stage == 0:
+        optimizer = LateScalarAdamW(groups, max_norm=trainer.max_grad_norm, **settings)
+    else:
+        optimizer = torch.optim.AdamW(groups, fused=trainer.offload_optimizer or None, **settings)
+    engine, *_ = deepspeed.initialize(
+        model=policy, optimizer=optimizer, lr_scheduler=schedule, config=training_config(config)
+    )
+    return engine
+
+
+def _smallest_row(device: torch.device) -> tuple[Any, ...]:
+    """Arguments of ``PolicyModel.forward``: one token that predicts itself."""
+    from easyrl.kernels.shared_prompt_attention import SegmentLayout
+
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return zero, zero, SegmentLayout([Segment(0, 1, -1)]), zero, zero
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter; a ZeRO-3 parameter's own tensor is empty between uses."""
+    return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()

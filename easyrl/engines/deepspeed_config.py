@@ -1,0 +1,110 @@
+"""Our configuration as DeepSpeed's, the optimizer's parameter groups, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from easyrl.config import Config, ConfigError, TrainerConfig
+
+
+def check_supported(config: Config) -> None:
+    """Raises ``ConfigError`` for combinations that DeepSpeed ignores or refuses late."""
+    trainer = config.trainer
+    if trainer.zero_stage == 0 and config.model.dtype == "bf16":
+        raise ConfigError(
+            "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32; use 1, 2 or 3"
+        )
+    if trainer.zero_stage == 0 and trainer.offload_optimizer:
+        raise ConfigError("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
+
+
+def training_config(config: Config) -> dict[str, Any]:
+    """DeepSpeed's configuration of the policy.
+
+    Accumulation is ours: ``backward`` accumulates, ``step`` reduces, and a batch may have any number
+    of micro-batches.
+    """
+    trainer = config.trainer
+    zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    if trainer.zero_stage in (1, 2):
+        zero["overlap_comm"] = False  # refused by stage 1 with our own accumulation
+    if trainer.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    settings = _common(config) | {
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler
+        # Stage 0 is clipped by LateScalarAdamW, after the division.
+        "gradient_clipping": trainer.max_grad_norm if trainer.zero_stage > 0 else 0.0,
+        "managed_gradient_accumulation": False,
+    }
+    if config.model.dtype == "bf16":
+        # The gradients of a batch are summed over micro-batches and ranks in fp32.
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        settings["communication_data_type"] = "fp32"
+    return settings
+
+
+def frozen_config(config: Config, *, offload: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration of a model that is only run, sharded by ZeRO-3.
+
+    Nothing stays gathered after a forward, so that the shards are the whole truth.
+    """
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+    }
+    if offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    return _common(config) | {"zero_optimization": zero}
+
+
+def _common(config: Config) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": config.model.dtype == "bf16", "check_grad_overflow": True},
+        "steps_per_print": 10**9,
+    }
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms and biases do not."""
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    if weight_decay == 0:
+        return [{"params": matrices + others, "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def schedule_factor(trainer: TrainerConfig, total_steps: int | None) -> Callable[[int], float]:
+    """Factor on the learning rate of optimizer step ``step`` (from 0): warm-up, then the schedule.
+
+    Linear warm-up reaches 1 at the last warm-up step; ``linear`` and ``cosine`` fall from 1 to
+    ``min_lr_ratio`` at the last of ``total_steps``.
+    """
+    warmup, lowest = trainer.warmup_steps, trainer.min_lr_ratio
+    if trainer.lr_schedule != "constant" and total_steps is None:
+        raise ConfigError(
+            f"trainer.lr_schedule: {trainer.lr_schedule} needs an end; set trainer.max_steps"
+        )
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if trainer.lr_schedule == "constant":
+            return 1.0
+        assert total_steps is not None
+        progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
+        if trainer.lr_schedule == "linear":
+            return lowest + (1 - lowest) * (1 - progress)
+        return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return factor

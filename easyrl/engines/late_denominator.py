@@ -1,0 +1,90 @@
+"""One late scalar per optimizer step: divide what was accumulated, then measure, clip and step.
+
+DeepSpeed has no such call. Each of its optimizers has a place where the division comes before the
+norm; where it would be ignored in silence (BF16_Optimizer's loss scale) another one is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+class LateScalarAdamW(torch.optim.AdamW):
+    """AdamW for ZeRO-0, where DeepSpeed has no optimizer of its own.
+
+    ``step`` divides the reduced gradients by ``divisor``, measures, clips, and does nothing where
+    the norm is not finite. DeepSpeed's engine reads ``overflow`` and ``_global_grad_norm`` after it.
+    """
+
+    def __init__(self, params: Any, *, max_norm: float, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.max_norm = max_norm  # 0: no clipping
+        self.divisor = 1.0
+        self.overflow = False
+        self._global_grad_norm = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in params]
+        torch._foreach_div_(gradients, self.divisor)
+        norm = get_total_norm(gradients)
+        self._global_grad_norm = float(norm)
+        self.overflow = not bool(torch.isfinite(norm))
+        if self.overflow:
+            return
+        if self.max_norm > 0:
+            clip_grads_with_norm_(params, self.max_norm, norm)
+        super().step()
+
+
+def step_divided(engine: deepspeed.DeepSpeedEngine, divisor: float) -> tuple[float, bool]:
+    """Divides the accumulated gradients (averaged over ranks) by ``divisor``, clips and steps.
+
+    Collective. Ranks that accumulated nothing contribute zeros.
+
+    Returns:
+        The norm before the clip, and whether the step was taken; it is not where the norm is not
+        finite, and then weights, optimizer state and schedule are as before.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, LateScalarAdamW):
+        optimizer.divisor = divisor
+        engine.step()
+    elif isinstance(optimizer, BF16_Optimizer):
+        for gradients in optimizer.fp32_groups_gradients_flat:
+            gradients.div_(divisor)
+        # The norm leaves out parameters without a gradient on *this* rank, after the reduction.
+        optimizer.fp32_groups_has_gradients = [
+            [True] * len(has) for has in optimizer.fp32_groups_has_gradients
+        ]
+        engine.step()
+    else:
+        assert isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            _fill_missing_gradients(optimizer)
+        optimizer.loss_scale = divisor
+        engine.step()
+        optimizer.loss_scale = 1.0  # backward would multiply by it
+    return float(engine.get_global_grad_norm()), engine.was_step_applied()
+
+
+def _fill_missing_gradients(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """ZeRO-1 reduces only gradients that exist; a rank without micro-batches would not join."""
+    if optimizer.partition_gradients:
+        return  # ZeRO-2 reduced in each backward
+    for group in optimizer.bit16_groups:
+        for parameter in group:
+            if optimizer.get_gradient_for_reduction(parameter) is None:
+                zeros = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+                if optimizer.use_grad_accum_attribute:
+                    parameter.grad_accum = zeros
+                else:
+                    parameter.grad = zeros

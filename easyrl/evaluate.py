@@ -1,0 +1,33 @@
+"""``easyrl eval``: pass@k and avg@k of whatever the endpoints serve, without a trainer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from easyrl.config import ConfigError, check_paths, load_config
+
+
+def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
+    """Prints one JSON object; returns the exit status."""
+    try:
+        config = load_config(path, overrides)
+        check_paths(config)
+        if config.evaluation is None:
+            raise ConfigError(f"{path}: evaluation: is required for easyrl eval")
+    except ConfigError as error:
+        print(f"easyrl: {error}", file=sys.stderr)
+        return 2
+    from easyrl.agreement import Agreement
+    from easyrl.wiring import load_held_out, load_tokenizer, open_inference
+
+    prompts = load_held_out(config.evaluation, load_tokenizer(config))
+    with ExitStack() as opened:
+        inference = open_inference(config, opened)
+        evaluator = inference.evaluator(config.evaluation, prompts, config, Agreement(0, 1))
+        metrics = evaluator.evaluate(version=None)
+    print(json.dumps({"num_prompts": len(prompts), **metrics}))
+    return 0

@@ -1,0 +1,46 @@
+"""Evaluation on held-out prompts: pass@k and avg@k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+from easyrl.agreement import Agreement
+from easyrl.dataloaders.rollout_generator import RolloutGenerator
+from easyrl.schema import Prompt
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of P(one of k samples is correct) (Chen et al. 2021, eq. 1)."""
+    assert 1 <= k <= num_samples and 0 <= num_correct <= num_samples
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Samples every held-out prompt ``num_samples`` times and counts the correct responses."""
+
+    prompts: Sequence[Prompt]
+    rollouts: RolloutGenerator
+    agreement: Agreement
+    num_samples: int
+    pass_at: Sequence[int]
+    threshold: float
+    reward_name: str  # the component that decides
+
+    def evaluate(self, version: str | None) -> dict[str, float]:
+        """``eval/avg@k`` (also ``eval/accuracy``) and ``eval/pass@k``, all ranks. Collective."""
+        share = self.prompts[self.agreement.rank :: self.agreement.num_ranks]
+        correct = [
+            sum(score.components[self.reward_name] >= self.threshold for score in group.scores)
+            for group in self.rollouts.produce(share, version)
+        ]
+        everyone = [c for rank in self.agreement.exchange(correct) for c in rank]
+        num_prompts = len(everyone)
+        accuracy = sum(everyone) / (num_prompts * self.num_samples)
+        metrics = {"eval/accuracy": accuracy, f"eval/avg@{self.num_samples}": accuracy}
+        for k in self.pass_at:
+            total = sum(pass_at_k(self.num_samples, c, k) for c in everyone)
+            metrics[f"eval/pass@{k}"] = total / num_prompts
+        return metrics

@@ -1,0 +1,53 @@
+"""The run's own record of what happened when, from every thread, one JSON object per line."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+
+class Record(Protocol):
+    """How parts report an event; ``EventLog.record`` and ``ignore`` fit."""
+
+    def __call__(self, event: str, **fields: Any) -> None: ...
+
+
+def ignore(event: str, **fields: Any) -> None:
+    """A ``Record`` that keeps nothing."""
+
+
+class EventLog:
+    """Appends ``{"seq", "t", "event", ...}``; ``seq`` is a total order, ``t`` is monotonic seconds.
+
+    Lines reach the disk when the buffer fills, at ``flush`` and at ``close``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+        self._lock = threading.Lock()
+        self._seq = 0
+
+    def record(self, event: str, **fields: Any) -> None:
+        with self._lock:
+            if self._file.closed:
+                return
+            line = {"seq": self._seq, "t": time.monotonic(), "event": event, **fields}
+            self._seq += 1
+            self._file.write(orjson.dumps(line) + b"\n")
+
+    def flush(self) -> None:
+        with self._lock:
+            self._file.flush()
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All events of a log, in order."""
+    return [orjson.loads(line) for line in path.read_bytes().splitlines()]

@@ -1,0 +1,1 @@
+"""The policy-gradient objective: advantages of a group, loss sums of a micro-batch."""

@@ -1,0 +1,51 @@
+"""The reward of an answer that is mathematically equal to the dataset's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from math_verify import parse, verify
+
+from easyrl.rewards.exact import after_thinking
+from easyrl.schema import Prompt
+
+# Its warning that its time limits are off would be printed by every worker.
+for _name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+def math(prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]) -> list[float]:
+    """1.0 where math-verify finds a response's answer equal to ``prompt.answer``, else 0.0.
+
+    A ``\\boxed{}`` answer counts before any other expression. Only what follows the last
+    ``</think>`` is read, the whole response if there is none.
+
+    Has no time limit of its own: math-verify's needs SIGALRM in a main thread, and elsewhere scores
+    zero in silence. The worker process that runs this is killed instead, after ``timeout_s``.
+    Raises ``ValueError`` if the prompt has no answer, or one without anything to compare.
+    """
+    if prompt.answer is None:
+        raise ValueError(f"prompt {prompt.index} has no answer; set data.fields.answer")
+    if not texts:
+        return []
+    expected = _parse_expected(prompt.answer)
+    if not expected:
+        raise ValueError(f"prompt {prompt.index}: math-verify finds nothing in {prompt.answer!r}")
+    return [float(_equal(expected, _parse(after_thinking(text)))) for text in texts]
+
+
+def _parse_expected(answer: str) -> list[Any]:
+    """Parsed as LaTeX; plain where it brings its own delimiters."""
+    delimited = "\\boxed" in answer or answer.count("$") - answer.count("\\$") >= 2
+    return _parse(answer if delimited else f"${answer}$")
+
+
+def _parse(text: str) -> list[Any]:
+    return parse(text, parsing_timeout=None)  # type: ignore[arg-type]
+
+
+def _equal(expected: list[Any], answer: list[Any]) -> bool:
+    return bool(verify(expected, answer, timeout_seconds=None))

@@ -1,0 +1,142 @@
+"""Runs the rewards of a group in worker processes and adds them up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from easyrl.config import RewardConfig, ScoringConfig
+from easyrl.rewards import worker
+from easyrl.rewards.user_function import RewardFunctionError
+from easyrl.schema import Completion, Prompt, Score
+from easyrl.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
+
+
+class RewardError(RuntimeError):
+    """A reward could not be had; the message names reward, prompt and cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScores:
+    """What the rewards of scope ``sample`` say of one response."""
+
+    components: Mapping[str, float]  # by reward name
+    failed: bool = False
+
+
+class Scorer:
+    """Scores responses as they return, and groups when they are complete.
+
+    Consumes: prompts with their completions. Waits for: the worker processes. Unblocked by: their
+    results, or the end of a reward's ``timeout_s``. Produces: one ``Score`` per response.
+
+    The pool's workers must have run ``rewards.worker.initialize`` with the same ``rewards``.
+    """
+
+    def __init__(
+        self,
+        rewards: Sequence[RewardConfig],
+        scoring: ScoringConfig,
+        workers: WorkerPool,
+        *,
+        truncated: Literal["keep", "mark", "mask"] = "keep",
+        truncated_reward: float = 0.0,
+    ) -> None:
+        self.rewards = list(rewards)
+        self.scoring = scoring
+        self.workers = workers
+        self.truncated = truncated
+        self.truncated_reward = truncated_reward
+        self.num_failed: Counter[str] = Counter()  # calls that raised or timed out, by reward
+
+    async def score_sample(self, prompt: Prompt, completion: Completion) -> SampleScores:
+        """Rewards that need one response.
+
+        Raises ``RewardError`` if ``on_reward_error`` is not zero.
+        """
+        components, failed = await self._run("sample", prompt, [completion])
+        return SampleScores(components[0], failed)
+
+    async def score_group(
+        self,
+        prompt: Prompt,
+        completions: Sequence[Completion],
+        sample_scores: Sequence[SampleScores],
+    ) -> tuple[Score, ...]:
+        """Rewards that need the whole group, then the weighted sums; one ``Score`` per completion.
+
+        Raises ``RewardError`` if ``on_reward_error`` is not zero.
+        """
+        components, failed = await self._run("group", prompt, completions)
+        return tuple(
+            self._score(completion, {**sample.components, **own}, failed or sample.failed)
+            for completion, sample, own in zip(completions, sample_scores, components, strict=True)
+        )
+
+    async def _run(
+        self, scope: str, prompt: Prompt, completions: Sequence[Completion]
+    ) -> tuple[list[dict[str, float]], bool]:
+        """The components of each completion, and whether a reward failed and was scored zero."""
+        components: list[dict[str, float]] = [{} for _ in completions]
+        any_failed = False
+        token_ids = [completion.token_ids for completion in completions]
+        for index, reward in enumerate(self.rewards):
+            if _scope(reward) != scope:
+                continue
+            values = await self._call(index, prompt, token_ids)
+            any_failed |= values is None
+            for own, value in zip(components, values or [0.0] * len(completions), strict=True):
+                own[reward.label] = value
+        return components, any_failed
+
+    async def _call(
+        self, index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]
+    ) -> list[float] | None:
+        """One reward's values; ``None`` if it failed and counts as zero."""
+        reward = self.rewards[index]
+        retry = self.scoring.on_reward_error == "retry"
+        num_calls = 1 + (self.scoring.max_reward_retries if retry else 0)
+        for call in range(1, num_calls + 1):
+            try:
+                return await self.workers.call(
+                    worker.score_reward, index, prompt, token_ids, timeout_s=reward.timeout_s
+                )
+            except (RewardFunctionError, WorkerTimeout, WorkerDied) as error:
+                self.num_failed[reward.label] += 1
+                if self.scoring.on_reward_error == "zero":
+                    return None
+                if call == num_calls:
+                    raise RewardError(self._message(reward, prompt, error, num_calls)) from error
+        raise AssertionError("unreachable")
+
+    def _message(
+        self, reward: RewardConfig, prompt: Prompt, error: Exception, num_calls: int
+    ) -> str:
+        source = reward.label if reward.file is None else f"{reward.label} in {reward.file}"
+        cause = str(error)
+        if isinstance(error, WorkerTimeout):
+            cause = f"no result within timeout_s={reward.timeout_s}; its worker was killed"
+        elif isinstance(error, WorkerDied):
+            cause = f"its worker process died ({error})"
+        tried = f" ({num_calls} calls)" if num_calls > 1 else ""
+        return (
+            f"reward {source} failed on prompt {prompt.index} of epoch {prompt.epoch}{tried}: "
+            f"{cause}\n(scoring.on_reward_error=zero goes on with 0.0, =retry tries again)"
+        )
+
+    def _score(
+        self, completion: Completion, components: Mapping[str, float], failed: bool
+    ) -> Score:
+        reward = sum(own.weight * components[own.label] for own in self.rewards)
+        if self.truncated == "mark" and completion.truncated:
+            reward = self.truncated_reward
+        return Score(reward, components, failed)
+
+
+def _scope(reward: RewardConfig) -> str:
+    """Users' functions see the group unless told otherwise."""
+    return reward.scope or ("sample" if reward.file is None else "group")

@@ -1,0 +1,88 @@
+"""The worker process's side: it holds the reward functions and a tokenizer, and scores token ids.
+
+Light on purpose (no torch): every worker imports it, and a killed worker is replaced by a new one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from easyrl.config import RewardConfig
+from easyrl.rewards import user_function
+from easyrl.rewards.user_function import RewardFunction, RewardFunctionError
+from easyrl.schema import Prompt
+
+Decode = Callable[[Sequence[np.ndarray]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    rewards: Sequence[RewardConfig]
+    functions: Sequence[RewardFunction]
+    decode: Decode
+
+
+_state: _State | None = None  # one per worker process
+
+
+def initialize(
+    rewards: Sequence[RewardConfig], tokenizer_dir: Path, skip_special_tokens: bool = True
+) -> None:
+    """Prepares this process for ``score_reward``. Raises what ``load_reward`` raises."""
+    global _state
+    # There is a worker per core already.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    functions = [load_reward(reward) for reward in rewards]
+    _state = _State(list(rewards), functions, _load_decoder(tokenizer_dir, skip_special_tokens))
+
+
+def load_reward(reward: RewardConfig) -> RewardFunction:
+    """The function that ``reward`` names. Raises ``ImportError`` or ``ValueError``."""
+    if reward.file is not None:
+        return user_function.load_function(reward.file, reward.function)
+    assert reward.name is not None
+    module = importlib.import_module(f"easyrl.rewards.{reward.name}")
+    return vars(module)[reward.name]
+
+
+def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) -> list[float]:
+    """Calls reward ``index`` on the responses ``token_ids`` (int32 [R] each) of one prompt.
+
+    One reward per call, so that each has its own time limit in the pool.
+    Raises ``RewardFunctionError``, which also stands for exceptions that cannot be pickled.
+    """
+    assert _state is not None, "initialize() has not run in this process"
+    reward = _state.rewards[index]
+    texts = _state.decode(token_ids)
+    try:
+        result = user_function.call(
+            _state.functions[index], prompt, texts, list(token_ids), **reward.kwargs
+        )
+        return user_function.validated(result, len(texts))
+    except (Exception, SystemExit) as error:  # users' code may raise anything; one type goes home
+        where = "".join(traceback.format_tb(error.__traceback__)[1:])
+        raise RewardFunctionError(f"{type(error).__name__}: {error}\n{where}".rstrip()) from None
+
+
+def _load_decoder(directory: Path, skip_special_tokens: bool) -> Decode:
+    """Of ``tokenizer.json`` where there is one: importing transformers takes seconds."""
+    if (directory / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        return lambda token_ids: fast.decode_batch(
+            [ids.tolist() for ids in token_ids], skip_special_tokens=skip_special_tokens
+        )
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return lambda token_ids: [
+        slow.decode(ids.tolist(), skip_special_tokens=skip_special_tokens) for ids in token_ids
+    ]

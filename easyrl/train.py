@@ -1,0 +1,91 @@
+"""Wires the parts and runs the trainer: ``deepspeed --module easyrl.train CONFIG [key=value …]``.
+
+Only light imports at module level: worker processes import the main module again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from easyrl.config import Config, ConfigError, check_paths, dump_config, load_config
+
+if TYPE_CHECKING:
+    from easyrl.wiring import Parts
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    arguments = _parse(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.print_config:
+            print(dump_config(config), end="")
+            return 0
+        check_paths(config)
+    except ConfigError as error:
+        print(f"easyrl: {error}", file=sys.stderr)
+        return 2
+    _end_on_sigterm()
+    run(config, resume=arguments.resume)
+    return 0
+
+
+def run(config: Config, *, resume: bool = False) -> None:
+    """Trains one model from ``config``; every rank calls this."""
+    from easyrl.wiring import build_parts
+
+    with ExitStack() as open_parts:
+        parts = build_parts(config, open_parts, resume=resume)
+        parts.trainer.fit()
+        _finish(config, parts)
+
+
+def _finish(config: Config, parts: Parts) -> None:
+    """Exports the trained model and draws the reward curve."""
+    from easyrl.checkpoint import export_model
+    from easyrl.metrics import read_metrics
+    from easyrl.plot import plot_reward_curve
+
+    output = config.run.output_dir
+    weights = parts.engine.named_weights()
+    if parts.engine.rank != 0:
+        for _ in weights:
+            pass
+        return
+    if config.checkpoint.export_at_end:
+        dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.model.dtype]
+        source, tokenizer = config.model.path, config.model.tokenizer_path
+        export_model(weights, source, tokenizer, output / "model", dtype)
+    plot_reward_curve(read_metrics(output / "metrics.jsonl"), output / "reward.png")
+
+
+def _end_on_sigterm() -> None:
+    """SIGTERM unwinds like Ctrl-C, so that every part closes what it opened."""
+
+    def stop(*_: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the closing
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="easyrl train", description=run.__doc__)
+    parser.add_argument("config", help="YAML file, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--print-config", action="store_true", help="show the result and stop")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the launcher
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

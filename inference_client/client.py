@@ -1,0 +1,254 @@
+"""One inference endpoint: vLLM's routes for rollouts and for weight updates (vLLM 0.32, ``easyrl serve``).
+
+The server needs ``--enable-scale-out`` for ``/inference/v1/generate`` and ``VLLM_SERVER_DEV_MODE=1`` for the
+routes that touch weights. Bodies of generations are passed on as bytes: decoding them is a worker's job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+import numpy as np
+import orjson
+
+from easyrl.config import SamplingConfig
+from easyrl.inference_client.errors import (
+    EndpointError,
+    EndpointUnavailable,
+    MalformedResponse,
+    RequestRejected,
+)
+from easyrl.inference_client.responses import parse_generate_response
+
+__all__ = [
+    "EndpointClient",
+    "EndpointError",
+    "EndpointUnavailable",
+    "MalformedResponse",
+    "RequestRejected",
+    "ServedModel",
+    "parse_generate_response",
+]
+
+GENERATE = "/inference/v1/generate"
+HEALTH_TIMEOUT_S = 10.0
+OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
+HINTS = {
+    401: "; set inference.api_key_env to the variable that holds its key",
+    403: "; set inference.api_key_env to the variable that holds its key",
+}
+ROUTE_HINT = "; start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What ``/v1/models`` says of the first model."""
+
+    name: str
+    max_model_len: int | None  # prompt and response tokens together
+
+
+class EndpointClient:
+    """The routes of one endpoint. Every method raises ``EndpointError``; see its subclasses.
+
+    Args:
+        url: without a trailing slash.
+        session: belongs to the caller, and to the loop that the methods are awaited in.
+        model: name of the model; None leaves the choice to the server.
+        api_key: sent as bearer token on every route.
+        timeout_s: for every route but ``generate``, which has its own, and ``health``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        session: aiohttp.ClientSession,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.url = url
+        self.model = model
+        self._session = session
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._applies_stop_strings = False
+
+    async def generate(
+        self,
+        token_ids: np.ndarray | Sequence[int],
+        sampling: SamplingConfig,
+        seed: int,
+        n: int = 1,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        """The raw body of ``n`` responses to one prompt, for ``parse_generate_response``.
+
+        Cancelling closes the connection, upon which the server aborts the request. Stop strings need a
+        server that decodes: ``ValueError`` if this one does not (``--tokens-only``,
+        ``--skip-tokenizer-init``), since the latter would ignore them silently.
+        """
+        if sampling.stop and not self._applies_stop_strings:
+            await self._require_stop_strings(token_ids)
+            self._applies_stop_strings = True
+        params = sampling.model_dump(include=set(SamplingConfig.model_fields))
+        request = self._generate_request(token_ids, params | {"n": n, "seed": seed, "logprobs": 0})
+        return await self._request("POST", GENERATE, request, timeout_s)
+
+    async def health(self) -> None:
+        """Returns if the server says that it is healthy."""
+        await self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+
+    async def served_model(self) -> ServedModel:
+        answer = await self._json("GET", "/v1/models")
+        try:
+            card = answer["data"][0]
+            return ServedModel(card["id"], card.get("max_model_len"))
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise MalformedResponse(self.url, f"GET /v1/models names no model: {answer}") from None
+
+    async def weight_version(self, timeout_s: float | None = None) -> str:
+        """The version of the weights it serves; ``"default"`` after a (re)start."""
+        return await self._field("weight_version", str, "GET", "/weight_info", timeout_s=timeout_s)
+
+    async def pause(self, mode: Literal["wait", "abort", "keep"]) -> None:
+        """Stops generation; requests in flight are finished, aborted or frozen until ``resume``."""
+        await self._request("POST", f"/pause?mode={mode}")
+
+    async def resume(self) -> None:
+        await self._request("POST", "/resume")
+
+    async def reset_prefix_cache(self) -> bool:
+        """False if blocks are still in use, so that nothing was reset."""
+        return await self._field("success", bool, "POST", "/reset_prefix_cache")
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        await self._request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    async def start_weight_update(self) -> None:
+        await self._request("POST", "/start_weight_update")
+
+    async def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        await self._request("POST", "/update_weights", {"update_info": update_info})
+
+    async def finish_weight_update(self, version: str) -> None:
+        """From here on the server stamps ``version`` on its tokens."""
+        await self._request("POST", "/finish_weight_update", {"weight_version": version})
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """Checksum by name of the server's parameter, prefixed with its place (``dp0:pp0:...``)."""
+        return await self._field(
+            "checksums", dict, "POST", "/weight_checker", {"action": "checksum"}
+        )
+
+    async def abort_requests(self) -> None:
+        """Aborts everything in flight."""
+        await self._request("POST", "/abort_requests", {})
+
+    async def _require_stop_strings(self, token_ids: np.ndarray | Sequence[int]) -> None:
+        # Asking for text is the one request that a server without a tokenizer refuses.
+        probe = self._generate_request(token_ids, {"max_tokens": 1}) | {"output_mode": "text"}
+        try:
+            await self._request("POST", GENERATE, probe)
+        except RequestRejected as error:
+            raise ValueError(
+                "rollout.stop (or evaluation.sampling.stop): the endpoint cannot apply stop strings; use "
+                f"stop_token_ids, or start it with a tokenizer. It answered: {error}"
+            ) from None
+
+    def _generate_request(
+        self, token_ids: np.ndarray | Sequence[int], params: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        request = {"token_ids": token_ids, "sampling_params": params}
+        return request if self.model is None else request | {"model": self.model}
+
+    async def _field(
+        self,
+        name: str,
+        kind: type,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        answer = await self._json(method, path, body, timeout_s)
+        value = answer.get(name)
+        if not isinstance(value, kind):
+            raise MalformedResponse(self.url, f"{method} {path} answered without {name}: {answer}")
+        return value
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        content = await self._request(method, path, body, timeout_s or self._timeout_s)
+        try:
+            answer = orjson.loads(content)
+        except orjson.JSONDecodeError:
+            answer = None
+        if not isinstance(answer, dict):
+            shown = _shorten(content.decode(errors="replace"))
+            raise MalformedResponse(self.url, f"{method} {path} did not answer JSON: {shown}")
+        return answer
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> bytes:
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        limit_s = timeout_s if timeout_s is not None or path == GENERATE else self._timeout_s
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                data=data,
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=limit_s),
+            ) as response:
+                content = await response.read()
+        except TimeoutError:
+            reason = f"{method} {path} was not answered within {limit_s:g} s"
+            raise EndpointUnavailable(self.url, reason) from None
+        except (aiohttp.ClientError, OSError) as error:
+            reason = f"{method} {path} failed: {type(error).__name__}: {error}"
+            raise EndpointUnavailable(self.url, reason) from None
+        if response.status == 200:
+            return content
+        message = _server_message(content)
+        reason = f"{method} {path} answered {response.status} {response.reason}: {message}"
+        if response.status >= 500 or response.status in OVERLOADED:
+            raise EndpointUnavailable(self.url, reason)
+        unknown_route = response.status == 404 and message == "Not Found"
+        hint = ROUTE_HINT if unknown_route else HINTS.get(response.status, "")
+        raise RequestRejected(self.url, reason + hint)
+
+
+def _server_message(content: bytes) -> str:
+    """The text inside vLLM's ``{"error": {"message"}}``, ``{"error"}`` or FastAPI's ``{"detail"}``."""
+    text = content.decode(errors="replace")
+    try:
+        answer = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return _shorten(text)
+    if isinstance(answer, dict):
+        message = answer.get("error", answer.get("detail", text))
+        if isinstance(message, dict):
+            message = message.get("message", text)
+        text = str(message)
+    return _shorten(text)
+
+
+def _shorten(text: str, limit: int = 500) -> str:
+    text = text.strip() or "(empty body)"
+    return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,0 +1,157 @@
+"""Choosing the next token of every running sequence at once.
+
+Shape legend: B running sequences, V vocabulary, K stop tokens per sequence.
+
+The order of operations is vLLM's: penalties, minimum length, temperature, min_p, top_k, top_p. The
+random part is an inverse CDF over one uniform number per token, drawn from the sequence's own counter
+based generator, so that a sequence's randomness is a function of its seed and of the token's position
+and never of what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+
+
+class Feature(Flag):
+    """What a sequence asks of the sampler beyond plain sampling at temperature 1."""
+
+    NONE = 0
+    GREEDY = auto()
+    TEMPERATURE = auto()
+    MIN_P = auto()
+    TOP_K_TOP_P = auto()
+    PENALTIES = auto()
+    MIN_TOKENS = auto()
+    TOP_LOGPROBS = auto()
+    STOP_STRINGS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled; names and meanings are vLLM's."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    num_top_logprobs: int = 0  # alternatives to report per token; -1: the whole vocabulary
+
+    @property
+    def features(self) -> Feature:
+        greedy = self.temperature == 0
+        asked = {
+            Feature.GREEDY: greedy,
+            Feature.TEMPERATURE: not greedy and self.temperature != 1,
+            Feature.MIN_P: not greedy and self.min_p > 0,
+            Feature.TOP_K_TOP_P: not greedy and (self.top_k > 0 or self.top_p < 1),
+            Feature.PENALTIES: self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1,
+            Feature.MIN_TOKENS: self.min_tokens > 0,
+            Feature.TOP_LOGPROBS: self.num_top_logprobs != 0,
+            Feature.STOP_STRINGS: bool(self.stop),
+        }
+        features = Feature.NONE
+        for feature, is_asked in asked.items():
+            if is_asked:
+                features |= feature
+        return features
+
+
+class UniformStream:
+    """Uniform numbers in [0, 1) of one sample, a function of (seed, sample index, position) only."""
+
+    def __init__(self, seed: int, sample_index: int) -> None:
+        key = np.array([seed % 2**64, sample_index], dtype=np.uint64)
+        self._philox = np.random.Philox(key=key)
+
+    def draw(self, count: int) -> np.ndarray:
+        """float32 [count], the next ``count`` numbers, multiples of 2^-24."""
+        bits = self._philox.random_raw(count) >> np.uint64(40)
+        return (bits * 2.0**-24).astype(np.float32)
+
+
+def penalize(
+    logits: Tensor, counts: Tensor, in_prompt: Tensor, penalties: Tensor
+) -> Tensor:  # float32 [B, V]
+    """Repetition, frequency and presence penalties.
+
+    Args:
+        logits: float32 [B, V].
+        counts: int [B, V], how often each token was generated.
+        in_prompt: bool [B, V], whether the prompt holds the token.
+        penalties: float32 [B, 3], repetition, frequency, presence.
+    """
+    repetition, frequency, presence = penalties[:, :, None].unbind(1)
+    generated = counts > 0
+    factor = torch.where(generated | in_prompt, repetition, 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - frequency * counts - presence * generated
+
+
+def forbid_early_stop(logits: Tensor, stop_ids: Tensor, too_early: Tensor) -> Tensor:
+    """Stop tokens (int [B, K], -1 is padding) get -inf where ``too_early`` (bool [B])."""
+    forbidden = torch.zeros_like(logits, dtype=torch.bool)
+    forbidden.scatter_(1, stop_ids.clamp(min=0), (stop_ids >= 0) & too_early[:, None])
+    # a row of padding writes False at token 0, so a real stop token 0 is set again
+    forbidden[:, 0] = ((stop_ids == 0).any(1)) & too_early
+    return logits.masked_fill(forbidden, -torch.inf)
+
+
+def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Drops tokens less probable than ``min_p`` (float32 [B]) times the most probable one."""
+    threshold = logits.amax(-1, keepdim=True) + min_p[:, None].log()
+    return logits.masked_fill(logits < threshold, -torch.inf)
+
+
+def apply_top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Keeps the ``top_k`` (int [B], 0: all) and of these the smallest set that reaches ``top_p``.
+
+    The most probable token always stays.
+    """
+    vocab_size = logits.shape[1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    limit = torch.where(top_k > 0, top_k, vocab_size)
+    rank = torch.arange(vocab_size, device=logits.device)
+    ordered = ordered.masked_fill(rank >= limit[:, None], -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs  # probability of all better tokens
+    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+    dropped[:, 0] = False
+    ordered = ordered.masked_fill(dropped, -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ordered)
+
+
+def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token at which the cumulated probability passes ``uniform``; int64 [B].
+
+    Args:
+        probs: float32 [B, V].
+        uniform: float32 [B], in [0, 1).
+    """
+    cumulated = probs.cumsum(-1)
+    total = cumulated[:, -1:]
+    # strictly below the total, or rounding could choose a token of probability zero at the end
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    point = torch.minimum(uniform[:, None] * total, below_total)
+    return torch.searchsorted(cumulated, point, right=True).squeeze(1)

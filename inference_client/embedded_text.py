@@ -1,0 +1,91 @@
+"""Text of a growing token sequence, and the stop strings in it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+INCOMPLETE = "\ufffd"  # what a tokenizer decodes half a character to
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class IncrementalText:
+    """Decodes token by token, without decoding everything again.
+
+    A token's text depends on its left neighbour only (a leading space, the bytes of one character), so
+    each step decodes from the last place where the text was complete, twice: with and without the news.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._token_ids: list[int] = []
+        self._context_start = 0
+        self._unread_start = 0
+
+    def append(self, token_id: int) -> str:
+        """Adds a token; returns the text that it completed, maybe empty."""
+        self._token_ids.append(token_id)
+        context = self._decode(self._context_start, self._unread_start)
+        extended = self._decode(self._context_start, len(self._token_ids))
+        if len(extended) <= len(context) or extended.endswith(INCOMPLETE):
+            return ""
+        self._context_start = self._unread_start
+        self._unread_start = len(self._token_ids)
+        new = extended[len(context) :]
+        self.text += new
+        return new
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(
+            self._token_ids[start:end], skip_special_tokens=self._skip_special_tokens
+        )
+
+
+class StopStrings:
+    """Watches one sequence for its stop strings."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        *,
+        include_in_output: bool,
+        skip_special_tokens: bool,
+        min_tokens: int,
+    ) -> None:
+        self._text = IncrementalText(tokenizer, skip_special_tokens)
+        self._stop = stop
+        self._include_in_output = include_in_output
+        self._tokens_to_skip = min_tokens
+        self._searched_from = 0  # text of the first min_tokens tokens cannot stop
+
+    @property
+    def text(self) -> str:
+        return self._text.text
+
+    def append(self, token_id: int) -> str | None:
+        """Adds a token; returns the stop string that is now complete, and cuts the text there."""
+        new = self._text.append(token_id)
+        self._tokens_to_skip -= 1
+        if self._tokens_to_skip >= 1:
+            self._searched_from = len(self.text)
+            return None
+        found = [
+            (position + len(string), position, string)
+            for string in self._stop
+            if (position := self.text.find(string, self._first_position(new, string))) >= 0
+        ]
+        if not found:
+            return None
+        end, position, string = min(found, key=lambda hit: hit[0])
+        self._text.text = self.text[: end if self._include_in_output else position]
+        return string
+
+    def _first_position(self, new: str, string: str) -> int:
+        return max(self._searched_from, len(self.text) - len(new) - len(string) + 1)

@@ -1,0 +1,48 @@
+"""What can go wrong with an endpoint, by who can do something about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class EndpointError(RuntimeError):
+    """An endpoint did not do what it was asked; ``url`` says which, ``reason`` what it answered."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(url, reason)  # both, so that it survives pickling on its way from a worker
+        self.url = url
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.reason}"
+
+
+class EndpointUnavailable(EndpointError):
+    """No connection, no answer in time, overload, or a 5xx: another endpoint may do better."""
+
+
+class MalformedResponse(EndpointError):
+    """The answer arrived and cannot be used: truncated, inconsistent, or aborted by the server."""
+
+
+class WrongVersion(EndpointError):
+    """Tokens were sampled by other weights than those asked for."""
+
+
+class RequestRejected(EndpointError):
+    """A 4xx: the request is at fault and would be refused elsewhere too."""
+
+
+class AttemptsFailed(EndpointError):
+    """A request failed as often as it may; ``attempts`` says where and why."""
+
+    def __init__(self, attempts: Sequence[EndpointError]) -> None:
+        lines = "".join(f"\n  {attempt}" for attempt in attempts)
+        reason = f"last of {len(attempts)} failed attempts (inference.max_retries):{lines}"
+        super().__init__(attempts[-1].url, reason)
+        self.args = (attempts,)
+        self.attempts = attempts
+
+
+class NoEndpointError(RuntimeError):
+    """No endpoint can take the request, now or soon; the message names each and why."""

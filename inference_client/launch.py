@@ -1,0 +1,101 @@
+"""Starts the embedded server as a separate process and stops it again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+STOP_TIMEOUT_S = 15.0
+
+
+class EmbeddedServerProcess:
+    """``easyrl serve`` on a free loopback port; a context manager.
+
+    Args:
+        model: folder of the model.
+        options: further command-line options of the server.
+        cpus: processors the server may use; default: all.
+        log: file that receives what it prints; default: a temporary one, shown when it fails.
+
+    Raises ``RuntimeError`` with the end of the log if the server does not come up.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        options: Sequence[str] = (),
+        *,
+        cpus: Sequence[int] | None = None,
+        log: Path | None = None,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        handle, name = tempfile.mkstemp(prefix="easyrl-port-")
+        os.close(handle)
+        self._port_file = Path(name)
+        self._log = log.open("w+b") if log is not None else tempfile.TemporaryFile()
+        command = [sys.executable, "-m", "easyrl.inference_client.embedded_server", str(model)]
+        command += ["--port", "0", "--port-file", name, *options]
+        threads = {"OMP_NUM_THREADS": str(len(cpus))} if cpus else {}
+        self.process = subprocess.Popen(
+            command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **threads},
+            start_new_session=True,  # Ctrl-C is for the caller, who then stops the server
+        )
+        if cpus:
+            os.sched_setaffinity(self.process.pid, cpus)
+        try:
+            self.url = self._wait_until_healthy(time.monotonic() + start_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the process, gently first. Safe to call twice."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._port_file.unlink(missing_ok=True)
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait_until_healthy(self, deadline: float) -> str:
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the embedded server ended at once:\n{self._log_tail()}")
+            port = self._port_file.read_text().strip()
+            if port and _answers(f"http://127.0.0.1:{port}/health"):
+                return f"http://127.0.0.1:{port}"
+            time.sleep(0.1)
+        raise RuntimeError(f"the embedded server did not come up in time:\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-3000:]
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,113 @@
+"""Walks every import of the project and fails on an edge that points the wrong way (DESIGN §3)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LEAVES = {"easyrl.schema", "easyrl.config", "easyrl.event_log", "easyrl.seeding"}
+# room → what of ours it may import besides itself
+ALLOWED = {
+    "easyrl.kernels": set(),
+    "easyrl.dataloaders": LEAVES,
+    "easyrl.inference_client": LEAVES,
+    "easyrl.rewards": LEAVES | {"easyrl.worker_pool"},
+    "easyrl.objectives": LEAVES | {"easyrl.engines.base"},
+    "easyrl.engines": LEAVES
+    | {"easyrl.policy_model", "easyrl.tri_model", "easyrl.objectives", "easyrl.kernels"},
+    "easyrl.trainer": LEAVES | {"easyrl.agreement", "easyrl.batch_metrics", "easyrl.engines.base"},
+    "easyrl.schema": set(),
+    "easyrl.config": set(),
+    "easyrl.event_log": set(),
+    "easyrl.worker_pool": set(),
+}
+WIRING = {"easyrl.wiring", "easyrl.train"}
+HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
+LIGHT = {
+    "easyrl",
+    "easyrl.schema",
+    "easyrl.config",
+    "easyrl.train",
+    "easyrl.worker_pool",
+    "easyrl.rewards.worker",
+    "easyrl.inference_client.client",
+}
+
+
+def module_files() -> dict[str, Path]:
+    files = {}
+    for folder, prefix in (
+        ("easyrl", "easyrl"),
+        ("dataloaders", "easyrl.dataloaders"),
+        ("inference_client", "easyrl.inference_client"),
+        ("kernels", "easyrl.kernels"),
+    ):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join((prefix, *parts)).removesuffix(".__init__")
+            files[name] = path
+    return files
+
+
+def imports(path: Path, *, module_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    found = set()
+    nodes = tree.body if module_level_only else list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+FILES = module_files()
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_a_room_imports_only_what_it_may(room):
+    members = [name for name in FILES if within(name, room)]
+    assert members, f"{room} has no files"
+    for name in members:
+        ours = {i for i in imports(FILES[name]) if within(i, "easyrl") and i != "easyrl"}
+        wrong = {
+            i
+            for i in ours
+            if not within(i, room) and not any(within(i, ok) for ok in ALLOWED[room])
+        }
+        assert not wrong, f"{name} must not import {sorted(wrong)}"
+
+
+def test_kernels_import_only_torch_at_module_level():
+    for name, path in FILES.items():
+        if within(name, "easyrl.kernels"):
+            top = {i.split(".")[0] for i in imports(path, module_level_only=True)}
+            assert top <= {"torch", "easyrl", "__future__", "collections", "dataclasses", "typing",
+                           "functools", "math"}, (name, top)  # fmt: skip
+
+
+def test_only_the_wiring_knows_all_rooms():
+    for name, path in FILES.items():
+        rooms = {
+            room
+            for room in (
+                "easyrl.dataloaders",
+                "easyrl.inference_client",
+                "easyrl.engines.deepspeed",
+            )
+            if any(within(i, room) for i in imports(path)) and not within(name, room)
+        }
+        if len(rooms) == 3:
+            assert name in WIRING, f"{name} imports {sorted(rooms)}"
+
+
+@pytest.mark.parametrize("name", sorted(LIGHT))
+def test_what_worker_processes_import_is_light(name):
+    heavy = {i.split(".")[0] for i in imports(FILES[name], module_level_only=True)} & HEAVY
+    assert not heavy, f"{name} imports {sorted(heavy)} at module level"
