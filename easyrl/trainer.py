@@ -15,6 +15,7 @@ import numpy as np
 
 from easyrl.agreement import Agreement
 from easyrl.batch_metrics import BatchTotals, batch_metrics
+from easyrl.engines.base import NonFiniteLossError
 from easyrl.event_log import Record
 from easyrl.schema import MicroBatch, PolicyVersion, Prompt, RolloutGroup
 
@@ -175,8 +176,12 @@ class Trainer:
         for micro_batch in work:
             self._record("micro_batch_start", num_tokens=micro_batch.num_tokens)
             start = time.monotonic()
-            for sums in self._engine.forward_backward([micro_batch]):
-                totals.metrics.add(sums)
+            try:
+                for sums in self._engine.forward_backward([micro_batch]):
+                    totals.metrics.add(sums)
+            except NonFiniteLossError as error:
+                # The gradient is NaN now, so every rank will skip the step; the batch goes on.
+                self._record("non_finite_loss", problem=str(error))
             totals.train_s += time.monotonic() - start
             totals.num_packed_tokens += micro_batch.num_tokens
             totals.num_micro_batches += 1

@@ -6,20 +6,21 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from easyrl.agreement import Agreement
 from easyrl.canary import Canary, CanaryReading, compare, served_logprobs, trainer_logprobs
 from easyrl.config import WeightSyncConfig
 from easyrl.dataloaders.loop_thread import LoopThread
 from easyrl.engines.base import TrainEngine
-from easyrl.inference_client.client import EndpointError
+from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.pool import Endpoint, EndpointPool
 from easyrl.inference_client.weight_transfer.artifact import WeightArtifact, write_artifact
 from easyrl.schema import Completion, MicroBatch, PolicyVersion
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PUSH_ATTEMPTS = 2  # pushed, checked, pushed again, checked again, then excluded
 
@@ -59,6 +60,7 @@ class WeightSync:
         self._folder = config.directory / f"easyrl-{run_name}"
         self._served: WeightArtifact | None = None
         self._probed = not config.probe
+        self._initialised: set[str] = set()  # URLs whose transfer engine is ready
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
         """Brings ``version`` to all endpoints and confirms it. Collective.
@@ -66,7 +68,7 @@ class WeightSync:
         Raises ``NoEndpointServes`` naming each endpoint and what it showed.
         """
         start = time.monotonic()
-        self._pool.withdraw_confirmations()
+        self._thread.run(self._withdraw_confirmations())
         if not self._probed:
             self._probe(version)
             self._probed = True
@@ -141,8 +143,8 @@ class WeightSync:
         """Problems by URL of pushing to ``urls`` at once; the same on every rank."""
         problems: dict[str, str] = {}
         if artifact is not None:
-            endpoints = [self._endpoint(url) for url in urls]
-            results = self._thread.run(_gather([_push_one(e, artifact) for e in endpoints]))
+            pushes = [_try(self._push_one(self._endpoint(url), artifact)) for url in urls]
+            results = self._thread.run(_gather(pushes))
             problems = {u: p for u, p in zip(urls, results, strict=True) if p is not None}
         return self._agreement.from_rank_zero(problems)
 
@@ -180,14 +182,52 @@ class WeightSync:
 
     def _conclude(self, problems: dict[str, str], confirm_as: str | None) -> None:
         """Excludes what failed twice, confirms the others, on every rank's pool."""
+        self._thread.run(self._exclude_and_confirm(problems, confirm_as))
+        if all(endpoint.excluded is not None for endpoint in self._pool.endpoints):
+            reasons = "\n".join(f"  {e.url}: {e.excluded}" for e in self._pool.endpoints)
+            raise NoEndpointServes(f"no endpoint is left that serves the weights:\n{reasons}")
+
+    # The pool belongs to the producer's loop: what changes it runs there.
+
+    async def _withdraw_confirmations(self) -> None:
+        self._pool.withdraw_confirmations()
+
+    async def _exclude_and_confirm(self, problems: dict[str, str], confirm_as: str | None) -> None:
         for endpoint in self._pool.endpoints:
             if endpoint.url in problems:
                 self._pool.exclude(endpoint, problems[endpoint.url])
             elif endpoint.excluded is None and confirm_as is not None:
                 self._pool.confirm(endpoint, confirm_as)
-        if all(endpoint.excluded is not None for endpoint in self._pool.endpoints):
-            reasons = "\n".join(f"  {e.url}: {e.excluded}" for e in self._pool.endpoints)
-            raise NoEndpointServes(f"no endpoint is left that serves the weights:\n{reasons}")
+
+    async def _push_one(self, endpoint: Endpoint, artifact: WeightArtifact) -> None:
+        """All chunks to one endpoint, then version and checksum. Raises ``EndpointError``."""
+        client = endpoint.client
+        if endpoint.url not in self._initialised:
+            await client.init_weight_transfer({})
+            self._initialised.add(endpoint.url)
+        await client.pause("wait")
+        try:
+            await client.start_weight_update()
+            for update_info in artifact.update_infos():
+                await client.update_weights(update_info)
+            await client.finish_weight_update(artifact.version)
+            await client.reset_prefix_cache()
+        except EndpointError:
+            self._initialised.discard(endpoint.url)  # it may have restarted
+            raise
+        finally:
+            await client.resume()
+        served = await client.weight_version()
+        if served != artifact.version:
+            raise EndpointError(
+                endpoint.url, f"serves version {served!r}, not {artifact.version!r}"
+            )
+        checksums = await client.weight_checksums()
+        wrong = [n for n, value in artifact.checksums.items() if checksums.get(n) != value]
+        if wrong:
+            raise EndpointError(
+                endpoint.url, f"{len(wrong)} weights have another checksum, first {wrong[0]}"
+            )
 
     # ---- the artefact ------------------------------------------------------------------------
 
@@ -214,43 +254,13 @@ class WeightSync:
         return next(endpoint for endpoint in self._pool.endpoints if endpoint.url == url)
 
 
-async def _push_one(endpoint: Endpoint, artifact: WeightArtifact) -> None:
-    """All chunks to one endpoint, then version and checksum. Raises ``EndpointError``."""
-    client = endpoint.client
-    if not endpoint.transfer_initialised:
-        await client.init_weight_transfer({})
-        endpoint.transfer_initialised = True
-    await client.pause("wait")
-    await client.start_weight_update()
-    for update_info in artifact.update_infos():
-        await client.update_weights(update_info)
-    await client.finish_weight_update(artifact.version)
-    await client.reset_prefix_cache()
-    await client.resume()
-    served = await client.weight_version()
-    if served != artifact.version:
-        raise EndpointError(endpoint.url, f"serves version {served!r}, not {artifact.version!r}")
-    checksums = await client.weight_checksums()
-    wrong = [n for n, value in artifact.checksums.items() if checksums.get(n) != value]
-    if wrong:
-        raise EndpointError(
-            endpoint.url, f"{len(wrong)} weights have another checksum, the first is {wrong[0]}"
-        )
-
-
-async def _try(awaitable):
+async def _try(work: Awaitable[T]) -> T | EndpointError:
     """The result, or the ``EndpointError`` it raised."""
     try:
-        return await awaitable
+        return await work
     except EndpointError as error:
         return error
 
 
-async def _gather(pushes) -> list[str | None]:
-    results = await asyncio.gather(*(_try(push) for push in pushes))
-    return [str(r) if isinstance(r, EndpointError) else None for r in results]
-
-
-def shared_folder_free_bytes(directory: Path) -> int:
-    """Bytes free where the weights will be put."""
-    return shutil.disk_usage(directory).free
+async def _gather(pushes: Sequence[Awaitable[None | EndpointError]]) -> list[str | None]:
+    return [None if error is None else str(error) for error in await asyncio.gather(*pushes)]

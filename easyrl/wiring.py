@@ -30,11 +30,12 @@ from easyrl.dataloaders.rollout_generator import RolloutGenerator
 from easyrl.engines.deepspeed import DeepSpeedEngine
 from easyrl.evaluation import Evaluator
 from easyrl.event_log import EventLog, Record, ignore
-from easyrl.inference_client.pool import EndpointPool
+from easyrl.inference_client.pool import Endpoint, EndpointPool
 from easyrl.metrics import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 from easyrl.objectives.advantages import group_advantages
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
+from easyrl.rewards.startup import check_rewards
 from easyrl.schema import Completion, MicroBatch, PolicyVersion, Prompt, RolloutGroup
 from easyrl.seeding import sample_seed
 from easyrl.throughput import Throughput
@@ -61,6 +62,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
 
     ``opened`` closes what was opened, in reverse order.
     """
+    check_rewards(config.rewards)
     tokenizer = load_tokenizer(config)
     prompts = load_prompts(config.data, tokenizer)
     held_out = load_held_out(config.evaluation, tokenizer)
@@ -231,10 +233,15 @@ def open_inference(
     return Inference(thread, workers, pool, record)
 
 
+def _max_model_len(endpoint: Endpoint) -> int | None:
+    """Prompt and response tokens together that ``endpoint`` serves, if it says so."""
+    return None if endpoint.served is None else endpoint.served.max_model_len
+
+
 def _check_context_length(config: Config, inference: Inference) -> None:
     needed = config.data.max_prompt_tokens + config.rollout.max_tokens
     for endpoint in inference.pool.endpoints:
-        limit = inference.thread.run(endpoint.client.max_model_len())
+        limit = _max_model_len(endpoint)
         if limit is not None and needed > limit:
             raise ConfigError(
                 f"data.max_prompt_tokens + rollout.max_tokens is {needed}, but {endpoint.url} "
@@ -249,7 +256,7 @@ def _weight_sync(
     inference: Inference,
     prompts: Sequence[Prompt],
 ) -> WeightSync:
-    limits = [inference.thread.run(e.client.max_model_len()) for e in inference.pool.endpoints]
+    limits = [_max_model_len(endpoint) for endpoint in inference.pool.endpoints]
     known = [limit for limit in limits if limit is not None]
     canary = Canary(
         canary_prompts(prompts, min(known) if known else None),

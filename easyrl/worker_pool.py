@@ -1,8 +1,9 @@
-"""Processes that can be killed when a task hangs: decoding and scoring run here, beside the trainer.
+"""Processes that can be killed when a task hangs: decoding and scoring run here.
 
-One thread of this process looks after each worker: it sends a task, waits with a deadline, and starts a new
-process when the old one hung or died. Nothing is shared between workers, so that a killed one cannot hold a
-lock that another needs, and a death is known at once and belongs to exactly one task.
+One thread of this process looks after each worker: it sends a task, waits with a deadline, and
+starts a new process when the old one hung or died. Nothing is shared between workers, so that a
+killed one cannot hold a lock that another needs, and a death is known at once and belongs to
+exactly one task.
 """
 
 from __future__ import annotations
@@ -11,25 +12,30 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import pickle
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext
+from multiprocessing import spawn
+from multiprocessing.connection import Connection, Pipe
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Set before the worker's first import: a pool of workers is the parallelism.
+WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+WORKER_CODE = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from easyrl.worker_pool import worker_main; worker_main({descriptor}, {parent})"
+)
 
 
 class WorkerTimeout(TimeoutError):
@@ -50,15 +56,15 @@ class RemoteTraceback(Exception):
 class WorkerPool:
     """``num_workers`` processes that run functions for any asyncio loop.
 
-    Workers are spawned, not forked, and each is the leader of a session: Ctrl-C does not reach it, and what
-    it started itself is killed with it. ``close`` leaves no process behind; on Linux neither does a parent
-    that is killed. As with every spawned process, a script that makes a pool needs
-    ``if __name__ == "__main__":``.
+    Workers are new interpreters that import only what their tasks need (not the main script, unless
+    a task lives in it; then the script needs its ``if __name__ == "__main__":``). Each leads a
+    session: Ctrl-C does not reach it, and what it started is killed with it. ``close`` leaves no
+    process behind; on Linux neither does a parent that is killed.
 
     Args:
         num_workers: processes; each runs one task at a time.
-        initializer: called with ``initargs`` in each new process before its first task. If it raises, the
-            tasks raise its exception.
+        initializer: called with ``initargs`` in each new process before its first task. If it
+            raises, the tasks raise its exception.
     """
 
     def __init__(
@@ -72,10 +78,11 @@ class WorkerPool:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._closed = False
         start = pickle.dumps((initializer or _nothing, initargs))
-        resource_tracker.ensure_running()  # it unblocks SIGINT in the thread that starts it: see _serve
         self._workers = [_Worker(start) for _ in range(num_workers)]
         self._threads = [
-            threading.Thread(target=self._serve, args=(w,), name="easyrl-worker-keeper", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(w,), name="easyrl-worker-keeper", daemon=True
+            )
             for w in self._workers
         ]
         for thread in self._threads:
@@ -87,15 +94,17 @@ class WorkerPool:
     ) -> T:
         """``function(*args)`` in a worker; tasks start in the order of the calls.
 
-        ``function``, ``args`` and the result are pickled. ``timeout_s`` counts from when a worker takes the
-        task, not from the call. Raises ``WorkerTimeout``, ``WorkerDied``, or what the function raised, with
-        the remote traceback as its cause. Cancelling drops a task that waits; one that runs is finished or
-        timed out, and its result is dropped.
+        ``function``, ``args`` and the result are pickled. ``timeout_s`` counts from when a worker
+        takes the task, not from the call. Raises ``WorkerTimeout``, ``WorkerDied``, or what the
+        function raised, with the remote traceback as its cause. Cancelling drops a task that waits;
+        one that runs is finished or timed out, and its result is dropped.
         """
         if self._closed:
             raise RuntimeError("the worker pool is closed")
         future: Future[T] = Future()
-        self._tasks.put(_Task(_name(function), pickle.dumps((function, args), 5), timeout_s, future))
+        self._tasks.put(
+            _Task(_name(function), pickle.dumps((function, args), 5), timeout_s, future)
+        )
         if self._closed:  # closed by another thread in between: nobody may take the task any more
             future.cancel()
         return await asyncio.wrap_future(future)
@@ -118,10 +127,10 @@ class WorkerPool:
         self.close()
 
     def _serve(self, worker: _Worker) -> None:
-        # Inherited by the worker: Ctrl-C while it starts up must not end it with a traceback.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while True:
-            with contextlib.suppress(Exception):  # early, to hide the start-up; the next task meets it again
+            with contextlib.suppress(
+                Exception
+            ):  # early, to hide the start-up; the next task meets it again
                 worker.ensure_running()
             task = self._tasks.get()
             if task is None:
@@ -150,16 +159,16 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An exception on its way home; ``pickled`` is apart because not every exception survives it."""
+    """An exception on its way home."""
 
-    pickled: bytes | None
+    pickled: bytes | None  # apart, since not every exception survives it
     description: str
     traceback: str
 
     def exception(self) -> BaseException:
         error: BaseException | None = None
         if self.pickled is not None:
-            # The class may exist in the worker only (a user's reward file) or refuse its own arguments.
+            # The class may exist in the worker only (a user's reward file), or refuse its own args.
             with contextlib.suppress(Exception):
                 error = pickle.loads(self.pickled)
         if not isinstance(error, Exception):  # a SystemExit of a task must not end this process
@@ -173,58 +182,55 @@ class _Worker:
 
     def __init__(self, start: bytes) -> None:
         self._start = start
-        self._context: SpawnContext = multiprocessing.get_context("spawn")
         self._lock = threading.Lock()  # between starting and retiring
         self._retired = False
-        self._process: Any = None
+        self._process: subprocess.Popen | None = None
         self._pipe: Connection
 
     def ensure_running(self) -> None:
         """Starts the process if there is none, and waits until its initializer is through."""
-        if self._process is not None and self._process.is_alive():
+        if self._process is not None and self._process.poll() is None:
             return
         with self._lock:
             if self._retired:
                 raise WorkerDied("the worker pool was closed")
-            self._pipe, remote = self._context.Pipe()
-            self._process = self._context.Process(
-                target=_worker_main,
-                args=(remote, os.getpid(), self._start),
-                name="easyrl-worker",
-                daemon=True,
+            self._pipe, remote = Pipe()
+            code = WORKER_CODE.format(
+                path=[str(folder) for folder in sys.path],
+                descriptor=remote.fileno(),
+                parent=os.getpid(),
             )
-            self._process.start()
-        remote.close()  # so that the worker's end of it is the only one, and its death reads as end of file
-        try:
-            self._receive("the initializer")
-        except BaseException:
-            self._kill()
-            raise
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=os.environ | WORKER_ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[remote.fileno()],
+                start_new_session=True,
+            )
+        remote.close()  # the worker's is the only one now, so that its death reads as end of file
+        self._ask("the start of a worker", pickle.dumps(_main_script()), None)
+        self._ask("the initializer of the workers", self._start, None)
 
     def run(self, task: _Task) -> Any:
         """The result of ``task``. Raises as ``WorkerPool.call`` does."""
-        try:
-            self._pipe.send_bytes(task.payload)
-        except OSError:
-            raise self._death(task.name) from None
-        if not self._pipe.poll(task.timeout_s):
-            self._kill()
-            raise WorkerTimeout(
-                f"{task.name} took longer than {task.timeout_s:g} s; its worker process was killed"
-            )
-        return self._receive(task.name)
+        return self._ask(task.name, task.payload, task.timeout_s)
 
     def retire(self) -> None:
         """Kills the process for good."""
         with self._lock:
             self._retired = True
-            if self._process is not None:
-                self._kill()
+            self._kill()
 
-    def _receive(self, name: str) -> Any:
+    def _ask(self, name: str, payload: bytes, timeout_s: float | None) -> Any:
         try:
+            self._pipe.send_bytes(payload)
+            if not self._pipe.poll(timeout_s):
+                self._kill()
+                raise WorkerTimeout(
+                    f"{name} took longer than {timeout_s:g} s; its worker process was killed"
+                )
             reply = self._pipe.recv_bytes()
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             raise self._death(name) from None
         value = pickle.loads(reply)
         if isinstance(value, _Failure):
@@ -232,19 +238,20 @@ class _Worker:
         return value
 
     def _kill(self) -> None:
-        process = self._process
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # gone, or not yet the leader of its group
-            process.kill()
-        process.join()
+        """With all that it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _death(self, name: str) -> WorkerDied:
         if self._retired:
             return WorkerDied(f"the worker pool was closed while {name} ran")
-        self._process.join(timeout=5)  # the pipe closes a moment before the exit code is there
-        code = self._process.exitcode
-        self._kill()  # and what it had started
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)  # the pipe closes a moment before the exit code is there
+        code = self._process.returncode
+        self._kill()  # what it had started is still there
         how = f"exit code {code}"
         if code is not None and code < 0:
             how = signal.Signals(-code).name
@@ -252,24 +259,24 @@ class _Worker:
         return WorkerDied(f"the worker process running {name} ended unexpectedly: {how}")
 
 
-def _worker_main(pipe: Connection, parent_pid: int, start: bytes) -> None:
+def worker_main(descriptor: int, parent_pid: int) -> None:
+    """What a worker process runs: answers tasks on its pipe until the other end goes away."""
     _die_with_parent(parent_pid)
-    os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["OMP_NUM_THREADS"] = "1"  # a pool of workers is the parallelism
-    task = start
+    pipe = Connection(descriptor)
     # The parent went away: there is nobody to tell.
     with contextlib.suppress(EOFError, ConnectionError):
+        main_script: Mapping[str, str] = pickle.loads(pipe.recv_bytes())
+        pipe.send_bytes(pickle.dumps(None))
         while True:
-            pipe.send_bytes(_outcome(task))
-            task = pipe.recv_bytes()
+            pipe.send_bytes(_outcome(pipe.recv_bytes(), main_script))
 
 
 def _die_with_parent(parent_pid: int) -> None:
     """Has the kernel kill this process when the thread that started it ends, in whatever way.
 
-    That thread lives until the pool is closed, so it is the parent's death that is meant. Elsewhere than on
-    Linux an orphan ends when it next reads or writes its pipe.
+    That thread lives until the pool is closed, so it is the parent's death that is meant. Elsewhere
+    than on Linux an orphan ends when it next reads or writes its pipe.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -277,10 +284,14 @@ def _die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _outcome(task: bytes) -> bytes:
+def _outcome(task: bytes, main_script: Mapping[str, str]) -> bytes:
     """Runs a pickled ``(function, args)``; the pickled result, or a ``_Failure``."""
     try:
-        function, args = pickle.loads(task)
+        try:
+            function, args = pickle.loads(task)
+        except AttributeError:  # of the module __main__, which is not the user's script yet
+            spawn.prepare(dict(main_script))
+            function, args = pickle.loads(task)
         return pickle.dumps(function(*args), 5)
     except BaseException as error:
         try:
@@ -289,6 +300,12 @@ def _outcome(task: bytes) -> bytes:
             pickled = None
         description = f"{type(error).__name__}: {error}"
         return pickle.dumps(_Failure(pickled, description, traceback.format_exc()), 5)
+
+
+def _main_script() -> dict[str, str]:
+    """Where this process's ``__main__`` comes from, as ``multiprocessing`` describes it."""
+    data = spawn.get_preparation_data("easyrl-worker")
+    return {key: value for key, value in data.items() if key.startswith("init_main_from")}
 
 
 def _nothing() -> None:

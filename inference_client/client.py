@@ -1,7 +1,8 @@
-"""One inference endpoint: vLLM's routes for rollouts and for weight updates (vLLM 0.32, ``easyrl serve``).
+"""One inference endpoint: the routes for rollouts and weights (vLLM 0.32, ``easyrl serve``).
 
-The server needs ``--enable-scale-out`` for ``/inference/v1/generate`` and ``VLLM_SERVER_DEV_MODE=1`` for the
-routes that touch weights. Bodies of generations are passed on as bytes: decoding them is a worker's job.
+The server needs ``--enable-scale-out`` for ``/inference/v1/generate`` and
+``VLLM_SERVER_DEV_MODE=1`` for the routes that touch weights. Bodies of generations are passed on as
+bytes: decoding them is a worker's job.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class EndpointClient:
     ) -> bytes:
         """The raw body of ``n`` responses to one prompt, for ``parse_generate_response``.
 
-        Cancelling closes the connection, upon which the server aborts the request. Stop strings need a
-        server that decodes: ``ValueError`` if this one does not (``--tokens-only``,
+        Cancelling closes the connection, upon which the server aborts the request. Stop strings
+        need a server that decodes: ``ValueError`` if this one does not (``--tokens-only``,
         ``--skip-tokenizer-init``), since the latter would ignore them silently.
         """
         if sampling.stop and not self._applies_stop_strings:
@@ -157,8 +158,8 @@ class EndpointClient:
             await self._request("POST", GENERATE, probe)
         except RequestRejected as error:
             raise ValueError(
-                "rollout.stop (or evaluation.sampling.stop): the endpoint cannot apply stop strings; use "
-                f"stop_token_ids, or start it with a tokenizer. It answered: {error}"
+                "rollout.stop (or evaluation.sampling.stop): the endpoint cannot apply stop strings, "
+                f"use stop_token_ids, or start it with a tokenizer. It answered: {error}"
             ) from None
 
     def _generate_request(
@@ -235,7 +236,7 @@ class EndpointClient:
 
 
 def _server_message(content: bytes) -> str:
-    """The text inside vLLM's ``{"error": {"message"}}``, ``{"error"}`` or FastAPI's ``{"detail"}``."""
+    """The text in ``{"error": {"message": …}}``, ``{"error": …}`` or ``{"detail": …}``."""
     text = content.decode(errors="replace")
     try:
         answer = orjson.loads(content)

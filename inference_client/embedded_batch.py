@@ -2,10 +2,10 @@
 
 Shape legend: B running sequences, S record slots, T recorded tokens, V vocabulary, K stop tokens.
 
-All per-sequence state lies in tensors with a row per running sequence; a finished one's row is taken
-by the last, so that finished sequences cost nothing. What was generated lies in records that do not
-move. A new sequence's prompt but its last token is prefilled; the last token then goes through the
-same decode step as everyone's newest token.
+All per-sequence state lies in tensors with a row per running sequence; a finished one's row is
+taken by the last, so that finished sequences cost nothing. What was generated lies in records that
+do not move. A new sequence's prompt but its last token is prefilled; the last token then goes
+through the same decode step as everyone's newest token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The alternatives at one position, and the sampled token's rank among all (1: most probable)."""
+    """The alternatives at one position, and the sampled token's rank among all (from 1)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -467,7 +467,7 @@ def _with_row(table: Tensor, row: int, values: tuple[int, ...]) -> Tensor:
 
 
 def _prefill_groups(groups: list[list[Sequence]]) -> list[list[list[Sequence]]]:
-    """Cuts into forwards of at most ``PREFILL_TOKENS``; alike lengths together, for less padding."""
+    """Cuts into forwards of at most ``PREFILL_TOKENS``; alike lengths go together."""
     forwards: list[list[list[Sequence]]] = []
     for group in sorted(groups, key=lambda group: len(group[0].prompt)):
         length = len(group[0].prompt)

@@ -1,6 +1,7 @@
 """Keys and values of the running sequences, one slot per sequence, for any ``transformers`` model.
 
-Shape legend: S slots, L positions, H key-value heads, d head size, B running sequences (slots 0..B-1).
+Shape legend: S slots, L positions, H key-value heads, d head size, B running sequences (slots
+0..B-1).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Window:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's buffers ``[S, L, H, d]``; position-major, so that a new token is one row to write."""
+    """One layer's buffers ``[S, L, H, d]``; position-major: a new token is one row to write."""
 
     is_sliding = False
 
@@ -48,7 +49,7 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Writes one new token per running sequence (``[B, H, 1, d]``), returns ``[B, H, l, d]``."""
+        """Writes one new token per sequence (``[B, H, 1, d]``), returns ``[B, H, l, d]``."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._write(self.keys, key_states), self._write(self.values, value_states)

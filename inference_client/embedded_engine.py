@@ -2,7 +2,8 @@
 
 Requests go in from any thread and come back as futures; between two decode steps the engine thread
 takes new requests, commands (pause, weight update, abort) and hands out what is finished. It is the
-engine behind ``embedded_server.py``: for laptops, tests and the demo, with vLLM's meanings throughout.
+engine behind ``embedded_server.py``: for laptops, tests and the demo, with vLLM's meanings
+throughout.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class EngineStats:
 class EmbeddedEngine:
     """Owns the model and the engine thread.
 
-    Raises ``ValueError`` if ``model`` is not a directory with a model, or one whose attention is not
-    plain causal.
+    Raises ``ValueError`` if ``model`` is not a directory with a model, or one whose attention is
+    not plain causal.
     """
 
     def __init__(
@@ -153,8 +154,8 @@ class EmbeddedEngine:
     def submit(self, request: GenerationRequest) -> Future[list[GeneratedSample]]:
         """Queues a request.
 
-        Raises ``BadRequestError`` if it can never be served and ``UnavailableError`` if the queue is
-        full or the engine has stopped.
+        Raises ``BadRequestError`` if it can never be served and ``UnavailableError`` if the queue
+        is full or the engine has stopped.
         """
         self._check(request)
         with self._lock:
@@ -165,6 +166,7 @@ class EmbeddedEngine:
                     "(--max-queue); try again later"
                 )
             self._num_queued += request.num_samples
+            request.future.set_running_or_notify_cancel()  # ends by abort(), never by cancel()
             self._inbox.put(lambda: self._enqueue(request))
         return request.future
 
@@ -194,6 +196,7 @@ class EmbeddedEngine:
         future is done when they are), ``keep`` freezes them.
         """
         drained: Future[None] = Future()
+        drained.set_running_or_notify_cancel()
 
         def run() -> None:
             self._pause_mode = mode
@@ -264,6 +267,8 @@ class EmbeddedEngine:
     def _call(self, function: Callable[[], T]) -> Future[T]:
         """Runs ``function`` in the engine thread between two steps."""
         future: Future[T] = Future()
+        # a client that hangs up cancels its wait, not the command
+        future.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
@@ -291,8 +296,9 @@ class EmbeddedEngine:
         if len(prompt) + params.max_tokens > self.max_model_len:
             raise BadRequestError(
                 "max_tokens",
-                f"{len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed the maximum "
-                f"model length of {self.max_model_len} tokens; shorten one or raise --max-model-len",
+                f"{len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed the "
+                f"maximum model length of {self.max_model_len} tokens; shorten one or raise "
+                "--max-model-len",
             )
         if prompt.min() < 0 or prompt.max() >= self.vocab_size:
             raise BadRequestError(
@@ -317,7 +323,7 @@ class EmbeddedEngine:
                 if self._refuse_if_broken() or not self._can_generate:
                     continue
                 self._work()
-        except BaseException as error:  # noqa: BLE001  whoever waits for a future must hear of it
+        except BaseException as error:  # whoever waits for a future must hear of it
             self._failure = error
             raise
         finally:
@@ -371,10 +377,6 @@ class EmbeddedEngine:
         self._batch.add(sequences, self._weights.version)
 
     def _enqueue(self, request: GenerationRequest) -> None:
-        if not request.future.set_running_or_notify_cancel():
-            with self._lock:
-                self._num_queued -= request.num_samples
-            return
         seed = request.params.seed
         if seed is None:
             seed = int(self._seeds.integers(2**63))
@@ -441,7 +443,7 @@ class EmbeddedEngine:
     def _refuse_if_broken(self) -> bool:
         """With unusable weights, whoever wants tokens now gets an error."""
         reason = self._weights.broken
-        if reason is None or self._holds or self._pause_mode is not None or not self._owner:
+        if reason is None or not self._can_generate:
             return False
         self._fail_requests(UnavailableError(f"{reason}; send a complete one"))
         return True
@@ -458,6 +460,7 @@ class EmbeddedEngine:
         self._waiting.clear()
         for request in requests.values():
             request.future.set_exception(error)
+        self._report_drained()
 
     def _end_everything(self) -> None:
         with self._lock:

@@ -3,9 +3,9 @@
 Shape legend: B running sequences, V vocabulary, K stop tokens per sequence.
 
 The order of operations is vLLM's: penalties, minimum length, temperature, min_p, top_k, top_p. The
-random part is an inverse CDF over one uniform number per token, drawn from the sequence's own counter
-based generator, so that a sequence's randomness is a function of its seed and of the token's position
-and never of what else is in the batch.
+random part is an inverse CDF over one uniform number per token, drawn from the sequence's own
+counter based generator, so that a sequence's randomness is a function of its seed and of the
+token's position and never of what else is in the batch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SamplingParams:
 
 
 class UniformStream:
-    """Uniform numbers in [0, 1) of one sample, a function of (seed, sample index, position) only."""
+    """Uniform numbers in [0, 1) of one sample: a function of seed, sample index, position."""
 
     def __init__(self, seed: int, sample_index: int) -> None:
         key = np.array([seed % 2**64, sample_index], dtype=np.uint64)

@@ -16,8 +16,9 @@ class Tokenizer(Protocol):
 class IncrementalText:
     """Decodes token by token, without decoding everything again.
 
-    A token's text depends on its left neighbour only (a leading space, the bytes of one character), so
-    each step decodes from the last place where the text was complete, twice: with and without the news.
+    A token's text depends on its left neighbour only (a leading space, the bytes of one character),
+    so each step decodes from the last place where the text was complete, twice: with and without
+    the news.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

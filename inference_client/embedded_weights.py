@@ -15,8 +15,8 @@ INITIAL_VERSION = "default"  # vLLM's name for the weights a server started with
 class ServedWeights:
     """A model's parameters under the names that ``save_pretrained`` gives them.
 
-    An update is ``start``, any number of ``update``, ``finish``. If anything in it fails the weights
-    are ``broken`` (they may be a mixture) until an update has completed; the version stays.
+    An update is ``start``, any number of ``update``, ``finish``. If anything in it fails the
+    weights are ``broken`` (they may be a mixture) until an update has completed; the version stays.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,8 +36,8 @@ class ServedWeights:
     def update(self, path: Path, checksums: Mapping[str, str]) -> None:
         """Copies one chunk of an artifact into the parameters.
 
-        Raises ``ValueError``, naming the tensor, on an unknown name, a wrong shape or dtype, a wrong
-        hash, or if no update is open.
+        Raises ``ValueError``, naming the tensor, on an unknown name, a wrong shape or dtype, a
+        wrong hash, or if no update is open.
         """
         missing = self._opened()
         try:
@@ -49,7 +49,7 @@ class ServedWeights:
             raise
 
     def finish(self, version: str | None) -> None:
-        """Closes the update and takes ``version``. Raises ``ValueError`` if a tensor did not come."""
+        """Closes the update, takes ``version``. Raises ``ValueError`` if a tensor did not come."""
         missing = sorted(self._opened())
         if missing:
             error = ValueError(

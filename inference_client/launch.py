@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 STOP_TIMEOUT_S = 15.0
+READY_LINE = re.compile(r"(http://127\.0\.0\.1:\d+)\s")
 
 
 class EmbeddedServerProcess:
@@ -37,12 +37,9 @@ class EmbeddedServerProcess:
         log: Path | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        handle, name = tempfile.mkstemp(prefix="easyrl-port-")
-        os.close(handle)
-        self._port_file = Path(name)
         self._log = log.open("w+b") if log is not None else tempfile.TemporaryFile()
         command = [sys.executable, "-m", "easyrl.inference_client.embedded_server", str(model)]
-        command += ["--port", "0", "--port-file", name, *options]
+        command += ["--port", "0", *options]
         threads = {"OMP_NUM_THREADS": str(len(cpus))} if cpus else {}
         self.process = subprocess.Popen(
             command,
@@ -69,7 +66,6 @@ class EmbeddedServerProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self._port_file.unlink(missing_ok=True)
         self._log.close()
 
     def __enter__(self) -> Self:
@@ -82,20 +78,14 @@ class EmbeddedServerProcess:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the embedded server ended at once:\n{self._log_tail()}")
-            port = self._port_file.read_text().strip()
-            if port and _answers(f"http://127.0.0.1:{port}/health"):
-                return f"http://127.0.0.1:{port}"
+            if (ready := READY_LINE.search(self._log_text())) is not None:
+                return ready[1]
             time.sleep(0.1)
         raise RuntimeError(f"the embedded server did not come up in time:\n{self._log_tail()}")
 
-    def _log_tail(self) -> str:
+    def _log_text(self) -> str:
         self._log.seek(0)
-        return self._log.read().decode(errors="replace")[-3000:]
+        return self._log.read().decode(errors="replace")
 
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+    def _log_tail(self) -> str:
+        return self._log_text()[-3000:]

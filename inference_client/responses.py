@@ -1,4 +1,4 @@
-"""Decodes the body of ``POST /inference/v1/generate``. Runs in worker processes: imports nothing heavy."""
+"""Decodes what ``POST /inference/v1/generate`` answers. Runs in workers: imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MISSING_LOGPROB = -9999.0  # vLLM writes this where a log-probability is NaN or 
 def parse_generate_response(body: bytes, url: str, prompt_length: int) -> list[Completion]:
     """The choices of a response in order of their index, ``loss_mask`` all true.
 
-    A stop token, and the tokens of a stop string, are part of ``token_ids``. Raises ``MalformedResponse``
-    if the body is not complete JSON, token ids and log-probabilities disagree, version spans do not cover
-    the tokens one after another, the server used another number of prompt tokens than ``prompt_length``,
-    or a choice was not finished (``abort``).
+    A stop token, and the tokens of a stop string, are part of ``token_ids``. Raises
+    ``MalformedResponse`` if the body is not complete JSON, token ids and log-probabilities
+    disagree, version spans do not cover the tokens one after another, the server used another
+    number of prompt tokens than ``prompt_length``, or a choice was not finished (``abort``).
     """
     try:
         return _parse(body, url, prompt_length)
@@ -45,7 +45,9 @@ def _parse(body: bytes, url: str, prompt_length: int) -> list[Completion]:
 def _completion(choice: dict[str, Any], url: str) -> Completion:
     finish_reason = choice["finish_reason"]
     if finish_reason not in USABLE_FINISH_REASONS:
-        raise MalformedResponse(url, f"finish_reason is {finish_reason!r}, the response is not usable")
+        raise MalformedResponse(
+            url, f"finish_reason is {finish_reason!r}, the response is not usable"
+        )
     token_ids = np.array(choice["token_ids"], dtype=np.int32)
     if token_ids.ndim != 1 or len(token_ids) == 0:
         raise MalformedResponse(url, "a choice has no tokens")
@@ -64,7 +66,9 @@ def _logprobs(choice: dict[str, Any], token_ids: np.ndarray, url: str) -> np.nda
     content = choice["logprobs"]["content"]
     logprobs = np.array([token["logprob"] for token in content], dtype=np.float32)
     if len(logprobs) != len(token_ids):
-        raise MalformedResponse(url, f"{len(token_ids)} tokens but {len(logprobs)} log-probabilities")
+        raise MalformedResponse(
+            url, f"{len(token_ids)} tokens but {len(logprobs)} log-probabilities"
+        )
     if [token["token_id"] for token in content] != token_ids.tolist():
         raise MalformedResponse(url, "log-probabilities are of other tokens than token_ids")
     if not np.all(np.isfinite(logprobs) & (logprobs > MISSING_LOGPROB)):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from easyrl.demo.task import warm_start_examples
+from easyrl.demo.task import Habits, warm_start_examples
 from easyrl.demo.tokenizer import build_tokenizer
 
 IGNORED = -100  # label of positions without a loss, as transformers has it
@@ -33,7 +33,7 @@ class WarmStart:
     batch_size: int = 64
     learning_rate: float = 3e-3
     warmup_steps: int = 20
-    direct_fraction: float = 0.65
+    habits: Habits = Habits()
 
 
 def build_model(
@@ -75,7 +75,7 @@ def supervised_batches(
     tokenizer: PreTrainedTokenizerFast, seed: int, warm_start: WarmStart
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless ``(input_ids, labels)``, int64 [batch, T], padded on the right, loss on responses only."""
-    examples = warm_start_examples(seed, warm_start.direct_fraction)
+    examples = warm_start_examples(seed, warm_start.habits)
     while True:
         rows = [
             _encode(tokenizer, question, response)

@@ -1,6 +1,9 @@
-"""The demo's task: add two four-digit numbers, thinking column by column or not at all.
+"""The demo's task: add two three-digit numbers; the answer has to be exact.
 
-The numbers 1000–9999 are divided once and for all into three disjoint sets: what the warm start shows, what
+The warm start shows three habits of answering, as a corpus of mixed quality would: a quick estimate, sums by
+columns that forget the carries, and sums by columns that are careful. Only the reward tells them apart.
+
+The numbers 100–999 are divided once and for all into three disjoint sets: what the warm start shows, what
 the reinforcement learning asks, and what the evaluation asks. Both operands of a problem come from the
 same set, so a held-out problem has no operand that was ever trained on.
 """
@@ -15,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 THINK, END_THINK = "<think>", "</think>"
-NUM_WARM_START_OPERANDS, NUM_TRAIN_OPERANDS = 4000, 3000  # of 9000; the other 2000 are held out
+NUM_WARM_START_OPERANDS, NUM_TRAIN_OPERANDS = 400, 300  # of 900; the other 200 are held out
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """``first + second``, both with four digits."""
+    """``first + second``, both with three digits."""
 
     first: int
     second: int
@@ -34,6 +37,14 @@ class Problem:
         return str(self.first + self.second)
 
 
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How often the warm start shows each habit; the rest is careful columns."""
+
+    estimate: float = 0.50
+    careless: float = 0.25
+
+
 class OperandSplit(NamedTuple):
     """Three disjoint sets of numbers, each sorted."""
 
@@ -43,9 +54,9 @@ class OperandSplit(NamedTuple):
 
 
 def split_operands() -> OperandSplit:
-    """The division of 1000–9999. It takes no seed: a model and a data set made with different seeds must not
+    """The division of 100–999. It takes no seed: a model and a data set made with different seeds must not
     disagree about what is held out."""
-    numbers = list(range(1000, 10000))
+    numbers = list(range(100, 1000))
     random.Random("easyrl demo operands").shuffle(numbers)
     train_end = NUM_WARM_START_OPERANDS + NUM_TRAIN_OPERANDS
     return OperandSplit(
@@ -64,31 +75,44 @@ def draw_problems(numbers: tuple[int, ...], count: int, rng: random.Random) -> l
     return [Problem(numbers[first], numbers[second]) for first, second in pairs]
 
 
-def direct_response(problem: Problem) -> str:
-    """The answer without a thought: short, and hard for a small model."""
-    return f"{THINK}{END_THINK}{problem.answer}"
+def estimate_response(problem: Problem) -> str:
+    """No thought, and the sum to the nearest ten (halves up): exact for one problem in ten."""
+    estimate = (problem.first + problem.second + 5) // 10 * 10
+    return f"{THINK}{END_THINK}{estimate}"
 
 
-def scratchpad_response(problem: Problem) -> str:
-    """The answer after the columns from the right, with carries: ``7+6=13;4+8+1=13;3+5+1=9;1+2=3``."""
-    columns = []
+def columns_response(problem: Problem, carries: bool) -> str:
+    """The columns from the right, then the answer read off them.
+
+    With carries ``347+586`` is ``7+6=13;4+8+1=13;3+5+1=9`` and 933. Without, ``7+6=13;4+8=12;3+5=8`` and
+    823: right only where nothing had to be carried.
+    """
+    columns: list[str] = []
+    answer = ""
     carry = 0
-    for place in (1, 10, 100, 1000):
-        terms = [problem.first // place % 10, problem.second // place % 10, carry]
+    for place in (1, 10, 100):
+        terms = [problem.first // place % 10, problem.second // place % 10]
+        if carry and carries:
+            terms.append(carry)
         total = sum(terms)
-        columns.append("+".join(map(str, terms if carry else terms[:2])) + f"={total}")
+        columns.append("+".join(map(str, terms)) + f"={total}")
+        answer = (str(total) if place == 100 else str(total % 10)) + answer
         carry = total // 10
-    return f"{THINK}{';'.join(columns)}{END_THINK}{problem.answer}"
+    return f"{THINK}{';'.join(columns)}{END_THINK}{answer}"
 
 
-def warm_start_examples(seed: int, direct_fraction: float) -> Iterator[tuple[str, str]]:
-    """Endless (question, response) pairs, all answers right; a share of them without a scratchpad."""
+def warm_start_examples(seed: int, habits: Habits) -> Iterator[tuple[str, str]]:
+    """Endless (question, response) pairs over the warm start's operands."""
     numbers = split_operands().warm_start
     rng = random.Random(f"easyrl demo warm start {seed}")
     while True:
         problem = Problem(rng.choice(numbers), rng.choice(numbers))
-        direct = rng.random() < direct_fraction
-        yield problem.prompt, direct_response(problem) if direct else scratchpad_response(problem)
+        draw = rng.random()
+        if draw < habits.estimate:
+            response = estimate_response(problem)
+        else:
+            response = columns_response(problem, carries=draw >= habits.estimate + habits.careless)
+        yield problem.prompt, response
 
 
 def write_splits(

@@ -68,7 +68,8 @@ class TrainEngine(Protocol):
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         """Accumulates the gradients of the objective's *sums*; one metrics record per micro-batch.
 
-        Collective when ``lockstep``. Raises ``NonFiniteLossError``.
+        Collective when ``lockstep``. Raises ``NonFiniteLossError`` when all backwards are done; the
+        gradient is then NaN, and ``optimizer_step`` skips on every rank.
         """
         ...
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +34,7 @@ from easyrl.engines.deepspeed_config import (
 from easyrl.engines.late_denominator import LateScalarAdamW, step_divided
 from easyrl.engines.shards import copy_of, local_parameters, perturb, restore
 from easyrl.engines.weight_names import saved_weights
+from easyrl.kernels.shared_prompt_attention import SegmentLayout
 from easyrl.objectives.losses import policy_loss
 from easyrl.policy_model import PolicyModel, load_policy_model
 from easyrl.schema import MicroBatch, Segment
@@ -64,6 +67,8 @@ class DeepSpeedEngine:
     ) -> None:
         check_supported(config)
         deepspeed_logger.setLevel(logging.WARNING)
+        # DeepSpeed calls collectives by their old names, once per parameter
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         local_rank = start_process_group()
         self.rank = self.dp_rank = dist.get_rank()
         self.dp_size = dist.get_world_size()
@@ -191,16 +196,18 @@ class DeepSpeedEngine:
                 model.to(self._device)
             return FrozenModel(model, self._device, offload=offload)
         model.requires_grad_(False)
-        sharded, *_ = deepspeed.initialize(
-            model=model, config=frozen_config(self._config, offload=offload)
-        )
+        with quiet():
+            sharded, *_ = deepspeed.initialize(
+                model=model, config=frozen_config(self._config, offload=offload)
+            )
         return FrozenModel(sharded, self._device)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer, schedule and, where there is one, the old policy. Collective."""
-        self._engine.save_checkpoint(str(directory), tag=CHECKPOINT_TAG, save_latest=False)
+        with quiet():
+            self._engine.save_checkpoint(str(directory), tag=CHECKPOINT_TAG, save_latest=False)
         if self._tri_model.old_policy is not None:
             old = self._old_policy_parameters()
             torch.save([t.cpu() for t in old], directory / f"old-policy-rank{self.rank}.pt")
@@ -217,12 +224,15 @@ class DeepSpeedEngine:
         wrong = [f"{k} is {saved.get(k)}, now {mine[k]}" for k in mine if saved.get(k) != mine[k]]
         if wrong:
             raise ValueError(
-                f"checkpoint {directory} does not fit: {'; '.join(wrong)}; resume with the settings "
-                "it was written with"
+                f"checkpoint {directory} does not fit: {'; '.join(wrong)}; resume with the "
+                "settings it was written with"
             )
-        path, _ = self._engine.load_checkpoint(str(directory), tag=CHECKPOINT_TAG)
+        with quiet():
+            path, _ = self._engine.load_checkpoint(str(directory), tag=CHECKPOINT_TAG)
         if path is None:
-            raise ValueError(f"checkpoint {directory} is incomplete; remove it to use an earlier one")
+            raise ValueError(
+                f"checkpoint {directory} is incomplete; remove it to use an earlier one"
+            )
         if self._tri_model.old_policy is not None:
             old = torch.load(directory / f"old-policy-rank{self.rank}.pt", weights_only=True)
             restore(self._old_policy_parameters(), old)
@@ -254,8 +264,17 @@ def start_process_group() -> int:
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank)
     backend = "gloo" if accelerator.device_name() == "cpu" else None  # None: the device's own
+    # An all-reduce for inference on CPUs that we do not use; it would need a C++ compiler here.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return local_rank
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps DeepSpeed's bare ``print`` calls (memory statistics) off the console."""
+    with redirect_stdout(io.StringIO()):
+        yield
 
 
 def _free_port() -> int:
@@ -283,16 +302,15 @@ def _initialize(
         optimizer = LateScalarAdamW(groups, max_norm=trainer.max_grad_norm, **settings)
     else:
         optimizer = torch.optim.AdamW(groups, fused=trainer.offload_optimizer or None, **settings)
-    engine, *_ = deepspeed.initialize(
-        model=policy, optimizer=optimizer, lr_scheduler=schedule, config=training_config(config)
-    )
+    with quiet():
+        engine, *_ = deepspeed.initialize(
+            model=policy, optimizer=optimizer, lr_scheduler=schedule, config=training_config(config)
+        )
     return engine
 
 
 def _smallest_row(device: torch.device) -> tuple[Any, ...]:
     """Arguments of ``PolicyModel.forward``: one token that predicts itself."""
-    from easyrl.kernels.shared_prompt_attention import SegmentLayout
-
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return zero, zero, SegmentLayout([Segment(0, 1, -1)]), zero, zero
 

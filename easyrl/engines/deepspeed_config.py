@@ -1,4 +1,4 @@
-"""Our configuration as DeepSpeed's, the optimizer's parameter groups, and the learning-rate schedule."""
+"""Our configuration as DeepSpeed's, parameter groups, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from easyrl.config import Config, ConfigError, TrainerConfig
 def check_supported(config: Config) -> None:
     """Raises ``ConfigError`` for combinations that DeepSpeed ignores or refuses late."""
     trainer = config.trainer
-    if trainer.zero_stage == 0 and config.model.dtype == "bf16":
-        raise ConfigError(
-            "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32; use 1, 2 or 3"
-        )
+    assert trainer.zero_stage > 0 or config.model.dtype == "fp32"  # the tree refuses it
     if trainer.zero_stage == 0 and trainer.offload_optimizer:
         raise ConfigError("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
 
@@ -25,8 +22,8 @@ def check_supported(config: Config) -> None:
 def training_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration of the policy.
 
-    Accumulation is ours: ``backward`` accumulates, ``step`` reduces, and a batch may have any number
-    of micro-batches.
+    Accumulation is ours: ``backward`` accumulates, ``step`` reduces, and a batch may have any
+    number of micro-batches.
     """
     trainer = config.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}

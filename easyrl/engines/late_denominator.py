@@ -20,7 +20,7 @@ class LateScalarAdamW(torch.optim.AdamW):
     """AdamW for ZeRO-0, where DeepSpeed has no optimizer of its own.
 
     ``step`` divides the reduced gradients by ``divisor``, measures, clips, and does nothing where
-    the norm is not finite. DeepSpeed's engine reads ``overflow`` and ``_global_grad_norm`` after it.
+    the norm is not finite. DeepSpeed's engine then reads ``overflow`` and ``_global_grad_norm``.
     """
 
     def __init__(self, params: Any, *, max_norm: float, **settings: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def local_parameters(model: nn.Module, *, sharded: bool) -> list[Tensor]:
     """This rank's storage of each parameter, in ``named_parameters`` order.
 
-    With ``sharded`` nothing may be gathered: a change to the shard would not reach the gathered copy.
+    With ``sharded`` nothing may be gathered: a change to a shard would not reach the gathered copy.
     """
     if not sharded:
         return [parameter.data for parameter in model.parameters()]
@@ -44,7 +44,7 @@ def perturb(model: nn.Module, tensors: Sequence[Tensor]) -> None:
 
 
 def perturbation(name: str) -> float:
-    """``1 + 0.05 u`` with ``0.3 <= |u| <= 1`` from a hash of ``name``: never too small to be seen."""
+    """``1 + 0.05 u`` with ``0.3 <= |u| <= 1`` from a hash of ``name``: always to be seen."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     magnitude = 0.3 + 0.7 * int.from_bytes(digest[:4], "little") / 2**32
     sign = 1 if digest[4] & 1 else -1

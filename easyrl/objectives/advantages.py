@@ -10,10 +10,10 @@ import numpy as np
 def group_advantages(
     rewards: np.ndarray, mode: Literal["group_std", "group_mean"], eps: float = 1e-4
 ) -> np.ndarray:
-    """Rewards centred on the group's mean and, for ``group_std``, divided by its standard deviation.
+    """Rewards centred on the group's mean and, for ``group_std``, divided by its deviation.
 
-    ``A_i = (r_i - mean(r)) / (std(r) + eps)`` with the sample standard deviation (``ddof=1``), as in
-    GRPO (DeepSeekMath, §4.1.2) and TRL; ``group_mean`` leaves the division out (Dr. GRPO, §3.2).
+    ``A_i = (r_i - mean(r)) / (std(r) + eps)`` with the sample standard deviation (``ddof=1``), as
+    in GRPO (DeepSeekMath, §4.1.2) and TRL; ``group_mean`` leaves the division out (Dr. GRPO, §3.2).
 
     Args:
         rewards: float [G]

@@ -1,8 +1,8 @@
 """The clipped policy-gradient loss of a micro-batch, as a sum over its trained tokens.
 
-Nothing here is a mean: ``MicroBatch.loss_weights`` carries the aggregation (GRPO, DAPO, Dr. GRPO) and
-one late scalar per optimizer step divides (DESIGN §2.4), so that the gradient of a batch does not
-depend on how its groups are spread over micro-batches.
+Nothing here is a mean: ``MicroBatch.loss_weights`` carries the aggregation (GRPO, DAPO, Dr. GRPO)
+and one late scalar per optimizer step divides (DESIGN §2.4), so that the gradient of a batch does
+not depend on how its groups are spread over micro-batches.
 """
 
 from __future__ import annotations

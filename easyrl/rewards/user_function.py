@@ -51,7 +51,7 @@ def load_function(file: Path, name: str) -> RewardFunction:
         )
     function = defined[name]
     if not callable(function):
-        raise ValueError(f"{name!r} in {file} is a {type(function).__name__}, not a function")
+        raise ValueError(f"{name!r} in {file} is of type {type(function).__name__}, not a function")
     return function
 
 

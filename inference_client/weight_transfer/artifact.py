@@ -1,8 +1,8 @@
 """A set of weights as files on a folder that trainer and endpoints share (backend ``easyrl``).
 
-The trainer writes one artifact per policy version, for instance below ``/dev/shm``; an endpoint reads
-it chunk by chunk. Tensors travel as safetensors (no pickle) and each carries the xxh3_64 hash of its
-bytes, which the endpoint checks on the way in and can report of what it serves.
+The trainer writes one artifact per policy version, for instance below ``/dev/shm``; an endpoint
+reads it chunk by chunk. Tensors travel as safetensors (no pickle) and each carries the xxh3_64 hash
+of its bytes, which the endpoint checks on the way in and can report of what it serves.
 
 An artifact is a directory with ``chunk-00000.safetensors``, … and ``manifest.json``:
 ``{version, chunks: [{file, names, num_bytes}], checksums: {name: hex}}``. It appears under its name
@@ -76,9 +76,9 @@ def write_artifact(
 ) -> WeightArtifact:
     """Writes ``named_weights`` below ``directory``, in the dtypes given.
 
-    Tensors are copied one at a time (they need to be valid only until the next one is asked for) and
-    at most ``chunk_bytes`` of them, or one larger tensor, are held until their file is written. An
-    artifact of the same name is replaced. On an error nothing is left behind.
+    Tensors are copied one at a time (they need to be valid only until the next one is asked for)
+    and at most ``chunk_bytes`` of them, or one larger tensor, are held until their file is written.
+    An artifact of the same name is replaced. On an error nothing is left behind.
     """
     directory = directory.absolute()
     unfinished = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
@@ -115,8 +115,8 @@ def load_artifact(directory: Path) -> WeightArtifact:
 def read_chunk(path: Path, checksums: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one chunk file, each verified before it is handed out.
 
-    The file must hold exactly the tensors that ``checksums`` names. Raises ``ValueError`` naming file
-    and tensor if it does not, if it cannot be read, or if a tensor's bytes have another hash.
+    The file must hold exactly the tensors that ``checksums`` names. Raises ``ValueError`` naming
+    file and tensor if it does not, if it cannot be read, or if a tensor's bytes have another hash.
     """
     try:
         file = safe_open(str(path), framework="pt")

@@ -7,7 +7,7 @@ import pytest
 
 from easyrl.agreement import Agreement
 from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch, pack_groups
-from easyrl.engines.base import MetricSums, StepResult
+from easyrl.engines.base import MetricSums, NonFiniteLossError, StepResult
 from easyrl.schema import Completion, PolicyVersion, Prompt, RolloutGroup, Score, VersionSpan
 from easyrl.trainer import OnPolicyViolation, TooManyBadSteps, Trainer
 
@@ -195,6 +195,21 @@ def test_one_good_step_forgives():
     trainer, _ = make_trainer([], num_batches=4, results=[bad, good, bad, good], max_bad_steps=2)
     trainer.fit()
     assert trainer.progress.step == 4
+
+
+def test_a_non_finite_loss_does_not_stop_the_batch(monkeypatch):
+    events = []
+
+    def explode(self, micro_batches):
+        events.append("backward")
+        raise NonFiniteLossError("loss sum is nan")
+
+    monkeypatch.setattr(FakeEngine, "forward_backward", explode)
+    bad = StepResult(math.nan, 1e-3, skipped=True)
+    trainer, reported = make_trainer(events, num_batches=1, results=[bad])
+    trainer.fit()
+    assert events.count("backward") == 2
+    assert reported[1][1]["step_skipped"] == 1.0
 
 
 def test_max_steps_ends_the_run_without_taking_another_batch():
