@@ -44,12 +44,12 @@ setup(
         "numpy>=1.26",
         "omegaconf>=2.3",
         "orjson>=3.10",
-        "pebble>=5.1",
         "pyarrow>=17",
         "pydantic>=2.9",
         "rich>=13.9",
         "safetensors>=0.5",
-        "setuptools",  # deepspeed and torch's CPU inductor import it at run time
+        "psutil>=5.9",
+        "setuptools",  # deepspeed and torch import it at run time
         "tensorboard>=2.18",
         "tokenizers>=0.22",
         "torch>=2.8",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from easyrl.config import ConfigError, check_paths, load_config
+from easyrl.config import Config, ConfigError, EvaluationConfig, check_paths, load_config
 
 
 def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
@@ -18,16 +18,20 @@ def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
         check_paths(config)
         if config.evaluation is None:
             raise ConfigError(f"{path}: evaluation: is required for easyrl eval")
+        _evaluate(config, config.evaluation)
     except ConfigError as error:
         print(f"easyrl: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.agreement import Agreement
     from easyrl.wiring import load_held_out, load_tokenizer, open_inference
 
-    prompts = load_held_out(config.evaluation, load_tokenizer(config))
+    prompts = load_held_out(evaluation, load_tokenizer(config))
     with ExitStack() as opened:
         inference = open_inference(config, opened)
-        evaluator = inference.evaluator(config.evaluation, prompts, config, Agreement(0, 1))
+        evaluator = inference.evaluator(evaluation, prompts, config, Agreement(0, 1))
         metrics = evaluator.evaluate(version=None)
     print(json.dumps({"num_prompts": len(prompts), **metrics}))
-    return 0

@@ -23,11 +23,11 @@ def ignore(event: str, **fields: Any) -> None:
 class EventLog:
     """Appends ``{"seq", "t", "event", ...}``; ``seq`` is a total order, ``t`` is monotonic seconds.
 
-    Lines reach the disk when the buffer fills, at ``flush`` and at ``close``.
+    Each line is handed to the operating system at once, so that a killed run leaves its last one.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._seq = 0
 
@@ -38,10 +38,6 @@ class EventLog:
             line = {"seq": self._seq, "t": time.monotonic(), "event": event, **fields}
             self._seq += 1
             self._file.write(orjson.dumps(line) + b"\n")
-
-    def flush(self) -> None:
-        with self._lock:
-            self._file.flush()
 
     def close(self) -> None:
         with self._lock:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from easyrl.config import Config, ConfigError, check_paths, dump_config, load_config
 
+from easyrl.launcher_watch import end_with_launcher
+
 if TYPE_CHECKING:
     from easyrl.wiring import Parts
 
@@ -30,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dump_config(config), end="")
             return 0
         check_paths(config)
-    except ConfigError as error:
+        _end_on_sigterm()
+        run(config, resume=arguments.resume)
+    except ConfigError as error:  # the user's to mend; a traceback would hide it
         print(f"easyrl: {error}", file=sys.stderr)
         return 2
-    _end_on_sigterm()
-    run(config, resume=arguments.resume)
     return 0
 
 
@@ -75,6 +77,7 @@ def _end_on_sigterm() -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, stop)
+    end_with_launcher()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -30,7 +30,9 @@ class FrozenModel:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
-        self.module = module.requires_grad_(False).eval()
+        module.requires_grad_(False)
+        module.eval()
+        self.module = module
         self._device = device
         self._offload = offload
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -25,11 +25,12 @@ from easyrl.config import (
 from easyrl.console import ConsoleView
 from easyrl.dataloaders.loop_thread import LoopThread
 from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch, pack_groups
-from easyrl.dataloaders.prompts import PromptBatches, load_prompts
+from easyrl.dataloaders.prompts import PromptBatches, PromptDataset, load_prompts
 from easyrl.dataloaders.rollout_generator import RolloutGenerator
 from easyrl.engines.deepspeed import DeepSpeedEngine
 from easyrl.evaluation import Evaluator
 from easyrl.event_log import EventLog, Record, ignore
+from easyrl.inference_client.errors import NoEndpointError, RequestRejected
 from easyrl.inference_client.pool import Endpoint, EndpointPool
 from easyrl.metrics import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 from easyrl.objectives.advantages import group_advantages
@@ -64,7 +65,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
     """
     check_rewards(config.rewards)
     tokenizer = load_tokenizer(config)
-    prompts = load_prompts(config.data, tokenizer)
+    prompts = load_data(config.data, tokenizer, "data")
     held_out = load_held_out(config.evaluation, tokenizer)
     batches = PromptBatches(
         prompts,
@@ -86,7 +87,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
     record = _open_event_log(config, output, agreement, opened)
     inference = open_inference(config, opened, num_shares=engine.dp_size, record=record)
     _check_context_length(config, inference)
-    weight_sync = _weight_sync(config, engine, agreement, inference, list(prompts))
+    weight_sync = _weight_sync(config, engine, agreement, inference, prompts)
     opened.callback(weight_sync.close)
 
     after_publish: list[Hook] = []
@@ -133,14 +134,21 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(config.model.tokenizer_path, local_files_only=True)
 
 
+def load_data(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> PromptDataset:
+    """The prompts of one section. Raises ``ConfigError`` naming file, line and remedy."""
+    try:
+        return load_prompts(config, tokenizer, source_key=key)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
 def load_held_out(
     evaluation: EvaluationConfig | None, tokenizer: PreTrainedTokenizerBase
 ) -> Sequence[Prompt]:
     """The evaluation's prompts; none without an evaluation."""
     if evaluation is None:
         return []
-    data: DatasetConfig = evaluation.data
-    return list(load_prompts(data, tokenizer, source_key="evaluation.data"))
+    return load_data(evaluation.data, tokenizer, "evaluation.data")
 
 
 # ---- inference ---------------------------------------------------------------------------------
@@ -184,7 +192,7 @@ class Inference:
             reward_name=config.rewards[0].label,
         )
 
-    def _scorer(self, config: Config, truncated: str) -> Scorer:
+    def _scorer(self, config: Config, truncated: Literal["keep", "mark", "mask"]) -> Scorer:
         return Scorer(
             config.rewards,
             config.scoring,
@@ -229,7 +237,10 @@ def open_inference(
     pool = EndpointPool(config.inference, workers.call, num_shares=num_shares)
     thread.run(pool.start())
     opened.callback(lambda: thread.run(pool.close()))
-    thread.run(pool.wait_until_healthy())
+    try:
+        thread.run(pool.wait_until_healthy())
+    except (NoEndpointError, RequestRejected) as error:
+        raise ConfigError(f"inference.endpoints: {error}") from error
     return Inference(thread, workers, pool, record)
 
 

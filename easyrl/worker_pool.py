@@ -208,8 +208,12 @@ class _Worker:
                 start_new_session=True,
             )
         remote.close()  # the worker's is the only one now, so that its death reads as end of file
-        self._ask("the start of a worker", pickle.dumps(_main_script()), None)
-        self._ask("the initializer of the workers", self._start, None)
+        try:
+            self._ask("the start of a worker", pickle.dumps(_main_script()), None)
+            self._ask("the initializer of the workers", self._start, None)
+        except BaseException:
+            self._kill()  # half-started: the next task has to meet the same failure
+            raise
 
     def run(self, task: _Task) -> Any:
         """The result of ``task``. Raises as ``WorkerPool.call`` does."""

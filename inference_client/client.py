@@ -158,7 +158,7 @@ class EndpointClient:
             await self._request("POST", GENERATE, probe)
         except RequestRejected as error:
             raise ValueError(
-                "rollout.stop (or evaluation.sampling.stop): the endpoint cannot apply stop strings, "
+                "rollout.stop (or evaluation.sampling.stop): it cannot apply stop strings, "
                 f"use stop_token_ids, or start it with a tokenizer. It answered: {error}"
             ) from None
 

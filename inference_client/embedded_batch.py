@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -84,10 +85,10 @@ class Sequence:
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """Of a finished sequence; a version without tokens has no span."""
-        ends = [start for _, start in self.version_starts[1:]] + [len(self.token_ids)]
+        bounds = [*self.version_starts, ("", len(self.token_ids))]
         return tuple(
             VersionSpan(version, start, end)
-            for (version, start), end in zip(self.version_starts, ends, strict=True)
+            for (version, start), (_, end) in pairwise(bounds)
             if end > start
         )
 

@@ -42,7 +42,7 @@ class SlotLayer(CacheLayerMixin):
 
     def grow(self, slots: int, positions: int) -> None:
         self.capacity = (slots, positions)
-        if self.is_initialized:
+        if self.keys is not None and self.values is not None:
             self.keys = _enlarged(self.keys, self.capacity)
             self.values = _enlarged(self.values, self.capacity)
 
@@ -50,29 +50,34 @@ class SlotLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Writes one new token per sequence (``[B, H, 1, d]``), returns ``[B, H, l, d]``."""
+        keys, values = self._buffers(key_states, value_states)
+        return self._write(keys, key_states), self._write(values, value_states)
+
+    def _buffers(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self._write(self.keys, key_states), self._write(self.values, value_states)
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         window = self._window
+        assert window.write_index is not None, "begin_step comes before the forward"
         rows = states.transpose(1, 2).reshape(window.num_rows, -1)
         buffer.view(-1, rows.shape[1]).index_copy_(0, window.write_index, rows)
         return buffer[: window.num_rows, : window.num_positions].transpose(1, 2)
 
     def fill(self, slots: Tensor, source: Tensor, key_states: Tensor, value_states: Tensor) -> None:
         """Prefilled states ``[U, H, P, d]``: slot ``slots[i]`` gets prompt ``source[i]``."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        keys, values = self._buffers(key_states, value_states)
         length = key_states.shape[2]
-        self.keys[slots, :length] = key_states.transpose(1, 2)[source]
-        self.values[slots, :length] = value_states.transpose(1, 2)[source]
+        keys[slots, :length] = key_states.transpose(1, 2)[source]
+        values[slots, :length] = value_states.transpose(1, 2)[source]
 
     def copy(self, destination: Tensor, source: Tensor, length: int) -> None:
         """Slots ``destination`` get the first ``length`` positions of slots ``source``."""
-        if self.is_initialized:
-            self.keys[destination, :length] = self.keys[source, :length]
-            self.values[destination, :length] = self.values[source, :length]
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                buffer[destination, :length] = buffer[source, :length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._window.num_positions, 0
@@ -120,6 +125,8 @@ class SlotCache(Cache):
     def fill(self, slots: Tensor, source: Tensor, prefilled: Cache) -> None:
         """Copies a prefill's states into slots (see ``SlotLayer.fill``)."""
         for layer, new in zip(self._slot_layers, prefilled.layers, strict=True):
+            assert isinstance(new, CacheLayerMixin)
+            assert new.keys is not None and new.values is not None
             layer.fill(slots, source, new.keys, new.values)
 
     def copy(self, destination: Tensor, source: Tensor, length: int) -> None:

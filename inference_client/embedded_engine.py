@@ -505,7 +505,8 @@ def _load_model(path: Path, dtype: str, device: str) -> PreTrainedModel:
     kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(f"{path}: only full causal attention is served, the model has {kinds}")
-    return model.to(device).eval().requires_grad_(False)
+    model.requires_grad_(False).eval()
+    return model.to(torch.device(device))  # type: ignore[arg-type]
 
 
 def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:

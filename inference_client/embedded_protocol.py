@@ -21,6 +21,7 @@ from easyrl.inference_client.embedded_engine import (
     GenerationRequest,
 )
 from easyrl.inference_client.embedded_sampling import SamplingParams
+from easyrl.inference_client.embedded_text import decode
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 INT64 = 2**63
@@ -322,7 +323,7 @@ def _text(sample: GeneratedSample, params: SamplingParams, engine: EmbeddedEngin
     token_ids = sample.token_ids
     if sample.finish_reason == "stop" and not params.include_stop_str_in_output:
         token_ids = token_ids[:-1]  # the stop token is no part of the text
-    return engine.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+    return decode(engine.tokenizer, token_ids, skip_special_tokens=params.skip_special_tokens)
 
 
 def _token_logprobs(sample: GeneratedSample) -> list[dict[str, Any]]:
@@ -364,7 +365,7 @@ def _text_logprobs(
     def text_of(token_id: int) -> str:
         if body.return_tokens_as_token_ids or engine.tokenizer is None:
             return f"token_id:{token_id}"
-        return engine.tokenizer.decode([token_id], skip_special_tokens=False)
+        return decode(engine.tokenizer, [token_id], skip_special_tokens=False)
 
     tokens = [text_of(token_id) for token_id in sample.token_ids]
     logprobs = [max(value, LOWEST_LOGPROB) for value in sample.logprobs]

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 2**20
 OPEN_ROUTES = frozenset({"/health"})
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
 
@@ -69,8 +70,9 @@ class EmbeddedServer:
 
     def app(self, api_key: str | None = None) -> web.Application:
         """The application; with ``api_key`` every route but ``/health`` asks for it."""
-        middlewares = [_authentication(api_key)] if api_key else []
-        app = web.Application(middlewares=[*middlewares, _errors], client_max_size=MAX_BODY_BYTES)
+        middlewares: list[Any] = [_authentication(api_key)] if api_key else []
+        middlewares.append(_errors)
+        app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
                 web.post("/inference/v1/generate", self._generate),
@@ -302,7 +304,7 @@ def _validation_problem(error: ValidationError) -> tuple[str, str | None]:
     return message, next(iter(problems)) or None
 
 
-def _authentication(api_key: str) -> Any:
+def _authentication(api_key: str) -> Middleware:
     expected = f"Bearer {api_key}".encode()
 
     @web.middleware

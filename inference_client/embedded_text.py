@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes half a character to
 
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+def decode(
+    tokenizer: PreTrainedTokenizerBase, token_ids: list[int], *, skip_special_tokens: bool
+) -> str:
+    """Text of one token sequence."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    assert isinstance(text, str)
+    return text
 
 
 class IncrementalText:
@@ -21,7 +24,7 @@ class IncrementalText:
     the news.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
         self.text = ""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -43,8 +46,10 @@ class IncrementalText:
         return new
 
     def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(
-            self._token_ids[start:end], skip_special_tokens=self._skip_special_tokens
+        return decode(
+            self._tokenizer,
+            self._token_ids[start:end],
+            skip_special_tokens=self._skip_special_tokens,
         )
 
 
@@ -53,7 +58,7 @@ class StopStrings:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         stop: tuple[str, ...],
         *,
         include_in_output: bool,

@@ -260,10 +260,10 @@ class EndpointPool:
         completion: Completion = completions[0]
         stamped = {span.version for span in completion.version_spans}
         if version is not None and stamped != {version}:
-            error = WrongVersion(endpoint.url, f"tokens of {sorted(stamped)}, asked for {version}")
+            wrong = WrongVersion(endpoint.url, f"tokens of {sorted(stamped)}, asked for {version}")
             endpoint.num_failures += 1
-            self._lose_confirmation(endpoint, version, error.reason)
-            raise error
+            self._lose_confirmation(endpoint, version, wrong.reason)
+            raise wrong
         return completion
 
     async def _while_progressing(

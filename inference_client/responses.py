@@ -81,11 +81,8 @@ def _version_spans(choice: dict[str, Any], num_tokens: int, url: str) -> tuple[V
     if given is None:
         raise MalformedResponse(url, "the server does not stamp weight versions on its tokens")
     spans = tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in given)
-    position = 0
-    for span in spans:
-        if span.start != position or span.end <= span.start:
-            break
-        position = span.end
-    if not spans or position != num_tokens or spans[-1].end != num_tokens:
+    borders = [0, *(span.end for span in spans)]
+    contiguous = [span.start for span in spans] == borders[:-1] and borders == sorted(set(borders))
+    if not contiguous or borders[-1] != num_tokens:
         raise MalformedResponse(url, f"weight versions {spans} do not cover {num_tokens} tokens")
     return spans

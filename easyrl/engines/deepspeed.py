@@ -110,7 +110,7 @@ class DeepSpeedEngine:
                 self._tri_model(micro_batch), micro_batch, self._config.objective
             )
             if not bool(torch.isfinite(loss_sum)):
-                problem = f"micro-batch {index}: loss sum is {float(loss_sum)}"
+                problem = f"micro-batch {index}: loss sum is {loss_sum.item()}"
                 loss_sum = loss_sum * math.nan  # an infinite loss may have a finite gradient
             self._backward(loss_sum)
             metrics.append(sums)
@@ -124,6 +124,8 @@ class DeepSpeedEngine:
         learning_rate = float(self._engine.get_lr()[0])
         if self._backwards_of_all_ranks() == 0:
             return StepResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
+        if self._num_backwards == 0:  # other ranks had rows; DeepSpeed reduces only what exists
+            self._backward_of_nothing(scale=0.0)
         old_policy = self._tri_model.old_policy
         before = copy_of(self._local_parameters()) if old_policy is not None else []
         # DeepSpeed averages over ranks, the denominator is of all ranks' sums.
@@ -139,8 +141,7 @@ class DeepSpeedEngine:
         A step that cannot be taken is the one way of clearing that all of DeepSpeed's optimizers
         have in common.
         """
-        logprobs = self._tri_model.policy(*_smallest_row(self._device))[0]
-        self._backward(logprobs.sum() * math.nan)
+        self._backward_of_nothing(scale=math.nan)
         _, applied = step_divided(self._engine, 1.0)
         assert not applied
         self._num_backwards = 0
@@ -152,6 +153,11 @@ class DeepSpeedEngine:
     def _backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
         self._num_backwards += 1
+
+    def _backward_of_nothing(self, scale: float) -> None:
+        """A backward through all parameters whose gradient is ``scale`` times something."""
+        logprobs, _ = self._engine(*_smallest_row(self._device))
+        self._backward(logprobs.sum() * scale)
 
     def _backwards_of_all_ranks(self) -> int:
         count = torch.tensor([self._num_backwards], device=self._device)
@@ -188,7 +194,7 @@ class DeepSpeedEngine:
     def _release_gathered(self) -> None:
         """After this, ZeRO-3's shards are the only copy of the policy."""
         if self._stage == 3:
-            self._engine.empty_partition_cache()
+            self._engine.optimizer.empty_partition_cache()  # the engine's own also collects garbage
 
     def _frozen(self, model: PolicyModel, *, offload: bool) -> FrozenModel:
         if self._stage < 3:

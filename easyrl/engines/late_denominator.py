@@ -48,7 +48,7 @@ class LateScalarAdamW(torch.optim.AdamW):
 def step_divided(engine: deepspeed.DeepSpeedEngine, divisor: float) -> tuple[float, bool]:
     """Divides the accumulated gradients (averaged over ranks) by ``divisor``, clips and steps.
 
-    Collective. Ranks that accumulated nothing contribute zeros.
+    Collective; every rank has run at least one backward.
 
     Returns:
         The norm before the clip, and whether the step was taken; it is not where the norm is not
@@ -61,30 +61,10 @@ def step_divided(engine: deepspeed.DeepSpeedEngine, divisor: float) -> tuple[flo
     elif isinstance(optimizer, BF16_Optimizer):
         for gradients in optimizer.fp32_groups_gradients_flat:
             gradients.div_(divisor)
-        # The norm leaves out parameters without a gradient on *this* rank, after the reduction.
-        optimizer.fp32_groups_has_gradients = [
-            [True] * len(has) for has in optimizer.fp32_groups_has_gradients
-        ]
         engine.step()
     else:
         assert isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
-        if isinstance(optimizer, DeepSpeedZeroOptimizer):
-            _fill_missing_gradients(optimizer)
         optimizer.loss_scale = divisor
         engine.step()
         optimizer.loss_scale = 1.0  # backward would multiply by it
     return float(engine.get_global_grad_norm()), engine.was_step_applied()
-
-
-def _fill_missing_gradients(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """ZeRO-1 reduces only gradients that exist; a rank without micro-batches would not join."""
-    if optimizer.partition_gradients:
-        return  # ZeRO-2 reduced in each backward
-    for group in optimizer.bit16_groups:
-        for parameter in group:
-            if optimizer.get_gradient_for_reduction(parameter) is None:
-                zeros = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
-                if optimizer.use_grad_accum_attribute:
-                    parameter.grad_accum = zeros
-                else:
-                    parameter.grad = zeros

@@ -84,5 +84,5 @@ def _load_decoder(directory: Path, skip_special_tokens: bool) -> Decode:
 
     slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     return lambda token_ids: [
-        slow.decode(ids.tolist(), skip_special_tokens=skip_special_tokens) for ids in token_ids
+        str(slow.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)) for ids in token_ids
     ]

@@ -67,7 +67,7 @@ class WeightArtifact:
 
 def tensor_checksum(tensor: Tensor) -> str:
     """xxh3_64 of the tensor's bytes in row-major order, 16 hex digits."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     return xxhash.xxh3_64_hexdigest(data)
 
 

@@ -114,7 +114,7 @@ def test_equals_trl(aggregation: str, kl_coef: float) -> None:
 def test_the_aggregations_differ() -> None:
     batch = padded_batch()
     losses = [
-        float(policy_loss(*packed(batch, name), ObjectiveConfig())[0]) / DENOMINATORS[name]
+        policy_loss(*packed(batch, name), ObjectiveConfig())[0].item() / DENOMINATORS[name]
         for name in DENOMINATORS
     ]
     assert min(abs(a - b) for a, b in zip(losses, losses[1:] + losses[:1], strict=True)) > 1e-3

@@ -222,7 +222,7 @@ def test_start_up_accepts_what_works(folder):
         ),
         (
             {"function": "NOT_A_FUNCTION"},
-            r"rewards\[1\]\.function: 'NOT_A_FUNCTION' in .*reward\.py is of type int, not a function",
+            r"rewards\[1\]\.function: 'NOT_A_FUNCTION' in .*reward\.py is of type int, not a ",
         ),
         (
             {"function": "two_arguments"},
@@ -433,13 +433,14 @@ async def test_real_workers_survive_what_rewards_do(folder):
     ]
     with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
         it = scorer(rewards, workers, "zero")
-        completions = [completion("9^{9^{9^{9^{9}}}}"), completion("\\boxed{72}")]
+        completions = [completion("\\boxed{9^{9^{9^{9}}}}"), completion("\\boxed{72}")]
         began = time.monotonic()
-        scores = await score(it, prompt("8^{8^{8^{8^{8}}}}"), completions)
+        scores = await score(it, prompt(), completions)
         assert time.monotonic() - began < 45  # nothing waits for the sleep of 60 s
-        assert [s.components["good"] for s in scores] == [17.0, 10.0]
+        assert [s.components["good"] for s in scores] == [21.0, 10.0]
+        assert [s.components["math"] for s in scores] == [0.0, 1.0]
         assert all(s.failed for s in scores)
-        assert {"hangs": 2, "dies": 1, "quits": 1}.items() <= it.num_failed.items()
+        assert it.num_failed == {"hangs": 2, "dies": 1, "quits": 1, "math": 1}
 
         strict = scorer(rewards[:2], workers)
         with pytest.raises(RewardError, match=r"hangs in .*no result within timeout_s=0.5; its"):

@@ -1,0 +1,95 @@
+"""Training overlaps generation in async mode and follows it in sync mode: the run's own event log.
+
+A slow endpoint holds back the responses of one prompt. In async mode they are released only after
+the log shows that training has begun, so a trainer that waited for the whole batch would never
+finish; in sync mode they are released when nothing else is left to happen.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.random_model import write_prompts, write_random_model
+from easyrl.event_log import read_events
+from easyrl.inference_client.launch import EmbeddedServerProcess
+from tests.end_to_end.proxy import GatedProxy
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_PROMPTS, NUM_GENERATIONS, PROMPT_TOKENS = 4, 2, 12
+
+
+@pytest.fixture(scope="module")
+def served_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("overlap")
+    model = write_random_model(folder / "model", hidden_size=32, num_layers=1)
+    prompts = write_prompts(folder / "prompts.jsonl", NUM_PROMPTS, PROMPT_TOKENS)
+    with EmbeddedServerProcess(model, ["--num-threads", "1", "--max-model-len", "160"]) as server:
+        yield model, prompts, server.url
+
+
+def wait_for(condition, process, timeout_s=90.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def events(run_dir: Path) -> list[str]:
+    path = run_dir / "events-rank0.jsonl"
+    return [event["event"] for event in read_events(path)] if path.exists() else []
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_first_backward_and_last_response(mode, served_model, tmp_path):
+    model, prompts, upstream = served_model
+    seen: list[list[int]] = []  # prompts in the order in which they were dispatched
+
+    def held(token_ids: list[int]) -> bool:
+        if len(token_ids) != PROMPT_TOKENS:  # a canary
+            return False
+        if token_ids not in seen:
+            seen.append(token_ids)
+        return len(seen) == NUM_PROMPTS and token_ids == seen[-1]
+
+    proxy = GatedProxy(upstream, held)
+    command = [
+        *(sys.executable, "-m", "easyrl.train", "benchmarks/overlap.yaml"),
+        *(f"run.mode={mode}", f"run.output_dir={tmp_path}", f"run.name=order-{mode}"),
+        *(f"model.path={model}", f"data.files=[{prompts}]", "data.max_prompt_tokens=16"),
+        *(f"inference.endpoints=[{proxy.url}]", f"trainer.batch_size={NUM_PROMPTS}"),
+        *(f"rollout.num_generations={NUM_GENERATIONS}", "rollout.max_tokens=24"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    others = (NUM_PROMPTS - 1) * NUM_GENERATIONS
+    try:
+        wait_for(lambda: proxy.num_waiting == NUM_GENERATIONS, process)
+        if mode == "async":
+            wait_for(lambda: "micro_batch_end" in events(tmp_path), process)
+        else:
+            wait_for(lambda: events(tmp_path).count("response_scored") == others, process)
+            time.sleep(0.5)  # time in which a trainer that does not wait would have begun
+        proxy.open_gate()
+        assert process.wait(60) == 0, process.stdout.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        proxy.close()
+    order = events(tmp_path)
+    first_backward = order.index("micro_batch_start")
+    last_response = len(order) - 1 - order[::-1].index("response_scored")
+    assert order.count("response_scored") == NUM_PROMPTS * NUM_GENERATIONS
+    assert (first_backward < last_response) == (mode == "async")

@@ -1,0 +1,232 @@
+"""One endpoint: what is sent, what is understood, and what each failure is called."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import orjson
+import pytest
+from fake_endpoint import FakeEndpoint, break_off, hang, status
+
+from easyrl.config import RolloutConfig, SamplingConfig
+from easyrl.inference_client.client import (
+    EndpointClient,
+    EndpointUnavailable,
+    MalformedResponse,
+    RequestRejected,
+    ServedModel,
+    parse_generate_response,
+)
+from easyrl.inference_client.errors import AttemptsFailed
+from easyrl.schema import VersionSpan
+
+REAL_RESPONSE = Path(__file__).with_name("vllm_generate_response.json").read_bytes()
+PROMPT = np.array([5, 6, 7], dtype=np.int32)
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[FakeEndpoint]:
+    async with FakeEndpoint() as server:
+        yield server
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as opened:
+        yield opened
+
+
+@pytest.fixture
+def client(endpoint, session) -> EndpointClient:
+    return EndpointClient(endpoint.url, session)
+
+
+# -- decoding ----------------------------------------------------------------------------
+
+
+def test_a_real_response_of_vllm_is_understood():
+    first, second = parse_generate_response(REAL_RESPONSE, "http://a", prompt_length=4)
+    assert first.token_ids.tolist() == [108, 25, 94, 120] and first.token_ids.dtype == np.int32
+    # As written in the file, to float32's 7 digits.
+    expected = [-4.91378116607666, -4.915523052215576, -4.811619758605957, -4.464376926422119]
+    np.testing.assert_allclose(first.logprobs, expected, rtol=1e-7)
+    assert first.logprobs.dtype == np.float32
+    assert first.finish_reason == "length" and first.truncated
+    assert first.version_spans == (VersionSpan("r:0:4", 0, 4),)
+    assert first.loss_mask.all() and first.loss_mask.shape == (4,) and first.endpoint == "http://a"
+    assert second.token_ids.tolist() == [15] and second.finish_reason == "stop"
+
+
+def changed(**fields) -> bytes:
+    """The real response with fields of its first choice replaced."""
+    response = orjson.loads(REAL_RESPONSE)
+    response["choices"][0] |= fields
+    return orjson.dumps(response)
+
+
+def spans(*ranges: tuple[int, int]) -> list[dict]:
+    return [{"version": "r:0:4", "start": start, "end": end} for start, end in ranges]
+
+
+def logprobs(*values: float | None) -> dict:
+    tokens = [108, 25, 94, 120]
+    pairs = zip(tokens, values, strict=False)
+    return {"content": [{"token_id": token, "logprob": value} for token, value in pairs]}
+
+
+def test_choices_are_sorted_and_mixed_versions_are_kept_apart():
+    response = orjson.loads(changed(weight_versions=spans((0, 1), (1, 4))))
+    response["choices"].reverse()
+    first, second = parse_generate_response(orjson.dumps(response), "http://a", 4)
+    assert [len(first.token_ids), len(second.token_ids)] == [4, 1]
+    assert first.version_spans == (VersionSpan("r:0:4", 0, 1), VersionSpan("r:0:4", 1, 4))
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        (b"", "not JSON"),
+        (REAL_RESPONSE[:-40], "truncated"),
+        (b"[1, 2]", "unexpected shape"),
+        (b'{"usage": {"prompt_tokens": 4}, "choices": []}', "choices"),
+        (b'{"usage": {"prompt_tokens": 3}, "choices": []}', "3 prompt tokens of 4"),
+        (changed(index=1), "choices"),
+        (changed(token_ids=[]), "no tokens"),
+        (changed(token_ids=None), "no tokens|unexpected shape"),
+        (changed(token_ids=[2**40, 1, 2, 3]), "unexpected shape"),
+        (changed(token_ids=[108, 25, 94]), "3 tokens but 4"),
+        (changed(token_ids=[108, 25, 94, 121]), "other tokens"),
+        (changed(logprobs=None), "unexpected shape"),
+        (changed(logprobs=logprobs(-1.0, -1.0, -1.0)), "4 tokens but 3"),
+        (changed(logprobs=logprobs(-1.0, -9999.0, -1.0, -1.0)), "missing or not a number"),
+        (changed(logprobs=logprobs(-1.0, None, -1.0, -1.0)), "not a number|unexpected shape"),
+        (changed(weight_versions=None), "does not stamp"),
+        (changed(weight_versions=[]), "do not cover"),
+        (changed(weight_versions=spans((0, 3))), "do not cover"),
+        (changed(weight_versions=spans((1, 4))), "do not cover"),
+        (changed(weight_versions=spans((0, 2), (3, 4))), "do not cover"),
+        (changed(weight_versions=spans((0, 4), (4, 4))), "do not cover"),
+        (changed(weight_versions=spans((0, 4), (0, 4))), "do not cover"),
+        (changed(finish_reason="abort"), "'abort'"),
+        (changed(finish_reason=None), "None"),
+    ],
+)
+def test_what_cannot_be_used_is_malformed(body, reason):
+    with pytest.raises(MalformedResponse, match=reason) as caught:
+        parse_generate_response(body, "http://a", prompt_length=4)
+    assert caught.value.url == "http://a"
+
+
+def test_errors_survive_the_way_from_a_worker():
+    inner = MalformedResponse("http://a", "why")
+    for error in (inner, AttemptsFailed([inner])):
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error) and str(copy) == str(error) and copy.url == "http://a"
+
+
+# -- requests ----------------------------------------------------------------------------
+
+
+async def test_generate_sends_every_sampling_parameter(endpoint, client):
+    sampling = RolloutConfig(
+        max_tokens=9,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        repetition_penalty=1.1,
+        min_tokens=2,
+        stop=["END"],
+        stop_token_ids=[3],
+        ignore_eos=True,
+        num_generations=4,
+    )
+    body = await client.generate(PROMPT, sampling, seed=11, n=2)
+    (request,) = endpoint.requests
+    expected = {name: getattr(sampling, name) for name in SamplingConfig.model_fields}
+    assert request == {
+        "token_ids": [5, 6, 7],
+        "sampling_params": expected | {"seed": 11, "n": 2, "logprobs": 0},
+    }
+    completions = parse_generate_response(body, endpoint.url, len(PROMPT))
+    assert [c.token_ids.tolist() for c in completions] == [[11, 12, 13], [12, 13, 14]]
+
+
+async def test_stop_strings_need_a_server_that_decodes(endpoint, client):
+    endpoint.has_tokenizer = False
+    with pytest.raises(ValueError, match=r"rollout\.stop .* stop_token_ids") as caught:
+        await client.generate(PROMPT, SamplingConfig(stop=["END"]), seed=0)
+    assert "requires a tokenizer" in str(caught.value) and not endpoint.requests
+    await client.generate(PROMPT, SamplingConfig(stop_token_ids=[1]), seed=0)
+
+
+async def test_control_routes_send_what_vllm_expects(endpoint, client):
+    await client.health()
+    assert await client.served_model() == ServedModel("fake", 512)
+    await client.pause("keep")
+    await client.init_weight_transfer({"rank": 0})
+    await client.start_weight_update()
+    await client.update_weights({"path": "x"})
+    await client.finish_weight_update("r:0:2")
+    assert await client.reset_prefix_cache() is True
+    await client.resume()
+    assert await client.weight_version() == "r:0:2"
+    assert await client.weight_checksums() == {"dp0:model.norm.weight": "abc"}
+    await client.abort_requests()
+    assert endpoint.calls == [
+        ("/health", None),
+        ("/v1/models", None),
+        ("/pause?mode=keep", None),
+        ("/init_weight_transfer_engine", {"init_info": {"rank": 0}}),
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"path": "x"}}),
+        ("/finish_weight_update", {"weight_version": "r:0:2"}),
+        ("/reset_prefix_cache", None),
+        ("/resume", None),
+        ("/weight_info", None),
+        ("/weight_checker", {"action": "checksum"}),
+        ("/abort_requests", {}),
+    ]
+
+
+async def test_model_and_key_are_sent(endpoint, session):
+    endpoint.api_key = "secret"
+    client = EndpointClient(endpoint.url, session, model="fake", api_key="secret")
+    await client.generate(PROMPT, SamplingConfig(), seed=0)
+    assert endpoint.requests[0]["model"] == "fake"
+    with pytest.raises(RequestRejected, match="401.*Unauthorized.*inference.api_key_env"):
+        await EndpointClient(endpoint.url, session).served_model()
+
+
+@pytest.mark.parametrize(
+    "fault, kind, said",
+    [
+        (status(400, "Token id 5000 is out of vocabulary"), RequestRejected, "400 .*out of vocab"),
+        (status(404, "The model `zz` does not exist"), RequestRejected, "404 .*does not exist"),
+        (status(429, "slow down"), EndpointUnavailable, "429 .*slow down"),
+        (status(500, "EngineCore encountered an issue"), EndpointUnavailable, "500 .*EngineCore"),
+        (status(503, "overloaded"), EndpointUnavailable, "503 .*overloaded"),
+        (break_off, EndpointUnavailable, "failed: ClientPayloadError"),
+        (hang, EndpointUnavailable, "not answered within 0.1 s"),
+    ],
+)
+async def test_failures_name_the_route_and_what_the_server_said(
+    endpoint, client, fault, kind, said
+):
+    endpoint.faults.append(fault)
+    with pytest.raises(kind, match=f"{endpoint.url}: POST /inference/v1/generate .*{said}"):
+        await client.generate(PROMPT, SamplingConfig(), seed=0, timeout_s=0.1)
+
+
+async def test_no_server_is_unavailable_and_no_route_is_explained(endpoint, client):
+    with pytest.raises(RequestRejected, match="404.*VLLM_SERVER_DEV_MODE=1"):
+        await client._request("POST", "/not_there")
+    await endpoint.stop()
+    with pytest.raises(EndpointUnavailable, match="GET /health failed: ClientConnectorError"):
+        await client.health()

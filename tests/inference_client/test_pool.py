@@ -1,0 +1,432 @@
+"""The pool: spread, order, limits, retries, versions, recovery. The tests hold the gates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncate
+
+from easyrl.config import InferenceConfig, SamplingConfig
+from easyrl.inference_client.errors import AttemptsFailed, RequestRejected
+from easyrl.inference_client.pool import Endpoint, EndpointPool, NoEndpointError
+from easyrl.schema import Completion
+from easyrl.worker_pool import WorkerPool
+
+PROMPT = np.array([5, 6, 7], dtype=np.int32)
+SAMPLING = SamplingConfig(max_tokens=8)
+V1, V2 = "run:0:1", "run:0:2"
+
+
+async def in_this_process(function: Callable, *args: Any) -> Any:
+    return function(*args)
+
+
+@contextlib.asynccontextmanager
+async def pool_of(*servers: FakeEndpoint, **settings: Any) -> AsyncIterator[EndpointPool]:
+    """Servers and a pool over them; each endpoint has confirmed what its server serves."""
+    arguments = {"back_off_s": 0.01, "offload": in_this_process}
+    for key in ("back_off_s", "offload", "num_shares", "repair"):
+        if key in settings:
+            arguments[key] = settings.pop(key)
+    async with contextlib.AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server)
+        config = InferenceConfig(endpoints=[server.url for server in servers], **settings)
+        pool = EndpointPool(config, **arguments)
+        await pool.start()
+        stack.push_async_callback(pool.close)
+        for endpoint, server in zip(pool.endpoints, servers, strict=True):
+            pool.confirm(endpoint, server.version)
+        yield pool
+
+
+def ask(pool: EndpointPool, seed: int, version: str | None = V1) -> asyncio.Task[Completion]:
+    work: Coroutine[Any, Any, Completion] = pool.generate(PROMPT, SAMPLING, seed, version)
+    return asyncio.ensure_future(work)
+
+
+def seeds(server: FakeEndpoint) -> list[int]:
+    return [request["sampling_params"]["seed"] for request in server.requests]
+
+
+def servers(count: int, **settings: Any) -> list[FakeEndpoint]:
+    return [FakeEndpoint(version=V1, **settings) for _ in range(count)]
+
+
+# -- spread, limits, order ---------------------------------------------------------------
+
+
+async def test_requests_in_flight_are_spread_evenly():
+    group = servers(4, gated=True)
+    async with pool_of(*group) as pool:
+        tasks = [ask(pool, seed) for seed in range(42)]
+        for server in group:
+            await server.until(lambda server=server: len(server.requests) >= 10)
+        # Equal requests, least work first: 42 over 4 is 11, 11, 10, 10.
+        assert sorted(endpoint.num_inflight for endpoint in pool.endpoints) == [10, 10, 11, 11]
+        await open_all(tasks, *group)
+
+
+async def test_work_counts_tokens_not_requests():
+    first, second = servers(2, gated=True)
+    async with pool_of(first, second) as pool:
+        long = asyncio.ensure_future(
+            pool.generate(PROMPT, SamplingConfig(max_tokens=1000), seed=0, version=V1)
+        )
+        await first.until(lambda: len(first.requests) == 1)
+        tasks = [long, *[ask(pool, seed) for seed in range(1, 9)]]
+        await second.until(lambda: len(second.requests) == 8)
+        assert len(first.requests) == 1
+        await open_all(tasks, first, second)
+
+
+async def test_a_slow_endpoint_gets_less():
+    slow, fast = servers(2, gated=True)
+    fast.gated = False
+    async with pool_of(slow, fast, max_inflight=2) as pool:
+        tasks = [ask(pool, seed) for seed in range(20)]
+        await fast.until(lambda: len(fast.requests) == 18)
+        assert len(slow.requests) == 2
+        await open_all(tasks, slow)
+
+
+@pytest.mark.parametrize("num_shares, limit", [(1, 6), (2, 3), (100, 1)])
+async def test_max_inflight_is_shared_and_never_exceeded(num_shares, limit):
+    group = servers(2, gated=True)
+    async with pool_of(*group, max_inflight=6, num_shares=num_shares) as pool:
+        tasks = [ask(pool, seed) for seed in range(60)]
+        for server in group:
+            await server.until(lambda server=server: server.num_open == limit)
+        await open_all(tasks, *group)
+        assert [task.result().token_ids[0] for task in tasks] == list(range(60))
+    assert [server.max_open for server in group] == [limit, limit]
+
+
+async def test_waiting_requests_are_served_in_the_order_of_asking():
+    (server,) = servers(1)
+    async with pool_of(server, max_inflight=1) as pool:
+        await asyncio.gather(*[ask(pool, seed) for seed in range(30)])
+        assert seeds(server) == list(range(30))
+
+
+async def test_a_retry_goes_before_younger_requests():
+    (server,) = servers(1, gated=True)
+    server.faults.append(status(503, "busy"))
+    async with pool_of(server, max_inflight=1) as pool:
+        tasks = [ask(pool, seed) for seed in range(3)]
+        await open_all(tasks, server)
+        assert seeds(server) == [0, 0, 1, 2]
+
+
+async def test_a_request_that_avoids_an_endpoint_does_not_block_those_behind_it():
+    first, second = servers(2, gated=True)
+    first.faults.append(status(500, "broken once"))
+    async with pool_of(first, second, max_inflight=1) as pool:
+        retried, running, young = ask(pool, 0), ask(pool, 1), ask(pool, 2)
+        await second.until(lambda: len(second.requests) == 1)
+        first.gates[0].set()  # 0 fails and has to wait for the second endpoint, which is full
+        await first.until(lambda: len(first.requests) == 2)
+        assert seeds(first) == [0, 2] and seeds(second) == [1]
+        await open_all([retried, running, young], first, second)
+        assert (await retried).endpoint == second.url
+
+
+async def test_ten_thousand_requests_in_flight_are_cheap():
+    """The loop's work per request stays the same when many wait: no scan of the line."""
+    from easyrl.inference_client.waiting_line import Need, Waiting, WaitingLine
+
+    looked_at = 0
+    loop = asyncio.get_running_loop()
+    line, need = WaitingLine(), Need(V1, None)
+
+    def find(wanted: Need) -> str:
+        nonlocal looked_at
+        looked_at += 1
+        return "endpoint"
+
+    for order in range(10_000):
+        line.add(Waiting(order, need, 1, loop.create_future()))
+    orders = [line.pop(find)[0].order for _ in range(10_000)]
+    assert orders == list(range(10_000)) and looked_at == 10_000
+    assert line.pop(find) is None and line.needs() == []
+
+
+# -- retries -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        status(500, "EngineCore died"),
+        status(503, "overloaded"),
+        status(429, "slow down"),
+        truncate,
+        break_off,
+        hang,
+        answer(finish_reason="abort"),
+        answer(logprobs=None),
+    ],
+)
+async def test_a_failed_request_goes_elsewhere_with_the_same_seed(fault):
+    bad, good = servers(2)
+    bad.always = fault
+    async with pool_of(bad, good, progress_timeout_s=0.2, back_off_s=30) as pool:
+        completion = await ask(pool, 41)
+        assert completion.endpoint == good.url
+        assert seeds(bad) == [41] and seeds(good) == [41]
+        counters = pool.counters()
+        assert counters.num_requests == 2 and counters.num_retries == 1
+        assert counters.num_failures == {bad.url: 1, good.url: 0}
+        assert pool.endpoints[0].down is not None
+        await asyncio.gather(*[ask(pool, seed) for seed in range(5)])
+        assert len(bad.requests) == 1  # set aside
+
+
+async def test_progress_elsewhere_on_the_endpoint_extends_the_time():
+    """A response may take longer than the limit as long as the endpoint answers others."""
+    (server,) = servers(1, gated=True)
+    async with pool_of(server, progress_timeout_s=0.4) as pool:
+        slow = ask(pool, 0)
+        await server.until(lambda: len(server.gates) == 1)
+        start = asyncio.get_running_loop().time()
+        seed = 1
+        while asyncio.get_running_loop().time() - start < 0.8:
+            other = ask(pool, seed)
+            await server.until(lambda n=seed: len(server.gates) == n + 1)
+            server.gates[seed].set()
+            await other
+            seed += 1
+        server.gates[0].set()
+        assert (await slow).token_ids[0] == 0 and pool.counters().num_retries == 0
+
+
+async def test_a_single_endpoint_is_tried_again_after_its_back_off():
+    (server,) = servers(1)
+    server.faults.extend([status(500, "a"), truncate])
+    async with pool_of(server) as pool:
+        assert (await ask(pool, 3)).token_ids[0] == 3
+        assert seeds(server) == [3, 3, 3]
+
+
+async def test_attempts_are_limited_and_listed():
+    first, second = servers(2)
+    first.always = second.always = status(500, "no memory")
+    async with pool_of(first, second, max_retries=2) as pool:
+        with pytest.raises(AttemptsFailed, match="max_retries") as caught:
+            await ask(pool, 0)
+    assert len(first.requests) + len(second.requests) == 3
+    assert str(caught.value).count("500 Internal Server Error: no memory") == 3
+    assert first.url in str(caught.value) and second.url in str(caught.value)
+
+
+async def test_a_rejected_request_is_not_tried_elsewhere():
+    first, second = servers(2)
+    first.always = second.always = status(400, "prompt is longer than the model's maximum")
+    async with pool_of(first, second) as pool:
+        with pytest.raises(RequestRejected, match="longer than the model"):
+            await ask(pool, 0)
+        assert len(first.requests) + len(second.requests) == 1
+        assert all(endpoint.down is None for endpoint in pool.endpoints)
+
+
+# -- versions ----------------------------------------------------------------------------
+
+
+async def test_only_endpoints_that_confirmed_the_version_are_asked():
+    old, new = FakeEndpoint(version=V1), FakeEndpoint(version=V2)
+    async with pool_of(old, new) as pool:
+        completions = await asyncio.gather(*[ask(pool, seed, V2) for seed in range(10)])
+        assert len(new.requests) == 10 and not old.requests
+        assert {span.version for c in completions for span in c.version_spans} == {V2}
+        await asyncio.gather(*[ask(pool, seed, None) for seed in range(10)])
+        assert len(old.requests) == 5
+
+
+async def test_a_response_of_another_version_is_never_returned():
+    liar, honest = servers(2)
+    mixed = [{"version": V1, "start": 0, "end": 2}, {"version": "default", "start": 2, "end": 3}]
+    liar.always = answer(weight_versions=mixed)
+    async with pool_of(liar, honest) as pool:
+        completions = await asyncio.gather(*[ask(pool, seed) for seed in range(8)])
+        assert {completion.endpoint for completion in completions} == {honest.url}
+        assert [completion.token_ids[0] for completion in completions] == list(range(8))
+        endpoint = pool.endpoints[0]
+        assert endpoint.confirmed_version is None and "default" in endpoint.lost_confirmation
+        pool.exclude(pool.endpoints[1], "test")
+        with pytest.raises(
+            NoEndpointError, match=f"(?s){liar.url}: has confirmed no version.*test"
+        ):
+            await ask(pool, 9)
+
+
+async def test_a_repair_brings_an_endpoint_back_and_requests_wait_for_it():
+    (server,) = servers(1)
+    server.version = "default"  # it has restarted since it confirmed
+    repaired = []
+
+    async def repair(endpoint: Endpoint) -> None:
+        repaired.append(endpoint.url)
+        await endpoint.client.finish_weight_update(V1)
+        pool.confirm(endpoint, V1)
+
+    async with pool_of(server, repair=repair) as pool:
+        pool.confirm(pool.endpoints[0], V1)
+        completions = await asyncio.gather(*[ask(pool, seed) for seed in range(4)])
+        assert repaired == [server.url]
+        assert {span.version for c in completions for span in c.version_spans} == {V1}
+
+
+async def test_an_endpoint_that_restarted_while_down_is_not_asked_before_it_is_repaired():
+    restarting, other = servers(2)
+    asked_repair = asyncio.Event()
+
+    async def repair(endpoint: Endpoint) -> None:
+        asked_repair.set()
+
+    async with pool_of(restarting, other, repair=repair) as pool:
+        await restarting.stop()
+        assert (await ask(pool, 0)).endpoint == other.url
+        restarting.version = "default"
+        await restarting.listen(restarting.port)
+        await asyncio.wait_for(asked_repair.wait(), 20)
+        completions = await asyncio.gather(*[ask(pool, seed) for seed in range(4)])
+        assert {completion.endpoint for completion in completions} == {other.url}
+        assert not restarting.requests and "default" in pool.endpoints[0].lost_confirmation
+
+
+async def test_an_endpoint_that_was_away_with_its_weights_is_used_again():
+    (server,) = servers(1)
+    async with pool_of(server) as pool:
+        await server.stop()
+        task = ask(pool, 0)
+        while pool.endpoints[0].down is None:
+            await asyncio.sleep(0)
+        await server.listen(server.port)
+        assert (await task).token_ids[0] == 0
+
+
+async def test_withdrawn_confirmations_end_the_waiting():
+    (server,) = servers(1, gated=True)
+    async with pool_of(server, max_inflight=1) as pool:
+        running, waiting = ask(pool, 0), ask(pool, 1)
+        await server.until(lambda: len(server.requests) == 1)
+        pool.withdraw_confirmations()
+        with pytest.raises(NoEndpointError, match="has confirmed no version, not run:0:1"):
+            await waiting
+        await open_all([running], server)
+
+
+# -- cancelling, giving up, starting -----------------------------------------------------
+
+
+async def test_cancelling_closes_the_connection_and_frees_the_place():
+    (server,) = servers(1, gated=True)
+    async with pool_of(server, max_inflight=2) as pool:
+        tasks = [ask(pool, seed) for seed in range(5)]
+        await server.until(lambda: len(server.requests) == 2)
+        tasks[0].cancel()  # in flight
+        tasks[2].cancel()  # in line
+        await server.until(lambda: server.num_disconnected == 1 and len(server.requests) == 3)
+        assert seeds(server)[2] == 3
+        await open_all([tasks[1], tasks[3], tasks[4]], server)
+        assert pool.endpoints[0].num_inflight == 0 and pool.endpoints[0].outstanding_tokens == 0
+
+
+async def test_cancelling_in_the_moment_a_place_is_given_frees_it():
+    (server,) = servers(1)
+    async with pool_of(server, max_inflight=1) as pool:
+        endpoint = pool.endpoints[0]
+        endpoint.begin(1)  # the only place is taken
+        waiting = ask(pool, 0)
+        await asyncio.sleep(0)
+        pool._release(endpoint, 1)  # the place is given, the waiting task has not run yet
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert endpoint.num_inflight == 0
+        assert (await ask(pool, 1)).token_ids[0] == 1
+
+
+async def test_when_all_are_dead_the_error_names_each():
+    group = servers(3)
+    async with pool_of(*group, startup_timeout_s=0.3) as pool:
+        for server in group[:2]:
+            await server.stop()
+        pool.exclude(pool.endpoints[2], "wrong checksum")
+        with pytest.raises(NoEndpointError) as caught:
+            await ask(pool, 0)
+    message = str(caught.value)
+    assert all(server.url in message for server in group)
+    assert message.count("down: ") == 2 and "excluded: wrong checksum" in message
+
+
+async def test_start_waits_for_health_and_names_what_is_missing():
+    up, sick = servers(2)
+    sick.healthy = False
+    async with pool_of(up, sick, startup_timeout_s=0.3) as pool:
+        with pytest.raises(NoEndpointError, match=r"1 of 2 .* not up") as caught:
+            await pool.wait_until_healthy()
+        assert f"{sick.url}: GET /health answered 503" in str(caught.value)
+        assert up.url not in str(caught.value)
+        sick.healthy = True
+        await pool.wait_until_healthy()
+        assert [e.served.max_model_len for e in pool.endpoints] == [512, 512]
+
+
+async def test_a_wrong_key_is_told_at_once_and_a_missing_one_before_the_start(monkeypatch):
+    (server,) = servers(1, api_key="secret")
+    async with pool_of(server) as pool:
+        with pytest.raises(RequestRejected, match="401.*inference.api_key_env"):
+            await pool.wait_until_healthy()
+    monkeypatch.delenv("EASYRL_TEST_KEY", raising=False)
+    config = InferenceConfig(endpoints=["http://a"], api_key_env="EASYRL_TEST_KEY")
+    with pytest.raises(ValueError, match=r"inference\.api_key_env: .* EASYRL_TEST_KEY is not set"):
+        EndpointPool(config, in_this_process)
+    monkeypatch.setenv("EASYRL_TEST_KEY", "secret")
+    async with pool_of(server, api_key_env="EASYRL_TEST_KEY") as pool:
+        await pool.wait_until_healthy()
+        assert (await ask(pool, 0)).token_ids[0] == 0
+
+
+async def test_idle_time_counts_only_what_has_nothing_in_flight(monkeypatch):
+    clock = 100.0
+    monkeypatch.setattr("easyrl.inference_client.endpoint.time.monotonic", lambda: clock)
+    busy, idle = Endpoint(FakeClient(), 8), Endpoint(FakeClient(), 8)
+    clock = 103.0
+    busy.begin(1)
+    busy.begin(1)
+    clock = 110.0
+    busy.end(1)
+    assert busy.idle_s() == 3.0 and idle.idle_s() == 10.0
+    busy.end(1)
+    clock = 112.0
+    assert busy.idle_s() == 5.0 and idle.idle_s() == 12.0
+
+
+class FakeClient:
+    url = "http://a"
+
+
+async def test_responses_are_decoded_in_worker_processes():
+    (server,) = servers(1)
+    with WorkerPool(1) as workers:
+        async with pool_of(server, offload=workers.call) as pool:
+            completions = await asyncio.gather(*[ask(pool, seed) for seed in range(20)])
+            server.faults.append(truncate)
+            retried = await ask(pool, 20)
+    assert [c.token_ids[0] for c in [*completions, retried]] == list(range(21))
+    assert pool.counters().num_retries == 1
+
+
+async def open_all(tasks: list[asyncio.Task], *group: FakeEndpoint) -> None:
+    """Lets everything through until the tasks are done."""
+    for server in group:
+        server.gated = False
+        for gate in server.gates:
+            gate.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), 20)
