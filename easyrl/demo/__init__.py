@@ -1,1 +1,1 @@
-"""The demo: a small arithmetic task, a model that solves a part of it, and the run that improves it."""
+"""The demo: an arithmetic task, a model that solves a part of it, and the run that improves it."""

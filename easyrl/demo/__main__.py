@@ -29,7 +29,14 @@ CONFIG = "configs/demo.yaml"
 def main() -> int:
     arguments = _parse()
     run_dir: Path = arguments.run_dir
-    overrides = [f"run.output_dir={run_dir}", *arguments.overrides]
+    data = run_dir / "data"
+    overrides = [
+        f"run.output_dir={run_dir}",
+        f"model.path={run_dir / 'base_model'}",
+        f"data.files=[{data / 'train.jsonl'}]",
+        f"evaluation.data.files=[{data / 'heldout.jsonl'}]",
+        *arguments.overrides,
+    ]
     try:
         config = load_config(CONFIG, overrides)
     except ConfigError as error:
@@ -42,10 +49,11 @@ def main() -> int:
     print(
         f"measuring the starting model on {len(heldout.read_text().splitlines())} held-out problems"
     )
-    before = held_out_accuracy(model, heldout, seed=config.run.seed)
+    sampling = {"seed": config.run.seed, "max_tokens": config.rollout.max_tokens}
+    before = held_out_accuracy(model, heldout, **sampling)
     print(f"accuracy before: {before:.3f}")
     _train(run_dir, model, overrides, arguments.num_servers)
-    after = held_out_accuracy(run_dir / "model", heldout, seed=config.run.seed)
+    after = held_out_accuracy(run_dir / "model", heldout, **sampling)
     seconds = time.monotonic() - start
 
     steps = [m for m in read_metrics(run_dir / "metrics.jsonl") if "time/step_s" in m]
@@ -69,13 +77,13 @@ def main() -> int:
 def _set_up(config: Config, run_dir: Path) -> tuple[Path, Path]:
     """A fresh run folder with the problems and the warm-started model."""
     if run_dir.exists():
-        if not (run_dir / "start").is_dir() and any(run_dir.iterdir()):
+        if not (run_dir / "base_model").is_dir() and any(run_dir.iterdir()):
             sys.exit(f"easyrl demo: {run_dir} holds something else; give another --run-dir")
         shutil.rmtree(run_dir)
     _, heldout = write_splits(run_dir / "data", seed=config.run.seed)
     print("warm start: a small Qwen3 sees the task, with and without a scratchpad")
     start = time.monotonic()
-    model = run_dir / "start"
+    model = run_dir / "base_model"
     build_model(model, seed=config.run.seed)
     print(f"warm start took {time.monotonic() - start:.0f} s")
     return model, heldout
@@ -99,7 +107,7 @@ def _train(run_dir: Path, model: Path, overrides: list[str], num_servers: int) -
         command = [
             *_launcher(),
             *("--module", "easyrl.train", CONFIG),
-            *(f"inference.endpoints=[{','.join(urls)}]", f"model.path={model}", *overrides),
+            *(f"inference.endpoints=[{','.join(urls)}]", *overrides),
         ]
         environment = {
             **os.environ,

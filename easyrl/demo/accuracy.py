@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,18 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from easyrl.demo.task import END_THINK
 
 BATCH_SIZE = 250
-MAX_NEW_TOKENS = 48
 
 
 @torch.no_grad()
-def held_out_accuracy(model_dir: Path, heldout: Path, seed: int) -> float:
+def held_out_accuracy(model_dir: Path, heldout: Path, seed: int, max_tokens: int) -> float:
     """Share of ``heldout``'s problems answered right by one response sampled at temperature 1.
 
     Sampled, not greedy: the reward is an expectation under sampling, and greedy decoding would
     show a policy that merely got sharper as one that got better.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True)
     model.eval()
     records = [json.loads(line) for line in heldout.read_text().splitlines()]
     torch.manual_seed(seed)
@@ -45,7 +45,7 @@ def held_out_accuracy(model_dir: Path, heldout: Path, seed: int) -> float:
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            max_new_tokens=MAX_NEW_TOKENS,
+            max_new_tokens=max_tokens,
         )
         texts = tokenizer.batch_decode(
             output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True

@@ -2,9 +2,9 @@
 
 ``python -m easyrl.demo.build_model --output DIR [--tied|--untied] [--seed N]``
 
-The supervised warm start leaves a model that imitates its mixed corpus: it guesses, adds columns without the
-carries, or adds them carefully, each as often as it was shown, and makes slips besides. Which of these pays
-is for the reinforcement learning to find out.
+The supervised warm start leaves a model that imitates its mixed corpus: it guesses, adds columns
+without the carries, or adds them carefully, each as often as it was shown, and makes slips besides.
+Which of these pays is for the reinforcement learning to find out.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def build_model(
 ) -> None:
     """Writes tokenizer and warm-started model to ``output`` in Hugging Face's layout.
 
-    The same arguments give the same weights on one machine with one number of threads. ``tied``: input
-    and output embeddings share their weights.
+    The same arguments give the same weights on one machine with one number of threads. ``tied``:
+    input and output embeddings share their weights.
     """
     warm_start = warm_start or WarmStart()
     torch.manual_seed(seed)

@@ -1,11 +1,12 @@
 """The demo's task: add two three-digit numbers; the answer has to be exact.
 
-The warm start shows three habits of answering, as a corpus of mixed quality would: a quick estimate, sums by
-columns that forget the carries, and sums by columns that are careful. Only the reward tells them apart.
+The warm start shows three habits of answering, as a corpus of mixed quality would: a quick estimate,
+sums by columns that forget the carries, and sums by columns that are careful. Only the reward tells
+them apart.
 
-The numbers 100–999 are divided once and for all into three disjoint sets: what the warm start shows, what
-the reinforcement learning asks, and what the evaluation asks. Both operands of a problem come from the
-same set, so a held-out problem has no operand that was ever trained on.
+The numbers 100–999 are divided once and for all into three disjoint sets: what the warm start shows,
+what the reinforcement learning asks, and what the evaluation asks. Both operands of a problem come
+from the same set, so a held-out problem has no operand that was ever trained on.
 
 ``python -m easyrl.demo.task --output DIR [--seed N]`` writes the prompts.
 """
@@ -57,8 +58,10 @@ class OperandSplit(NamedTuple):
 
 
 def split_operands() -> OperandSplit:
-    """The division of 100–999. It takes no seed: a model and a data set made with different seeds must not
-    disagree about what is held out."""
+    """The division of 100–999.
+
+    It takes no seed: a model and a data set made with different seeds must agree on what is held out.
+    """
     numbers = list(range(100, 1000))
     random.Random("easyrl demo operands").shuffle(numbers)
     train_end = NUM_WARM_START_OPERANDS + NUM_TRAIN_OPERANDS
@@ -70,7 +73,7 @@ def split_operands() -> OperandSplit:
 
 
 def draw_problems(numbers: tuple[int, ...], count: int, rng: random.Random) -> list[Problem]:
-    """``count`` different problems over ``numbers``. Raises ``ValueError`` if there are not so many."""
+    """``count`` different problems over ``numbers``; ``ValueError`` if there are not so many."""
     num_pairs = len(numbers) ** 2
     if count > num_pairs:
         raise ValueError(
@@ -89,8 +92,8 @@ def estimate_response(problem: Problem) -> str:
 def columns_response(problem: Problem, carries: bool) -> str:
     """The columns from the right, then the answer read off them.
 
-    With carries ``347+586`` is ``7+6=13;4+8+1=13;3+5+1=9`` and 933. Without, ``7+6=13;4+8=12;3+5=8`` and
-    823: right only where nothing had to be carried.
+    With carries ``347+586`` is ``7+6=13;4+8+1=13;3+5+1=9`` and 933. Without, ``7+6=13;4+8=12;3+5=8``
+    and 823: right only where nothing had to be carried.
     """
     columns: list[str] = []
     answer = ""
@@ -123,9 +126,9 @@ def warm_start_examples(seed: int, habits: Habits) -> Iterator[tuple[str, str]]:
 def write_splits(
     directory: Path, seed: int, num_train: int = 20_000, num_heldout: int = 1000
 ) -> tuple[Path, Path]:
-    """Writes ``train.jsonl`` and ``heldout.jsonl`` (fields ``prompt``, ``answer``); returns their paths.
+    """Writes ``train.jsonl`` and ``heldout.jsonl`` (fields ``prompt``, ``answer``).
 
-    Raises ``ValueError`` if more problems are asked for than a split has.
+    Returns their paths in this order. Raises ``ValueError`` if more problems are asked for than a split has.
     """
     operands = split_operands()
     directory.mkdir(parents=True, exist_ok=True)

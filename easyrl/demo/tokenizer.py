@@ -10,16 +10,18 @@ from easyrl.demo.task import END_THINK, THINK
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A fast tokenizer of 24 tokens with a chat template; text without unknown characters round-trips.
+    """A fast tokenizer of 24 tokens with a chat template; known characters round-trip.
 
-    The thinking tags are ordinary tokens: ``decode(skip_special_tokens=True)`` keeps them, and rewards
-    look for them.
+    The thinking tags are ordinary tokens: rewards look for them, so they must outlive
+    ``decode(skip_special_tokens=True)``.
     """
     special = [PAD, END, UNKNOWN, *ROLES]
     words = [*special, THINK, END_THINK, *"0123456789+-*=; "]

@@ -32,7 +32,9 @@ def policy_loss(
     """
     policy = tri.policy.logprobs
     if micro_batch.is_dummy:
-        return policy.sum() * 0.0, MetricSums()
+        # Through the same outputs as any other: ZeRO-3 compares the ranks' paths backward.
+        used = policy if config.entropy_coef == 0 else policy + tri.policy.entropy
+        return used.sum() * 0.0, MetricSums()
     advantages = _advantages(tri, micro_batch, config)
     ratio = torch.exp(policy - tri.old_logprobs)
     clipped = ratio.clamp(1 - config.clip_eps_low, 1 + config.clip_eps_high)

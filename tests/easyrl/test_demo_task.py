@@ -1,4 +1,4 @@
-"""The demo's task, tokenizer and model: nothing held out is ever shown, and what is shown is as described."""
+"""The demo's task, tokenizer and model: what is held out is never shown, and what is shown is true."""
 
 import itertools
 import json
@@ -120,7 +120,7 @@ def test_warm_start_shows_each_habit_as_often_as_asked():
         and response != columns_response(Problem(*operands(question)), carries=False)
         for question, response in examples
     )
-    # Four standard deviations of a binomial share over 4000 draws are 0.03; some 70 % of sums carry.
+    # Four standard deviations of a binomial share over 4000 draws are 0.03; 70 % of sums carry.
     assert abs(estimates / 4000 - 0.5) < 0.03
     assert 0.3 * 0.6 < careful / 4000 < 0.3 * 0.8
 
