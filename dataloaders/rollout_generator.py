@@ -10,7 +10,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from easyrl.dataloaders.loop_thread import LoopThread
 from easyrl.event_log import Record, ignore
@@ -193,7 +193,9 @@ class RolloutGenerator:
             completed_s=time.monotonic(),
         )
 
-    async def _sample(self, prompt: Prompt, sample: int, version: str | None):
+    async def _sample(
+        self, prompt: Prompt, sample: int, version: str | None
+    ) -> tuple[Completion, Any]:
         completion = await self._generate(prompt, sample, version)
         scores = await self._scorer.score_sample(prompt, completion)
         self._record(

@@ -27,7 +27,8 @@ def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
 
 def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.agreement import Agreement
-    from easyrl.wiring import load_held_out, load_tokenizer, open_inference
+    from easyrl.inference import open_inference
+    from easyrl.wiring import load_held_out, load_tokenizer
 
     prompts = load_held_out(evaluation, load_tokenizer(config))
     with ExitStack() as opened:

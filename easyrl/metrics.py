@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ class JsonlTracker:
     def __init__(self, path: Path, from_step: int) -> None:
         if path.exists():
             lines = path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if orjson.loads(line)["step"] <= from_step]
+            kept = [line for line in lines if from_step and orjson.loads(line)["step"] <= from_step]
             path.write_bytes(b"".join(kept))
         self._file = path.open("ab")
 
@@ -72,18 +71,3 @@ class WandbTracker:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """All lines of a ``metrics.jsonl``."""
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
-
-
-class Metrics:
-    """Sends each step to all trackers."""
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = trackers
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from easyrl.config import Config, ConfigError, check_paths, dump_config, load_config
-
 from easyrl.launcher_watch import end_with_launcher
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ def _finish(config: Config, parts: Parts) -> None:
     from easyrl.checkpoint import export_model
     from easyrl.metrics import read_metrics
     from easyrl.plot import plot_reward_curve
+    from easyrl.run_folder import METRICS_FILE
 
     output = config.run.output_dir
     weights = parts.engine.named_weights()
@@ -66,7 +66,7 @@ def _finish(config: Config, parts: Parts) -> None:
         dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.model.dtype]
         source, tokenizer = config.model.path, config.model.tokenizer_path
         export_model(weights, source, tokenizer, output / "model", dtype)
-    plot_reward_curve(read_metrics(output / "metrics.jsonl"), output / "reward.png")
+    plot_reward_curve(read_metrics(output / METRICS_FILE), output / "reward.png")
 
 
 def _end_on_sigterm() -> None:

@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from easyrl.agreement import Agreement
 from easyrl.canary import Canary, canary_prompts
 from easyrl.checkpoint import Checkpoints
-from easyrl.config import (
-    Config,
-    ConfigError,
-    DatasetConfig,
-    EvaluationConfig,
-    SamplingConfig,
-    dump_config,
-)
-from easyrl.console import ConsoleView
-from easyrl.dataloaders.loop_thread import LoopThread
+from easyrl.config import Config, ConfigError, DatasetConfig, EvaluationConfig
 from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch, pack_groups
 from easyrl.dataloaders.prompts import PromptBatches, PromptDataset, load_prompts
-from easyrl.dataloaders.rollout_generator import RolloutGenerator
 from easyrl.engines.deepspeed import DeepSpeedEngine
 from easyrl.evaluation import Evaluator
-from easyrl.event_log import EventLog, Record, ignore
-from easyrl.inference_client.errors import NoEndpointError, RequestRejected
-from easyrl.inference_client.pool import Endpoint, EndpointPool
-from easyrl.metrics import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from easyrl.inference import Inference, open_inference
+from easyrl.inference_client.pool import Endpoint
 from easyrl.objectives.advantages import group_advantages
-from easyrl.rewards import worker as reward_worker
-from easyrl.rewards.scorer import Scorer
 from easyrl.rewards.startup import check_rewards
-from easyrl.schema import Completion, MicroBatch, PolicyVersion, Prompt, RolloutGroup
+from easyrl.run_folder import next_attempt, open_event_log, open_trackers, prepare_output
+from easyrl.schema import MicroBatch, PolicyVersion, Prompt, RolloutGroup
 from easyrl.seeding import sample_seed
 from easyrl.throughput import Throughput
 from easyrl.trainer import Hook, Progress, Trainer
 from easyrl.weight_sync import WeightSync
-from easyrl.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,13 +62,13 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
 
     engine = DeepSpeedEngine(config, total_steps=total_steps)
     agreement = Agreement(engine.dp_rank, engine.dp_size)
-    output = _prepare_output(config, agreement)
+    output = prepare_output(config, agreement, resume=resume)
     folder = output / "checkpoints"
     checkpoints = Checkpoints(folder, config.checkpoint.keep, engine, agreement)
     progress = _resume(checkpoints, batches) if resume else Progress()
-    version = PolicyVersion(config.run.name, _next_attempt(output, agreement), 0)
+    version = PolicyVersion(config.run.name, next_attempt(output, agreement), 0)
 
-    record = _open_event_log(config, output, agreement, opened)
+    record = open_event_log(config, output, agreement, opened)
     inference = open_inference(config, opened, num_shares=engine.dp_size, record=record)
     _check_context_length(config, inference)
     weight_sync = _weight_sync(config, engine, agreement, inference, prompts)
@@ -97,7 +81,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
     if config.checkpoint.every_steps:
         after_publish.append(_checkpoint_hook(config, checkpoints, progress, batches))
     throughput = Throughput(inference.pool, engine.dp_size + len(inference.pool.endpoints))
-    trackers = _trackers(config, output, progress.step, total_steps) if engine.rank == 0 else []
+    trackers = open_trackers(config, output, progress.step, total_steps) if engine.rank == 0 else []
     for tracker in trackers:
         opened.callback(tracker.close)
 
@@ -151,97 +135,7 @@ def load_held_out(
     return load_data(evaluation.data, tokenizer, "evaluation.data")
 
 
-# ---- inference ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Inference:
-    """The producer's thread, its worker processes and the endpoints."""
-
-    thread: LoopThread
-    workers: WorkerPool
-    pool: EndpointPool
-    record: Record
-
-    def rollouts(
-        self, sampling: SamplingConfig, num_generations: int, config: Config
-    ) -> RolloutGenerator:
-        """A producer of training groups."""
-        scorer = self._scorer(config, truncated=config.rollout.truncated)
-        return self._generator(sampling, num_generations, config, scorer, self.record)
-
-    def evaluator(
-        self,
-        evaluation: EvaluationConfig,
-        prompts: Sequence[Prompt],
-        config: Config,
-        agreement: Agreement,
-    ) -> Evaluator:
-        """Evaluates on ``prompts`` with the same rewards."""
-        scorer = self._scorer(config, truncated="keep")
-        generator = self._generator(
-            evaluation.sampling, evaluation.num_samples, config, scorer, ignore
-        )
-        return Evaluator(
-            prompts=prompts,
-            rollouts=generator,
-            agreement=agreement,
-            num_samples=evaluation.num_samples,
-            pass_at=evaluation.pass_at,
-            threshold=evaluation.threshold,
-            reward_name=config.rewards[0].label,
-        )
-
-    def _scorer(self, config: Config, truncated: Literal["keep", "mark", "mask"]) -> Scorer:
-        return Scorer(
-            config.rewards,
-            config.scoring,
-            self.workers,
-            truncated=truncated,
-            truncated_reward=config.rollout.truncated_reward,
-        )
-
-    def _generator(
-        self,
-        sampling: SamplingConfig,
-        num_generations: int,
-        config: Config,
-        scorer: Scorer,
-        record: Record,
-    ) -> RolloutGenerator:
-        async def generate(prompt: Prompt, sample: int, version: str | None) -> Completion:
-            seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, sample)
-            return await self.pool.generate(prompt.token_ids, sampling, seed, version)
-
-        return RolloutGenerator(
-            self.thread,
-            generate,
-            scorer,
-            num_generations=num_generations,
-            queue_size=config.rollout.queue_size,
-            record=record,
-        )
-
-
-def open_inference(
-    config: Config, opened: ExitStack, *, num_shares: int = 1, record: Record = ignore
-) -> Inference:
-    """Starts worker processes and the producer's thread, and waits for the endpoints."""
-    workers = WorkerPool(
-        config.scoring.num_workers,
-        initializer=reward_worker.initialize,
-        initargs=(config.rewards, config.model.tokenizer_path),
-    )
-    opened.callback(workers.close)
-    thread = opened.enter_context(LoopThread())
-    pool = EndpointPool(config.inference, workers.call, num_shares=num_shares)
-    thread.run(pool.start())
-    opened.callback(lambda: thread.run(pool.close()))
-    try:
-        thread.run(pool.wait_until_healthy())
-    except (NoEndpointError, RequestRejected) as error:
-        raise ConfigError(f"inference.endpoints: {error}") from error
-    return Inference(thread, workers, pool, record)
+# ---- endpoints ----------------------------------------------------------------------------------
 
 
 def _max_model_len(endpoint: Endpoint) -> int | None:
@@ -329,26 +223,7 @@ def _denominator(config: Config) -> Callable[[Sequence[RolloutGroup]], float]:
     return denominator
 
 
-# ---- the run's folder --------------------------------------------------------------------------
-
-
-def _prepare_output(config: Config, agreement: Agreement) -> Path:
-    output = config.run.output_dir
-    if agreement.rank == 0:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "config.yaml").write_text(dump_config(config))
-    agreement.exchange(None)  # nobody writes before the folder is there
-    return output
-
-
-def _next_attempt(output: Path, agreement: Agreement) -> int:
-    """How often the run was started; part of the policy version, so that no two lives share one."""
-    file = output / "attempt.json"
-    attempt = 0
-    if agreement.rank == 0:
-        attempt = json.loads(file.read_text()) + 1 if file.exists() else 0
-        file.write_text(json.dumps(attempt))
-    return agreement.from_rank_zero(attempt)
+# ---- between batches ---------------------------------------------------------------------------
 
 
 def _resume(checkpoints: Checkpoints, batches: PromptBatches) -> Progress:
@@ -357,31 +232,6 @@ def _resume(checkpoints: Checkpoints, batches: PromptBatches) -> Progress:
         return Progress()
     batches.restore(state["cursor"])
     return Progress(**state["progress"])
-
-
-def _open_event_log(
-    config: Config, output: Path, agreement: Agreement, opened: ExitStack
-) -> Record:
-    if not config.run.event_log:
-        return ignore
-    log = EventLog(output / f"events-rank{agreement.rank}.jsonl")
-    opened.callback(log.close)
-    return log.record
-
-
-def _trackers(config: Config, output: Path, from_step: int, total_steps: int) -> list[Tracker]:
-    trackers: list[Tracker] = [JsonlTracker(output / "metrics.jsonl", from_step)]
-    if "tensorboard" in config.run.trackers:
-        trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
-    if "wandb" in config.run.trackers:
-        plain = config.model_dump(mode="json")
-        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, plain))
-    if config.run.console:
-        trackers.append(ConsoleView(total_steps))
-    return trackers
-
-
-# ---- between batches ---------------------------------------------------------------------------
 
 
 def _evaluation_hook(schedule: EvaluationConfig, evaluator: Evaluator, total_steps: int) -> Hook:

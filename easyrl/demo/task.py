@@ -1,12 +1,12 @@
 """The demo's task: add two three-digit numbers; the answer has to be exact.
 
-The warm start shows three habits of answering, as a corpus of mixed quality would: a quick estimate,
-sums by columns that forget the carries, and sums by columns that are careful. Only the reward tells
-them apart.
+The warm start shows three habits of answering, as a corpus of mixed quality would: a quick
+estimate, sums by columns that forget the carries, and sums by columns that are careful. Only the
+reward tells them apart.
 
-The numbers 100–999 are divided once and for all into three disjoint sets: what the warm start shows,
-what the reinforcement learning asks, and what the evaluation asks. Both operands of a problem come
-from the same set, so a held-out problem has no operand that was ever trained on.
+The numbers 100–999 are divided once and for all into three disjoint sets: what the warm start
+shows, what the reinforcement learning asks, and what the evaluation asks. Both operands of a
+problem come from the same set, so a held-out problem has no operand that was ever trained on.
 
 ``python -m easyrl.demo.task --output DIR [--seed N]`` writes the prompts.
 """
@@ -60,7 +60,7 @@ class OperandSplit(NamedTuple):
 def split_operands() -> OperandSplit:
     """The division of 100–999.
 
-    It takes no seed: a model and a data set made with different seeds must agree on what is held out.
+    It takes no seed: a model and data made with different seeds must agree on what is held out.
     """
     numbers = list(range(100, 1000))
     random.Random("easyrl demo operands").shuffle(numbers)
@@ -92,8 +92,8 @@ def estimate_response(problem: Problem) -> str:
 def columns_response(problem: Problem, carries: bool) -> str:
     """The columns from the right, then the answer read off them.
 
-    With carries ``347+586`` is ``7+6=13;4+8+1=13;3+5+1=9`` and 933. Without, ``7+6=13;4+8=12;3+5=8``
-    and 823: right only where nothing had to be carried.
+    With carries ``347+586`` is ``7+6=13;4+8+1=13;3+5+1=9`` and 933. Without, it is
+    ``7+6=13;4+8=12;3+5=8`` and 823: right only where nothing had to be carried.
     """
     columns: list[str] = []
     answer = ""
@@ -128,7 +128,8 @@ def write_splits(
 ) -> tuple[Path, Path]:
     """Writes ``train.jsonl`` and ``heldout.jsonl`` (fields ``prompt``, ``answer``).
 
-    Returns their paths in this order. Raises ``ValueError`` if more problems are asked for than a split has.
+    Returns their paths in this order. Raises ``ValueError`` if more problems are asked for than a
+    split has.
     """
     operands = split_operands()
     directory.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -17,7 +18,7 @@ def local_parameters(model: nn.Module, *, sharded: bool) -> list[Tensor]:
     """
     if not sharded:
         return [parameter.data for parameter in model.parameters()]
-    parameters = list(model.parameters())
+    parameters: list[Any] = list(model.parameters())  # DeepSpeed adds the attributes
     assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in parameters)
     return [parameter.ds_tensor.data for parameter in parameters]
 

@@ -71,7 +71,7 @@ def dense_gold(folder: Path, aggregation: str, max_grad_norm: float = MAX_GRAD_N
             surrogate = torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
             k3 = torch.exp(log_ratio) - log_ratio - 1
             per_token = -surrogate + KL_COEF * k3 - ENTROPY_COEF * entropy
-            sequences.append((per_token * mask).sum() / aggregation_length(aggregation, mask))
+            sequences.append((per_token * mask).sum() * token_weight(aggregation, mask))
     if aggregation == "token":
         trained = sum(int(c.loss_mask.sum()) for group in groups for c in group.completions)
         loss = torch.stack(sequences).sum() / trained
@@ -82,10 +82,10 @@ def dense_gold(folder: Path, aggregation: str, max_grad_norm: float = MAX_GRAD_N
     return Gold({name: p.grad for name, p in policy.named_parameters()}, norm)
 
 
-def aggregation_length(aggregation: str, mask: Tensor) -> float:
-    if aggregation == "sequence":
-        return max(1, int(mask.sum()))
-    return MAX_TOKENS if aggregation == "constant" else 1
+def token_weight(aggregation: str, mask: Tensor) -> float:
+    """Rounded to float32, as a row's weights are: an input like the advantages, not a result."""
+    length = {"sequence": max(1, int(mask.sum())), "token": 1, "constant": MAX_TOKENS}[aggregation]
+    return float(np.float32(1 / length))
 
 
 def dense_logprobs(

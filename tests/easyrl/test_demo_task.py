@@ -1,4 +1,4 @@
-"""The demo's task, tokenizer and model: what is held out is never shown, and what is shown is true."""
+"""The demo's task, tokenizer and model: what is held out is never shown, what is shown is so."""
 
 import itertools
 import json
