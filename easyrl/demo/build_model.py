@@ -13,6 +13,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,19 +50,31 @@ def build_model(
 ) -> None:
     """Writes tokenizer and warm-started model to ``output`` in Hugging Face's layout.
 
-    The same arguments give the same weights on one machine with one number of threads. ``tied``:
-    input and output embeddings share their weights.
+    The same arguments give the same weights on one machine. ``tied``: input and output embeddings
+    share their weights.
     """
     warm_start = warm_start or WarmStart()
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = Qwen3ForCausalLM(model_config(tokenizer, tied))
-    train(model, supervised_batches(tokenizer, seed, warm_start), warm_start)
+    with _one_thread():
+        train(model, supervised_batches(tokenizer, seed, warm_start), warm_start)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Two threads gain little on matrices this small, and wait for each other on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast, tied: bool) -> Qwen3Config:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import math
-import os
-import socket
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +13,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -32,6 +26,7 @@ from easyrl.engines.deepspeed_config import (
     training_config,
 )
 from easyrl.engines.late_denominator import LateScalarAdamW, step_divided
+from easyrl.engines.process_group import quiet, start_process_group
 from easyrl.engines.shards import copy_of, local_parameters, perturb, restore
 from easyrl.engines.weight_names import saved_weights
 from easyrl.kernels.shared_prompt_attention import SegmentLayout
@@ -66,9 +61,6 @@ class DeepSpeedEngine:
         load_model: Callable[[], PolicyModel] | None = None,
     ) -> None:
         check_supported(config)
-        deepspeed_logger.setLevel(logging.WARNING)
-        # DeepSpeed calls collectives by their old names, once per parameter
-        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
         local_rank = start_process_group()
         self.rank = self.dp_rank = dist.get_rank()
         self.dp_size = dist.get_world_size()
@@ -257,36 +249,6 @@ class DeepSpeedEngine:
             "number of ranks": self.dp_size,
             "number of parameters": sum(_numel(p) for p in self._policy.parameters()),
         }
-
-
-def start_process_group() -> int:
-    """Joins the processes that the launcher started, or makes a group of one; the local rank."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    if "RANK" not in os.environ:
-        os.environ.update(alone)
-        os.environ["MASTER_PORT"] = str(_free_port())
-    local_rank = int(os.environ["LOCAL_RANK"])
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.set_device(local_rank)
-    backend = "gloo" if accelerator.device_name() == "cpu" else None  # None: the device's own
-    # An all-reduce for inference on CPUs that we do not use; it would need a C++ compiler here.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    return local_rank
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps DeepSpeed's bare ``print`` calls (memory statistics) off the console."""
-    with redirect_stdout(io.StringIO()):
-        yield
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _initialize(
