@@ -64,7 +64,7 @@ setup(
         "dev": [
             "build",
             "hypothesis>=6.100",
-            "kernels",  # Hugging Face's; a test proves that our folder of that name does not hide it
+            "kernels",  # Hugging Face's; tests prove that our folder does not hide it
             "mypy>=1.13",
             "openai>=1.50",
             "pytest>=8.3",

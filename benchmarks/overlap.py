@@ -3,8 +3,9 @@
 ``python -m benchmarks.overlap [--repeats 3] [--batches 4]``
 
 Real generation by an embedded server on one core and real training by the trainer on another, of
-about equal length. The bound is what no schedule can beat within one batch: the longer of generation and
-training, plus weight sync and optimizer step, summed over batches from the sync run's own spans.
+about equal length. The bound is what no schedule can beat within one batch: the longer of
+generation and training, plus weight sync and optimizer step, summed over batches from the sync
+run's own spans.
 The last line printed is one JSON object.
 """
 

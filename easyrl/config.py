@@ -343,6 +343,8 @@ class Config(Section):
                 "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses "
                 "it); use 1, 2 or 3, or model.dtype=fp32"
             )
+        if self.trainer.zero_stage == 0 and self.trainer.offload_optimizer:
+            problems.append("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
         if self.trainer.warmup_steps and self.trainer.max_steps:
             if self.trainer.warmup_steps >= self.trainer.max_steps:
                 problems.append("trainer.warmup_steps: must be below trainer.max_steps")

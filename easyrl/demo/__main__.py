@@ -81,7 +81,7 @@ def _set_up(config: Config, run_dir: Path) -> tuple[Path, Path]:
             sys.exit(f"easyrl demo: {run_dir} holds something else; give another --run-dir")
         shutil.rmtree(run_dir)
     _, heldout = write_splits(run_dir / "data", seed=config.run.seed)
-    print("warm start: a small Qwen3 sees the task, with and without a scratchpad")
+    print("warm start: a small Qwen3 sees estimates, careless and careful additions")
     start = time.monotonic()
     model = run_dir / "base_model"
     build_model(model, seed=config.run.seed)

@@ -82,7 +82,7 @@ class TrainEngine(Protocol):
         ...
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """Policy log-probabilities, no gradient, float32 [N] on the CPU. Collective when sharded."""
+        """Policy log-probabilities, no gradient, float32 [N], on the CPU. Collective if sharded."""
         ...
 
     def named_weights(self, kind: Literal["full"] = "full") -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from easyrl.config import Config
 from easyrl.engines.base import MetricSums, NonFiniteLossError, StepResult
 from easyrl.engines.deepspeed_config import (
-    check_supported,
     frozen_config,
     parameter_groups,
     schedule_factor,
@@ -60,7 +59,6 @@ class DeepSpeedEngine:
         total_steps: int | None = None,
         load_model: Callable[[], PolicyModel] | None = None,
     ) -> None:
-        check_supported(config)
         local_rank = start_process_group()
         self.rank = self.dp_rank = dist.get_rank()
         self.dp_size = dist.get_world_size()

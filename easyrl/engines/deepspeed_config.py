@@ -11,14 +11,6 @@ from torch import nn
 from easyrl.config import Config, ConfigError, TrainerConfig
 
 
-def check_supported(config: Config) -> None:
-    """Raises ``ConfigError`` for combinations that DeepSpeed ignores or refuses late."""
-    trainer = config.trainer
-    assert trainer.zero_stage > 0 or config.model.dtype == "fp32"  # the tree refuses it
-    if trainer.zero_stage == 0 and trainer.offload_optimizer:
-        raise ConfigError("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
-
-
 def training_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration of the policy.
 
@@ -84,8 +76,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def schedule_factor(trainer: TrainerConfig, total_steps: int | None) -> Callable[[int], float]:
     """Factor on the learning rate of optimizer step ``step`` (from 0): warm-up, then the schedule.
 
-    Linear warm-up reaches 1 at the last warm-up step; ``linear`` and ``cosine`` fall from 1 to
-    ``min_lr_ratio`` at the last of ``total_steps``.
+    Linear warm-up reaches 1 at the last warm-up step; ``linear`` and ``cosine`` fall from 1 towards
+    ``min_lr_ratio``, which they would reach at step ``total_steps``: no step is taken at rate 0.
     """
     warmup, lowest = trainer.warmup_steps, trainer.min_lr_ratio
     if trainer.lr_schedule != "constant" and total_steps is None:
@@ -99,7 +91,7 @@ def schedule_factor(trainer: TrainerConfig, total_steps: int | None) -> Callable
         if trainer.lr_schedule == "constant":
             return 1.0
         assert total_steps is not None
-        progress = min(1.0, (step - warmup) / max(1, total_steps - 1 - warmup))
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
         if trainer.lr_schedule == "linear":
             return lowest + (1 - lowest) * (1 - progress)
         return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))

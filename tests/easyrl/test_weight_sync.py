@@ -226,14 +226,15 @@ def test_a_tiny_step_that_was_missed_is_caught_by_the_checksum(model_dir, server
 
 def test_the_others_go_on_without_a_liar(model_dir, server, tmp_path):
     engine = PlainEngine(model_dir)
-    proxy = ForgetsItsVersion(server)
-    try:
-        with weight_sync(engine, [server, proxy.url], tmp_path, probe=False) as (sync, pool):
-            sync.publish(V0)
-            assert statuses(pool)[0] == "confirmed sync:0:0"
-            assert "serves version 'default'" in statuses(pool)[1]
-    finally:
-        proxy.close()
+    with EmbeddedServerProcess(model_dir, ["--num-threads", "1"]) as second_server:
+        proxy = ForgetsItsVersion(second_server.url)
+        try:
+            with weight_sync(engine, [server, proxy.url], tmp_path, probe=False) as (sync, pool):
+                sync.publish(V0)
+                assert statuses(pool)[0] == "confirmed sync:0:0"
+                assert "serves version 'default'" in statuses(pool)[1]
+        finally:
+            proxy.close()
 
 
 def test_a_failed_push_is_repeated(model_dir, server, tmp_path):
