@@ -1,6 +1,6 @@
 """How much of the ideal overlap periodic asynchrony reaches: one run, sync and async, in one go.
 
-``python -m benchmarks.overlap [--repeats 3] [--batches 4]``
+``python -m benchmarks.overlap [--repeats 3] [--batches 3]``
 
 Real generation by an embedded server on one core and real training by the trainer on another, of
 about equal length. The bound is what no schedule can beat within one batch: the longer of
@@ -25,21 +25,21 @@ from pathlib import Path
 
 from benchmarks.random_model import write_prompts, write_random_model
 from easyrl.event_log import read_events
-from easyrl.inference_client.launch import EmbeddedServerProcess
+from easyrl.inference_client.launch import EmbeddedServerProcess, pin_process, usable_cpus
 
 
 @dataclass(frozen=True)
 class Workload:
     """Sizes of the run; responses draw their lengths from a model that ends at random."""
 
-    batch_size: int = 32
+    batch_size: int = 48
     num_generations: int = 8
     prompt_tokens: int = 32
-    min_tokens: int = 64
-    max_tokens: int = 192
-    max_inflight: int = 48
-    max_tokens_per_micro_batch: int = 1200
-    hidden_size: int = 96
+    min_tokens: int = 128
+    max_tokens: int = 320
+    max_inflight: int = 10
+    max_tokens_per_micro_batch: int = 2000
+    hidden_size: int = 128
     num_layers: int = 3
 
 
@@ -108,7 +108,7 @@ def _row(sync: Sequence[Batch], overlapped: Sequence[Batch]) -> dict[str, float]
 
 def _run(mode: str, run_dir: Path, model: Path, prompts: Path, work: Workload) -> list[Batch]:
     """One training run; the first batch, which warms everything up, is not counted."""
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = usable_cpus()
     trainer_cpu, server_cpu = cpus[0], cpus[-1]
     total = work.prompt_tokens + work.max_tokens
     options = ["--max-model-len", str(total + 32), "--num-threads", "1"]
@@ -135,7 +135,7 @@ def _run(mode: str, run_dir: Path, model: Path, prompts: Path, work: Workload) -
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         with (run_dir / "trainer.log").open("wb") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-            os.sched_setaffinity(process.pid, [trainer_cpu])
+            pin_process(process.pid, [trainer_cpu])
             if process.wait() != 0:
                 sys.exit((run_dir / "trainer.log").read_text()[-3000:])
     return _batches(run_dir / "events-rank0.jsonl")[1:]
@@ -185,7 +185,7 @@ def _median(rows: Sequence[dict[str, float]], name: str) -> float:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--hidden-size", type=int, default=Workload.hidden_size)
     parser.add_argument("--num-layers", type=int, default=Workload.num_layers)
     parser.add_argument("--max-inflight", type=int, default=Workload.max_inflight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -31,6 +32,10 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
+
+
+# Memory that trainer and endpoints of one host share; elsewhere than on Linux a folder on disk.
+SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
 class ConfigError(ValueError):
@@ -280,7 +285,7 @@ class WeightSyncConfig(Section):
     """How weights reach the endpoints, and how much proof is asked for."""
 
     backend: Literal["easyrl"] = "easyrl"
-    directory: FilePath = Path("/dev/shm")  # of the weights, seen by trainer and endpoints
+    directory: FilePath = SHARED_MEMORY  # of the weights, seen by trainer and endpoints
     chunk_bytes: PositiveInt = 256 * 2**20
     timeout_s: PositiveFloat = 600.0
     probe: bool = True

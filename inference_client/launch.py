@@ -50,7 +50,7 @@ class EmbeddedServerProcess:
             start_new_session=True,  # Ctrl-C is for the caller, who then stops the server
         )
         if cpus:
-            os.sched_setaffinity(self.process.pid, cpus)
+            pin_process(self.process.pid, cpus)
         try:
             self.url = self._wait_until_healthy(time.monotonic() + start_timeout_s)
         except BaseException:
@@ -89,3 +89,16 @@ class EmbeddedServerProcess:
 
     def _log_tail(self) -> str:
         return self._log_text()[-3000:]
+
+
+def usable_cpus() -> list[int]:
+    """Numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def pin_process(pid: int, cpus: Sequence[int]) -> None:
+    """Restricts a process to ``cpus``, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(pid, cpus)

@@ -20,7 +20,7 @@ from easyrl.config import Config, ConfigError, load_config
 from easyrl.demo.accuracy import held_out_accuracy
 from easyrl.demo.build_model import build_model
 from easyrl.demo.task import write_splits
-from easyrl.inference_client.launch import EmbeddedServerProcess
+from easyrl.inference_client.launch import EmbeddedServerProcess, pin_process, usable_cpus
 from easyrl.metrics import read_metrics
 
 CONFIG = "configs/demo.yaml"
@@ -116,7 +116,7 @@ def _train(run_dir: Path, model: Path, overrides: list[str], num_servers: int) -
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         trainer = subprocess.Popen(command, env=environment)
-        os.sched_setaffinity(trainer.pid, trainer_cpus)
+        pin_process(trainer.pid, trainer_cpus)
         try:
             status = trainer.wait()
         except BaseException:
@@ -135,7 +135,7 @@ def _launcher() -> list[str]:
 
 def _divide_cpus() -> tuple[list[int], list[int]]:
     """Half of the processors for the trainer, half for the servers."""
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = usable_cpus()
     if len(cpus) == 1:
         return cpus, cpus
     return cpus[: len(cpus) // 2], cpus[len(cpus) // 2 :]
