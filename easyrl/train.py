@@ -6,6 +6,7 @@ Only light imports at module level: worker processes import the main module agai
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import signal
 import sys
@@ -45,6 +46,8 @@ def run(config: Config, *, resume: bool = False) -> None:
 
     with ExitStack() as open_parts:
         parts = build_parts(config, open_parts, resume=resume)
+        gc.collect()
+        gc.freeze()  # what imports left behind; walking it took 0.2 s of every other step
         parts.trainer.fit()
         _finish(config, parts)
 

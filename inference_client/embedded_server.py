@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import hmac
 import logging
 import os
@@ -379,6 +380,8 @@ async def _serve_until_signal(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     runner, url = await start_site(app, host, port)
+    gc.collect()
+    gc.freeze()  # what imports left behind; walking it held every request up for 0.2 s
     print(f"{what} ready at {url}", flush=True)
     await stopped.wait()
     with contextlib.suppress(UnavailableError):  # then there is nothing to abort
