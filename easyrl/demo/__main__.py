@@ -16,6 +16,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 from easyrl.config import Config, ConfigError, load_config
 from easyrl.demo.accuracy import held_out_accuracy
 from easyrl.demo.build_model import build_model
@@ -42,6 +44,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"easyrl demo: {error}", file=sys.stderr)
         return 2
+    disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: servers and trainer end too
     model, heldout = _set_up(config, run_dir)
 
@@ -130,7 +133,7 @@ def _train(run_dir: Path, model: Path, overrides: list[str], num_servers: int) -
 def _launcher() -> list[str]:
     """The ``deepspeed`` command of this environment, one process, on the CPU."""
     deepspeed = Path(sys.executable).with_name("deepspeed")
-    return [sys.executable, str(deepspeed), "--num_accelerators", "1"]
+    return [sys.executable, str(deepspeed), "--quiet", "--num_accelerators", "1"]
 
 
 def _divide_cpus() -> tuple[list[int], list[int]]:
