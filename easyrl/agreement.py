@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -11,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+LONGEST_WAIT = timedelta(days=7)  # a rank may wait hours for the slowest group of another
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
 
 
 class Status(IntEnum):
@@ -31,7 +37,9 @@ class Agreement:
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self._group = dist.new_group(backend="gloo") if num_ranks > 1 else None
+        self._group: dist.ProcessGroup | None = None
+        if num_ranks > 1:
+            self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's JSON-able ``value``, in rank order. Collective."""
@@ -39,12 +47,12 @@ class Agreement:
             return [value]
         payload = torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
-        dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._group)
+        self._gather(sizes, torch.tensor([len(payload)]))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(payload)] = payload
         rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
-        dist.all_gather(rows, padded, group=self._group)
+        self._gather(rows, padded)
         return [
             orjson.loads(row[: int(size)].numpy().tobytes())
             for row, size in zip(rows, sizes, strict=True)
@@ -73,3 +81,21 @@ class Agreement:
             if all(s == Status.FINISHED for s in statuses):
                 return
             yield dummy() if item is None else item
+
+    def _gather(self, outputs: list[torch.Tensor], mine: torch.Tensor) -> None:
+        """``all_gather`` during which Python's signal handlers run: a wait in C would defer them."""
+        work = dist.all_gather(outputs, mine, group=self._group, async_op=True)
+        pause_s = FIRST_PAUSE_S
+        try:
+            while not work.is_completed():
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except BaseException:
+            self._abandon_group()
+            raise
+        work.wait()  # raises what went wrong
+
+    def _abandon_group(self) -> None:
+        # Its destructor joins a thread that still waits for the other ranks, and the process would
+        # not end. Gloo's abort() and shutdown() do not wake that thread: keep the group for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))

@@ -17,8 +17,8 @@ class BatchTotals:
 
     denominator: float = 0.0  # late scalar, DESIGN §2.4
     metrics: MetricSums = field(default_factory=MetricSums)
-    num_packed_tokens: int = 0
-    num_micro_batches: int = 0
+    num_packed_tokens: int = 0  # dummies, which only keep ranks in step, do not count
+    num_micro_batches: int = 0  # nor do they here
     wait_s: float = 0.0
     first_group_wait_s: float = 0.0
     train_s: float = 0.0

@@ -17,17 +17,27 @@ from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Score
 
 Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
 
-CANARY_TOKENS = 16  # generated per prompt
+CANARY_TOKENS = 16  # generated per prompt, but never more than the prompt has
 CANARY_PROMPT_TOKENS = 96  # several cache blocks of 16
 CANARY_PROMPTS = 4
+FEWEST_TOKENS = 8  # prompt and response together
 
 
 def canary_prompts(prompts: Sequence[Prompt], max_model_len: int | None) -> list[Prompt]:
-    """A few prompts of several cache blocks each, made of the dataset's own tokens."""
-    stream = np.concatenate([prompt.token_ids for prompt in prompts[:256]])
+    """A few prompts of several cache blocks each, made of the dataset's own tokens.
+
+    With the tokens that ``Canary`` generates they fit into ``max_model_len``, shorter if need be.
+    Raises ``ValueError`` if not even that leaves enough to compare.
+    """
     length = CANARY_PROMPT_TOKENS
     if max_model_len is not None:
-        length = min(length, max_model_len - CANARY_TOKENS)
+        if max_model_len < FEWEST_TOKENS:
+            raise ValueError(
+                f"an endpoint serves at most {max_model_len} tokens, the canary of the weight sync "
+                f"needs {FEWEST_TOKENS}; raise the server's --max-model-len"
+            )
+        length = min(length, max(max_model_len - CANARY_TOKENS, max_model_len // 2))
+    stream = np.concatenate([prompt.token_ids for prompt in prompts[:256]])
     stream = np.resize(stream, CANARY_PROMPTS * length)
     return [
         Prompt(index=i, token_ids=tokens, text="", answer=None)
@@ -51,7 +61,9 @@ class Canary:
     ) -> None:
         self._prompts = prompts
         self._sampling = SamplingConfig(
-            max_tokens=CANARY_TOKENS, temperature=temperature, ignore_eos=True
+            max_tokens=min(CANARY_TOKENS, *(len(prompt.token_ids) for prompt in prompts)),
+            temperature=temperature,
+            ignore_eos=True,
         )
         self._pack = pack
         self._timeout_s = timeout_s
@@ -94,10 +106,16 @@ def trainer_logprobs(
 
 def served_logprobs(micro_batches: Sequence[MicroBatch]) -> np.ndarray:
     """What the endpoint said of the same tokens, float32 [N of all rows]."""
-    return np.concatenate([m.inference_logprobs.numpy() for m in micro_batches])
+    outputs = [m.inference_logprobs.numpy() for m in micro_batches]
+    return np.concatenate(outputs) if outputs else np.zeros(0, dtype=np.float32)
 
 
 def compare(served: np.ndarray, trained: np.ndarray) -> CanaryReading:
-    """|Δ log-prob|; a NaN on either side reads as infinity."""
+    """|Δ log-prob| over equally many tokens; a NaN on either side reads as infinity.
+
+    Without a token there is nothing that could agree: that reads as infinity too.
+    """
+    if len(served) == 0:
+        return CanaryReading(np.inf, np.inf)
     difference = np.nan_to_num(np.abs(served - trained), nan=np.inf)
     return CanaryReading(float(difference.mean()), float(difference.max()))

@@ -27,15 +27,15 @@ class Checkpoints:
     def __init__(
         self, directory: Path, keep: int, engine: TrainEngine, agreement: Agreement
     ) -> None:
-        self._directory = directory
+        self.directory = directory
         self._keep = keep
         self._engine = engine
         self._agreement = agreement
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Writes under a temporary name and renames when all ranks are done. Collective."""
-        final = self._directory / f"step-{step}"
-        temporary = self._directory / f"step-{step}.tmp"
+        final = self.directory / f"step-{step}"
+        temporary = self.directory / f"step-{step}.tmp"
         if self._agreement.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -48,7 +48,7 @@ class Checkpoints:
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
             for old in self.steps()[: -self._keep]:
-                shutil.rmtree(self._directory / f"step-{old}")
+                shutil.rmtree(self.directory / f"step-{old}")
         self._agreement.exchange(None)
 
     def load_latest(self) -> dict[str, Any] | None:
@@ -56,7 +56,7 @@ class Checkpoints:
         steps = self._agreement.from_rank_zero(self.steps())
         if not steps:
             return None
-        folder = self._directory / f"step-{steps[-1]}"
+        folder = self.directory / f"step-{steps[-1]}"
         self._engine.load(folder)
         state = json.loads((folder / "trainer.json").read_text())
         states = state["random_states"]
@@ -66,7 +66,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint, ascending."""
-        names = [p.name.removeprefix("step-") for p in self._directory.glob("step-*")]
+        names = [p.name.removeprefix("step-") for p in self.directory.glob("step-*")]
         return sorted(int(name) for name in names if name.isdigit())
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import re
 import tempfile
@@ -165,6 +166,26 @@ class SamplingConfig(Section):
             raise ValueError("must be -1 (all tokens) or at least 1")
         return value
 
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens: {self.min_tokens} is more than max_tokens, which is "
+                f"{self.max_tokens}; lower it"
+            )
+        return self
+
+
+# Sampling with any other value draws from another distribution than the policy's.
+_ON_POLICY_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
 
 class RolloutConfig(SamplingConfig):
     """How the training responses are sampled."""
@@ -173,6 +194,7 @@ class RolloutConfig(SamplingConfig):
     truncated: Literal["keep", "mark", "mask"] = "keep"  # keep: as any other; mark: reward is
     # truncated_reward; mask: not trained, though its reward counts in the group's mean
     truncated_reward: float = 0.0
+    allow_off_policy_sampling: bool = False  # top_p, penalties, ...: the ratios are biased
     queue_size: PositiveInt = 64  # groups that may wait between producer and trainer
 
     @model_validator(mode="after")
@@ -252,6 +274,11 @@ class ObjectiveConfig(Section):
     old_policy: Literal["auto", "lagged"] = "auto"
     shuffle_rewards: bool = False  # control experiment: permute rewards inside each group
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen reference model is kept."""
+        return self.kl_coef > 0 or self.kl_in_reward_coef > 0
+
     @field_validator("kl_estimator", mode="before")
     @classmethod
     def _no_k1(cls, value: Any) -> Any:
@@ -261,7 +288,7 @@ class ObjectiveConfig(Section):
 
 
 class TrainerConfig(Section):
-    """Batch, micro-batch, optimizer and engine."""
+    """Batch, micro-batch, optimizer, ZeRO."""
 
     batch_size: PositiveInt = 32  # prompts between two weight syncs, over all ranks
     max_steps: PositiveInt | None = None  # default: the dataset's epochs
@@ -274,7 +301,6 @@ class TrainerConfig(Section):
     adam_betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     adam_eps: PositiveFloat = 1e-8
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no clipping
-    engine: Literal["deepspeed"] = "deepspeed"
     zero_stage: Literal[0, 1, 2, 3] = 1
     offload_optimizer: bool = False
     offload_reference: bool = False
@@ -284,7 +310,6 @@ class TrainerConfig(Section):
 class WeightSyncConfig(Section):
     """How weights reach the endpoints, and how much proof is asked for."""
 
-    backend: Literal["easyrl"] = "easyrl"
     directory: FilePath = SHARED_MEMORY  # of the weights, seen by trainer and endpoints
     chunk_bytes: PositiveInt = 256 * 2**20
     timeout_s: PositiveFloat = 600.0
@@ -309,6 +334,11 @@ class EvaluationConfig(Section):
     def _enough_samples(self) -> Self:
         if max(self.pass_at) > self.num_samples:
             raise ValueError(f"pass_at: {max(self.pass_at)} needs num_samples of at least as many")
+        if self.sampling.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                "num_samples: sampling.temperature of 0 is greedy, all samples would be equal; "
+                "use 1, or a temperature above 0"
+            )
         return self
 
 
@@ -338,39 +368,89 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        problems = []
-        if self.rollout.num_generations < 2:
-            problems.append(
-                "rollout.num_generations: a baseline needs at least 2 responses per group"
-            )
+        problems = [
+            *_rollout_contradictions(self.rollout),
+            *_objective_contradictions(self.objective),
+            *_trainer_contradictions(self.trainer),
+        ]
         if self.model.dtype == "bf16" and self.trainer.zero_stage == 0:
             problems.append(
                 "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses "
                 "it); use 1, 2 or 3, or model.dtype=fp32"
             )
-        if self.trainer.zero_stage == 0 and self.trainer.offload_optimizer:
-            problems.append("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
-        if self.trainer.warmup_steps and self.trainer.max_steps:
-            if self.trainer.warmup_steps >= self.trainer.max_steps:
-                problems.append("trainer.warmup_steps: must be below trainer.max_steps")
-        if self.trainer.lr_schedule == "constant" and self.trainer.min_lr_ratio > 0:
+        if self.trainer.offload_reference and not self.objective.has_reference:
             problems.append(
-                "trainer.min_lr_ratio: has no effect with a constant lr_schedule; remove it"
+                "trainer.offload_reference: has no effect without a reference model; remove it, or "
+                "set objective.kl_coef or objective.kl_in_reward_coef above 0"
             )
-        if self.objective.old_policy == "auto":
-            defaults = ObjectiveConfig.model_fields
-            for key in ("clip_eps_low", "clip_eps_high"):
-                if getattr(self.objective, key) != defaults[key].default:
-                    problems.append(
-                        f"objective.{key}: never acts with one update per batch (the ratio is 1); "
-                        "remove it, or set objective.old_policy=lagged"
-                    )
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) != len(labels):
             problems.append(f"rewards: two are called the same ({labels}); rename a function")
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+
+# ---- values that contradict each other ---------------------------------------------------------
+# A value set to its default is never refused: a dumped tree names every key and must load again.
+
+
+def _is_set(section: Section, key: str) -> bool:
+    """Whether ``key`` has another value than its default."""
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
+def _rollout_contradictions(rollout: RolloutConfig) -> list[str]:
+    problems = []
+    if rollout.num_generations < 2:
+        problems.append("rollout.num_generations: a baseline needs at least 2 responses per group")
+    if _is_set(rollout, "truncated_reward") and rollout.truncated != "mark":
+        problems.append(
+            f"rollout.truncated_reward: has no effect with truncated={rollout.truncated}; remove "
+            "it, or set rollout.truncated=mark"
+        )
+    if not rollout.allow_off_policy_sampling:
+        problems += [
+            f"rollout.{key}: {getattr(rollout, key)} samples from another distribution than the "
+            f"policy that is trained, its ratios are biased; use {neutral}, or set "
+            "rollout.allow_off_policy_sampling=true"
+            for key, neutral in _ON_POLICY_SAMPLING.items()
+            if getattr(rollout, key) != neutral
+        ]
+    return problems
+
+
+def _objective_contradictions(objective: ObjectiveConfig) -> list[str]:
+    problems = []
+    if objective.old_policy == "auto":
+        problems += [
+            f"objective.{key}: never acts with one update per batch (the ratio is 1); "
+            "remove it, or set objective.old_policy=lagged"
+            for key in ("clip_eps_low", "clip_eps_high")
+            if _is_set(objective, key)
+        ]
+    if _is_set(objective, "kl_estimator") and objective.kl_coef == 0:
+        problems.append(
+            "objective.kl_estimator: has no effect without a KL term in the loss; remove it, or "
+            "set objective.kl_coef above 0"
+        )
+    return problems
+
+
+def _trainer_contradictions(trainer: TrainerConfig) -> list[str]:
+    problems = []
+    if trainer.zero_stage == 0 and trainer.offload_optimizer:
+        problems.append("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
+    if trainer.max_steps and trainer.warmup_steps >= trainer.max_steps:
+        problems.append("trainer.warmup_steps: must be below trainer.max_steps")
+    if trainer.lr_schedule == "constant" and trainer.min_lr_ratio > 0:
+        problems.append(
+            "trainer.min_lr_ratio: has no effect with a constant lr_schedule; remove it"
+        )
+    return problems
+
+
+# ---- reading -----------------------------------------------------------------------------------
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -419,11 +499,17 @@ def validate_config(values: Any, source: str = "config") -> Config:
 
 
 def check_paths(config: Config) -> None:
-    """Checks what the configuration says about the disk. Raises ``ConfigError`` naming each key.
+    """Checks what the configuration says about the machine: files, environment, packages.
+
+    Raises ``ConfigError`` naming each key.
 
     Called before anything is loaded, on the machine of the trainer.
     """
-    problems = [*_model_problems(config.model), *_dataset_problems("data", config.data)]
+    problems = [
+        *_machine_problems(config),
+        *_model_problems(config.model),
+        *_dataset_problems("data", config.data),
+    ]
     if config.evaluation is not None:
         problems += _dataset_problems("evaluation.data", config.evaluation.data)
     problems += _output_problems(config.run.output_dir)
@@ -436,7 +522,22 @@ def check_paths(config: Config) -> None:
     elif not os.access(directory, os.W_OK):
         problems.append(f"weight_sync.directory: {directory} is not writable")
     if problems:
-        raise ConfigError("\n".join(["paths:", *(f"  {problem}" for problem in problems)]))
+        raise ConfigError("\n".join(["this machine:", *(f"  {problem}" for problem in problems)]))
+
+
+def _machine_problems(config: Config) -> list[str]:
+    problems = []
+    variable = config.inference.api_key_env
+    if variable is not None and variable not in os.environ:
+        problems.append(
+            f"inference.api_key_env: the environment variable {variable} is not set; export it, or "
+            "remove the key"
+        )
+    if "wandb" in config.run.trackers:
+        found = importlib.util.find_spec("wandb")
+        if found is None or found.origin is None:  # the latter is a folder of wandb's runs
+            problems.append("run.trackers: wandb is not installed; pip install 'easyrl[wandb]'")
+    return problems
 
 
 def _model_problems(model: ModelConfig) -> list[str]:

@@ -28,11 +28,12 @@ def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
 def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.agreement import Agreement
     from easyrl.inference import open_inference
-    from easyrl.wiring import load_held_out, load_tokenizer
+    from easyrl.wiring import check_context_lengths, load_held_out, load_tokenizer
 
     prompts = load_held_out(evaluation, load_tokenizer(config))
     with ExitStack() as opened:
         inference = open_inference(config, opened)
+        check_context_lengths(config, inference, rollout=False)
         evaluator = inference.evaluator(evaluation, prompts, config, Agreement(0, 1))
         metrics = evaluator.evaluate(version=None)
     print(json.dumps({"num_prompts": len(prompts), **metrics}))

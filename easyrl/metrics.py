@@ -20,7 +20,7 @@ class JsonlTracker:
 
     def __init__(self, path: Path, from_step: int) -> None:
         if path.exists():
-            lines = path.read_bytes().splitlines(keepends=True)
+            lines = _whole_lines(path)
             kept = [line for line in lines if from_step and orjson.loads(line)["step"] <= from_step]
             path.write_bytes(b"".join(kept))
         self._file = path.open("ab")
@@ -70,4 +70,9 @@ class WandbTracker:
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """All lines of a ``metrics.jsonl``."""
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    return [orjson.loads(line) for line in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """Lines with their ends; one that a crash cut off is left out."""
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,17 +16,25 @@ from easyrl.metrics import JsonlTracker, TensorBoardTracker, Tracker, WandbTrack
 METRICS_FILE = "metrics.jsonl"
 
 
-def prepare_output(config: Config, agreement: Agreement, *, resume: bool) -> Path:
-    """The folder, with the configuration as resolved. Collective.
-
-    Raises ``ConfigError`` if an earlier run is there that is not to be resumed.
-    """
+def refuse_earlier_run(config: Config) -> None:
+    """Raises ``ConfigError`` if the folder holds a run; called where it is not to be resumed."""
     output = config.run.output_dir
-    if agreement.from_rank_zero(not resume and (output / METRICS_FILE).exists()):
+    if (output / METRICS_FILE).exists():
         raise ConfigError(
             f"run.output_dir: {output} holds an earlier run; add --resume to go on with it, or "
             "name another folder"
         )
+
+
+def run_identity(config: Config) -> str:
+    """Name and a hash of the folder: runs of one name share neither versions nor files."""
+    folder = str(config.run.output_dir.resolve()).encode()
+    return f"{config.run.name}-{hashlib.blake2b(folder, digest_size=4).hexdigest()}"
+
+
+def prepare_output(config: Config, agreement: Agreement) -> Path:
+    """The folder, with the configuration as resolved. Collective."""
+    output = config.run.output_dir
     if agreement.rank == 0:
         output.mkdir(parents=True, exist_ok=True)
         (output / "config.yaml").write_text(dump_config(config))

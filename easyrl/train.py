@@ -1,4 +1,4 @@
-"""Wires the parts and runs the trainer: ``deepspeed --module easyrl.train CONFIG [key=value …]``.
+"""Runs the trainer: ``deepspeed --module easyrl.train CONFIG [key=value …]``.
 
 Only light imports at module level: worker processes import the main module again.
 """
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dump_config(config), end="")
             return 0
         check_paths(config)
-        _end_on_sigterm()
+        _close_on_signals()
         run(config, resume=arguments.resume)
     except ConfigError as error:  # the user's to mend; a traceback would hide it
         print(f"easyrl: {error}", file=sys.stderr)
@@ -60,31 +60,37 @@ def _finish(config: Config, parts: Parts) -> None:
     from easyrl.run_folder import METRICS_FILE
 
     output = config.run.output_dir
-    weights = parts.engine.named_weights()
     if parts.engine.rank != 0:
-        for _ in weights:
-            pass
+        if config.checkpoint.export_at_end:
+            for _ in parts.engine.named_weights():  # a collective: rank 0 writes
+                pass
         return
     if config.checkpoint.export_at_end:
+        weights = parts.engine.named_weights()
         dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.model.dtype]
         source, tokenizer = config.model.path, config.model.tokenizer_path
         export_model(weights, source, tokenizer, output / "model", dtype)
     plot_reward_curve(read_metrics(output / METRICS_FILE), output / "reward.png")
 
 
-def _end_on_sigterm() -> None:
-    """SIGTERM unwinds like Ctrl-C, so that every part closes what it opened."""
+def _close_on_signals() -> None:
+    """Ctrl-C and SIGTERM unwind, so that every part closes what it opened."""
+    signals = (signal.SIGINT, signal.SIGTERM)
 
-    def stop(*_: Any) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the closing
-        raise SystemExit(128 + signal.SIGTERM)
+    def stop(number: int, _: Any) -> NoReturn:
+        for each in signals:  # a launcher sends both: the second must not interrupt the closing
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, stop)
+    for each in signals:
+        signal.signal(each, stop)
     end_with_launcher()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="easyrl train", description=run.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="easyrl train", description="Trains one model; see configs/ for files to start from."
+    )
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")

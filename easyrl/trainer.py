@@ -56,6 +56,7 @@ Advantages = Callable[[RolloutGroup], np.ndarray]  # float32 [G]
 Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
 Denominator = Callable[[Sequence[RolloutGroup]], float]
 Hook = Callable[[int, PolicyVersion], dict[str, float]]  # step, version → metrics
+AfterReport = Callable[[int, PolicyVersion], None]  # step, version
 Report = Callable[[int, dict[str, float]], None]  # step, metrics
 
 
@@ -86,8 +87,11 @@ class Trainer:
         weight_sync: brings new weights to the endpoints.
         advantages, pack, denominator: the objective's pure functions (denominator: late scalar).
         dummy: a micro-batch without weight, for a rank that has run out of work.
-        after_publish: called after each sync with step and version: evaluation, checkpoints.
+        after_publish: called after each sync with step and version; their metrics belong to the
+            step's: evaluation. Not called when a resumed run publishes what it has loaded.
         on_step: receive each step's metrics, in order; may add to them.
+        after_report: called when a batch's metrics are out: checkpoints, which a resumed run goes
+            on from, so that none is ever ahead of the metrics.
         max_tokens: packed tokens per micro-batch.
         synchronous: wait for the whole batch before training (``mode: sync``).
     """
@@ -107,6 +111,7 @@ class Trainer:
         record: Record,
         after_publish: Sequence[Hook] = (),
         on_step: Sequence[Report] = (),
+        after_report: Sequence[AfterReport] = (),
         version: PolicyVersion,
         max_tokens: int,
         synchronous: bool = False,
@@ -126,6 +131,7 @@ class Trainer:
         self._record = record
         self._after_publish = after_publish
         self._on_step = on_step
+        self._after_report = after_report
         self._version = version
         self._max_tokens = max_tokens
         self._synchronous = synchronous
@@ -141,14 +147,15 @@ class Trainer:
     def fit(self) -> None:
         """Trains until the prompts or ``max_steps`` end."""
         metrics = self._publish()
-        if self.progress.step == 0:  # a resumed run has reported this step before
-            self._report(metrics)
+        if self.progress.step == 0:  # a resumed run has evaluated and reported this step before
+            self._report(metrics | self._evaluate())
         for prompts in self._remaining_batches():
             start = time.monotonic()
-            metrics = self.train_batch(prompts)
-            metrics |= self._publish()
+            metrics = self.train_batch(prompts) | self._publish()
             metrics["time/step_s"] = time.monotonic() - start
-            self._report(metrics)
+            self._report(metrics | self._evaluate())
+            for hook in self._after_report:
+                hook(self.progress.step, self.version)
 
     def train_batch(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """One batch: generation and training overlap, one optimizer step closes it."""
@@ -156,6 +163,7 @@ class Trainer:
         groups = self._rollouts.produce(self._share(prompts), str(self.version))
         try:
             if self._synchronous:
+                self._record("waiting_for_batch")
                 groups.complete()
             totals = self._accumulate(groups)
         except BaseException:
@@ -183,8 +191,9 @@ class Trainer:
                 # The gradient is NaN now, so every rank will skip the step; the batch goes on.
                 self._record("non_finite_loss", problem=str(error))
             totals.train_s += time.monotonic() - start
-            totals.num_packed_tokens += micro_batch.num_tokens
-            totals.num_micro_batches += 1
+            if not micro_batch.is_dummy:
+                totals.num_packed_tokens += micro_batch.num_tokens
+                totals.num_micro_batches += 1
             self._record("micro_batch_end")
         return totals
 
@@ -221,10 +230,15 @@ class Trainer:
         return metrics
 
     def _publish(self) -> dict[str, float]:
-        """Moves the weights to every endpoint; then it is evaluation's and checkpoints' turn."""
+        """Moves the weights to every endpoint."""
         self._record("sync_start", version=str(self.version))
         metrics = dict(self._weight_sync.publish(self.version))
         self._record("sync_end", version=str(self.version))
+        return metrics
+
+    def _evaluate(self) -> dict[str, float]:
+        """What the hooks have to say of the weights that were just published."""
+        metrics: dict[str, float] = {}
         for hook in self._after_publish:
             metrics |= hook(self.progress.step, self.version)
         return metrics

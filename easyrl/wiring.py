@@ -21,7 +21,14 @@ from easyrl.inference import Inference, open_inference
 from easyrl.inference_client.pool import Endpoint
 from easyrl.objectives.advantages import group_advantages
 from easyrl.rewards.startup import check_rewards
-from easyrl.run_folder import next_attempt, open_event_log, open_trackers, prepare_output
+from easyrl.run_folder import (
+    next_attempt,
+    open_event_log,
+    open_trackers,
+    prepare_output,
+    refuse_earlier_run,
+    run_identity,
+)
 from easyrl.schema import MicroBatch, PolicyVersion, Prompt, RolloutGroup
 from easyrl.seeding import sample_seed
 from easyrl.throughput import Throughput
@@ -47,6 +54,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
 
     ``opened`` closes what was opened, in reverse order.
     """
+    if not resume:
+        refuse_earlier_run(config)
     check_rewards(config.rewards)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")
@@ -62,15 +71,15 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
 
     engine = DeepSpeedEngine(config, total_steps=total_steps)
     agreement = Agreement(engine.dp_rank, engine.dp_size)
-    output = prepare_output(config, agreement, resume=resume)
+    output = prepare_output(config, agreement)
     folder = output / "checkpoints"
     checkpoints = Checkpoints(folder, config.checkpoint.keep, engine, agreement)
     progress = _resume(checkpoints, batches) if resume else Progress()
-    version = PolicyVersion(config.run.name, next_attempt(output, agreement), 0)
+    version = PolicyVersion(run_identity(config), next_attempt(output, agreement), 0)
 
     record = open_event_log(config, output, agreement, opened)
     inference = open_inference(config, opened, num_shares=engine.dp_size, record=record)
-    _check_context_length(config, inference)
+    check_context_lengths(config, inference, rollout=True)
     weight_sync = _weight_sync(config, engine, agreement, inference, prompts)
     opened.callback(weight_sync.close)
 
@@ -92,7 +101,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
         weight_sync=weight_sync,
         agreement=agreement,
         advantages=_advantages(config),
-        pack=_pack(config),
+        pack=_pack(config, mask_truncated=config.rollout.truncated == "mask"),
         denominator=_denominator(config),
         dummy=dummy_micro_batch,
         record=record,
@@ -143,15 +152,24 @@ def _max_model_len(endpoint: Endpoint) -> int | None:
     return None if endpoint.served is None else endpoint.served.max_model_len
 
 
-def _check_context_length(config: Config, inference: Inference) -> None:
-    needed = config.data.max_prompt_tokens + config.rollout.max_tokens
+def check_context_lengths(config: Config, inference: Inference, *, rollout: bool) -> None:
+    """Raises ``ConfigError`` if a request could be longer than an endpoint serves."""
+    needs: dict[str, int] = {}
+    if rollout:
+        key = "data.max_prompt_tokens + rollout.max_tokens"
+        needs[key] = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if config.evaluation is not None:
+        key = "evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens"
+        evaluation = config.evaluation
+        needs[key] = evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens
     for endpoint in inference.pool.endpoints:
         limit = _max_model_len(endpoint)
-        if limit is not None and needed > limit:
-            raise ConfigError(
-                f"data.max_prompt_tokens + rollout.max_tokens is {needed}, but {endpoint.url} "
-                f"serves at most {limit} tokens; lower one or raise the server's --max-model-len"
-            )
+        for key, needed in needs.items():
+            if limit is not None and needed > limit:
+                raise ConfigError(
+                    f"{key} is {needed}, but {endpoint.url} serves at most {limit} tokens; lower "
+                    "one of them or raise the server's --max-model-len"
+                )
 
 
 def _weight_sync(
@@ -166,14 +184,14 @@ def _weight_sync(
     canary = Canary(
         canary_prompts(prompts, min(known) if known else None),
         config.rollout.temperature,
-        _pack(config),
+        _pack(config, mask_truncated=False),  # its responses all end at max_tokens
         config.weight_sync.timeout_s,
     )
     return WeightSync(
         config=config.weight_sync,
         tolerance=config.weight_sync.canary_tolerance
         or DEFAULT_CANARY_TOLERANCE[config.model.dtype],
-        run_name=config.run.name,
+        run_name=run_identity(config),
         engine=engine,
         pool=inference.pool,
         thread=inference.thread,
@@ -200,7 +218,7 @@ def _advantages(config: Config) -> Callable[[RolloutGroup], np.ndarray]:
 
 
 def _pack(
-    config: Config,
+    config: Config, *, mask_truncated: bool
 ) -> Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]:
     def pack(groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray]) -> list[MicroBatch]:
         return pack_groups(
@@ -208,7 +226,7 @@ def _pack(
             advantages,
             aggregation=config.objective.aggregation,
             max_tokens=config.rollout.max_tokens,
-            mask_truncated=config.rollout.truncated == "mask",
+            mask_truncated=mask_truncated,
             max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
         )
 
@@ -227,10 +245,17 @@ def _denominator(config: Config) -> Callable[[Sequence[RolloutGroup]], float]:
 
 
 def _resume(checkpoints: Checkpoints, batches: PromptBatches) -> Progress:
-    state = checkpoints.load_latest()
-    if state is None:
-        return Progress()
-    batches.restore(state["cursor"])
+    try:
+        state = checkpoints.load_latest()
+        if state is None:
+            raise ValueError(
+                f"{checkpoints.directory} holds no checkpoint; set "
+                "checkpoint.every_steps before the next run, and leave --resume out to start a "
+                "new one in another folder"
+            )
+        batches.restore(state["cursor"])
+    except ValueError as error:  # other settings than those of the checkpoint
+        raise ConfigError(f"--resume: {error}") from error
     return Progress(**state["progress"])
 
 

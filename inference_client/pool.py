@@ -65,6 +65,7 @@ class EndpointPool:
         offload: runs a function in a worker process, as ``WorkerPool.call`` does.
         num_shares: processes that share the endpoints (trainer ranks); ``max_inflight`` is divided
             by it.
+        update_timeout_s: for each answer to a request that touches weights.
         repair: called when an endpoint lost its confirmed version (it restarted, or was given other
             weights). It brings the weights back and calls ``confirm``, or ``exclude``; requests
             wait for it. Without it the endpoint stays unconfirmed until the next ``confirm``.
@@ -77,11 +78,13 @@ class EndpointPool:
         offload: Offload,
         *,
         num_shares: int = 1,
+        update_timeout_s: float = 600.0,
         repair: Repair | None = None,
         back_off_s: float = 0.5,
     ) -> None:
         self._config = config
         self._offload = offload
+        self._update_timeout_s = update_timeout_s
         self._repair = repair
         self._back_off_s = back_off_s
         self._max_inflight = max(1, config.max_inflight // num_shares)
@@ -101,7 +104,9 @@ class EndpointPool:
         self._session = aiohttp.ClientSession(connector=connector)
         self.endpoints = [
             Endpoint(
-                EndpointClient(url, self._session, api_key=self._api_key),
+                EndpointClient(
+                    url, self._session, api_key=self._api_key, timeout_s=self._update_timeout_s
+                ),
                 self._max_inflight,
             )
             for url in self._config.endpoints
@@ -186,6 +191,10 @@ class EndpointPool:
         log.warning("%s is excluded: %s", endpoint.url, reason)
         endpoint.excluded = reason
         self._dispatch()
+
+    def set_repair(self, repair: Repair) -> None:
+        """``repair`` as in the constructor, for one that needs the pool itself."""
+        self._repair = repair
 
     def withdraw_confirmations(self) -> None:
         """The weights are about to move: no endpoint serves a known version."""

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from io import TextIOWrapper
 from pathlib import Path
+from typing import cast
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,11 +28,26 @@ from easyrl.inference_client.launch import EmbeddedServerProcess, pin_process, u
 from easyrl.metrics import read_metrics
 
 CONFIG = "configs/demo.yaml"
+OWN_KEYS = (
+    "run.output_dir=",
+    "model.path=",
+    "data.files=",
+    "evaluation.data.files=",
+    "inference.endpoints=",
+    "checkpoint.export_at_end=",
+)
 
 
 def main() -> int:
     arguments = _parse()
     run_dir: Path = arguments.run_dir
+    cast(TextIOWrapper, sys.stdout).reconfigure(
+        line_buffering=True
+    )  # in order with the trainer's lines, in a log too
+    for override in arguments.overrides:
+        if override.startswith(OWN_KEYS):
+            print(f"easyrl demo: {override}: the demo sets this key itself", file=sys.stderr)
+            return 2
     data = run_dir / "data"
     overrides = [
         f"run.output_dir={run_dir}",

@@ -1,6 +1,8 @@
 """Configuration: kinds of bad config with their messages, overrides, and the example files."""
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,65 @@ BAD_VALUES = {
         ["rollout.temperature=0"],
         "rollout.temperature: 0 is greedy, a group's responses would all be equal; use 1.0",
     ),
+    "rollout of the likeliest tokens": (
+        ["rollout.top_p=0.9"],
+        "rollout.top_p: 0.9 samples from another distribution than the policy that is trained, "
+        "its ratios are biased; use 1.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "rollout of the likeliest tokens by number": (
+        ["rollout.top_k=50"],
+        "rollout.top_k: 50 samples from another distribution than the policy that is trained, "
+        "its ratios are biased; use -1, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "rollout without unlikely tokens": (
+        ["rollout.min_p=0.05"],
+        "rollout.min_p: 0.05 samples from another distribution than the policy that is trained, "
+        "its ratios are biased; use 0.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "presence penalty in rollout": (
+        ["rollout.presence_penalty=0.5"],
+        "rollout.presence_penalty: 0.5 samples from another distribution than the policy that is "
+        "trained, its ratios are biased; use 0.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "frequency penalty in rollout": (
+        ["rollout.frequency_penalty=-0.5"],
+        "rollout.frequency_penalty: -0.5 samples from another distribution than the policy that is "
+        "trained, its ratios are biased; use 0.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "repetition penalty in rollout": (
+        ["rollout.repetition_penalty=1.1"],
+        "rollout.repetition_penalty: 1.1 samples from another distribution than the policy that is "
+        "trained, its ratios are biased; use 1.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "more tokens at least than at most": (
+        ["rollout.min_tokens=20", "rollout.max_tokens=10"],
+        "rollout.min_tokens: 20 is more than max_tokens, which is 10; lower it",
+    ),
+    "more tokens at least than at most in the evaluation": (
+        [EVALUATION + ", sampling: {min_tokens: 20, max_tokens: 10}}"],
+        "evaluation.sampling.min_tokens: 20 is more than max_tokens, which is 10; lower it",
+    ),
+    "greedy samples": (
+        [EVALUATION + ", num_samples: 4, sampling: {temperature: 0}}"],
+        "evaluation.num_samples: sampling.temperature of 0 is greedy, all samples would be equal; "
+        "use 1, or a temperature above 0",
+    ),
+    "reward of truncated responses that are not marked": (
+        ["rollout.truncated=mask", "rollout.truncated_reward=-1.0"],
+        "rollout.truncated_reward: has no effect with truncated=mask; remove it, or set "
+        "rollout.truncated=mark",
+    ),
+    "KL estimator without a KL": (
+        ["objective.kl_estimator=k2"],
+        "objective.kl_estimator: has no effect without a KL term in the loss; remove it, or set "
+        "objective.kl_coef above 0",
+    ),
+    "offloading no reference": (
+        ["trainer.offload_reference=true"],
+        "trainer.offload_reference: has no effect without a reference model; remove it, or set "
+        "objective.kl_coef or objective.kl_in_reward_coef above 0",
+    ),
+    "engine to choose": (["trainer.engine=deepspeed"], "trainer.engine: unknown key"),
     "a group of one": (
         ["rollout.num_generations=1"],
         "rollout.num_generations: a baseline needs at least 2 responses per group",
@@ -224,6 +285,27 @@ def test_all_problems_are_reported_at_once(tmp_path):
         "  rewards[0].weigt",
         "  trainer.batch_size",
     ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.allow_off_policy_sampling=true"],
+        [EVALUATION + ", sampling: {top_p: 0.9, temperature: 0, presence_penalty: 1.0}}"],
+        [EVALUATION + ", num_samples: 4, sampling: {temperature: 0.6}}"],
+        ["rollout.min_tokens=10", "rollout.max_tokens=10"],
+        ["rollout.truncated=mark", "rollout.truncated_reward=-1.0"],
+        ["objective.kl_estimator=k2", "objective.kl_coef=0.1"],
+        ["trainer.offload_reference=true", "objective.kl_in_reward_coef=0.1"],
+    ],
+)
+def test_the_remedies_are_accepted(tmp_path, overrides):
+    load(tmp_path, MINIMAL, *overrides)
+
+
+def test_a_dump_of_defaults_contradicts_nothing(tmp_path):
+    config = load(tmp_path)
+    assert load(tmp_path, dump_config(config)) == config
 
 
 # ---- bad files and overrides -------------------------------------------------------------------
@@ -380,3 +462,30 @@ def test_a_bad_path_names_its_key(tmp_path, override, message):
         check_paths(config)
     (line,) = str(caught.value).splitlines()[1:]
     assert line.strip().startswith(message.format(tmp_path))
+
+
+# ---- environment and packages ------------------------------------------------------------------
+
+
+def test_the_key_variable_must_be_set(tmp_path, monkeypatch):
+    overrides = [*existing(tmp_path), "inference.api_key_env=EASYRL_TEST_KEY"]
+    config = load(tmp_path, MINIMAL, *overrides)
+    monkeypatch.delenv("EASYRL_TEST_KEY", raising=False)
+    message = "inference.api_key_env: the environment variable EASYRL_TEST_KEY is not set"
+    with pytest.raises(ConfigError, match=message):
+        check_paths(config)
+    monkeypatch.setenv("EASYRL_TEST_KEY", "secret")
+    check_paths(config)
+
+
+def test_wandb_must_be_installed(tmp_path, monkeypatch):
+    config = load(tmp_path, MINIMAL, *existing(tmp_path), "run.trackers=[tensorboard, wandb]")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()  # where its runs go; it is no package
+    message = re.escape("run.trackers: wandb is not installed; pip install 'easyrl[wandb]'")
+    with pytest.raises(ConfigError, match=message):
+        check_paths(config)
+    (tmp_path / "wandb" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    check_paths(config)

@@ -60,6 +60,8 @@ def test_jsonl_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
     for step in range(5):
         first.log(step, {"loss": float(step)})
     first.close()
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')  # cut off by a crash
     second = JsonlTracker(path, 2)
     second.log(3, {"loss": -3.0})
     second.close()

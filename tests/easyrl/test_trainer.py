@@ -9,9 +9,10 @@ from easyrl.agreement import Agreement
 from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch, pack_groups
 from easyrl.engines.base import MetricSums, NonFiniteLossError, StepResult
 from easyrl.schema import Completion, PolicyVersion, Prompt, RolloutGroup, Score, VersionSpan
-from easyrl.trainer import OnPolicyViolation, TooManyBadSteps, Trainer
+from easyrl.trainer import OnPolicyViolation, Progress, TooManyBadSteps, Trainer
 
 VERSION = PolicyVersion("run", 0, 0)
+GOOD = StepResult(1.0, 1e-3, skipped=False)
 
 
 def group(index: int, version: str, spans=None) -> RolloutGroup:
@@ -73,7 +74,7 @@ class FakeEngine:
 
     def optimizer_step(self, denominator):
         self.events.append(f"step /{denominator:g}")
-        return self.results.pop(0) if self.results else StepResult(1.0, 1e-3, skipped=False)
+        return self.results.pop(0) if self.results else GOOD
 
     def discard_gradients(self):
         self.events.append("discard")
@@ -88,8 +89,18 @@ class FakeSync:
         return {"time/sync_s": 0.1}
 
 
-def make_trainer(events, *, num_batches=2, make=group, results=(), **options):
-    engine = FakeEngine(events, results)
+def make_trainer(
+    events,
+    *,
+    num_batches=2,
+    make=group,
+    results=(),
+    engine=None,
+    agreement=None,
+    on_step=(),
+    **options,
+):
+    engine = engine or FakeEngine(events, results)
     batches = [
         [Prompt(2 * b + i, np.arange(2, dtype=np.int32), "", None) for i in range(2)]
         for b in range(num_batches)
@@ -111,13 +122,13 @@ def make_trainer(events, *, num_batches=2, make=group, results=(), **options):
         batches=batches,
         rollouts=FakeRollouts(events, make),
         weight_sync=FakeSync(events),
-        agreement=Agreement(0, 1),
+        agreement=agreement or Agreement(0, 1),
         advantages=lambda group: group.rewards - group.rewards.mean(),
         pack=pack,
         denominator=lambda groups: batch_denominator(groups, "token", False),
         dummy=dummy_micro_batch,
         record=lambda event, **fields: None,
-        on_step=[lambda step, metrics: reported.append((step, dict(metrics)))],
+        on_step=[lambda step, metrics: reported.append((step, dict(metrics))), *on_step],
         version=VERSION,
         max_tokens=100,
         **options,
@@ -191,8 +202,8 @@ def test_bad_steps_are_counted_and_end_the_run():
 
 
 def test_one_good_step_forgives():
-    bad, good = StepResult(math.nan, 1e-3, skipped=True), StepResult(1.0, 1e-3, skipped=False)
-    trainer, _ = make_trainer([], num_batches=4, results=[bad, good, bad, good], max_bad_steps=2)
+    bad = StepResult(math.nan, 1e-3, skipped=True)
+    trainer, _ = make_trainer([], num_batches=4, results=[bad, GOOD, bad, GOOD], max_bad_steps=2)
     trainer.fit()
     assert trainer.progress.step == 4
 
@@ -217,3 +228,90 @@ def test_max_steps_ends_the_run_without_taking_another_batch():
     trainer, _ = make_trainer(events, num_batches=5, max_steps=1)
     trainer.fit()
     assert sum(e.startswith("produce") for e in events) == 1
+
+
+# ---- hooks -------------------------------------------------------------------------------------
+
+
+def hooks(events):
+    """One of each kind; all tell when they are called."""
+
+    def evaluate(step, version):
+        events.append(f"evaluate {step} {version}")
+        return {"eval/avg": 0.25}
+
+    return {
+        "after_publish": [evaluate],
+        "on_step": [lambda step, metrics: events.append(f"report {step} {metrics['eval/avg']}")],
+        "after_report": [lambda step, version: events.append(f"save {step} {version}")],
+    }
+
+
+def test_a_step_is_published_evaluated_reported_saved():
+    events = []
+    trainer, reported = make_trainer(events, num_batches=1, **hooks(events))
+    trainer.fit()
+    assert events[:3] == ["publish run:0:0", "evaluate 0 run:0:0", "report 0 0.25"]
+    assert events[events.index("step /12") + 1 :] == [
+        "publish run:0:1",
+        "evaluate 1 run:0:1",
+        "report 1 0.25",
+        "save 1 run:0:1",
+    ]
+    assert reported[1][1]["eval/avg"] == 0.25
+
+
+def test_a_resumed_run_publishes_without_repeating_the_evaluation():
+    events = []
+    progress = Progress(step=5, closed_batches=5)
+    trainer, reported = make_trainer(events, num_batches=1, progress=progress, **hooks(events))
+    trainer.fit()
+    assert events[:2] == ["publish run:0:5", "produce [0, 1] run:0:5"]
+    assert [step for step, _ in reported] == [6]
+    assert events[-1] == "save 6 run:0:6"
+
+
+def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch):
+    now = 0.0
+
+    def take(seconds, result=None):
+        nonlocal now
+        now += seconds
+        return result
+
+    monkeypatch.setattr("easyrl.trainer.time.monotonic", lambda: now)
+    trainer, reported = make_trainer(
+        [],
+        num_batches=2,
+        after_publish=[lambda step, version: take(100.0, {})],
+        after_report=[lambda step, version: take(1000.0)],
+    )
+    monkeypatch.setattr(FakeSync, "publish", lambda self, version: take(2.0, {}))
+    monkeypatch.setattr(FakeEngine, "optimizer_step", lambda self, _: take(1.0, GOOD))
+    trainer.fit()
+    assert [metrics["time/step_s"] for _, metrics in reported[1:]] == [3.0, 3.0]
+
+
+# ---- micro-batches without weight --------------------------------------------------------------
+
+
+class PeerWithMoreWork(Agreement):
+    """A rank whose peer has two micro-batches more."""
+
+    def in_lockstep(self, work, dummy):
+        yield from work
+        yield dummy()
+        yield dummy()
+
+
+def test_dummies_run_but_are_not_counted():
+    events = []
+    engine = FakeEngine(events)
+    engine.lockstep = True
+    trainer, reported = make_trainer(
+        events, num_batches=1, engine=engine, agreement=PeerWithMoreWork(0, 1)
+    )
+    trainer.fit()
+    assert events.count("backward") == 4
+    assert reported[1][1]["batch/micro_batches"] == 2
+    assert reported[1][1]["tokens/packed"] == 2 * (2 + 6)

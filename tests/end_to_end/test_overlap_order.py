@@ -2,7 +2,7 @@
 
 A slow endpoint holds back the responses of one prompt. In async mode they are released only after
 the log shows that training has begun, so a trainer that waited for the whole batch would never
-finish; in sync mode they are released when nothing else is left to happen.
+finish; in sync mode they are released once the trainer waits and all other responses are scored.
 """
 
 import os
@@ -80,8 +80,8 @@ def run_gated(mode: str, run_dir: Path, served_model) -> None:
         if mode == "async":
             wait_for(lambda: "micro_batch_end" in events(run_dir), process)
         else:
+            wait_for(lambda: "waiting_for_batch" in events(run_dir), process)
             wait_for(lambda: events(run_dir).count("response_scored") == others, process)
-            time.sleep(0.5)  # time in which a trainer that does not wait would have begun
         proxy.open_gate()
         assert process.wait(60) == 0, process.stdout.read()
     finally:
@@ -106,6 +106,7 @@ def test_first_backward_and_last_response(mode, runs):
     last_response = len(order) - 1 - order[::-1].index("response_scored")
     assert order.count("response_scored") == NUM_PROMPTS * NUM_GENERATIONS
     assert (first_backward < last_response) == (mode == "async")
+    assert ("waiting_for_batch" in order) == (mode == "sync")
 
 
 def test_both_modes_take_the_same_step(runs):
