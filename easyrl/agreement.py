@@ -83,7 +83,7 @@ class Agreement:
             yield dummy() if item is None else item
 
     def _gather(self, outputs: list[torch.Tensor], mine: torch.Tensor) -> None:
-        """``all_gather`` during which Python's signal handlers run: a wait in C would defer them."""
+        """``all_gather`` that lets Python's signal handlers run, which a wait in C would defer."""
         work = dist.all_gather(outputs, mine, group=self._group, async_op=True)
         pause_s = FIRST_PAUSE_S
         try:

@@ -65,9 +65,10 @@ class RunConfig(Section):
 
     @field_validator("name")
     @classmethod
-    def _no_colon(cls, value: str) -> str:
-        if ":" in value or not value:
-            raise ValueError("must not be empty or contain ':', it is part of run:attempt:v")
+    def _plain(cls, value: str) -> str:
+        # part of run:attempt:v, and of the name of a folder that is removed at the end
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", value):
+            raise ValueError("use letters, digits, '_', '-' and '.' only, as in my-run_2")
         return value
 
 

@@ -102,7 +102,12 @@ def open_inference(
     )
     opened.callback(workers.close)
     thread = opened.enter_context(LoopThread())
-    pool = EndpointPool(config.inference, workers.call, num_shares=num_shares)
+    pool = EndpointPool(
+        config.inference,
+        workers.call,
+        num_shares=num_shares,
+        update_timeout_s=config.weight_sync.timeout_s,
+    )
     thread.run(pool.start())
     opened.callback(lambda: thread.run(pool.close()))
     try:

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PUSH_ATTEMPTS = 2  # pushed, checked, pushed again, checked again, then excluded
+WATCH_INTERVAL_S = 5.0  # between rank 0's questions on behalf of the other ranks
 RETRY_INTERVAL_S = 1.0  # while an endpoint is restarting
 VERSION_TIMEOUT_S = 10.0  # for the answer which version is served
 NOISE_FACTOR = 5.0  # a change is visible above this multiple of the noise
@@ -80,10 +81,12 @@ class WeightSync:
         self._folder = config.directory / f"easyrl-{run_name}"
         self._served: WeightArtifact | None = None  # on rank 0
         self._served_version: str | None = None  # on every rank; None while the weights move
+        self._watching: asyncio.Task[None] | None = None  # ends when the weights move
         # By URL, on rank 0:
         self._given: dict[str, str] = {}  # the version it serves unless it has restarted
         self._probed: set[str] = set()
         self._initialised: set[str] = set()  # its transfer engine is ready
+        self._gone_since_s: dict[str, float] = {}  # unanswered since then
         self._moving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def publish(self, version: PolicyVersion) -> dict[str, float]:
@@ -122,12 +125,11 @@ class WeightSync:
         version, artifact = self._served_version, self._served
         if version is None:
             return
-        deadline_s = time.monotonic() + self._startup_timeout_s
         try:
             if self._agreement.rank != 0:
-                await self._until_serving(endpoint, version, deadline_s)
+                await self._until_serving(endpoint, version)
             elif artifact is not None:
-                await self._push_back(endpoint, artifact, deadline_s)
+                await self._push_back(endpoint, artifact)
         except EndpointError:
             if self._served_version == version:
                 raise
@@ -135,7 +137,8 @@ class WeightSync:
             self._pool.confirm(endpoint, version)
 
     def close(self) -> None:
-        """Removes the weights from the shared folder."""
+        """Ends repairs, removes the weights from the shared folder."""
+        self._served_version = None
         if self._agreement.rank == 0 and self._folder.exists():
             shutil.rmtree(self._folder)
 
@@ -213,12 +216,11 @@ class WeightSync:
 
         The canaries that passed, on rank 0. Collective; ``artifact`` is None except on rank 0.
         """
-        deadline_s = time.monotonic() + self._startup_timeout_s
         pending = list(urls)
         problems: dict[str, str] = {}
         checked: dict[str, CheckedCanary] = {}
         for _ in range(PUSH_ATTEMPTS):
-            problems = self._push(artifact, pending, deadline_s)
+            problems = self._push(artifact, pending)
             if canary:
                 pushed = [url for url in pending if url not in problems]
                 problems |= self._check_canaries(pushed, checked)
@@ -231,16 +233,11 @@ class WeightSync:
         self._exclude(problems)
         return checked
 
-    def _push(
-        self, artifact: WeightArtifact | None, urls: Sequence[str], deadline_s: float
-    ) -> dict[str, str]:
+    def _push(self, artifact: WeightArtifact | None, urls: Sequence[str]) -> dict[str, str]:
         """Problems by URL of pushing to ``urls`` at once; the same on every rank."""
         problems: dict[str, str] = {}
         if artifact is not None:
-            pushes = [
-                _try(self._push_patiently(self._endpoint(url), artifact, deadline_s))
-                for url in urls
-            ]
+            pushes = [_try(self._push_patiently(self._endpoint(url), artifact)) for url in urls]
             results = self._thread.run(_gather(pushes))
             problems = {u: p for u, p in zip(urls, results, strict=True) if p is not None}
         agreed: dict[str, str] = self._agreement.from_rank_zero(problems)
@@ -249,7 +246,7 @@ class WeightSync:
     def _check_canaries(
         self, urls: Sequence[str], checked: dict[str, CheckedCanary]
     ) -> dict[str, str]:
-        """Problems by URL of the canary, the same on every rank; adds what passed to ``checked``."""
+        """Problems by URL, the same on every rank; what passed is added to ``checked``."""
         problems: dict[str, str] = {}
         for url in urls:
             rows: list[MicroBatch] = []
@@ -314,20 +311,36 @@ class WeightSync:
         for endpoint in self._pool.endpoints:
             if endpoint.excluded is None:
                 self._pool.confirm(endpoint, version)
+        if self._agreement.rank == 0 and self._agreement.num_ranks > 1:
+            self._watching = asyncio.create_task(self._watch(version))
+
+    async def _watch(self, version: str) -> None:
+        """Rank 0 may have no request left that would show it that an endpoint has restarted."""
+        while self._served_version == version:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            if self._served_version == version:
+                await asyncio.gather(*map(self._pool.check_version, self._pool.endpoints))
 
     # ---- one endpoint ------------------------------------------------------------------------
 
     async def _push_patiently(
-        self, endpoint: Endpoint, artifact: WeightArtifact, deadline_s: float
+        self,
+        endpoint: Endpoint,
+        artifact: WeightArtifact,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Tries until ``deadline_s`` while it does not answer: it may be restarting."""
-        while True:
+        """Pushes while ``wanted``; repeats while the endpoint does not answer: it may restart."""
+        while wanted():
             try:
                 async with self._moving[endpoint.url]:
-                    await self._push_one(endpoint, artifact)
+                    if wanted():  # the lock may have been waited for
+                        await self._push_one(endpoint, artifact)
+                self._gone_since_s.pop(endpoint.url, None)
                 return
             except EndpointUnavailable:
-                if time.monotonic() >= deadline_s:
+                now_s = time.monotonic()
+                gone_s = now_s - self._gone_since_s.setdefault(endpoint.url, now_s)
+                if gone_s >= self._startup_timeout_s:
                     raise
             await asyncio.sleep(RETRY_INTERVAL_S)
 
@@ -363,30 +376,21 @@ class WeightSync:
                 endpoint.url, f"{len(wrong)} weights have another checksum, first {wrong[0]}"
             )
 
-    async def _push_back(
-        self, endpoint: Endpoint, artifact: WeightArtifact, deadline_s: float
-    ) -> None:
+    async def _push_back(self, endpoint: Endpoint, artifact: WeightArtifact) -> None:
         """The served weights once more; stops when they are no longer the served ones."""
         self._forget(endpoint.url)
-        num_failures = 0
-        while True:
+        for attempts_left in reversed(range(PUSH_ATTEMPTS)):
             try:
-                async with self._moving[endpoint.url]:
-                    # The lock may have been waited for while the weights moved.
-                    if self._served_version == artifact.version:
-                        await self._push_one(endpoint, artifact)
-                return
-            except EndpointUnavailable:
-                if time.monotonic() >= deadline_s:
-                    raise
+                return await self._push_patiently(
+                    endpoint, artifact, lambda: self._served_version == artifact.version
+                )
             except EndpointError:
-                num_failures += 1
-                if num_failures == PUSH_ATTEMPTS:
+                if not attempts_left:
                     raise
-            await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def _until_serving(self, endpoint: Endpoint, version: str, deadline_s: float) -> None:
+    async def _until_serving(self, endpoint: Endpoint, version: str) -> None:
         """Waits for rank 0's repair."""
+        deadline_s = time.monotonic() + self._startup_timeout_s
         while self._served_version == version:
             served: str | EndpointError = await _try(
                 endpoint.client.weight_version(VERSION_TIMEOUT_S)

@@ -32,7 +32,7 @@ from easyrl.run_folder import (
 from easyrl.schema import MicroBatch, PolicyVersion, Prompt, RolloutGroup
 from easyrl.seeding import sample_seed
 from easyrl.throughput import Throughput
-from easyrl.trainer import Hook, Progress, Trainer
+from easyrl.trainer import AfterReport, Hook, Progress, Trainer
 from easyrl.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -82,13 +82,15 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
     check_context_lengths(config, inference, rollout=True)
     weight_sync = _weight_sync(config, engine, agreement, inference, prompts)
     opened.callback(weight_sync.close)
+    inference.pool.set_repair(weight_sync.repair)
 
     after_publish: list[Hook] = []
     if config.evaluation is not None:
         evaluator = inference.evaluator(config.evaluation, held_out, config, agreement)
         after_publish.append(_evaluation_hook(config.evaluation, evaluator, total_steps))
+    after_report: list[AfterReport] = []
     if config.checkpoint.every_steps:
-        after_publish.append(_checkpoint_hook(config, checkpoints, progress, batches))
+        after_report.append(_checkpoint_hook(config, checkpoints, progress, batches))
     throughput = Throughput(inference.pool, engine.dp_size + len(inference.pool.endpoints))
     trackers = open_trackers(config, output, progress.step, total_steps) if engine.rank == 0 else []
     for tracker in trackers:
@@ -106,6 +108,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool) -> Parts:
         dummy=dummy_micro_batch,
         record=record,
         after_publish=after_publish,
+        after_report=after_report,
         on_step=[throughput.add, *(tracker.log for tracker in trackers)],
         version=version,
         max_tokens=config.trainer.max_tokens_per_micro_batch,
@@ -181,8 +184,12 @@ def _weight_sync(
 ) -> WeightSync:
     limits = [_max_model_len(endpoint) for endpoint in inference.pool.endpoints]
     known = [limit for limit in limits if limit is not None]
+    try:
+        asked = canary_prompts(prompts, min(known) if known else None)
+    except ValueError as error:
+        raise ConfigError(f"weight_sync.canary: {error}") from error
     canary = Canary(
-        canary_prompts(prompts, min(known) if known else None),
+        asked,
         config.rollout.temperature,
         _pack(config, mask_truncated=False),  # its responses all end at max_tokens
         config.weight_sync.timeout_s,
@@ -192,6 +199,7 @@ def _weight_sync(
         tolerance=config.weight_sync.canary_tolerance
         or DEFAULT_CANARY_TOLERANCE[config.model.dtype],
         run_name=run_identity(config),
+        startup_timeout_s=config.inference.startup_timeout_s,
         engine=engine,
         pool=inference.pool,
         thread=inference.thread,
@@ -271,13 +279,10 @@ def _evaluation_hook(schedule: EvaluationConfig, evaluator: Evaluator, total_ste
 
 def _checkpoint_hook(
     config: Config, checkpoints: Checkpoints, progress: Progress, batches: PromptBatches
-) -> Hook:
-    resumed_at = progress.step
-
-    def save(step: int, _: PolicyVersion) -> dict[str, float]:
-        if step > resumed_at and step % config.checkpoint.every_steps == 0:
+) -> AfterReport:
+    def save(step: int, _: PolicyVersion) -> None:
+        if step % config.checkpoint.every_steps == 0:
             state = {"progress": asdict(progress), "cursor": batches.state()}
             checkpoints.save(step, state)
-        return {}
 
     return save

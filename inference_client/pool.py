@@ -196,6 +196,18 @@ class EndpointPool:
         """``repair`` as in the constructor, for one that needs the pool itself."""
         self._repair = repair
 
+    async def check_version(self, endpoint: Endpoint) -> None:
+        """Asks which version it serves; if not the confirmed one, it is repaired."""
+        expected = endpoint.confirmed_version
+        if expected is None:
+            return
+        try:
+            served = await endpoint.client.weight_version(PROBE_TIMEOUT_S)
+        except EndpointError:
+            return  # requests will notice
+        if served != expected:
+            self._lose_confirmation(endpoint, expected, f"serves {served}")
+
     def withdraw_confirmations(self) -> None:
         """The weights are about to move: no endpoint serves a known version."""
         for endpoint in self.endpoints:

@@ -41,9 +41,8 @@ OWN_KEYS = (
 def main() -> int:
     arguments = _parse()
     run_dir: Path = arguments.run_dir
-    cast(TextIOWrapper, sys.stdout).reconfigure(
-        line_buffering=True
-    )  # in order with the trainer's lines, in a log too
+    # in order with the trainer's lines, in a log too
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     for override in arguments.overrides:
         if override.startswith(OWN_KEYS):
             print(f"easyrl demo: {override}: the demo sets this key itself", file=sys.stderr)

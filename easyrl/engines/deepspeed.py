@@ -72,7 +72,7 @@ class DeepSpeedEngine:
         self._engine = _initialize(config, policy, factor)
         self._policy = policy
         objective = config.objective
-        with_reference = objective.kl_coef > 0 or objective.kl_in_reward_coef > 0
+        with_reference = objective.has_reference
         lagged = objective.old_policy == "lagged"
         offload = config.trainer.offload_reference
         self._tri_model = TriModel(

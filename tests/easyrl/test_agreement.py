@@ -1,6 +1,10 @@
 """What ranks tell each other, between real processes over gloo."""
 
+import os
+import signal
 import socket
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -91,3 +95,36 @@ def test_one_rank_needs_no_process_group():
     agreement = Agreement(0, 1)
     assert agreement.exchange("x") == ["x"]
     assert list(agreement.in_lockstep(iter([1, 2]), lambda: 0)) == [1, 2]
+
+
+def _wait_in_vain(rank: int, port: int, started) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    agreement = Agreement(rank, 2)
+    if rank == 1:
+        threading.Event().wait(60)  # never joins; is killed
+        return
+
+    def stop(*_: object) -> None:
+        raise SystemExit(7)
+
+    signal.signal(signal.SIGTERM, stop)
+    threading.Timer(0.5, started.set).start()  # by then it waits
+    agreement.exchange("alone")
+
+
+def test_a_signal_ends_a_rank_that_waits_for_another():
+    context = multiprocessing.get_context("spawn")
+    started, port = context.Event(), free_port()
+    ranks = [context.Process(target=_wait_in_vain, args=(r, port, started)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        assert started.wait(60)
+        sent_s = time.monotonic()
+        os.kill(ranks[0].pid, signal.SIGTERM)
+        ranks[0].join(5)
+        assert ranks[0].exitcode == 7 and time.monotonic() - sent_s < 5
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()

@@ -175,9 +175,13 @@ BAD_VALUES = {
         ["rollout.num_generations=1"],
         "rollout.num_generations: a baseline needs at least 2 responses per group",
     ),
+    "a path as the run's name": (
+        ["run.name=a/../b"],
+        "run.name: use letters, digits, '_', '-' and '.' only",
+    ),
     "colon in the run's name": (
         ["run.name='a:b'"],
-        "run.name: must not be empty or contain ':', it is",
+        "run.name: use letters, digits, '_', '-' and '.' only",
     ),
     "no files": (["data.files=[]"], "data.files: List should have at least 1 item"),
     "no placeholder": (

@@ -33,18 +33,19 @@ def marked_processes(mark: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("stop", "launched"),
-    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)],
-    ids=["ctrl-c", "sigterm", "sigterm-to-launcher"],
+    ("stop", "num_ranks"),
+    [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGTERM, 1), (signal.SIGINT, 2)],
+    ids=["ctrl-c", "sigterm", "sigterm-to-launcher", "ctrl-c-two-ranks"],
 )
-def test_nothing_is_left_behind(stop, launched, tmp_path):
+def test_nothing_is_left_behind(stop, num_ranks, tmp_path):
+    """``num_ranks`` 0: without the launcher. Ctrl-C goes to the group, as from a terminal."""
     model = write_random_model(tmp_path / "model", hidden_size=32, num_layers=1)
     prompts = write_prompts(tmp_path / "prompts.jsonl", 8, 12)
-    name = f"shutdown-{stop.name}-{launched}"
+    name = f"shutdown-{stop.name}-{num_ranks}"
     start = ["-m", "easyrl.train"]
-    if launched:
+    if num_ranks:
         launcher = Path(sys.executable).with_name("deepspeed")
-        start = [str(launcher), "--num_accelerators", "1", "--module", "easyrl.train"]
+        start = [str(launcher), "--num_accelerators", str(num_ranks), "--module", "easyrl.train"]
     with EmbeddedServerProcess(model, ["--num-threads", "1", "--max-model-len", "160"]) as server:
         # the last responses never come: the run is in the middle of its first batch
         proxy = GatedProxy(server.url, held=lambda token_ids: len(token_ids) == 12)
@@ -55,7 +56,7 @@ def test_nothing_is_left_behind(stop, launched, tmp_path):
             *(f"inference.endpoints=[{proxy.url}]", "rollout.max_tokens=24"),
         ]
         log = tmp_path / "log"
-        mark = os.getpid() * 10 + stop
+        mark = os.getpid() * 100 + stop * 3 + num_ranks
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -63,7 +64,12 @@ def test_nothing_is_left_behind(stop, launched, tmp_path):
             "EASYRL_TEST_RUN": str(mark),
         }
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             deadline = time.monotonic() + 90
@@ -71,7 +77,10 @@ def test_nothing_is_left_behind(stop, launched, tmp_path):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
             assert len(marked_processes(mark)) >= 2  # the trainer and at least one worker
-            process.send_signal(stop)
+            if stop == signal.SIGINT:
+                os.killpg(process.pid, stop)
+            else:
+                process.send_signal(stop)
             process.wait(30)
             deadline = time.monotonic() + 10
             while (left := marked_processes(mark)) and time.monotonic() < deadline:

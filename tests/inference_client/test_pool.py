@@ -12,7 +12,7 @@ import pytest
 from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncate
 
 from easyrl.config import InferenceConfig, SamplingConfig
-from easyrl.inference_client.errors import AttemptsFailed, RequestRejected
+from easyrl.inference_client.errors import AttemptsFailed, EndpointUnavailable, RequestRejected
 from easyrl.inference_client.pool import Endpoint, EndpointPool, NoEndpointError
 from easyrl.schema import Completion
 from easyrl.worker_pool import WorkerPool
@@ -30,7 +30,7 @@ async def in_this_process(function: Callable, *args: Any) -> Any:
 async def pool_of(*servers: FakeEndpoint, **settings: Any) -> AsyncIterator[EndpointPool]:
     """Servers and a pool over them; each endpoint has confirmed what its server serves."""
     arguments = {"back_off_s": 0.01, "offload": in_this_process}
-    for key in ("back_off_s", "offload", "num_shares", "repair"):
+    for key in ("back_off_s", "offload", "num_shares", "repair", "update_timeout_s"):
         if key in settings:
             arguments[key] = settings.pop(key)
     async with contextlib.AsyncExitStack() as stack:
@@ -319,6 +319,35 @@ async def test_withdrawn_confirmations_end_the_waiting():
         with pytest.raises(NoEndpointError, match="has confirmed no version, not run:0:1"):
             await waiting
         await open_all([running], server)
+
+
+async def test_a_repair_may_be_set_later_and_a_check_calls_it():
+    (server,) = servers(1)
+    repaired = []
+
+    async def repair(endpoint: Endpoint) -> None:
+        repaired.append(endpoint.url)
+        pool.confirm(endpoint, V2)
+
+    async with pool_of(server) as pool:
+        pool.set_repair(repair)
+        await pool.check_version(pool.endpoints[0])
+        assert repaired == []
+        server.version = V2
+        await pool.check_version(pool.endpoints[0])
+        assert (await ask(pool, 0, V2)).token_ids[0] == 0
+        assert repaired == [server.url]
+
+
+async def test_updates_have_a_time_limit_of_their_own(monkeypatch):
+    async def never(self: FakeEndpoint, request: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(FakeEndpoint, "_control", never)
+    (server,) = servers(1)
+    async with pool_of(server, update_timeout_s=0.1) as pool:
+        with pytest.raises(EndpointUnavailable, match=r"update_weights .* within 0.1 s"):
+            await pool.endpoints[0].client.update_weights({})
 
 
 # -- cancelling, giving up, starting -----------------------------------------------------
