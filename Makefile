@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    := runs/demo
 
-.PHONY: demo test test-slow test-vllm lint typecheck setup clean
+.PHONY: demo test test-slow lint typecheck setup clean
 
 demo: setup            ## train the demo model; extra settings: make demo ARGS="trainer.max_steps=5"
 	$(BIN)/python -m easyrl.demo --run-dir $(RUN) $(ARGS)
