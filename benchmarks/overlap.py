@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.random_model import write_prompts, write_random_model
 from easyrl.event_log import read_events
-from easyrl.inference_client.launch import EmbeddedServerProcess, pin_process, usable_cpus
+from easyrl.inference_client.servers.launch import EmbeddedServerProcess, pin_process, usable_cpus
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ def _run(mode: str, run_dir: Path, model: Path, prompts: Path, work: Workload) -
             f"trainer.max_tokens_per_micro_batch={work.max_tokens_per_micro_batch}",
             f"rollout.num_generations={work.num_generations}",
             f"rollout.min_tokens={work.min_tokens}",
+            "rollout.allow_off_policy_sampling=true",
             f"rollout.max_tokens={work.max_tokens}",
         ]
         command = [sys.executable, "-m", "easyrl.train", "benchmarks/overlap.yaml", *overrides]

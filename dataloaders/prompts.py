@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
-import xxhash
+from blake3 import blake3
 
 from easyrl.config import DatasetConfig
 from easyrl.dataloaders.fields import Question, read_question
@@ -243,7 +243,7 @@ class PromptBatches(Iterator[list[Prompt]]):
 
 def _fingerprint(dataset: Sequence[Prompt]) -> str:
     """Of token ids and answers, in order: what an edited file or another tokenizer changes."""
-    digest = xxhash.xxh3_64()
+    digest = blake3()
     for prompt in dataset:
         digest.update(np.int64(len(prompt.token_ids)).tobytes())
         digest.update(prompt.token_ids.tobytes())

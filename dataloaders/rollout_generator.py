@@ -1,22 +1,56 @@
 """The temporary data generator: a producer of finished groups (periodic asynchrony, paper §4.3).
 
-Knows neither vLLM nor rewards: it is given a ``generate`` callable and a ``Scorer``.
+Knows neither vLLM, rewards nor files: it is given a ``begin_group`` callable, a ``Scorer`` and,
+for groups that outlive the process, a store.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from easyrl.dataloaders.group_memory import (
+    BlockingMemory,
+    GroupMemory,
+    GroupStore,
+    SpillingMemory,
+    StoredGroup,
+)
+from easyrl.dataloaders.group_stream import (
+    GroupStream,
+    ProducerError,
+    ReadyGroup,
+    ReadyQueue,
+    packed_tokens,
+)
 from easyrl.dataloaders.loop_thread import LoopThread
 from easyrl.event_log import Record, ignore
 from easyrl.schema import Completion, Prompt, RolloutGroup, Score
 
-Generate = Callable[[Prompt, int, str | None], Awaitable[Completion]]  # prompt, sample, version
+__all__ = [
+    "BeginGroup",
+    "GroupStore",
+    "GroupStream",
+    "ProducerError",
+    "RolloutGenerator",
+    "Sample",
+    "Scorer",
+    "StoredGroup",
+    "packed_tokens",
+]
+
+log = logging.getLogger(__name__)
+
+Sample = Callable[[int], Awaitable[Completion]]  # index of the sample → its response
+# prompt, version, priority → entered when it is the group's turn; inside, its samples may be asked
+# for. Groups of a smaller priority go first.
+BeginGroup = Callable[[Prompt, str | None, int], AbstractAsyncContextManager[Sample]]
 SampleScores = TypeVar("SampleScores")
 
 
@@ -33,73 +67,15 @@ class Scorer(Protocol, Generic[SampleScores]):
     ) -> tuple[Score, ...]: ...
 
 
-class ProducerError(RuntimeError):
-    """The producer thread failed; the cause carries its traceback."""
+@dataclass(frozen=True)
+class _Batch:
+    """What one call of ``produce`` has to bring about."""
 
-
-class GroupStream:
-    """The groups of one batch in order of completion; iterating blocks until the next one is there.
-
-    Consumes: groups from the queue. Waits for: the next finished group. Is unblocked by: the
-    producer thread. Produces: every group of the batch exactly once, then stops.
-    Raises ``ProducerError`` if the producer failed.
-    """
-
-    def __init__(
-        self, num_groups: int, take: Callable[[bool], RolloutGroup | None], cancel: Callable
-    ) -> None:
-        self._remaining = num_groups
-        self._take = take
-        self._cancel = cancel
-        self._held: deque[RolloutGroup] = deque()  # taken from the queue, not handed out yet
-        self.wait_s = 0.0  # time the consumer was blocked
-        self.first_group_wait_s: float | None = None
-
-    def __iter__(self) -> Iterator[RolloutGroup]:
-        while (group := self._next(block=True)) is not None:
-            yield group
-
-    def take_ready(self, max_tokens: int) -> list[RolloutGroup]:
-        """Waits for one group, then adds those ready now, within ``max_tokens`` packed tokens.
-
-        Empty when the batch is complete. The first group is returned whatever its size.
-        """
-        first = self._next(block=True)
-        if first is None:
-            return []
-        groups, tokens = [first], packed_tokens(first)
-        while (group := self._next(block=False)) is not None:
-            tokens += packed_tokens(group)
-            if tokens > max_tokens:
-                self._held.append(group)
-                break
-            groups.append(group)
-        return groups
-
-    def complete(self) -> None:
-        """Waits for the whole batch (``mode: sync``); from then on nothing blocks."""
-        self._held.extend(list(self))
-        self.first_group_wait_s = self.wait_s
-
-    def close(self) -> None:
-        """Gives up the rest of the batch: its requests are cancelled."""
-        self._remaining = 0
-        self._held.clear()
-        self._cancel()
-
-    def _next(self, block: bool) -> RolloutGroup | None:
-        if self._held:
-            return self._held.popleft()
-        if self._remaining == 0:
-            return None
-        start = time.monotonic()
-        taken = self._take(block)
-        self.wait_s += time.monotonic() - start
-        if taken is not None:
-            self._remaining -= 1
-            if self.first_group_wait_s is None:
-                self.first_group_wait_s = self.wait_s
-        return taken
+    prompts: Sequence[tuple[int, Prompt]]  # the missing ones, with their positions
+    version: str | None
+    priority: int
+    ready: ReadyQueue
+    memory: GroupMemory
 
 
 class RolloutGenerator:
@@ -107,83 +83,123 @@ class RolloutGenerator:
 
     Args:
         thread: the loop on which requests run.
-        generate: one response for (prompt, sample index, policy version).
+        begin_group: for a prompt, a policy version and a priority, a context that is entered when
+            it is that group's turn, and gives what makes sample ``i``. Left when the group is
+            complete or given up.
         scorer: scores responses as they return and groups when complete.
         num_generations: G, responses per prompt.
-        queue_size: finished groups that may wait for the consumer.
-        record: receives the events ``batch_dispatched``, ``response_scored``, ``group_ready``.
+        queue_size: finished groups of a stream that may wait in memory. What the consumer has
+            taken off the queue and holds back (``complete``, ``in_prompt_order``) counts only
+            where there is a store.
+        excluded_by: errors of a sample that are its prompt's fault (it is too long): the group is
+            handed on without completions, with the reason in ``excluded``.
+        in_prompt_order: hand groups out in the order of their prompts, not in that of completion.
+        record: receives the events ``batch_dispatched``, ``response_scored``, ``group_ready``, and
+            ``group_recovered`` for each group that a store had.
     """
 
     def __init__(
         self,
         thread: LoopThread,
-        generate: Generate,
+        begin_group: BeginGroup,
         scorer: Scorer,
         *,
         num_generations: int,
         queue_size: int = 64,
+        excluded_by: tuple[type[Exception], ...] = (),
+        in_prompt_order: bool = False,
         record: Record = ignore,
     ) -> None:
         self._thread = thread
-        self._generate = generate
+        self._begin_group = begin_group
         self._scorer = scorer
         self._num_generations = num_generations
         self._queue_size = queue_size
+        self._excluded_by = excluded_by
+        self._in_prompt_order = in_prompt_order
         self._record = record
+        self._disk = asyncio.Lock()
 
-    def produce(self, prompts: Sequence[Prompt], version: str | None) -> GroupStream:
-        """Starts the batch and returns at once. Prompts are dispatched in the order given."""
-        ready: queue.SimpleQueue[RolloutGroup | BaseException] = queue.SimpleQueue()
-        free_places = asyncio.Semaphore(self._queue_size)
-        batch = self._thread.submit(self._produce(prompts, version, ready, free_places))
-
-        def take(block: bool) -> RolloutGroup | None:
-            try:
-                item = ready.get(block)
-            except queue.Empty:
-                return None
-            if isinstance(item, BaseException):
-                raise ProducerError(f"rollout production failed: {item}") from item
-            self._thread.loop.call_soon_threadsafe(free_places.release)
-            return item
-
-        return GroupStream(len(prompts), take, batch.cancel)
-
-    async def _produce(
+    def produce(
         self,
         prompts: Sequence[Prompt],
         version: str | None,
-        ready: queue.SimpleQueue[RolloutGroup | BaseException],
-        free_places: asyncio.Semaphore,
-    ) -> None:
-        self._record("batch_dispatched", version=version, num_prompts=len(prompts))
+        *,
+        store: GroupStore | None = None,
+        priority: int = 0,
+    ) -> GroupStream:
+        """Starts the batch and returns at once. All groups ask for their turn, in this order.
 
-        async def produce_group(prompt: Prompt) -> None:
-            group = await self._group(prompt, version)
-            await free_places.acquire()
+        What ``store`` has of them is ready from the start; only the others are asked for, and
+        stored as they finish, before they are handed out. Raises what ``store.find`` raises.
+        """
+        missing: list[tuple[int, Prompt]] = []
+        recovered: list[Prompt] = []
+        ready: ReadyQueue = queue.SimpleQueue()
+        for position, prompt in enumerate(prompts):
+            stored = None if store is None else store.find(prompt)
+            if stored is None:
+                missing.append((position, prompt))
+            else:
+                recovered.append(prompt)
+                ready.put(ReadyGroup(position, stored.num_tokens, stored))
+        self._record(
+            "batch_dispatched",
+            version=version,
+            num_prompts=len(prompts),
+            num_recovered=len(recovered),
+        )
+        for prompt in recovered:
+            self._record("group_recovered", epoch=prompt.epoch, index=prompt.index)
+        memory = self._memory(store)
+        batch = self._thread.submit(
+            self._produce(_Batch(missing, version, priority, ready, memory))
+        )
+        return GroupStream(
+            len(prompts),
+            ready,
+            memory,
+            batch.cancel,
+            recovered=frozenset(prompt.key for prompt in recovered),
+            in_prompt_order=self._in_prompt_order,
+        )
+
+    def _memory(self, store: GroupStore | None) -> GroupMemory:
+        if store is None:
+            return BlockingMemory(self._queue_size, self._thread.loop)
+        return SpillingMemory(self._queue_size, store, self._disk)
+
+    async def _produce(self, batch: _Batch) -> None:
+        async def produce_group(position: int, prompt: Prompt) -> None:
+            group = await self._group(prompt, batch.version, batch.priority)
+            kept = await batch.memory.keep(group)
             self._record("group_ready", epoch=prompt.epoch, index=prompt.index)
-            ready.put(group)
+            batch.ready.put(ReadyGroup(position, packed_tokens(group), kept))
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for prompt in prompts:
-                    tasks.create_task(produce_group(prompt))
+                for position, prompt in batch.prompts:
+                    tasks.create_task(produce_group(position, prompt))
+            await batch.memory.finish()
         except BaseExceptionGroup as errors:
-            ready.put(_first_leaf(errors))
+            batch.ready.put(_first_leaf(errors))
         except BaseException as error:
-            ready.put(error)  # cancelled: whoever still waits must wake up
+            batch.ready.put(error)  # cancelled: whoever still waits must wake up
             raise
 
-    async def _group(self, prompt: Prompt, version: str | None) -> RolloutGroup:
+    async def _group(self, prompt: Prompt, version: str | None, priority: int) -> RolloutGroup:
         dispatched_s = time.monotonic()
-        async with asyncio.TaskGroup() as tasks:
-            samples = [
-                tasks.create_task(self._sample(prompt, sample, version))
-                for sample in range(self._num_generations)
-            ]
-        completions = tuple(task.result()[0] for task in samples)
-        sample_scores = [task.result()[1] for task in samples]
-        scores = await self._scorer.score_group(prompt, completions, sample_scores)
+        completions: tuple[Completion, ...] = ()
+        scores: tuple[Score, ...] = ()
+        excluded: str | None = None
+        try:
+            async with self._begin_group(prompt, version, priority) as sample:
+                dispatched_s = time.monotonic()
+                completions, sample_scores = await self._samples(prompt, sample)
+            scores = await self._scorer.score_group(prompt, completions, sample_scores)
+        except self._excluded_by as error:
+            log.warning("prompt %d is excluded: %s", prompt.index, error)
+            excluded = str(error)
         return RolloutGroup(
             prompt=prompt,
             completions=completions,
@@ -191,27 +207,41 @@ class RolloutGenerator:
             policy_version=version or "",
             dispatched_s=dispatched_s,
             completed_s=time.monotonic(),
+            excluded=excluded,
         )
 
-    async def _sample(
-        self, prompt: Prompt, sample: int, version: str | None
-    ) -> tuple[Completion, Any]:
-        completion = await self._generate(prompt, sample, version)
+    async def _samples(
+        self, prompt: Prompt, sample: Sample
+    ) -> tuple[tuple[Completion, ...], list[Any]]:
+        """All responses and what was scored of each. Raises the first error that ended one."""
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                samples = [
+                    tasks.create_task(self._sample(prompt, sample, number))
+                    for number in range(self._num_generations)
+                ]
+        except ExceptionGroup as errors:
+            # an error of the run goes before one of the prompt
+            _, others = errors.split(self._excluded_by)
+            failure = _first_leaf(others or errors)
+        if failure is not None:
+            raise failure  # with its own cause, not in front of the group
+        results = [task.result() for task in samples]
+        return tuple(result[0] for result in results), [result[1] for result in results]
+
+    async def _sample(self, prompt: Prompt, sample: Sample, number: int) -> tuple[Completion, Any]:
+        completion = await sample(number)
         scores = await self._scorer.score_sample(prompt, completion)
         self._record(
             "response_scored",
             epoch=prompt.epoch,
             index=prompt.index,
-            sample=sample,
+            sample=number,
             endpoint=completion.endpoint,
             num_tokens=len(completion.token_ids),
         )
         return completion, scores
-
-
-def packed_tokens(group: RolloutGroup) -> int:
-    """Tokens of a group packed with its prompt once: P + ΣR (paper §4.2)."""
-    return len(group.prompt.token_ids) + sum(len(c.token_ids) for c in group.completions)
 
 
 def _first_leaf(error: BaseException) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,9 +14,13 @@ import orjson
 import torch
 import torch.distributed as dist
 
+from easyrl.notices import Notices
+from easyrl.schema import StopRequested
+
 T = TypeVar("T")
 
 LONGEST_WAIT = timedelta(days=7)  # a rank may wait hours for the slowest group of another
+STORE_TIMEOUT = timedelta(seconds=30)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
 
 
@@ -29,6 +34,10 @@ class Status(IntEnum):
 
 class PeerFailed(RuntimeError):
     """Another rank failed; its own log has the traceback."""
+
+
+class PeerOutage(RuntimeError):
+    """Another rank has no endpoint left."""
 
 
 class Agreement:
@@ -61,6 +70,36 @@ class Agreement:
     def from_rank_zero(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank. Collective."""
         return self.exchange(value if self.rank == 0 else None)[0]
+
+    def open_notices(self) -> Notices:
+        """A board for what cannot wait for a collective. Collective."""
+        if self.num_ranks == 1:
+            return Notices(None, self.rank)
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        store: dist.TCPStore | None = None
+        if self.rank == 0:
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        port = self.from_rank_zero(None if store is None else store.port)
+        if store is None:
+            store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
+        return Notices(store, self.rank)
+
+    def end_together(self, error: Exception | None) -> None:
+        """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
+
+        A stop goes first: the run ends well then, whatever else has happened. A rank raises its
+        own, the others ``StopRequested`` or ``PeerOutage`` with what the first one said.
+        """
+        mine = None if error is None else [isinstance(error, StopRequested), str(error)]
+        told = list(enumerate(self.exchange(mine)))
+        stops = [f"rank {rank}: {e[1]}" for rank, e in told if e is not None and e[0]]
+        outages = [f"rank {rank}: {e[1]}" for rank, e in told if e is not None and not e[0]]
+        if error is not None and (not stops or isinstance(error, StopRequested)):
+            raise error
+        if stops:
+            raise StopRequested(stops[0])
+        if outages:
+            raise PeerOutage(outages[0])
 
     def in_lockstep(self, work: Iterator[T], dummy: Callable[[], T]) -> Iterator[T]:
         """Yields equally often on all ranks: own work while there is some, then ``dummy()``.

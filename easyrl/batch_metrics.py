@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from easyrl.agreement import Agreement
 from easyrl.engines.base import MetricSums, StepResult
-from easyrl.schema import RolloutGroup
+from easyrl.schema import Key, RolloutGroup
+
+AGAINST_INFERENCE = ("policy/logprob_diff", "policy/logprob_diff_max", "policy/inference_kl")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFate:
+    """What is to be known of a group once it has gone through the model; goes between ranks."""
+
+    epoch: int
+    index: int
+    digest: str | None  # of its journal record
+    stamped: list[str]  # versions that the servers stamped on its tokens
+    endpoints: list[str]  # URLs
+    excluded: bool
+    recovered: bool  # finished in an earlier life of the run
+
+    @property
+    def key(self) -> Key:
+        return self.epoch, self.index
 
 
 @dataclass
 class BatchTotals:
-    """Sums of one rank, or of all ranks after ``merge``."""
+    """Sums of one update of one rank, or of all ranks after ``merge``."""
 
     denominator: float = 0.0  # late scalar, DESIGN §2.4
     metrics: MetricSums = field(default_factory=MetricSums)
@@ -23,9 +44,28 @@ class BatchTotals:
     first_group_wait_s: float = 0.0
     train_s: float = 0.0
     num_ranks: int = 1
+    groups: list[GroupFate] = field(default_factory=list)
+    discarded: list[Key] = field(default_factory=list)  # finished before, by weights that differ
+    accepted_versions: list[str] = field(default_factory=list)
+    interruption: Exception | None = None  # why this rank's groups have ended early
 
-    def add_group(self, group: RolloutGroup) -> None:
+    def add_group(self, group: RolloutGroup, *, recovered: bool = False) -> None:
         """Counts a group's rewards and lengths."""
+        self.groups.append(
+            GroupFate(
+                *group.prompt.key,
+                digest=group.digest,
+                stamped=sorted({s.version for c in group.completions for s in c.version_spans}),
+                endpoints=sorted({c.endpoint for c in group.completions}),
+                excluded=group.excluded is not None,
+                recovered=recovered,
+            )
+        )
+        if recovered:
+            self.metrics.add(MetricSums({"groups_recovered": 1.0}))
+        if group.excluded is not None:
+            self.metrics.add(MetricSums({"groups_excluded": 1.0}))
+            return
         rewards = group.rewards.astype(np.float64)
         lengths = np.array([len(c.token_ids) for c in group.completions])
         sums = {
@@ -44,6 +84,16 @@ class BatchTotals:
                 sums[f"rewards/{name}"] = sums.get(f"rewards/{name}", 0.0) + value
         self.metrics.add(MetricSums(sums, {"response_length": float(lengths.max())}))
 
+    def add(self, other: BatchTotals) -> None:
+        """The next update's sums, of all ranks."""
+        self.denominator += other.denominator
+        self.metrics.add(other.metrics)
+        self.num_packed_tokens += other.num_packed_tokens
+        self.num_micro_batches += other.num_micro_batches
+        self.wait_s += other.wait_s
+        self.first_group_wait_s = self.first_group_wait_s or other.first_group_wait_s
+        self.train_s += other.train_s
+
     def merge(self, agreement: Agreement) -> BatchTotals:
         """The totals of all ranks. Collective."""
         rows = agreement.exchange(
@@ -59,9 +109,13 @@ class BatchTotals:
                 # NaN has no JSON form; a string survives
                 "sums": {name: repr(value) for name, value in self.metrics.sums.items()},
                 "maxima": {name: repr(value) for name, value in self.metrics.maxima.items()},
+                "groups": [asdict(group) for group in self.groups],
+                "discarded": self.discarded,
+                "accepted_versions": self.accepted_versions,
             }
         )
         merged = BatchTotals(num_ranks=len(rows))
+        versions: set[str] = set()
         for row in rows:
             denominator, tokens, micro_batches, wait_s, first_s, train_s = row["numbers"]
             merged.denominator += denominator
@@ -76,11 +130,72 @@ class BatchTotals:
                     {name: float(value) for name, value in row["maxima"].items()},
                 )
             )
+            merged.groups += [
+                g if isinstance(g, GroupFate) else GroupFate(**g) for g in row["groups"]
+            ]
+            merged.discarded += [(epoch, index) for epoch, index in row["discarded"]]
+            versions |= set(row["accepted_versions"])
+        merged.groups.sort(key=lambda group: group.key)
+        merged.discarded.sort()
+        merged.accepted_versions = sorted(versions)
         return merged
 
 
-def batch_metrics(totals: BatchTotals, step: StepResult | None) -> dict[str, float]:
-    """The metrics of a closed batch; seconds end in ``_s`` and are means over ranks."""
+@dataclass
+class Update:
+    """One optimizer step of a batch."""
+
+    totals: BatchTotals  # of all ranks
+    own_groups: list[GroupFate]  # of this rank
+    dispatched: list[Key] = field(default_factory=list)  # of all ranks, in the order of the dataset
+    result: StepResult | None = None  # None: every token was masked
+    check_s: float = 0.0  # how long the groups were looked at before the step
+    optimizer_s: float = 0.0
+
+    @property
+    def skipped(self) -> bool:
+        return self.result is None or self.result.skipped
+
+    def outcome(self, group: GroupFate) -> Literal["trained", "skipped", "excluded"]:
+        """*Trained* is in an optimizer step (DESIGN §2.7)."""
+        if group.excluded:
+            return "excluded"
+        return "skipped" if self.skipped else "trained"
+
+
+def batch_metrics(updates: Sequence[Update]) -> dict[str, float]:
+    """The metrics of a closed batch; seconds end in ``_s`` and are means over ranks.
+
+    With several updates: tokens and seconds are sums, ``loss``, ``grad_norm`` and ``policy/*``
+    means over the updates, and each update's own are under ``update<i>/``. The comparison with the
+    inference server is the first update's.
+    """
+    rows = [_update_metrics(update) for update in updates]
+    if len(rows) == 1:
+        return rows[0]
+    whole = BatchTotals()
+    for update in updates:
+        whole.add(update.totals)
+    last = updates[-1]
+    metrics = _update_metrics(Update(whole, [], result=last.result))
+    for name in metrics:
+        if name in AGAINST_INFERENCE:  # later updates train weights that have moved on
+            metrics[name] = rows[0].get(name, 0.0)
+        elif _is_objective(name):
+            metrics[name] = float(np.mean([row.get(name, 0.0) for row in rows]))
+    metrics["time/optimizer_s"] = sum(row["time/optimizer_s"] for row in rows)
+    metrics["step_skipped"] = sum(row["step_skipped"] for row in rows)
+    for number, row in enumerate(rows, start=1):
+        metrics |= {f"update{number}/{n}": value for n, value in row.items() if _is_objective(n)}
+    return metrics
+
+
+def _is_objective(name: str) -> bool:
+    return name in ("loss", "grad_norm") or name.startswith("policy/")
+
+
+def _update_metrics(update: Update) -> dict[str, float]:
+    totals, step = update.totals, update.result
     sums = dict(totals.metrics.sums)
     groups, responses = sums.pop("groups", 0.0), sums.pop("responses", 0.0)
     loss_tokens = sums.get("num_loss_tokens", 0.0)
@@ -96,11 +211,14 @@ def batch_metrics(totals: BatchTotals, step: StepResult | None) -> dict[str, flo
         "tokens/response": sums.pop("response_tokens", 0.0),
         "tokens/packed": float(totals.num_packed_tokens),
         "batch/groups": groups,
+        "batch/groups_excluded": sums.pop("groups_excluded", 0.0),
+        "batch/groups_recovered": sums.pop("groups_recovered", 0.0),
         "batch/micro_batches": float(totals.num_micro_batches),
         "batch/denominator": totals.denominator,
         "time/wait_s": totals.wait_s,
         "time/first_group_wait_s": totals.first_group_wait_s,
         "time/train_s": totals.train_s,
+        "time/optimizer_s": update.optimizer_s,
         "loss": _ratio(sums.pop("loss_sum", 0.0), totals.denominator),
     }
     for name in [name for name in sums if name.startswith("rewards/")]:
@@ -115,7 +233,7 @@ def batch_metrics(totals: BatchTotals, step: StepResult | None) -> dict[str, flo
     if step is not None:
         metrics["grad_norm"] = step.grad_norm
         metrics["learning_rate"] = step.learning_rate
-    metrics["step_skipped"] = float(step is None or step.skipped)
+    metrics["step_skipped"] = float(update.skipped)
     return metrics
 
 

@@ -1,32 +1,20 @@
-"""The configuration: one strict tree, from YAML and dotted overrides, checked before a model loads.
+"""The configuration: one strict tree of sections; ``config_file.py`` reads it.
 
-``load_config`` is the only entry. Unknown keys, wrong types and contradictory values raise
-``ConfigError``, which lists every problem as ``key.path: what is wrong; what would be right``.
+Unknown keys, wrong types and contradictory values are errors that name key and remedy.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-import os
 import re
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from yaml import YAMLError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from easyrl.config_checks import ConfigError, contradictions
+
+__all__ = ["Config", "ConfigError"]
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -37,10 +25,6 @@ FilePath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
 
 # Memory that trainer and endpoints of one host share; elsewhere than on Linux a folder on disk.
 SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-
-
-class ConfigError(ValueError):
-    """The user's configuration cannot be used; the message names each key and the remedy."""
 
 
 class Section(BaseModel):
@@ -58,6 +42,8 @@ class RunConfig(Section):
     output_dir: FilePath = Path("runs/easyrl")
     seed: NonNegativeInt = 0
     mode: Literal["async", "sync"] = "async"
+    determinism: Literal["none", "strict"] = "none"  # strict: the same bits in every weight and
+    # metric, however groups arrive; needs endpoints whose responses do not depend on batching
     trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
     wandb_project: str = "easyrl"
     console: bool = True
@@ -177,17 +163,6 @@ class SamplingConfig(Section):
         return self
 
 
-# Sampling with any other value draws from another distribution than the policy's.
-_ON_POLICY_SAMPLING = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
-
-
 class RolloutConfig(SamplingConfig):
     """How the training responses are sampled."""
 
@@ -207,26 +182,84 @@ class RolloutConfig(SamplingConfig):
         return self
 
 
+class LaunchConfig(Section):
+    """Inference servers that the run starts, watches and restarts itself, on its own machine."""
+
+    engine: Literal["vllm", "embedded"] = "vllm"
+    count: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1  # devices per server (vllm)
+    devices: list[list[int]] | None = (
+        None  # per server; default: consecutive ones from 0; [] on CPU
+    )
+    python: FilePath | None = None  # interpreter of vLLM's environment; embedded: this one
+    options: list[
+        str
+    ] = []  # further options of the server's command line, e.g. --max-model-len=4096
+    env: dict[str, str] = {}  # further environment variables of the servers
+    restart: bool = True  # start a server again that has ended
+
+    @model_validator(mode="after")
+    def _fits_engine(self) -> Self:
+        if self.engine == "embedded" and self.tensor_parallel > 1:
+            raise ValueError("tensor_parallel: the embedded engine runs on one device; use vllm")
+        if self.engine == "vllm" and self.python is None:
+            raise ValueError(
+                "python: is required for engine vllm, the interpreter of the environment that vLLM "
+                "is installed in, for instance .venv-vllm/bin/python"
+            )
+        if self.devices is not None and len(self.devices) != self.count:
+            raise ValueError(f"devices: {len(self.devices)} lists for count={self.count} servers")
+        for given in self.devices or []:
+            if given and len(given) != self.tensor_parallel:
+                raise ValueError(
+                    f"devices: {given} are not tensor_parallel={self.tensor_parallel} devices"
+                )
+        return self
+
+
 class InferenceConfig(Section):
     """The inference endpoints (``vllm serve`` or ``easyrl serve``)."""
 
-    endpoints: list[str] = Field(min_length=1)
+    endpoints: list[str] = []  # base URLs of servers that somebody else runs
+    launch: LaunchConfig | None = None  # servers of our own, beside or instead of them
     api_key_env: str | None = None  # name of the environment variable that holds the bearer token
-    progress_timeout_s: PositiveFloat = 600.0  # a request unanswered for so long goes elsewhere
-    startup_timeout_s: PositiveFloat = 300.0
-    max_retries: NonNegativeInt = 5  # per request, each on another endpoint where there is one
     max_inflight: PositiveInt = 256  # requests at a time per endpoint
+    dispatch: Literal["shortest_first", "prompt_order"] = "shortest_first"  # which groups go first
+    num_fetchers: PositiveInt = 1  # processes that talk to the endpoints and decode responses
+    max_retries: NonNegativeInt = 10  # per request, each on another endpoint where there is one
+    progress_timeout_s: PositiveFloat = 600.0  # an endpoint silent for so long is set aside
+    health_interval_s: PositiveFloat = 5.0  # between two health probes of an endpoint
+    startup_timeout_s: PositiveFloat = 300.0
+    max_outage_s: PositiveFloat = 1800.0  # without any endpoint; then checkpoint and stop
 
     @field_validator("endpoints")
     @classmethod
     def _urls(cls, value: list[str]) -> list[str]:
-        for url in value:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} is not an http:// or https:// URL")
-        cleaned = [url.rstrip("/") for url in value]
+        cleaned = [endpoint_url(url) for url in value]
         if len(set(cleaned)) != len(cleaned):
             raise ValueError("names an endpoint twice")
         return cleaned
+
+    @model_validator(mode="after")
+    def _some_endpoint(self) -> Self:
+        if not self.endpoints and self.launch is None:
+            raise ValueError(
+                "endpoints: is empty; name the base URL of at least one server, or let the run "
+                "start its own with inference.launch"
+            )
+        return self
+
+
+def endpoint_url(url: str) -> str:
+    """``url`` without a trailing slash. Raises ``ValueError`` if it is none."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is not an http:// or https:// URL")
+    url = url.rstrip("/")
+    if url.endswith("/v1"):
+        raise ValueError(f"{url!r}: leave off /v1, other routes of the server are used too")
+    if "@" in url:
+        raise ValueError("a URL with a user name; name the key's variable in inference.api_key_env")
+    return url
 
 
 class RewardConfig(Section):
@@ -273,6 +306,9 @@ class ObjectiveConfig(Section):
     kl_in_reward_coef: NonNegativeFloat = 0.0
     entropy_coef: float = 0.0
     old_policy: Literal["auto", "lagged"] = "auto"
+    importance_correction: Literal["none", "truncated", "masked"] = "none"  # of the trainer's over
+    # the inference engine's probability: TIS caps the ratio, masked IS drops tokens outside
+    importance_cap: Annotated[float, Field(gt=1)] = 2.0  # masked also drops below 1 / cap
     shuffle_rewards: bool = False  # control experiment: permute rewards inside each group
 
     @property
@@ -292,6 +328,7 @@ class TrainerConfig(Section):
     """Batch, micro-batch, optimizer, ZeRO."""
 
     batch_size: PositiveInt = 32  # prompts between two weight syncs, over all ranks
+    updates_per_batch: PositiveInt = 1  # optimizer steps on a batch, each on its slice of prompts
     max_steps: PositiveInt | None = None  # default: the dataset's epochs
     max_tokens_per_micro_batch: PositiveInt = 8192
     learning_rate: PositiveFloat = 1e-6
@@ -306,14 +343,20 @@ class TrainerConfig(Section):
     offload_optimizer: bool = False
     offload_reference: bool = False
     max_bad_steps: PositiveInt = 3  # steps with a non-finite loss or gradient before the run stops
+    grace_s: PositiveFloat = 60.0  # from SIGTERM until the run has to have saved and ended
 
 
 class WeightSyncConfig(Section):
     """How weights reach the endpoints, and how much proof is asked for."""
 
-    directory: FilePath = SHARED_MEMORY  # of the weights, seen by trainer and endpoints
-    chunk_bytes: PositiveInt = 256 * 2**20
+    transport: Literal["auto", "file", "http", "nccl", "hccl"] = "auto"  # auto: files where the
+    # endpoint sees the directory, else http; nccl, hccl: broadcast between devices
+    directory: FilePath = SHARED_MEMORY  # of the weights: shared memory, or a disk that is shared
+    chunk_bytes: PositiveInt = 16 * 2**20
+    advertise_host: str | None = None  # name under which endpoints reach this machine for http
+    port: NonNegativeInt = 0  # of the http stream; 0: a free one
     timeout_s: PositiveFloat = 600.0
+    prove: bool = True  # every endpoint proves the bits of what it serves after each sync
     probe: bool = True
     canary: bool = True
     canary_tolerance: PositiveFloat | None = None  # mean |Δ log-prob|; default 1e-3 fp32, 5e-2 bf16
@@ -346,9 +389,26 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints in ``<output_dir>/checkpoints``, the exported model in ``<output_dir>/model``."""
 
-    every_steps: NonNegativeInt = 0  # 0: none
+    every_steps: NonNegativeInt = 0  # 0: none but on SIGTERM and in an outage
     keep: PositiveInt = 2
+    background: bool = True  # written while training goes on
     export_at_end: bool = True
+
+
+class JournalConfig(Section):
+    """Finished groups in ``<output_dir>/journal``, for resume in mid-batch, verify and replay."""
+
+    fsync: Literal["group", "batch", "never"] = "batch"  # a killed process loses nothing with any;
+    # what a machine that goes down may lose: nothing, groups of the open batch, more
+    keep: Literal["resumable", "all"] = "resumable"  # resumable: back to the oldest checkpoint
+
+
+class WatchdogConfig(Section):
+    """Ends a run that makes no progress, with all stacks in the log."""
+
+    window_s: NonNegativeFloat = 3600.0  # 0: no watchdog
+    min_tokens_per_s: NonNegativeFloat = 0.0  # generated and trained tokens of this rank, mean over
+    # the window; 0: a run with any progress at all goes on
 
 
 class Config(Section):
@@ -366,265 +426,12 @@ class Config(Section):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    journal: JournalConfig = JournalConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        problems = [
-            *_rollout_contradictions(self.rollout),
-            *_objective_contradictions(self.objective),
-            *_trainer_contradictions(self.trainer),
-        ]
-        if self.model.dtype == "bf16" and self.trainer.zero_stage == 0:
-            problems.append(
-                "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses "
-                "it); use 1, 2 or 3, or model.dtype=fp32"
-            )
-        if self.trainer.offload_reference and not self.objective.has_reference:
-            problems.append(
-                "trainer.offload_reference: has no effect without a reference model; remove it, or "
-                "set objective.kl_coef or objective.kl_in_reward_coef above 0"
-            )
-        labels = [reward.label for reward in self.rewards]
-        if len(set(labels)) != len(labels):
-            problems.append(f"rewards: two are called the same ({labels}); rename a function")
+        problems = contradictions(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-
-# ---- values that contradict each other ---------------------------------------------------------
-# A value set to its default is never refused: a dumped tree names every key and must load again.
-
-
-def _is_set(section: Section, key: str) -> bool:
-    """Whether ``key`` has another value than its default."""
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
-
-
-def _rollout_contradictions(rollout: RolloutConfig) -> list[str]:
-    problems = []
-    if rollout.num_generations < 2:
-        problems.append("rollout.num_generations: a baseline needs at least 2 responses per group")
-    if _is_set(rollout, "truncated_reward") and rollout.truncated != "mark":
-        problems.append(
-            f"rollout.truncated_reward: has no effect with truncated={rollout.truncated}; remove "
-            "it, or set rollout.truncated=mark"
-        )
-    if not rollout.allow_off_policy_sampling:
-        problems += [
-            f"rollout.{key}: {getattr(rollout, key)} samples from another distribution than the "
-            f"policy that is trained, its ratios are biased; use {neutral}, or set "
-            "rollout.allow_off_policy_sampling=true"
-            for key, neutral in _ON_POLICY_SAMPLING.items()
-            if getattr(rollout, key) != neutral
-        ]
-    return problems
-
-
-def _objective_contradictions(objective: ObjectiveConfig) -> list[str]:
-    problems = []
-    if objective.old_policy == "auto":
-        problems += [
-            f"objective.{key}: never acts with one update per batch (the ratio is 1); "
-            "remove it, or set objective.old_policy=lagged"
-            for key in ("clip_eps_low", "clip_eps_high")
-            if _is_set(objective, key)
-        ]
-    if _is_set(objective, "kl_estimator") and objective.kl_coef == 0:
-        problems.append(
-            "objective.kl_estimator: has no effect without a KL term in the loss; remove it, or "
-            "set objective.kl_coef above 0"
-        )
-    return problems
-
-
-def _trainer_contradictions(trainer: TrainerConfig) -> list[str]:
-    problems = []
-    if trainer.zero_stage == 0 and trainer.offload_optimizer:
-        problems.append("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
-    if trainer.max_steps and trainer.warmup_steps >= trainer.max_steps:
-        problems.append("trainer.warmup_steps: must be below trainer.max_steps")
-    if trainer.lr_schedule == "constant" and trainer.min_lr_ratio > 0:
-        problems.append(
-            "trainer.min_lr_ratio: has no effect with a constant lr_schedule; remove it"
-        )
-    return problems
-
-
-# ---- reading -----------------------------------------------------------------------------------
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads ``path`` (YAML), applies ``key.path=value`` overrides and validates the result.
-
-    Relative paths are taken from the working directory. Raises ``ConfigError``.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist")
-    try:
-        tree = OmegaConf.load(path)
-        for override in overrides:
-            _apply(tree, override)
-        values = OmegaConf.to_container(tree, resolve=True)
-    except InterpolationResolutionError as error:
-        raise ConfigError(f"{path}: {error}\n(a literal ${{ is written \\${{)") from error
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    return validate_config(values, source=str(path))
-
-
-def _apply(tree: Any, override: str) -> None:
-    """Sets one ``key.path=value`` in ``tree``; the value is read as YAML."""
-    key, sep, value = override.partition("=")
-    if not sep or not key.strip():
-        raise ConfigError(f"override {override!r} is not of the form key.path=value")
-    try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
-        assert isinstance(parsed, dict)
-        # Not a merge of trees: that cannot reach into a list, as in rewards[0].weight=2.
-        OmegaConf.update(tree, key.strip(), parsed["value"], merge=True)
-    except (YAMLError, OmegaConfBaseException, TypeError) as error:
-        raise ConfigError(f"override {override!r}: {error}") from error
-
-
-def validate_config(values: Any, source: str = "config") -> Config:
-    """Validates a plain nested dict. Raises ``ConfigError``."""
-    if not isinstance(values, dict):
-        raise ConfigError(f"{source}: expected a mapping of sections, got {type(values).__name__}")
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        lines = [_describe(problem) for problem in error.errors()]
-        raise ConfigError(f"{source}: {len(lines)} problem(s)\n" + "\n".join(lines)) from None
-
-
-def check_paths(config: Config) -> None:
-    """Checks what the configuration says about the machine: files, environment, packages.
-
-    Raises ``ConfigError`` naming each key.
-
-    Called before anything is loaded, on the machine of the trainer.
-    """
-    problems = [
-        *_machine_problems(config),
-        *_model_problems(config.model),
-        *_dataset_problems("data", config.data),
-    ]
-    if config.evaluation is not None:
-        problems += _dataset_problems("evaluation.data", config.evaluation.data)
-    problems += _output_problems(config.run.output_dir)
-    directory = config.weight_sync.directory
-    if not directory.is_dir():
-        problems.append(
-            f"weight_sync.directory: {directory} does not exist; name a directory that trainer and "
-            "endpoints both see"
-        )
-    elif not os.access(directory, os.W_OK):
-        problems.append(f"weight_sync.directory: {directory} is not writable")
-    if problems:
-        raise ConfigError("\n".join(["this machine:", *(f"  {problem}" for problem in problems)]))
-
-
-def _machine_problems(config: Config) -> list[str]:
-    problems = []
-    variable = config.inference.api_key_env
-    if variable is not None and variable not in os.environ:
-        problems.append(
-            f"inference.api_key_env: the environment variable {variable} is not set; export it, or "
-            "remove the key"
-        )
-    if "wandb" in config.run.trackers:
-        found = importlib.util.find_spec("wandb")
-        if found is None or found.origin is None:  # the latter is a folder of wandb's runs
-            problems.append("run.trackers: wandb is not installed; pip install 'easyrl[wandb]'")
-    return problems
-
-
-def _model_problems(model: ModelConfig) -> list[str]:
-    if not model.path.is_dir():
-        return [
-            f"model.path: {model.path} is not a directory; models are read from disk, download it "
-            "first (hf download NAME --local-dir DIR)"
-        ]
-    problems = []
-    if not (model.path / "config.json").is_file():
-        problems.append(f"model.path: {model.path} has no config.json; is it a Hugging Face model?")
-    if not model.tokenizer_path.is_dir():
-        problems.append(f"model.tokenizer: {model.tokenizer_path} is not a directory")
-    return problems
-
-
-def _dataset_problems(key: str, data: DatasetConfig) -> list[str]:
-    problems = [
-        f"{key}.files[{i}]: {file} does not exist"
-        for i, file in enumerate(data.files)
-        if not file.is_file()
-    ]
-    if data.chat_template is not None and not data.chat_template.is_file():
-        problems.append(f"{key}.chat_template: {data.chat_template} does not exist")
-    return problems
-
-
-def _output_problems(output_dir: Path) -> list[str]:
-    existing = output_dir.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        return [f"run.output_dir: {output_dir} cannot be made, {existing} is a file"]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"run.output_dir: {output_dir} cannot be written, no permission in {existing}"]
-    return []
-
-
-def dump_config(config: Config) -> str:
-    """The resolved tree as YAML, readable by ``load_config``."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
-
-
-def _escape(value: Any) -> Any:
-    """A tree whose strings OmegaConf reads back as they are, a literal ``${`` included."""
-    if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escape(item) for item in value]
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
-    return value
-
-
-def _describe(problem: Any) -> str:
-    location, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden":
-        message = "unknown key"
-        known = _known_keys(location[:-1])
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        message += f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
-    elif problem["type"] == "missing":
-        message = "is required"
-    elif "input" in problem and not isinstance(problem["input"], dict | list | BaseModel):
-        message += f" (got {problem['input']!r})"
-    if not location:
-        return "\n".join(f"  {line}" for line in message.splitlines())
-    # A check of a whole section writes "key: what"; its key belongs to the path.
-    own_key = re.match(r"(\w+): ", message)
-    if problem["type"] == "value_error" and own_key:
-        location, message = (*location, own_key[1]), message[own_key.end() :]
-    return f"  {_dotted(location)}: {message}"
-
-
-def _dotted(location: Sequence[str | int]) -> str:
-    """``("rewards", 0, "file")`` as ``rewards[0].file``, the way overrides write it."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return "".join(parts).removeprefix(".")
-
-
-def _known_keys(location: Sequence[Any]) -> list[str]:
-    model: Any = Config
-    for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
-    return sorted(model.model_fields)

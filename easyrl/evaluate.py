@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from easyrl.config import Config, ConfigError, EvaluationConfig, check_paths, load_config
+from easyrl.config import Config, ConfigError, EvaluationConfig
+from easyrl.config_checks import check_paths
+from easyrl.config_file import load_config
 
 
 def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
@@ -28,12 +30,16 @@ def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
 def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.agreement import Agreement
     from easyrl.inference import open_inference
-    from easyrl.wiring import check_context_lengths, load_held_out, load_tokenizer
+    from easyrl.stopping import StopRequest
+    from easyrl.wiring.data import load_held_out, load_tokenizer
+    from easyrl.wiring.endpoints import start_servers, warn_of_short_contexts
 
     prompts = load_held_out(evaluation, load_tokenizer(config))
     with ExitStack() as opened:
-        inference = open_inference(config, opened)
-        check_context_lengths(config, inference, rollout=False)
-        evaluator = inference.evaluator(evaluation, prompts, config, Agreement(0, 1))
+        inference = open_inference(config, opened, urls=start_servers(config, opened))
+        warn_of_short_contexts(config, inference, rollout=False)
+        nobody_stops = StopRequest(config.trainer.grace_s)
+        opened.callback(nobody_stops.close)
+        evaluator = inference.evaluator(evaluation, prompts, config, Agreement(0, 1), nobody_stops)
         metrics = evaluator.evaluate(version=None)
     print(json.dumps({"num_prompts": len(prompts), **metrics}))

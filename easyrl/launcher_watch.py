@@ -7,9 +7,9 @@ started go on without it. A scheduler that stops a job would leave the training 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -17,8 +17,8 @@ LAUNCHER_MODULE = "deepspeed.launcher.launch"
 INTERVAL_S = 0.5
 
 
-def end_with_launcher() -> None:
-    """Sends this process SIGTERM when the ``deepspeed`` command that started it has ended.
+def end_with_launcher(terminate: Callable[[str], object]) -> None:
+    """Calls ``terminate`` with the reason when the ``deepspeed`` command that started us has ended.
 
     Does nothing in a process that the launcher did not start.
     """
@@ -26,17 +26,25 @@ def end_with_launcher() -> None:
     if launcher is None or LAUNCHER_MODULE not in launcher.cmdline():
         return
     watch = threading.Thread(
-        target=_watch, args=(launcher, launcher.ppid()), name="easyrl-launcher-watch", daemon=True
+        target=_watch,
+        args=(launcher, launcher.ppid(), terminate),
+        name="easyrl-launcher-watch",
+        daemon=True,
     )
     watch.start()
 
 
-def _watch(launcher: psutil.Process, command_pid: int) -> None:
-    while True:
+def _is_orphaned_to(command_pid: int) -> bool:
+    """Whether it is what adopts orphans, and no ``deepspeed`` command of a container."""
+    return command_pid == 1 and not any("deepspeed" in word for word in psutil.Process(1).cmdline())
+
+
+def _watch(launcher: psutil.Process, command_pid: int, terminate: Callable[[str], object]) -> None:
+    while not _is_orphaned_to(command_pid):  # it may have ended before this process looked
         try:
             if os.getppid() != launcher.pid or launcher.ppid() != command_pid:
                 break
         except psutil.NoSuchProcess:
             break
         time.sleep(INTERVAL_S)
-    os.kill(os.getpid(), signal.SIGTERM)
+    terminate("the deepspeed command that started this run has ended")

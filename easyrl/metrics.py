@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import orjson
+
+from easyrl.durable import write_durably
 
 
 class Tracker(Protocol):
@@ -16,18 +20,32 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One object per step. When a run resumes at ``from_step``, lines after it are dropped."""
+    """One object per step. Lines after ``from_step`` are dropped: they will come again.
+
+    Args:
+        from_step: the last whose metrics are out; -1: none.
+    """
 
     def __init__(self, path: Path, from_step: int) -> None:
         if path.exists():
-            lines = _whole_lines(path)
-            kept = [line for line in lines if from_step and orjson.loads(line)["step"] <= from_step]
-            path.write_bytes(b"".join(kept))
-        self._file = path.open("ab")
+            _drop_after(path, from_step)
+        self._file = path.open("ab", buffering=0)
+        self._end = path.stat().st_size
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(orjson.dumps({"step": step, **metrics}) + b"\n")
-        self._file.flush()
+        """Handed to the operating system on return. Raises ``OSError`` naming the file."""
+        line = orjson.dumps({"step": step, **metrics}) + b"\n"
+        try:
+            _write_all(self._file, line)
+        except OSError as error:
+            with suppress(OSError):  # readers leave half a line out
+                self._file.truncate(self._end)
+            message = (
+                f"the metrics of step {step} cannot be written ({error.strerror}); make room or "
+                "give permission and go on with --resume"
+            )
+            raise OSError(error.errno, message, self._file.name) from error
+        self._end += len(line)
 
     def close(self) -> None:
         self._file.close()
@@ -71,6 +89,22 @@ class WandbTracker:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """All lines of a ``metrics.jsonl``."""
     return [orjson.loads(line) for line in _whole_lines(path)]
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Leaves the lines up to ``step``; a kill or a full disk meanwhile loses none of them."""
+    lines = _whole_lines(path)
+    kept = [line for line in lines if orjson.loads(line)["step"] <= step]
+    if kept == lines[: len(kept)]:
+        os.truncate(path, sum(map(len, kept)))
+        return
+    write_durably(path, b"".join(kept).decode())
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
 
 
 def _whole_lines(path: Path) -> list[bytes]:

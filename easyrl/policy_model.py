@@ -19,6 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from easyrl.config import ModelConfig
 from easyrl.kernels.linear_logprob import linear_logprobs
 from easyrl.kernels.shared_prompt_attention import SegmentLayout, shared_prompt_attention
+from easyrl.numerics import own_memory
 from easyrl.schema import MicroBatch
 
 ATTENTION = "easyrl_shared_prompt"
@@ -160,6 +161,7 @@ def load_policy_model(model: ModelConfig, *, dtype: torch.dtype | None = None) -
         experts_implementation="eager" if dtype == torch.float64 else None,
         local_files_only=True,
     )
+    own_memory(hf_model)
     # The name that every transformers 5 knows; late ones call it activation checkpointing.
     if model.gradient_checkpointing:
         hf_model.gradient_checkpointing_enable({"use_reentrant": False})

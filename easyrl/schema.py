@@ -20,6 +20,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+TEMPORARY_FAILURE = 75  # sysexits.h: the same command with --resume may succeed later
+
+
+class InterruptedRun(RuntimeError):
+    """The run cannot go on for now and has written a checkpoint to go on from.
+
+    ``status`` is the process's: ``TEMPORARY_FAILURE``, or 0 for a stop that was asked for.
+    """
+
+    def __init__(self, message: str, *, status: int = TEMPORARY_FAILURE) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StopRequested(RuntimeError):
+    """SIGTERM, or a stop that another rank was asked for: save and end, nothing has failed."""
+
+
 class PolicyVersion(NamedTuple):
     """Identity of a set of weights: which run, which of its lives, how many closed batches."""
 
@@ -41,6 +59,38 @@ class PolicyVersion(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """What a batch's samples are made by: a version, and the hash of its weights.
+
+    Lives of a run that come to the same weights share the hash, never the version.
+    """
+
+    version: PolicyVersion
+    digest: str  # blake3 over the served tensors' names and hashes, 64 hex digits
+
+
+Key = tuple[int, int]  # epoch and index of a prompt: what identifies it in a run
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """What an endpoint has shown of the weights it serves."""
+
+    url: str
+    version: str
+    bits_proved: bool  # the hash of every served tensor was read back and compared
+    canary_mean: float | None  # mean |log-prob difference| to the trainer, nats
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One weight sync."""
+
+    served: ServedWeights
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of one epoch; ``(epoch, index)`` identifies it in a run."""
 
@@ -50,6 +100,10 @@ class Prompt:
     answer: str | None
     epoch: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the other fields of the record
+
+    @property
+    def key(self) -> Key:
+        return self.epoch, self.index
 
 
 class VersionSpan(NamedTuple):
@@ -95,6 +149,8 @@ class RolloutGroup:
     policy_version: str  # the version it was requested for
     dispatched_s: float  # time.monotonic() when its first request was sent
     completed_s: float  # ... when its last response was scored
+    excluded: str | None = None  # why it has no completions and is not trained
+    digest: str | None = None  # blake3 of its journal record, 32 hex digits; None: not journalled
 
     @property
     def rewards(self) -> np.ndarray:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-from easyrl.config import Config, ConfigError, check_paths, dump_config, load_config
+from easyrl.config import Config, ConfigError
+from easyrl.config_checks import check_paths
+from easyrl.config_file import dump_config, load_config
 from easyrl.launcher_watch import end_with_launcher
+from easyrl.schema import InterruptedRun
+from easyrl.signals import RunSignals
+from easyrl.stopping import StopRequest
 
 if TYPE_CHECKING:
-    from easyrl.wiring import Parts
+    from easyrl.wiring.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -32,29 +36,45 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(dump_config(config), end="")
             return 0
         check_paths(config)
-        _close_on_signals()
-        run(config, resume=arguments.resume)
+        signals = RunSignals(StopRequest(config.trainer.grace_s))
+        signals.install()
+        end_with_launcher(signals.terminate)
+        try:
+            run(config, resume=arguments.resume, signals=signals)
+        finally:
+            signals.finish()
     except ConfigError as error:  # the user's to mend; a traceback would hide it
         print(f"easyrl: {error}", file=sys.stderr)
         return 2
+    except InterruptedRun as error:
+        print(f"easyrl: {error}", file=sys.stderr)
+        return error.status
     return 0
 
 
-def run(config: Config, *, resume: bool = False) -> None:
-    """Trains one model from ``config``; every rank calls this."""
-    from easyrl.wiring import build_parts
+def run(config: Config, *, resume: bool = False, signals: RunSignals | None = None) -> None:
+    """Trains one model from ``config``; every rank calls this.
+
+    Raises ``InterruptedRun`` in an outage, and when a stop was asked for by ``signals``.
+    """
+    from easyrl.wiring.parts import build_parts
 
     with ExitStack() as open_parts:
-        parts = build_parts(config, open_parts, resume=resume)
+        if signals is None:
+            signals = RunSignals(StopRequest(config.trainer.grace_s))
+            open_parts.callback(signals.stop.close)  # of a command it lasts as long as the process
+        parts = build_parts(config, open_parts, resume=resume, signals=signals)
         gc.collect()
         gc.freeze()  # what imports left behind; walking it took 0.2 s of every other step
+        gc.set_threshold(10_000, 20, 50)  # the producer makes many objects, without cycles
+        signals.begin_training()
         parts.trainer.fit()
         _finish(config, parts)
 
 
 def _finish(config: Config, parts: Parts) -> None:
     """Exports the trained model and draws the reward curve."""
-    from easyrl.checkpoint import export_model
+    from easyrl.checkpoints.export import export_model
     from easyrl.metrics import read_metrics
     from easyrl.plot import plot_reward_curve
     from easyrl.run_folder import METRICS_FILE
@@ -71,20 +91,6 @@ def _finish(config: Config, parts: Parts) -> None:
         source, tokenizer = config.model.path, config.model.tokenizer_path
         export_model(weights, source, tokenizer, output / "model", dtype)
     plot_reward_curve(read_metrics(output / METRICS_FILE), output / "reward.png")
-
-
-def _close_on_signals() -> None:
-    """Ctrl-C and SIGTERM unwind, so that every part closes what it opened."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def stop(number: int, _: Any) -> NoReturn:
-        for each in signals:  # a launcher sends both: the second must not interrupt the closing
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    for each in signals:
-        signal.signal(each, stop)
-    end_with_launcher()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

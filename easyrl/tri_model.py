@@ -2,7 +2,7 @@
 
 The three share one architecture and one layout, so one packed row and one attention mask serve all.
 What is not needed does not exist: the reference is there only with a KL coefficient, the old policy
-only when it is lagged; else it is the policy itself, whose ratio is 1.
+only when it is lagged or a batch has several updates; else it is the policy itself, with ratio 1.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class TriModel:
     Args:
         policy: the model being trained, an engine around it where one intercepts the forward.
         reference: frozen at the start of the run; None without a KL coefficient.
-        old_policy: the weights before the previous update (``old_policy: lagged``); None where the
-            policy itself is the old policy.
+        old_policy: the weights before the previous update (``old_policy: lagged``), or those at the
+            start of the batch (``updates_per_batch`` above 1); None where the policy itself is the
+            old policy.
         temperature: the sampling temperature, at which all log-probabilities are taken.
     """
 
@@ -85,6 +86,7 @@ class TriModel:
         self.policy = policy
         self.reference = reference
         self.old_policy = old_policy
+        self.old_is_policy = False  # for now their weights are the same: one forward serves both
         self._temperature = temperature
         self._device = device
 
@@ -95,9 +97,10 @@ class TriModel:
         then not there yet.
         """
         layout = SegmentLayout(micro_batch.segments)
+        old_policy = None if self.old_is_policy else self.old_policy
         frozen = [
             None if model is None else model.logprobs(micro_batch, layout, self._temperature)
-            for model in (self.reference, self.old_policy)
+            for model in (self.reference, old_policy)
         ]
         reference_logprobs, old_logprobs = frozen
         logprobs, entropy = run_micro_batch(

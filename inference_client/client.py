@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 import numpy as np
 import orjson
 
@@ -20,6 +21,7 @@ from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
     MalformedResponse,
+    PromptRejected,
     RequestRejected,
 )
 from easyrl.inference_client.responses import parse_generate_response
@@ -31,11 +33,17 @@ __all__ = [
     "MalformedResponse",
     "RequestRejected",
     "ServedModel",
+    "WorkerProof",
     "parse_generate_response",
 ]
 
 GENERATE = "/inference/v1/generate"
+PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
 HEALTH_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 30.0
+PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
+# vLLM breaks a connection off after some errors; the next control request must not meet that
+CLOSE = {"Connection": "close"}
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
 HINTS = {
     401: "; set inference.api_key_env to the variable that holds its key",
@@ -50,6 +58,19 @@ class ServedModel:
 
     name: str
     max_model_len: int | None  # prompt and response tokens together
+    is_embedded: bool = False  # easyrl serve
+    batch_invariant: bool = False  # nothing else asked of it changes a bit of a response; vLLM
+    # does not tell
+    arithmetic: str | None = None  # where two say the same, their bits are the same (embedded)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProof:
+    """What one worker of a server says of the weights it serves, read back through its model."""
+
+    checksums: Mapping[str, str]  # by tensor; the artefact's only if the served bits equal it
+    problems: Mapping[str, str]  # by tensor: what is wrong with it
+    transport: str  # how its weights came: "file" or "http"
 
 
 class EndpointClient:
@@ -109,7 +130,13 @@ class EndpointClient:
         answer = await self._json("GET", "/v1/models")
         try:
             card = answer["data"][0]
-            return ServedModel(card["id"], card.get("max_model_len"))
+            return ServedModel(
+                card["id"],
+                card.get("max_model_len"),
+                is_embedded=card.get("owned_by") == "easyrl",
+                batch_invariant=card.get("batch_invariant") is True,
+                arithmetic=card.get("arithmetic"),
+            )
         except (KeyError, IndexError, TypeError, AttributeError):
             raise MalformedResponse(self.url, f"GET /v1/models names no model: {answer}") from None
 
@@ -140,6 +167,42 @@ class EndpointClient:
     async def finish_weight_update(self, version: str) -> None:
         """From here on the server stamps ``version`` on its tokens."""
         await self._request("POST", "/finish_weight_update", {"weight_version": version})
+
+    async def set_weight_version(self, version: str, timeout_s: float | None = None) -> None:
+        """Stamps ``version`` on the tokens from here on, of the weights that it has."""
+        body = {"new_version": version}
+        await self._field("success", bool, "POST", "/update_weight_version", body, timeout_s)
+
+    async def abandon_weight_update(self) -> None:
+        """Gives up an update that was started, so that the next one can start.
+
+        The server answers with an error whether or not one was open. Raises ``EndpointUnavailable``
+        if it does not answer at all.
+        """
+        body = {"update_info": {"abandon": True}}
+        await self._answer("POST", "/update_weights", body, self._timeout_s)
+
+    async def prove_weights(
+        self, artifact: str, chunks: Sequence[Mapping[str, Any]]
+    ) -> list[WorkerProof]:
+        """What each worker serves, compared bit by bit with the artefact of that name.
+
+        Args:
+            chunks: as in ``update_weights``; all of the artefact.
+
+        ``problems`` of a proof are the workers' to tell and raise nothing here.
+        """
+        kwargs = {"artifact": artifact, "chunks": orjson.dumps(chunks).decode()}
+        body = {"method": PROVE_WEIGHTS, "kwargs": kwargs}
+        content = await self._request("POST", "/collective_rpc", body)
+        try:
+            proofs = msgspec.json.decode(content, type=_Proofs).results
+        except msgspec.MsgspecError as error:
+            reason = f"POST /collective_rpc proves no weights: {error}: {_shown(content)}"
+            raise MalformedResponse(self.url, reason) from None
+        if not proofs:
+            raise MalformedResponse(self.url, "POST /collective_rpc: no worker proved its weights")
+        return proofs
 
     async def weight_checksums(self) -> dict[str, str]:
         """Checksum by name of the server's parameter, prefixed with its place (``dp0:pp0:...``)."""
@@ -196,8 +259,8 @@ class EndpointClient:
         except orjson.JSONDecodeError:
             answer = None
         if not isinstance(answer, dict):
-            shown = _shorten(content.decode(errors="replace"))
-            raise MalformedResponse(self.url, f"{method} {path} did not answer JSON: {shown}")
+            reason = f"{method} {path} did not answer JSON: {_shown(content)}"
+            raise MalformedResponse(self.url, reason)
         return answer
 
     async def _request(
@@ -207,32 +270,56 @@ class EndpointClient:
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> bytes:
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         limit_s = timeout_s if timeout_s is not None or path == GENERATE else self._timeout_s
+        answer = await self._answer(method, path, body, limit_s)
+        if answer.status == 200:
+            return answer.content
+        message = _server_message(answer.content)
+        reason = f"{method} {path} answered {answer.status} {answer.reason}: {message}"
+        if answer.status >= 500 or answer.status in OVERLOADED:
+            raise EndpointUnavailable(self.url, reason)
+        unknown_route = answer.status == 404 and message == "Not Found"
+        hint = ROUTE_HINT if unknown_route else HINTS.get(answer.status, "")
+        if path == GENERATE and answer.status in PROMPT_AT_FAULT:
+            raise PromptRejected(self.url, reason)
+        raise RequestRejected(self.url, reason + hint)
+
+    async def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float | None
+    ) -> _Answer:
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             async with self._session.request(
                 method,
                 self.url + path,
                 data=data,
-                headers=self._headers,
-                timeout=aiohttp.ClientTimeout(total=limit_s),
+                headers=self._headers if path == GENERATE else self._headers | CLOSE,
+                timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
             ) as response:
-                content = await response.read()
-        except TimeoutError:
-            reason = f"{method} {path} was not answered within {limit_s:g} s"
+                return _Answer(response.status, response.reason or "", await response.read())
+        except TimeoutError as error:
+            connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
+            what = "could not connect" if connecting else "was not answered"
+            reason = (
+                f"{method} {path} {what} within {CONNECT_TIMEOUT_S if connecting else limit_s} s"
+            )
             raise EndpointUnavailable(self.url, reason) from None
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{method} {path} failed: {type(error).__name__}: {error}"
             raise EndpointUnavailable(self.url, reason) from None
-        if response.status == 200:
-            return content
-        message = _server_message(content)
-        reason = f"{method} {path} answered {response.status} {response.reason}: {message}"
-        if response.status >= 500 or response.status in OVERLOADED:
-            raise EndpointUnavailable(self.url, reason)
-        unknown_route = response.status == 404 and message == "Not Found"
-        hint = ROUTE_HINT if unknown_route else HINTS.get(response.status, "")
-        raise RequestRejected(self.url, reason + hint)
+
+
+class _Proofs(msgspec.Struct):
+    """What ``/collective_rpc`` answers: a result per worker."""
+
+    results: list[WorkerProof]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    status: int
+    reason: str
+    content: bytes
 
 
 def _server_message(content: bytes) -> str:
@@ -248,6 +335,10 @@ def _server_message(content: bytes) -> str:
             message = message.get("message", text)
         text = str(message)
     return _shorten(text)
+
+
+def _shown(content: bytes) -> str:
+    return _shorten(content.decode(errors="replace"))
 
 
 def _shorten(text: str, limit: int = 500) -> str:

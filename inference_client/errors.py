@@ -33,6 +33,14 @@ class RequestRejected(EndpointError):
     """A 4xx: the request is at fault and would be refused elsewhere too."""
 
 
+class PromptRejected(RequestRejected):
+    """A 400, 413 or 422 to a generate request: this prompt cannot be had, others may."""
+
+
+class PromptTooLong(PromptRejected):
+    """The endpoints' context has no room for a single response token behind this prompt."""
+
+
 class AttemptsFailed(EndpointError):
     """A request failed as often as it may; ``attempts`` says where and why."""
 
@@ -46,3 +54,16 @@ class AttemptsFailed(EndpointError):
 
 class NoEndpointError(RuntimeError):
     """No endpoint can take the request, now or soon; the message names each and why."""
+
+
+class Outage(NoEndpointError):
+    """No endpoint was usable for ``inference.max_outage_s``; a later one may go on from here."""
+
+
+def is_outage(error: BaseException | None) -> bool:
+    """Whether ``error``, or what caused it, is an ``Outage``."""
+    while error is not None:
+        if isinstance(error, Outage):
+            return True
+        error = error.__cause__
+    return False

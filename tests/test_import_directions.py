@@ -6,21 +6,48 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LEAVES = {"easyrl.schema", "easyrl.config", "easyrl.event_log", "easyrl.seeding"}
+PLUGIN = ROOT / "inference_client/vllm_plugin"
+LEAVES = {
+    "easyrl.schema",
+    "easyrl.config",
+    "easyrl.event_log",
+    "easyrl.seeding",
+    "easyrl.numerics",
+    "easyrl.durable",
+    "easyrl.workers.child_process",
+}
 # room → what of ours it may import besides itself
 ALLOWED = {
     "easyrl.kernels": set(),
     "easyrl.dataloaders": LEAVES,
     "easyrl.inference_client": LEAVES,
-    "easyrl.rewards": LEAVES | {"easyrl.worker_pool"},
+    "easyrl.rewards": LEAVES | {"easyrl.workers.worker_pool"},
+    "easyrl.certificate": LEAVES | {"easyrl.journal", "easyrl.dataloaders.prompts"},
     "easyrl.objectives": LEAVES | {"easyrl.engines.base"},
     "easyrl.engines": LEAVES
     | {"easyrl.policy_model", "easyrl.tri_model", "easyrl.objectives", "easyrl.kernels"},
-    "easyrl.trainer": LEAVES | {"easyrl.agreement", "easyrl.batch_metrics", "easyrl.engines.base"},
+    "easyrl.trainer": LEAVES
+    | {
+        "easyrl.accumulation",
+        "easyrl.agreement",
+        "easyrl.batch_metrics",
+        "easyrl.certificate.records",
+        "easyrl.closed_batch",
+        "easyrl.engines.base",
+    },
+    "easyrl.accumulation": LEAVES
+    | {"easyrl.agreement", "easyrl.batch_metrics", "easyrl.engines.base", "easyrl.stopping"},
+    "easyrl.closed_batch": LEAVES | {"easyrl.batch_metrics", "easyrl.certificate.records"},
+    "easyrl.journal": LEAVES
+    | {"easyrl.dataloaders.group_stream", "easyrl.dataloaders.rollout_generator"},
     "easyrl.schema": set(),
-    "easyrl.config": set(),
+    "easyrl.config": {"easyrl.config_checks"},
+    "easyrl.config_checks": {"easyrl.config"},  # for its types
     "easyrl.event_log": set(),
-    "easyrl.worker_pool": set(),
+    "easyrl.numerics": set(),
+    "easyrl.workers.child_process": set(),
+    "easyrl.workers.worker_process": {"easyrl.workers.child_process"},
+    "easyrl.workers.worker_pool": {"easyrl.workers.child_process", "easyrl.workers.worker_process"},
 }
 WIRING = {"easyrl.wiring", "easyrl.train"}
 HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
@@ -28,10 +55,24 @@ LIGHT = {
     "easyrl",
     "easyrl.schema",
     "easyrl.config",
+    "easyrl.config_checks",
+    "easyrl.config_file",
+    "easyrl.launcher_watch",
+    "easyrl.notices",
+    "easyrl.signals",
+    "easyrl.stacks",
+    "easyrl.stopping",
     "easyrl.train",
-    "easyrl.worker_pool",
+    "easyrl.watchdog",
+    "easyrl.workers.child_process",
+    "easyrl.workers.worker_pool",
+    "easyrl.workers.worker_process",
     "easyrl.rewards.worker",
     "easyrl.inference_client.client",
+    "easyrl.inference_client.responses",
+    "easyrl.inference_client.fetching.fetcher_pool",
+    "easyrl.inference_client.fetching.fetcher_messages",
+    "easyrl.inference_client.fetching.fetcher_process",
 }
 
 
@@ -58,6 +99,8 @@ def imports(path: Path, *, module_level_only: bool = False) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            if node.level == 1 and PLUGIN in path.parents:
+                continue  # has another name inside vLLM; stays in its own folder
             assert node.level == 0, f"{path}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
     return found
@@ -104,7 +147,7 @@ def test_only_the_wiring_knows_all_rooms():
             if any(within(i, room) for i in imports(path)) and not within(name, room)
         }
         if len(rooms) == 3:
-            assert name in WIRING, f"{name} imports {sorted(rooms)}"
+            assert any(within(name, room) for room in WIRING), f"{name} imports {sorted(rooms)}"
 
 
 @pytest.mark.parametrize("name", sorted(LIGHT))

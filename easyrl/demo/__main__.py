@@ -1,6 +1,7 @@
 """``make demo``: builds a small model, serves it, trains it with GRPO, and measures what it learnt.
 
-The last line printed is one JSON object.
+``--engine vllm`` serves it with real vLLM, whose environment's interpreter is named by the
+environment variable EASYRL_VLLM_PYTHON. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from io import TextIOWrapper
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 from transformers.utils.logging import disable_progress_bar
 
-from easyrl.config import Config, ConfigError, load_config
+from easyrl.config import Config
+from easyrl.config_file import load_config
 from easyrl.demo.accuracy import held_out_accuracy
 from easyrl.demo.build_model import build_model
+from easyrl.demo.servers import Engine, start_server, vllm_python
 from easyrl.demo.task import write_splits
-from easyrl.inference_client.launch import EmbeddedServerProcess, pin_process, usable_cpus
+from easyrl.inference_client.servers.launch import ServerStartError, pin_process, usable_cpus
 from easyrl.metrics import read_metrics
 
 CONFIG = "configs/demo.yaml"
+PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve
+CERTIFICATE_TIMES = ("time/certificate_s", "time/journal_s")
 OWN_KEYS = (
     "run.output_dir=",
     "model.path=",
@@ -56,8 +62,10 @@ def main() -> int:
         *arguments.overrides,
     ]
     try:
+        if arguments.engine == "vllm":
+            vllm_python()  # before the minute of the warm start
         config = load_config(CONFIG, overrides)
-    except ConfigError as error:
+    except ValueError as error:  # ConfigError is one
         print(f"easyrl demo: {error}", file=sys.stderr)
         return 2
     disable_progress_bar()
@@ -71,18 +79,21 @@ def main() -> int:
     sampling = {"seed": config.run.seed, "max_tokens": config.rollout.max_tokens}
     before = held_out_accuracy(model, heldout, **sampling)
     print(f"accuracy before: {before:.3f}")
-    _train(run_dir, model, overrides, arguments.num_servers)
+    _train(run_dir, model, overrides, arguments.engine, arguments.num_servers)
     after = held_out_accuracy(run_dir / "model", heldout, **sampling)
     seconds = time.monotonic() - start
 
     steps = [m for m in read_metrics(run_dir / "metrics.jsonl") if "time/step_s" in m]
     rates = sorted(m["throughput/tokens_per_s_per_device"] for m in steps)
     result = {
+        "engine": arguments.engine,
         "accuracy_before": round(before, 4),
         "accuracy_after": round(after, 4),
         "seconds": round(seconds, 1),
         "steps": len(steps),
         "tokens_per_s_per_device": round(rates[len(rates) // 2], 1),
+        "proof_share": round(_sum_s(run_dir, PROOF_TIMES) / seconds, 4),
+        "certificate_share": round(_sum_s(run_dir, CERTIFICATE_TIMES) / seconds, 4),
         "run_dir": str(run_dir),
     }
     print(
@@ -91,6 +102,11 @@ def main() -> int:
     print(f"reward curve: {run_dir / 'reward.png'}; model: {run_dir / 'model'}")
     print(json.dumps(result))
     return 0
+
+
+def _sum_s(run_dir: Path, times: Sequence[str]) -> float:
+    """Seconds that ``times`` held the trainer up, over the whole run."""
+    return sum(m.get(key, 0.0) for m in read_metrics(run_dir / "metrics.jsonl") for key in times)
 
 
 def _set_up(config: Config, run_dir: Path) -> tuple[Path, Path]:
@@ -108,21 +124,21 @@ def _set_up(config: Config, run_dir: Path) -> tuple[Path, Path]:
     return model, heldout
 
 
-def _train(run_dir: Path, model: Path, overrides: list[str], num_servers: int) -> None:
+def _train(
+    run_dir: Path, model: Path, overrides: list[str], engine: Engine, num_servers: int
+) -> None:
     """Servers as processes of their own, then the trainer through the ``deepspeed`` launcher."""
     trainer_cpus, server_cpus = _divide_cpus()
     with ExitStack() as servers:
         urls = []
         for number in range(num_servers):
-            server = EmbeddedServerProcess(
-                model,
-                ["--max-model-len", "128", "--num-threads", str(len(server_cpus))],
-                cpus=server_cpus,
-                log=run_dir / f"server-{number}.log",
-            )
-            servers.enter_context(server)
-            urls.append(server.url)
-        print(f"{num_servers} embedded server(s): {', '.join(urls)}")
+            log = run_dir / f"server-{number}.log"
+            try:
+                server = start_server(engine, model, server_cpus, log)
+            except (ValueError, ServerStartError) as error:
+                sys.exit(f"easyrl demo: {error}")
+            urls.append(servers.enter_context(server).url)
+        print(f"{num_servers} {engine} server(s): {', '.join(urls)}")
         command = [
             *_launcher(),
             *("--module", "easyrl.train", CONFIG),
@@ -163,6 +179,7 @@ def _divide_cpus() -> tuple[list[int], list[int]]:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="easyrl.demo", description=__doc__)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--engine", choices=get_args(Engine), default="embedded")
     parser.add_argument("--num-servers", type=int, default=1)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     return parser.parse_intermixed_args()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +56,41 @@ class MetricSums:
             self.maxima[name] = max(self.maxima.get(name, value), value)
 
 
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """Elements ``[start, start + n)`` of a flattened tensor of the engine's state."""
+
+    key: str  # of the tensor, the same on all ranks and for any number of them
+    start: int
+    values: Tensor  # [n], on the host
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """One rank's share of what a run goes on from; the shares of all ranks make the whole."""
+
+    pieces: list[StatePiece]
+    description: dict[str, Any]  # JSON, equal on all ranks
+
+
+class SavedState(Protocol):
+    """The shares of all ranks together (``StateReader``)."""
+
+    @property
+    def description(self) -> Mapping[str, Any]: ...
+
+    def numel(self, key: str) -> int:
+        """Elements of the whole tensor; 0 if there is none of that name."""
+        ...
+
+    def read(self, key: str, start: int, numel: int) -> Tensor:
+        """Elements ``[start, start + numel)``, on the host.
+
+        Raises ``ValueError`` if they are not all there.
+        """
+        ...
+
+
 class TrainEngine(Protocol):
     """A model being trained. All ranks call every method; *collective* ones wait for all."""
 
@@ -64,6 +98,12 @@ class TrainEngine(Protocol):
     dp_rank: int
     dp_size: int
     lockstep: bool  # all ranks must run equally many micro-batches (ZeRO 2 and 3)
+
+    def begin_batch(self) -> None:
+        """The weights as they are now are the old policy of the batch's updates, with
+        ``updates_per_batch`` above 1; else without effect. All ranks call it before each batch.
+        """
+        ...
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         """Accumulates the gradients of the objective's *sums*; one metrics record per micro-batch.
@@ -96,12 +136,18 @@ class TrainEngine(Protocol):
         """Inside, every weight is visibly changed (DESIGN §2.5); afterwards bit-equal to before."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Weights, optimizer and schedule. Collective."""
+    def snapshot(self) -> EngineState:
+        """A copy, in host memory, of this rank's share of weights, optimizer and schedule.
+
+        Of a step that is over: no gradients. Training may go on at once. All ranks call it.
+        """
         ...
 
-    def load(self, directory: Path) -> None:
-        """Inverse of ``save``. Collective. Raises ``ValueError`` if the checkpoint does not fit."""
+    def restore(self, saved: SavedState) -> None:
+        """Inverse of ``snapshot``, to the bit, also with another number of ranks. Collective.
+
+        Raises ``ValueError`` if the checkpoint does not fit.
+        """
         ...
 
 

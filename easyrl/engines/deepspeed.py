@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import deepspeed
@@ -17,15 +15,30 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from easyrl.config import Config
-from easyrl.engines.base import MetricSums, NonFiniteLossError, StepResult
+from easyrl.engines.base import (
+    EngineState,
+    MetricSums,
+    NonFiniteLossError,
+    SavedState,
+    StepResult,
+)
 from easyrl.engines.deepspeed_config import (
     frozen_config,
     parameter_groups,
     schedule_factor,
     training_config,
 )
+from easyrl.engines.deepspeed_state import (
+    MASTER,
+    optimizer_pieces,
+    restore_optimizer,
+    restore_schedule,
+    schedule_position,
+    zero_3_fragment,
+)
 from easyrl.engines.late_denominator import LateScalarAdamW, step_divided
 from easyrl.engines.process_group import quiet, start_process_group
+from easyrl.engines.shard_state import Fragment, copy_pieces, key_of, own_part, read_pieces
 from easyrl.engines.shards import copy_of, local_parameters, perturb, restore
 from easyrl.engines.weight_names import saved_weights
 from easyrl.kernels.shared_prompt_attention import SegmentLayout
@@ -34,8 +47,7 @@ from easyrl.policy_model import PolicyModel, load_policy_model
 from easyrl.schema import MicroBatch, Segment
 from easyrl.tri_model import FrozenModel, TriModel
 
-CHECKPOINT_TAG = "deepspeed"
-DESCRIPTION_FILE = "engine.json"
+OLD_POLICY, SCHEDULE = "old_policy", "schedule"  # in a checkpoint
 
 
 class DeepSpeedEngine:
@@ -73,18 +85,30 @@ class DeepSpeedEngine:
         self._policy = policy
         objective = config.objective
         with_reference = objective.has_reference
-        lagged = objective.old_policy == "lagged"
+        self._is_lagged = objective.old_policy == "lagged"
+        self._has_snapshot = config.trainer.updates_per_batch > 1  # never lagged too
+        with_old_policy = self._is_lagged or self._has_snapshot
         offload = config.trainer.offload_reference
         self._tri_model = TriModel(
             self._engine,
             reference=self._frozen(load(), offload=offload) if with_reference else None,
-            old_policy=self._frozen(load(), offload=False) if lagged else None,
+            old_policy=self._frozen(load(), offload=False) if with_old_policy else None,
             temperature=config.rollout.temperature,
             device=self._device,
         )
         self._num_backwards = 0
 
     # ---- training --------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """The weights as they are now are the old policy of the batch's updates. All ranks call it.
+
+        Without effect with one update per batch, where the policy itself is the old policy, as it
+        still is in the first of several: that one needs no forward of the snapshot.
+        """
+        if self._has_snapshot:
+            restore(self._old_policy_parameters(), self._local_parameters())
+            self._tri_model.old_is_policy = True
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         """Accumulates the gradients of the objective's sums.
@@ -116,13 +140,14 @@ class DeepSpeedEngine:
             return StepResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
         if self._num_backwards == 0:  # other ranks had rows; DeepSpeed reduces only what exists
             self._backward_of_nothing(scale=0.0)
-        old_policy = self._tri_model.old_policy
-        before = copy_of(self._local_parameters()) if old_policy is not None else []
+        before = copy_of(self._local_parameters()) if self._is_lagged else []
         # DeepSpeed averages over ranks, the denominator is of all ranks' sums.
         grad_norm, applied = step_divided(self._engine, denominator / self.dp_size)
         self._num_backwards = 0
-        if old_policy is not None and applied:
-            restore(local_parameters(old_policy.module, sharded=self._stage == 3), before)
+        if applied and self._is_lagged:
+            restore(self._old_policy_parameters(), before)
+        if applied:
+            self._tri_model.old_is_policy = False
         return StepResult(grad_norm, learning_rate, skipped=not applied)
 
     def discard_gradients(self) -> None:
@@ -200,38 +225,65 @@ class DeepSpeedEngine:
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
-    def save(self, directory: Path) -> None:
-        """Weights, optimizer, schedule and, where there is one, the old policy. Collective."""
-        with quiet():
-            self._engine.save_checkpoint(str(directory), tag=CHECKPOINT_TAG, save_latest=False)
-        if self._tri_model.old_policy is not None:
-            old = self._old_policy_parameters()
-            torch.save([t.cpu() for t in old], directory / f"old-policy-rank{self.rank}.pt")
-        if self.rank == 0:
-            (directory / DESCRIPTION_FILE).write_text(json.dumps(self._description()))
-        dist.barrier()
+    def snapshot(self) -> EngineState:
+        """This rank's share of masters, moments, step counts and, if lagged, the old policy.
 
-    def load(self, directory: Path) -> None:
-        """Inverse of ``save``. Collective. Raises ``ValueError`` if the checkpoint does not fit."""
-        file = directory / DESCRIPTION_FILE
-        if not file.is_file():
-            raise ValueError(f"{directory} holds no checkpoint ({DESCRIPTION_FILE} is missing)")
-        saved, mine = json.loads(file.read_text()), self._description()
-        wrong = [f"{k} is {saved.get(k)}, now {mine[k]}" for k in mine if saved.get(k) != mine[k]]
+        Host memory: 12 bytes per parameter, divided by the number of ranks; with a lagged old
+        policy its own size more.
+        """
+        pieces = list(optimizer_pieces(self._engine.optimizer, self._parameters()))
+        if self._is_lagged:
+            for tensor, _, own in self._old_policy_fragments():
+                pieces += copy_pieces(OLD_POLICY, tensor, [own])
+        position = schedule_position(self._engine.lr_scheduler)
+        return EngineState(pieces, self._description() | {SCHEDULE: position})
+
+    def restore(self, saved: SavedState) -> None:
+        """Inverse of ``snapshot``, also for another number of ranks or ZeRO stage. Collective.
+
+        Raises ``ValueError`` if the checkpoint is of another model, dtype or kind of old policy.
+        """
+        mine = self._description()
+        wrong = [
+            f"{key} is {saved.description.get(key)}, now {mine[key]}"
+            for key in mine
+            if saved.description.get(key) != mine[key]
+        ]
+        for name, parameter in self._parameters().items():
+            numel = saved.numel(key_of(MASTER, name))
+            if not wrong and numel != _numel(parameter):
+                wrong.append(f"{name} has {numel} elements, now {_numel(parameter)}")
         if wrong:
             raise ValueError(
-                f"checkpoint {directory} does not fit: {'; '.join(wrong)}; resume with the "
-                "settings it was written with"
+                f"the checkpoint does not fit: {'; '.join(wrong)}; resume with the settings it was "
+                "written with"
             )
-        with quiet():
-            path, _ = self._engine.load_checkpoint(str(directory), tag=CHECKPOINT_TAG)
-        if path is None:
-            raise ValueError(
-                f"checkpoint {directory} is incomplete; remove it to use an earlier one"
-            )
-        if self._tri_model.old_policy is not None:
-            old = torch.load(directory / f"old-policy-rank{self.rank}.pt", weights_only=True)
-            restore(self._old_policy_parameters(), old)
+        restore_optimizer(self._engine.optimizer, self._parameters(), saved)
+        if self._is_lagged:
+            with torch.no_grad():
+                for tensor, held, _ in self._old_policy_fragments():
+                    read_pieces(OLD_POLICY, tensor, [held], saved)
+        restore_schedule(self._engine.lr_scheduler, saved.description[SCHEDULE])
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by a name that depends on neither ranks nor ZeRO stage."""
+        return {n: p for n, p in self._policy.model.named_parameters() if p.requires_grad}
+
+    def _old_policy_fragments(self) -> Iterator[tuple[Tensor, Fragment, Fragment]]:
+        """The old policy's flattened tensors on this rank: what they hold, what is saved of it."""
+        names = [name for name, _ in self._policy.model.named_parameters()]
+        assert self._tri_model.old_policy is not None
+        parameters = self._tri_model.old_policy.module.parameters()
+        tensors = self._old_policy_parameters()
+        for name, parameter, tensor in zip(names, parameters, tensors, strict=True):
+            if self._stage == 3:
+                held = zero_3_fragment(name, parameter, 0, tensor.numel())
+                own = held
+            else:
+                held = Fragment(name, 0, tensor.numel(), 0)
+                own = own_part(held, self.dp_rank, self.dp_size)
+            if held.numel > 0:
+                yield tensor.view(-1), held, own
 
     def _old_policy_parameters(self) -> list[Tensor]:
         assert self._tri_model.old_policy is not None
@@ -241,10 +293,7 @@ class DeepSpeedEngine:
         return {
             "engine": "deepspeed",
             "model.dtype": self._config.model.dtype,
-            "trainer.zero_stage": self._stage,
-            "trainer.offload_optimizer": self._config.trainer.offload_optimizer,
             "objective.old_policy": self._config.objective.old_policy,
-            "number of ranks": self.dp_size,
             "number of parameters": sum(_numel(p) for p in self._policy.parameters()),
         }
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from easyrl.engines.base import MetricSums, TriLogprobs
+from easyrl.objectives.comparison import comparison_sums
 
 if TYPE_CHECKING:
     from easyrl.config import ObjectiveConfig
@@ -25,7 +26,8 @@ def policy_loss(
     """Sum over the N trained tokens of ``loss_weights * per_token_loss``.
 
     Per token: ``-min(ratio A, clip(ratio, 1 - low, 1 + high) A) + kl_coef * KL - entropy_coef * H``
-    with ``ratio = policy / old policy`` (DeepSeekMath eq. 3; separate clips: DAPO §3.1).
+    with ``ratio = policy / old policy`` (DeepSeekMath eq. 3; separate clips: DAPO §3.1). With
+    ``importance_correction`` the first term is multiplied by ``importance_weights``.
 
     Returns:
         The loss sum (scalar, carries the policy's gradient) and its metrics, summed over tokens.
@@ -39,6 +41,10 @@ def policy_loss(
     ratio = torch.exp(policy - tri.old_logprobs)
     clipped = ratio.clamp(1 - config.clip_eps_low, 1 + config.clip_eps_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+    if config.importance_correction != "none":
+        per_token = per_token * importance_weights(
+            importance_ratio(tri, micro_batch), config.importance_correction, config.importance_cap
+        )
     if tri.reference_logprobs is not None and config.kl_coef > 0:
         per_token = per_token + config.kl_coef * kl_estimate(
             policy, tri.reference_logprobs, config.kl_estimator
@@ -47,6 +53,40 @@ def policy_loss(
         per_token = per_token - config.entropy_coef * tri.policy.entropy
     loss_sum = (micro_batch.loss_weights.to(policy) * per_token).sum()
     return loss_sum, _metrics(tri, micro_batch, config, loss_sum, ratio, advantages)
+
+
+def importance_ratio(tri: TriLogprobs, micro_batch: MicroBatch) -> Tensor:
+    """[N] ``old policy / inference``, both of the sampled token, no gradient.
+
+    Times the loss's own ratio, policy / old policy, it is policy / inference: the importance ratio
+    of tokens that the inference engine sampled, whose numerics are not the trainer's.
+    """
+    old = tri.old_logprobs.detach()
+    return torch.exp(old - micro_batch.inference_logprobs.to(old))
+
+
+def importance_weights(
+    ratio: Tensor, correction: Literal["truncated", "masked"], cap: float
+) -> Tensor:
+    """Factors of the tokens' losses that correct for the tokens being the inference engine's.
+
+    ``truncated``: ``min(ratio, cap)`` (TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training"). ``masked``: ``ratio`` inside ``[1 / cap, cap]``, else 0, so
+    that a token on which the two disagree wildly is dropped (masked importance sampling: IcePop,
+    Ling Team 2025). Denominators count every token all the same.
+
+    Args:
+        ratio: [N], of ``importance_ratio``
+    Returns:
+        [N]
+    """
+    if correction == "truncated":
+        return ratio.clamp(max=cap)
+    return torch.where(_is_inside(ratio, cap), ratio, 0.0)
+
+
+def _is_inside(ratio: Tensor, cap: float) -> Tensor:
+    return (ratio >= 1 / cap) & (ratio <= cap)
 
 
 def kl_estimate(policy: Tensor, reference: Tensor, estimator: Literal["k3", "k2"]) -> Tensor:
@@ -106,7 +146,8 @@ def _metrics(
     advantages: Tensor,
 ) -> MetricSums:
     policy = tri.policy.logprobs.detach()
-    against_inference = policy - micro_batch.inference_logprobs.to(policy)
+    inference = micro_batch.inference_logprobs.to(policy)
+    against_inference = policy - inference
     low = (advantages < 0) & (ratio < 1 - config.clip_eps_low)
     high = (advantages > 0) & (ratio > 1 + config.clip_eps_high)
     sums = {
@@ -119,6 +160,14 @@ def _metrics(
         # the inference server sampled, so the estimate is of KL(inference || trainer)
         "inference_kl_sum": (torch.exp(against_inference) - 1 - against_inference).sum(),
     }
+    sums |= comparison_sums(policy, tri.policy.entropy, inference, micro_batch.sequence_index)
+    if config.importance_correction != "none":
+        importance = importance_ratio(tri, micro_batch)
+        sums["importance_ratio_sum"] = importance.sum()
+        if config.importance_correction == "truncated":
+            sums["importance_capped_sum"] = (importance > config.importance_cap).sum()
+        else:
+            sums["importance_masked_sum"] = (~_is_inside(importance, config.importance_cap)).sum()
     if tri.reference_logprobs is not None:
         sums["kl_sum"] = kl_estimate(policy, tri.reference_logprobs, "k3").sum()
     maxima = {}

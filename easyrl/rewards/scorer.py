@@ -13,7 +13,7 @@ from easyrl.config import RewardConfig, ScoringConfig
 from easyrl.rewards import worker
 from easyrl.rewards.user_function import RewardFunctionError
 from easyrl.schema import Completion, Prompt, Score
-from easyrl.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
+from easyrl.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
 
 
 class RewardError(RuntimeError):

@@ -1,29 +1,26 @@
-"""A set of weights as files on a folder that trainer and endpoints share (backend ``easyrl``).
+"""A set of weights as files that the trainer writes and endpoints read (backend ``easyrl``).
 
-The trainer writes one artifact per policy version, for instance below ``/dev/shm``; an endpoint
-reads it chunk by chunk. Tensors travel as safetensors (no pickle) and each carries the xxh3_64 hash
-of its bytes, which the endpoint checks on the way in and can report of what it serves.
-
-An artifact is a directory with ``chunk-00000.safetensors``, … and ``manifest.json``:
-``{version, chunks: [{file, names, num_bytes}], checksums: {name: hex}}``. It appears under its name
-only when it is complete.
+An artifact is a directory with ``chunk-00000.safetensors``, ... and, as soon as it is complete,
+``manifest.json``: ``{version, chunks: [{file, num_bytes, checksums: {name: blake3}}]}``. A chunk
+can be read as soon as it is there under its name, while the trainer writes the next one. Tensors
+travel as safetensors (no pickle), and the blake3 hash of each one's bytes travels beside them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from blake3 import blake3
 from torch import Tensor
+
+from easyrl.inference_client.weight_transfer.chunk_file import ChunkFile
+from easyrl.inference_client.weight_transfer.reuse import ReusedMemory
 
 MANIFEST = "manifest.json"
 
@@ -33,8 +30,28 @@ class Chunk:
     """One safetensors file of an artifact."""
 
     file: str  # name inside the artifact's directory
-    names: tuple[str, ...]
+    checksums: dict[str, str]  # name as ``save_pretrained`` writes it -> blake3, 64 hex digits
     num_bytes: int  # of the tensors in it
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.checksums)
+
+    def describe(self) -> dict[str, Any]:
+        """As the receiver wants to be told of it."""
+        return {"file": self.file, "num_bytes": self.num_bytes, "checksums": self.checksums}
+
+
+def weights_digest(chunks: Iterable[Chunk]) -> str:
+    """Identity of a set of weights: blake3 over names and hashes of all tensors, 64 hex digits.
+
+    How they are cut into chunks does not matter.
+    """
+    checksums = {name: value for chunk in chunks for name, value in chunk.checksums.items()}
+    digest = blake3()
+    for name in sorted(checksums):
+        digest.update(f"{name}\0{checksums[name]}\n".encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,54 +61,72 @@ class WeightArtifact:
     version: str
     directory: Path
     chunks: tuple[Chunk, ...]
-    checksums: dict[str, str]  # name as ``save_pretrained`` writes it -> xxh3_64, 16 hex digits
+    memory: ReusedMemory | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """A single path component, below the announced root."""
+        return self.directory.name
 
     @property
     def num_bytes(self) -> int:
         return sum(chunk.num_bytes for chunk in self.chunks)
 
-    def update_infos(self) -> list[dict[str, Any]]:
-        """The ``update_info`` of each ``/update_weights`` call, in order."""
-        return [
-            {
-                "path": str(self.directory / chunk.file),
-                "checksums": {name: self.checksums[name] for name in chunk.names},
-            }
-            for chunk in self.chunks
-        ]
+    @property
+    def checksums(self) -> dict[str, str]:
+        """Of all tensors by name."""
+        return {name: value for chunk in self.chunks for name, value in chunk.checksums.items()}
+
+    def update_info(self, chunks: Sequence[Chunk] | None = None) -> dict[str, Any]:
+        """Body of one ``/update_weights`` call, with all chunks or those given."""
+        chosen = self.chunks if chunks is None else chunks
+        return {"artifact": self.name, "chunks": [chunk.describe() for chunk in chosen]}
 
     def remove(self) -> None:
-        """Deletes the files; nothing happens if they are gone already."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Deletes the files, or leaves them for the next artifact; safe to call twice."""
+        _remove(self.directory, self.memory)
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """xxh3_64 of the tensor's bytes in row-major order, 16 hex digits."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-    return xxhash.xxh3_64_hexdigest(data)
+    """blake3 of the tensor's bytes in row-major order, 64 hex digits."""
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return blake3(data.numpy().data).hexdigest()
 
 
 def write_artifact(
-    named_weights: Iterator[tuple[str, Tensor]], directory: Path, version: str, chunk_bytes: int
+    named_weights: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    version: str,
+    chunk_bytes: int,
+    on_chunk: Callable[[Chunk], None] | None = None,
+    *,
+    memory: ReusedMemory | None = None,
 ) -> WeightArtifact:
-    """Writes ``named_weights`` below ``directory``, in the dtypes given.
+    """Writes ``named_weights`` into ``directory``, in the dtypes given.
 
-    Tensors are copied one at a time (they need to be valid only until the next one is asked for)
-    and at most ``chunk_bytes`` of them, or one larger tensor, are held until their file is written.
-    An artifact of the same name is replaced. On an error nothing is left behind.
+    A tensor goes straight to its file and needs to be valid only until the next one is asked for;
+    no second copy of it is held. A chunk has at most ``chunk_bytes`` or one larger tensor.
+    ``on_chunk`` hears of each as soon as it can be read. An artifact of the same name is replaced.
+    Raises ``ValueError`` if a name comes twice or a dtype cannot be sent, and ``OSError`` naming
+    directory and bytes if it is full; then nothing is left behind.
+
+    Args:
+        memory: files of removed artifacts to write over (``ReusedMemory.of(root)``).
     """
     directory = directory.absolute()
-    unfinished = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    _remove(directory, memory)
+    directory.mkdir(parents=True)
+    writer = _Writer(directory, chunk_bytes, on_chunk, memory)
     try:
-        chunks, checksums = _write_chunks(named_weights, unfinished, chunk_bytes)
-        artifact = WeightArtifact(version, directory, chunks, checksums)
-        _write_manifest(artifact, unfinished / MANIFEST)
-        shutil.rmtree(directory, ignore_errors=True)
-        unfinished.rename(directory)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for name, weight in named_weights:
+            writer.add(name, weight)
+        writer.end_chunk()
+        artifact = WeightArtifact(version, directory, tuple(writer.chunks), memory)
+        _write_manifest(artifact)
+    except BaseException:
+        writer.discard()
+        _remove(directory, memory)
+        raise
     return artifact
 
 
@@ -102,78 +137,76 @@ def load_artifact(directory: Path) -> WeightArtifact:
     try:
         record = json.loads(manifest.read_bytes())
         chunks = tuple(
-            Chunk(chunk["file"], tuple(chunk["names"]), chunk["num_bytes"])
+            Chunk(chunk["file"], dict(chunk["checksums"]), chunk["num_bytes"])
             for chunk in record["chunks"]
         )
-        return WeightArtifact(record["version"], directory, chunks, record["checksums"])
+        return WeightArtifact(record["version"], directory, chunks)
     except FileNotFoundError:
         raise ValueError(f"{directory}: no complete weight artifact, {MANIFEST} missing") from None
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{manifest}: not a weight manifest ({error!r})") from None
 
 
-def read_chunk(path: Path, checksums: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one chunk file, each verified before it is handed out.
+class _Writer:
+    """Distributes tensors over chunk files."""
 
-    The file must hold exactly the tensors that ``checksums`` names. Raises ``ValueError`` naming
-    file and tensor if it does not, if it cannot be read, or if a tensor's bytes have another hash.
-    """
-    try:
-        file = safe_open(str(path), framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: cannot be read as safetensors ({error})") from None
-    with file as tensors:
-        held = set(tensors.keys())
-        if missing := sorted(checksums.keys() - held):
-            raise ValueError(f"{path}: does not hold tensor {missing[0]!r}")
-        if unexpected := sorted(held - checksums.keys()):
-            raise ValueError(f"{path}: no checksum was given for tensor {unexpected[0]!r}")
-        for name, expected in checksums.items():
-            tensor = tensors.get_tensor(name)
-            if (actual := tensor_checksum(tensor)) != expected:
-                raise ValueError(
-                    f"{path}: tensor {name!r} has checksum {actual}, expected {expected}"
-                )
-            yield name, tensor
+    def __init__(
+        self,
+        directory: Path,
+        chunk_bytes: int,
+        on_chunk: Callable[[Chunk], None] | None,
+        memory: ReusedMemory | None,
+    ) -> None:
+        self.chunks: list[Chunk] = []
+        self._directory = directory
+        self._chunk_bytes = chunk_bytes
+        self._on_chunk = on_chunk
+        self._memory = memory
+        self._names: set[str] = set()
+        self._open: ChunkFile | None = None
 
-
-def _write_chunks(
-    named_weights: Iterator[tuple[str, Tensor]], directory: Path, chunk_bytes: int
-) -> tuple[tuple[Chunk, ...], dict[str, str]]:
-    chunks: list[Chunk] = []
-    checksums: dict[str, str] = {}
-    pending: dict[str, Tensor] = {}
-    pending_bytes = 0
-
-    def flush() -> None:
-        nonlocal pending_bytes
-        file = f"chunk-{len(chunks):05d}.safetensors"
-        save_file(pending, directory / file)
-        chunks.append(Chunk(file, tuple(pending), pending_bytes))
-        pending.clear()
-        pending_bytes = 0
-
-    for name, weight in named_weights:
-        if name in checksums:
+    def add(self, name: str, weight: Tensor) -> None:
+        if name in self._names:
             raise ValueError(f"weight {name!r} was given twice")
-        if pending and pending_bytes + weight.nbytes > chunk_bytes:
-            flush()
-        copy = weight.detach().cpu().clone(memory_format=torch.contiguous_format)
-        checksums[name] = tensor_checksum(copy)
-        pending[name] = copy
-        pending_bytes += copy.nbytes
-    if pending:
-        flush()
-    return tuple(chunks), checksums
+        self._names.add(name)
+        if self._open is not None and self._open.checksums:
+            too_large = self._open.num_bytes + weight.nbytes > self._chunk_bytes
+            if too_large or not self._open.has_room_for(name, weight):
+                self.end_chunk()
+        if self._open is None:
+            self._open = ChunkFile(self._directory / self._next_file(), self._memory)
+        self._open.append(name, weight)
+
+    def end_chunk(self) -> None:
+        if self._open is None:
+            return
+        self._open.finish()
+        chunk = Chunk(self._next_file(), self._open.checksums, self._open.num_bytes)
+        self._open = None
+        self.chunks.append(chunk)
+        if self._on_chunk is not None:
+            self._on_chunk(chunk)
+
+    def discard(self) -> None:
+        if self._open is not None:
+            self._open.discard()
+
+    def _next_file(self) -> str:
+        return f"chunk-{len(self.chunks):05d}.safetensors"
 
 
-def _write_manifest(artifact: WeightArtifact, path: Path) -> None:
+def _remove(directory: Path, memory: ReusedMemory | None) -> None:
+    if memory is not None:
+        memory.reclaim(directory)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write_manifest(artifact: WeightArtifact) -> None:
     record = {
         "version": artifact.version,
-        "chunks": [
-            {"file": chunk.file, "names": chunk.names, "num_bytes": chunk.num_bytes}
-            for chunk in artifact.chunks
-        ],
-        "checksums": artifact.checksums,
+        "chunks": [chunk.describe() for chunk in artifact.chunks],
     }
-    path.write_text(json.dumps(record))
+    unfinished = artifact.directory / f".{MANIFEST}.part"
+    unfinished.write_text(json.dumps(record))
+    unfinished.rename(artifact.directory / MANIFEST)

@@ -1,43 +1,15 @@
-"""Packed rows against a plain reading of what each token is, for any groups."""
+"""Packed rows: layout, splits, masks, weights. For any groups: ``test_packing_properties.py``."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from easyrl.dataloaders.packing import (
-    Aggregation,
-    batch_denominator,
-    dummy_micro_batch,
-    pack_groups,
-)
-from easyrl.schema import MicroBatch, RolloutGroup, Segment
+from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch
+from easyrl.schema import RolloutGroup, Segment
+from tests.dataloaders.packed_rows import MAX_TOKENS, pack
 from tests.tiny_models import random_group
-
-MAX_TOKENS = 50
-
-
-def pack(
-    groups: Sequence[RolloutGroup],
-    advantages: Sequence[np.ndarray] | None = None,
-    *,
-    aggregation: Aggregation = "token",
-    mask_truncated: bool = False,
-    budget: int = 100,
-) -> list[MicroBatch]:
-    return pack_groups(
-        groups,
-        advantages or [np.arange(len(g.completions)) + 10.0 * g.prompt.index for g in groups],
-        aggregation=aggregation,
-        max_tokens=MAX_TOKENS,
-        mask_truncated=mask_truncated,
-        max_tokens_per_micro_batch=budget,
-    )
 
 
 def group_of(
@@ -46,115 +18,6 @@ def group_of(
     return random_group(
         np.random.default_rng(index), prompt_length, response_lengths, index=index, masked=masked
     )
-
-
-def branch(row: MicroBatch, position: int) -> list[int]:
-    """Row positions of the sequence that ends at ``position``, root first."""
-    (index,) = (i for i, s in enumerate(row.segments) if s.start <= position < s.start + s.length)
-    positions = list(range(row.segments[index].start, position + 1))
-    while (index := row.segments[index].parent) != -1:
-        start, length, _ = row.segments[index]
-        positions = [*range(start, start + length), *positions]
-    return positions
-
-
-def trained_tokens(rows: Sequence[MicroBatch]) -> list[tuple[object, ...]]:
-    """For each of the N tokens: all token ids before it on its branch, itself, and its numbers.
-
-    The token's own place in the row is found from its predictor: the first token of a response
-    follows the prompt's end in the tree and not in the row.
-    """
-    tokens = []
-    for row in rows:
-        ids, positions = row.input_ids.tolist(), row.position_ids.tolist()
-        for n in range(row.num_loss_tokens):
-            before = branch(row, int(row.predictor_index[n]))
-            assert [positions[p] for p in before] == list(range(len(before)))
-            context = tuple(ids[p] for p in before)
-            numbers = (row.advantages[n].item(), row.inference_logprobs[n].item())
-            tokens.append((context, int(row.label_ids[n]), *numbers, row.loss_weights[n].item()))
-    return tokens
-
-
-def expected_tokens(
-    groups: Sequence[RolloutGroup], aggregation: Aggregation, mask_truncated: bool
-) -> list[tuple[object, ...]]:
-    tokens = []
-    for group in groups:
-        for g, completion in enumerate(group.completions):
-            if mask_truncated and completion.finish_reason == "length":
-                continue
-            ids = [*group.prompt.token_ids.tolist(), *completion.token_ids.tolist()]
-            count = int(completion.loss_mask.sum())
-            for r in range(len(completion.token_ids)):
-                if completion.loss_mask[r]:
-                    weight = {"token": 1, "sequence": 1 / count, "constant": 1 / MAX_TOKENS}
-                    at = len(group.prompt.token_ids) + r
-                    tokens.append(
-                        (
-                            tuple(ids[:at]),
-                            ids[at],
-                            g + 10.0 * group.prompt.index,
-                            float(completion.logprobs[r]),
-                            float(np.float32(weight[aggregation])),
-                        )
-                    )
-    return tokens
-
-
-groups_strategy = st.lists(
-    st.builds(
-        lambda seed, prompt, responses, masked, truncated: (
-            seed,
-            prompt,
-            responses,
-            masked,
-            truncated,
-        ),
-        st.integers(0, 1000),
-        st.integers(1, 9),
-        st.lists(st.integers(0, 12), min_size=1, max_size=4),
-        st.sampled_from([0.0, 0.5]),
-        st.sets(st.integers(0, 3)),
-    ),
-    max_size=4,
-)
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    shapes=groups_strategy,
-    aggregation=st.sampled_from(["sequence", "token", "constant"]),
-    mask_truncated=st.booleans(),
-    budget=st.integers(1, 60),
-)
-def test_every_trained_token_once_behind_its_own_past(
-    shapes: list[tuple[int, int, list[int], float, set[int]]],
-    aggregation: Aggregation,
-    mask_truncated: bool,
-    budget: int,
-) -> None:
-    groups = [
-        random_group(
-            np.random.default_rng(seed),
-            prompt,
-            responses,
-            index=index,
-            masked=masked,
-            truncated=tuple(truncated),
-        )
-        for index, (seed, prompt, responses, masked, truncated) in enumerate(shapes)
-    ]
-    rows = pack(groups, aggregation=aggregation, mask_truncated=mask_truncated, budget=budget)
-    assert trained_tokens(rows) == expected_tokens(groups, aggregation, mask_truncated)
-    for row in rows:
-        ends = [segment.start + segment.length for segment in row.segments]
-        assert [segment.start for segment in row.segments] == [0, *ends[:-1]]
-        assert ends[-1] == row.num_tokens
-        # Over the budget only where a prompt with one response is too long by itself.
-        assert row.num_tokens <= budget or len(row.segments) == 2
-        assert row.sequence_index.unique().tolist() == list(range(row.num_sequences))
-        assert row.num_sequences == sum(segment.parent != -1 for segment in row.segments)
 
 
 def test_layout_of_one_group() -> None:

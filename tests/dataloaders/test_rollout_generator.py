@@ -3,73 +3,22 @@
 import asyncio
 import threading
 import time
+import traceback
+from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 
 from easyrl.dataloaders.loop_thread import LoopThread
 from easyrl.dataloaders.rollout_generator import ProducerError, RolloutGenerator, packed_tokens
-from easyrl.schema import Completion, Prompt, Score, VersionSpan
-
-G = 3
-
-
-def prompt(index: int, length: int = 4) -> Prompt:
-    return Prompt(index, np.arange(length, dtype=np.int32), f"q{index}", None)
-
-
-def completion(version: str, length: int = 5) -> Completion:
-    return Completion(
-        token_ids=np.arange(length, dtype=np.int32),
-        logprobs=np.zeros(length, dtype=np.float32),
-        finish_reason="stop",
-        version_spans=(VersionSpan(version, 0, length),),
-        endpoint="http://fake",
-        loss_mask=np.ones(length, dtype=bool),
-    )
-
-
-class ScriptedGenerate:
-    """Answers a request when the test opens its gate; gates of ``open_indices`` are always open."""
-
-    def __init__(self, open_indices=()):
-        self.open = set(open_indices)
-        self.gates: dict[int, asyncio.Event] = {}
-        self.asked: list[tuple[int, int]] = []
-        self.cancelled: list[int] = []
-
-    async def __call__(self, prompt: Prompt, sample: int, version: str | None) -> Completion:
-        self.asked.append((prompt.index, sample))
-        if prompt.index not in self.open:
-            gate = self.gates.setdefault(prompt.index, asyncio.Event())
-            try:
-                await gate.wait()
-            except asyncio.CancelledError:
-                self.cancelled.append(prompt.index)
-                raise
-        return completion(version or "none")
-
-    def release(self, thread: LoopThread, index: int) -> None:
-        thread.loop.call_soon_threadsafe(self.gates[index].set)
-
-
-class SumScorer:
-    async def score_sample(self, prompt, completion):
-        return float(prompt.index)
-
-    async def score_group(self, prompt, completions, sample_scores):
-        return tuple(Score(value, {"sum": value}) for value in sample_scores)
-
-
-def generator(thread, generate, scorer=None, **options) -> RolloutGenerator:
-    return RolloutGenerator(thread, generate, scorer or SumScorer(), num_generations=G, **options)
-
-
-def wait_until(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the event did not happen"
-        time.sleep(0.005)
+from tests.dataloaders.rollout_parts import (
+    G,
+    ScriptedGenerate,
+    SumScorer,
+    completion,
+    generator,
+    prompt,
+    wait_until,
+)
 
 
 def test_groups_arrive_in_order_of_completion():
@@ -166,9 +115,8 @@ def test_an_error_in_generate_reaches_the_main_thread_with_its_traceback():
             stream.take_ready(100)
     cause = caught.value.__cause__
     assert isinstance(cause, ValueError)
-    assert any(frame.name == "generate" for frame in caught.traceback) or "generate" in str(
-        cause.__traceback__.tb_next.tb_frame
-    )
+    frames = [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+    assert frames[-1] == "generate"
 
 
 def test_an_error_in_one_group_cancels_the_others():
@@ -186,6 +134,103 @@ def test_an_error_in_one_group_cancels_the_others():
         with pytest.raises(ProducerError, match="bad reward"):
             list(stream)
     assert scripted.cancelled == [0] * G
+
+
+class TooLong(Exception):
+    pass
+
+
+def test_a_prompt_that_cannot_be_had_is_a_value_and_the_others_go_on():
+    scripted = ScriptedGenerate(open_indices=range(3))
+
+    async def generate(prompt, sample, version):
+        if prompt.index == 1 and sample == 2:
+            raise TooLong("300 tokens leave no room")
+        return await scripted(prompt, sample, version)
+
+    with LoopThread() as thread:
+        rollouts = generator(thread, generate, excluded_by=(TooLong,))
+        groups = list(rollouts.produce([prompt(i) for i in range(3)], "v"))
+    by_index = {group.prompt.index: group for group in groups}
+    assert sorted(by_index) == [0, 1, 2]
+    assert by_index[1].excluded == "300 tokens leave no room"
+    assert by_index[1].completions == () and by_index[1].scores == ()
+    assert by_index[1].rewards.shape == (0,) and packed_tokens(by_index[1]) == 4
+    assert by_index[0].excluded is None and len(by_index[2].completions) == G
+
+
+def test_an_error_of_the_run_goes_before_one_of_the_prompt():
+    both = asyncio.Event()
+
+    async def generate(prompt, sample, version):
+        if sample == 0:
+            both.set()
+            raise TooLong("too long")
+        if sample == 1:
+            await both.wait()
+            raise ValueError("no endpoint")
+        return completion("v")
+
+    with LoopThread() as thread:
+        stream = generator(thread, generate, excluded_by=(TooLong,)).produce([prompt(0)], "v")
+        with pytest.raises(ProducerError, match="no endpoint"):
+            list(stream)
+
+
+def test_the_cause_of_an_error_survives():
+    async def generate(prompt, sample, version):
+        raise ValueError("attempts failed") from KeyError("the last attempt")
+
+    with LoopThread() as thread:
+        with pytest.raises(ProducerError) as caught:
+            list(generator(thread, generate).produce([prompt(0)], "v"))
+    assert isinstance(caught.value.__cause__.__cause__, KeyError)
+
+
+def test_samples_are_asked_for_in_the_turn_of_their_group_and_it_ends_with_them():
+    scripted = ScriptedGenerate()
+    turns: dict[int, asyncio.Event] = {}
+    left: list[int] = []
+
+    @asynccontextmanager
+    async def begin_group(prompt, version, priority):
+        turns[prompt.index] = asyncio.Event()
+        await turns[prompt.index].wait()
+        try:
+            yield lambda sample: scripted(prompt, sample, version)
+        finally:
+            left.append(prompt.index)
+
+    with LoopThread() as thread:
+        rollouts = RolloutGenerator(thread, begin_group, SumScorer(), num_generations=G)
+        stream = rollouts.produce([prompt(0), prompt(1)], "v")
+        wait_until(lambda: len(turns) == 2)
+        thread.loop.call_soon_threadsafe(turns[1].set)
+        wait_until(lambda: len(scripted.asked) == G)
+        assert {index for index, _ in scripted.asked} == {1} and left == []
+        scripted.release(thread, 1)
+        assert stream.take_ready(100)[0].prompt.index == 1
+        assert left == [1]
+
+
+def test_every_group_asks_for_its_turn_with_the_priority_of_its_stream():
+    asked = []
+
+    @asynccontextmanager
+    async def begin_group(prompt, version, priority):
+        asked.append((prompt.index, version, priority))
+
+        async def sample(number):
+            return completion(version)
+
+        yield sample
+
+    with LoopThread() as thread:
+        rollouts = RolloutGenerator(thread, begin_group, SumScorer(), num_generations=G)
+        first = rollouts.produce([prompt(0)], "v")
+        second = rollouts.produce([prompt(1)], "v", priority=1)
+        first.complete(), second.complete()
+    assert sorted(asked) == [(0, "v", 0), (1, "v", 1)]
 
 
 def test_closing_the_stream_cancels_its_requests():

@@ -15,18 +15,24 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import load_file
 from torch import Tensor
 
-from easyrl.config import Config, ModelConfig, validate_config
+from easyrl.agreement import Agreement
+from easyrl.checkpoints.checkpoints import Checkpoints
+from easyrl.config import Config, ModelConfig
+from easyrl.config_file import validate_config
 from easyrl.dataloaders.packing import dummy_micro_batch
+from easyrl.engines import weight_names
 from easyrl.engines.base import NonFiniteLossError
 from easyrl.engines.deepspeed import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
@@ -48,6 +54,14 @@ from tests.easyrl.engine_cases import (
     dense_gold,
     relative_error,
     streamed,
+)
+from tests.easyrl.update_cases import (
+    OPTIMIZER,
+    Update,
+    denominator_of,
+    dense_updates,
+    rows_of,
+    slices,
 )
 
 # AdamW's first step with an eps far above every gradient is ``-lr / eps * gradient``: the clipped
@@ -84,7 +98,7 @@ class Session:
                     "entropy_coef": ENTROPY_COEF,
                     "clip_eps_low": CLIP,
                     "clip_eps_high": CLIP,
-                    "old_policy": "lagged",
+                    "old_policy": "auto" if "updates_per_batch" in trainer else "lagged",
                 },
                 "trainer": {"zero_stage": stage, "max_grad_norm": MAX_GRAD_NORM} | trainer,
             }
@@ -215,6 +229,71 @@ def check_bf16(session: Session, stage: int, gold: Gold, **settings: Any) -> Res
     }
 
 
+# ---- several updates per batch -----------------------------------------------------------------
+
+
+def check_updates(
+    session: Session, stage: int, updates: Sequence[Update], dtype: str = "fp32"
+) -> Results:
+    """The updates of a batch against dense PPO's; then the next batch's old policy."""
+    num_updates = len(updates)
+    settings = {"updates_per_batch": num_updates, "max_steps": 2 * num_updates} | OPTIMIZER
+    engine = session.engine(stage, dtype, **settings)
+    old = engine._tri_model.old_policy
+    forwards = 0
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal forwards
+        forwards += 1
+        return plain(*arguments)
+
+    plain, old.logprobs = old.logprobs, counted
+    start = weights_of(engine)
+    engine.begin_batch()
+    measured: list[Results] = []
+    for groups, expected in zip(slices(num_updates), updates, strict=True):
+        before, metrics = forwards, []
+        rows = session.share(rows_of(groups), equal=engine.lockstep)
+        for row in rows:
+            metrics += engine.forward_backward([row])
+        result = engine.optimizer_step(denominator_of(groups))
+        moved = {name: w.double() - start[name].double() for name, w in weights_of(engine).items()}
+        clipped = ("clip_low_sum", "clip_high_sum")
+        measured.append(
+            {
+                "moved": relative_error(moved, {name: expected.moved[name] for name in moved}),
+                "norm": abs(result.grad_norm - expected.grad_norm) / expected.grad_norm,
+                "clipped": sum(m.sums.get(name, 0) for m in metrics for name in clipped),
+                "ratio_max": max(m.maxima.get("ratio_max", 1.0) for m in metrics),
+                "old_forwards": forwards - before,
+                "rows": len(rows),
+                "learning_rate": result.learning_rate,
+            }
+        )
+    engine.begin_batch()
+    row = rows_of(slices(1)[0])[0]
+    of_old = plain(row, SegmentLayout(row.segments), TEMPERATURE).cpu()
+    return {"updates": measured, "next_old": float((of_old - engine.logprobs(row)).abs().max())}
+
+
+def check_update_skip(session: Session, stage: int) -> Results:
+    """A first update that is skipped moves nothing: the old policy is still the policy."""
+    engine = session.engine(stage, updates_per_batch=2, max_steps=2, **OPTIMIZER)
+    engine.begin_batch()
+    skipped, taken = slices(2)
+    rows = [replace(row, advantages=row.advantages * torch.nan) for row in rows_of(skipped)]
+    for row in session.share(rows, equal=engine.lockstep):
+        with suppress(NonFiniteLossError):
+            engine.forward_backward([row])
+    first = engine.optimizer_step(denominator_of(skipped))
+    metrics = []
+    for row in session.share(rows_of(taken), equal=engine.lockstep):
+        metrics += engine.forward_backward([row])
+    second = engine.optimizer_step(denominator_of(taken))
+    ratios = [m.maxima["ratio_max"] for m in metrics if m.maxima]
+    return {"skipped": [first.skipped, second.skipped], "ratios": ratios}
+
+
 # ---- behaviour ---------------------------------------------------------------------------------
 
 
@@ -264,23 +343,23 @@ def check_discard(session: Session, stage: int, dtype: str, **settings: Any) -> 
 def check_resume(session: Session, stage: int, dtype: str, **settings: Any) -> Results:
     """Saved after two steps and loaded into a new engine, the third step is the same to the bit."""
     folder = session.folder / f"checkpoint-{stage}-{dtype}-{bool(settings)}"
+    agreement = Agreement(session.rank, session.size)
     engine = session.engine(stage, dtype, **settings, **ADAM)
     for seed in (0, 1):
         session.train(engine, seed)
-    if session.rank == 0:
-        folder.mkdir()
-    dist.barrier()
-    engine.save(folder)
+    Checkpoints(folder, 1, engine, agreement, background=False).save(2, {})
     saved = weights_of(engine)
     resumed = session.engine(stage, dtype, **settings, **ADAM)
     fresh = weights_of(resumed)
-    resumed.load(folder)
+    Checkpoints(folder, 1, resumed, agreement, background=False).load_latest()
     loaded = weights_of(resumed)
     rates = [e._engine.get_lr()[0] for e in (engine, resumed)]
     norms = [session.train(e, seed=2) for e in (engine, resumed)]
-    other = session.engine(1 if stage != 1 else 2, dtype, **ADAM)
+    config = session.config(stage, dtype, {})
+    objective = config.objective.model_copy(update={"old_policy": "auto"})
+    other = DeepSpeedEngine(config.model_copy(update={"objective": objective}))
     try:
-        other.load(folder)
+        Checkpoints(folder, 1, other, agreement, background=False).load_latest()
         message = ""
     except ValueError as error:
         message = str(error)
@@ -292,6 +371,28 @@ def check_resume(session: Session, stage: int, dtype: str, **settings: Any) -> R
         "norms": norms,
         "refusal": message,
     }
+
+
+def most_gathered(engine: DeepSpeedEngine) -> dict[str, int]:
+    """Numbers that are whole on this rank at one time while the weights are streamed."""
+    parameters = list(engine._policy.model.parameters())
+    most = 0
+
+    class Watched(weight_names.GatheredParameters):
+        def __enter__(self):
+            nonlocal most
+            super().__enter__()
+            whole = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
+            most = max(most, sum(p.ds_numel for p in whole))
+
+    plain, weight_names.GatheredParameters = weight_names.GatheredParameters, Watched
+    try:
+        for _ in engine.named_weights():
+            pass
+    finally:
+        weight_names.GatheredParameters = plain
+    sizes = [p.ds_numel for p in parameters]
+    return {"most": most, "model": sum(sizes), "largest": max(sizes)}
 
 
 def check_names(session: Session, stage: int, model: str) -> Results:
@@ -308,6 +409,7 @@ def check_names(session: Session, stage: int, model: str) -> Results:
         "names_of_rank": [name for name, _ in engine.named_weights()],
         "shapes_of_rank": [list(tensor.shape) for _, tensor in engine.named_weights()],
         "devices": sorted({tensor.device.type for _, tensor in engine.named_weights()}),
+        "gathered_share": most_gathered(engine) if stage == 3 else None,
         "frozen_models": [
             engine._tri_model.reference is not None,
             engine._tri_model.old_policy is not None,
@@ -344,6 +446,7 @@ def check_perturbation(session: Session, stage: int, dtype: str) -> Results:
 def cases(session: Session, slow: bool) -> dict[str, Callable[[], Results]]:
     """By name; every rank runs all of them in this order."""
     gold = {name: dense_gold(session.folder, name) for name in AGGREGATIONS}
+    updates = {k: dense_updates(session.folder, k) for k in (2, 4)}
     low = bf16_gold(session, torch.float32)
     plain = bf16_gold(session, torch.bfloat16)
     listed: dict[str, Callable[[], Results]] = {}
@@ -355,8 +458,14 @@ def cases(session: Session, slow: bool) -> dict[str, Callable[[], Results]]:
         dtypes = ("fp32", "bf16") if stage > 0 else ("fp32",)
         for name in AGGREGATIONS:
             add(f"gradient/{stage}/{name}", check_gradient, stage, name, gold[name])
+        for k in updates if slow or session.size == 1 else (4,):
+            add(f"updates/{stage}/{k}", check_updates, stage, updates[k])
+        if slow or (session.size, stage) == (1, 3):
+            add(f"update-skip/{stage}", check_update_skip, stage)
         if "bf16" in dtypes:
             add(f"bf16/{stage}", check_bf16, stage, low)
+            if slow or (session.size, stage) == (1, 1):
+                add(f"updates-bf16/{stage}", check_updates, stage, updates[2], "bf16")
         if session.size > 1 and stage < 2:
             add(
                 f"rank-without-rows/{stage}", check_gradient, stage, "token", gold["token"], first=0

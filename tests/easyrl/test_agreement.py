@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -12,15 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from easyrl.agreement import Agreement, PeerFailed
+from easyrl.inference_client.servers.server_process import free_port
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _rank(rank: int, port: int, scenario: str, results) -> None:
+def _rank(rank: int, port: int, results) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
@@ -29,7 +23,7 @@ def _rank(rank: int, port: int, scenario: str, results) -> None:
         timeout=timedelta(seconds=30),
     )
     agreement = Agreement(rank, 2)
-    results[rank] = SCENARIOS[scenario](rank, agreement)
+    results[rank] = {name: scenario(rank, agreement) for name, scenario in SCENARIOS.items()}
     dist.destroy_process_group()
 
 
@@ -71,10 +65,12 @@ SCENARIOS = {
 }
 
 
-def run_two_ranks(scenario: str) -> list:
+@pytest.fixture(scope="module")
+def results() -> list:
+    """What both ranks saw in all scenarios, one after the other."""
     with multiprocessing.get_context("spawn").Manager() as manager:
         results = manager.list([None, None])
-        multiprocessing.spawn(_rank, args=(free_port(), scenario, results), nprocs=2)
+        multiprocessing.spawn(_rank, args=(free_port(), results), nprocs=2)
         return list(results)
 
 
@@ -87,8 +83,8 @@ def run_two_ranks(scenario: str) -> list:
         ("failing", [[1, "PeerFailed: rank 1 failed"], [1, "ValueError: no more"]]),
     ],
 )
-def test_two_ranks(scenario, expected):
-    assert run_two_ranks(scenario) == expected
+def test_two_ranks(scenario, expected, results):
+    assert [seen[scenario] for seen in results] == expected
 
 
 def test_one_rank_needs_no_process_group():

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.config import Config, ConfigError, check_paths, dump_config, load_config
+from easyrl.config import Config, ConfigError
+from easyrl.config_checks import check_paths
+from easyrl.config_file import dump_config, load_config
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 MINIMAL = """
@@ -112,6 +114,10 @@ BAD_VALUES = {
         ["rollout.temperature=0"],
         "rollout.temperature: 0 is greedy, a group's responses would all be equal; use 1.0",
     ),
+    "rollout that may not end early": (
+        ["rollout.min_tokens=5"],
+        "rollout.min_tokens: 5 samples from another distribution than the policy that is trained",
+    ),
     "rollout of the likeliest tokens": (
         ["rollout.top_p=0.9"],
         "rollout.top_p: 0.9 samples from another distribution than the policy that is trained, "
@@ -203,6 +209,14 @@ BAD_VALUES = {
     "endpoint that is no URL": (
         ["inference.endpoints=['localhost:8000']"],
         "inference.endpoints: 'localhost:8000' is not an http:// or https:// URL",
+    ),
+    "endpoint of the OpenAI routes": (
+        ["inference.endpoints=['http://a:1/v1']"],
+        "inference.endpoints: 'http://a:1/v1': leave off /v1",
+    ),
+    "endpoint with a password": (
+        ["inference.endpoints=['http://me:secret@a:1']"],
+        "inference.endpoints: a URL with a user name; name the key's variable",
     ),
     "endpoint named twice": (
         ["inference.endpoints=['http://a:1', 'http://a:1/']"],
@@ -297,7 +311,10 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.allow_off_policy_sampling=true"],
         [EVALUATION + ", sampling: {top_p: 0.9, temperature: 0, presence_penalty: 1.0}}"],
         [EVALUATION + ", num_samples: 4, sampling: {temperature: 0.6}}"],
-        ["rollout.min_tokens=10", "rollout.max_tokens=10"],
+        [
+            *("rollout.min_tokens=10", "rollout.max_tokens=10"),
+            "rollout.allow_off_policy_sampling=true",
+        ],
         ["rollout.truncated=mark", "rollout.truncated_reward=-1.0"],
         ["objective.kl_estimator=k2", "objective.kl_coef=0.1"],
         ["trainer.offload_reference=true", "objective.kl_in_reward_coef=0.1"],

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from easyrl.config import Config, ConfigError, TrainerConfig, validate_config
+from easyrl.config import Config, ConfigError, TrainerConfig
+from easyrl.config_file import validate_config
 from easyrl.engines.deepspeed_config import (
     parameter_groups,
     schedule_factor,

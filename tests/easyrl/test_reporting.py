@@ -3,18 +3,23 @@
 import io
 import itertools
 import json
+import os
+import queue
+import resource
 
 import numpy as np
 import pytest
 
-from easyrl.agreement import Agreement
+from easyrl.agreement import Agreement, PeerOutage
 from easyrl.console import ConsoleView
 from easyrl.evaluation import Evaluator, pass_at_k
 from easyrl.event_log import EventLog, read_events
+from easyrl.inference_client.errors import Outage, is_outage
 from easyrl.metrics import JsonlTracker, TensorBoardTracker, WandbTracker, read_metrics
 from easyrl.plot import plot_reward_curve
-from easyrl.schema import PolicyVersion, Prompt, RolloutGroup, Score
+from easyrl.schema import PolicyVersion, Prompt, RolloutGroup, Score, StopRequested
 from easyrl.seeding import sample_seed
+from easyrl.stopping import StopRequest
 from easyrl.throughput import Throughput
 
 
@@ -25,26 +30,58 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(n, correct, k):
     assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
+class FakeStream:
+    """Groups, and then what keeps further ones from coming."""
+
+    def __init__(self, groups, ending=None):
+        self.groups, self.ending, self.closed = groups, ending, False
+        self.interrupted = queue.SimpleQueue()
+
+    def __iter__(self):
+        yield from self.groups
+        if self.ending is not None:
+            raise self.ending
+
+    def interrupt(self, error):
+        self.interrupted.put(error)
+
+    def close(self):
+        self.closed = True
+
+
 class FakeRollouts:
     """Two samples a prompt; prompt ``i`` has ``i`` correct ones."""
 
     def produce(self, prompts, version):
+        groups = []
         for prompt in prompts:
             scores = [Score(0.0, {"exact": float(i < prompt.index)}) for i in range(2)]
-            yield RolloutGroup(prompt, (), tuple(scores), version, 0.0, 0.0)
+            groups.append(RolloutGroup(prompt, (), tuple(scores), version, 0.0, 0.0))
+        return FakeStream(groups)
 
 
-def test_evaluator_counts_correct_samples():
-    prompts = [Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(3)]
-    evaluator = Evaluator(
-        prompts=prompts,
-        rollouts=FakeRollouts(),
-        agreement=Agreement(0, 1),
+@pytest.fixture
+def stop():
+    request = StopRequest(60)
+    yield request
+    request.close()
+
+
+def make_evaluator(rollouts, agreement, stop, num_prompts=3):
+    return Evaluator(
+        prompts=[Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(num_prompts)],
+        rollouts=rollouts,
+        agreement=agreement,
+        stop=stop,
         num_samples=2,
         pass_at=[1, 2],
         threshold=0.5,
         reward_name="exact",
     )
+
+
+def test_evaluator_counts_correct_samples(stop):
+    evaluator = make_evaluator(FakeRollouts(), Agreement(0, 1), stop)
     metrics = evaluator.evaluate("v")
     assert metrics == {
         "eval/accuracy": 0.5,
@@ -52,6 +89,65 @@ def test_evaluator_counts_correct_samples():
         "eval/pass@1": 0.5,
         "eval/pass@2": pytest.approx(2 / 3),
     }
+
+
+class OutageRollouts(FakeRollouts):
+    """One group, then no endpoint is left."""
+
+    def produce(self, prompts, version):
+        ending = RuntimeError("production failed")
+        ending.__cause__ = Outage("all endpoints are down")
+        return FakeStream(super().produce(prompts[:1], version).groups, ending)
+
+
+class WaitingRollouts:
+    """The next group never comes; a stop is asked for meanwhile."""
+
+    def __init__(self, stop):
+        self.stop = stop
+        self.stream = FakeStream([])
+
+    def produce(self, prompts, version):
+        stream = self.stream
+
+        def groups():
+            self.stop.request("SIGTERM")
+            raise stream.interrupted.get(timeout=10)
+            yield
+
+        stream.groups = groups()
+        return stream
+
+
+class TwoRanks(Agreement):
+    """This rank, and another whose words are given."""
+
+    def __init__(self, other):
+        super().__init__(0, 1)
+        self.other = list(other)
+
+    def exchange(self, value):
+        return [value, self.other.pop(0)]
+
+
+def test_an_outage_of_one_rank_ends_the_evaluation_of_all(stop):
+    with pytest.raises(RuntimeError, match="production failed") as caught:
+        make_evaluator(OutageRollouts(), TwoRanks([None]), stop).evaluate("v")
+    assert is_outage(caught.value)
+    told = [False, "all endpoints are down"]  # no stop
+    with pytest.raises(PeerOutage, match="rank 1: all endpoints are down"):
+        make_evaluator(FakeRollouts(), TwoRanks([told]), stop).evaluate("v")
+
+
+def test_a_stop_wakes_an_evaluation_and_ends_it_on_all_ranks(stop):
+    other = StopRequest(60)
+    rollouts = WaitingRollouts(stop)
+    with pytest.raises(StopRequested, match="SIGTERM"):
+        make_evaluator(rollouts, TwoRanks([None]), stop).evaluate("v")
+    assert rollouts.stream.closed
+    with pytest.raises(StopRequested, match="rank 1: SIGTERM"):
+        make_evaluator(FakeRollouts(), TwoRanks([[True, "SIGTERM"]]), other).evaluate("v")
+    other.close()
 
 
 def test_jsonl_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
@@ -71,6 +167,76 @@ def test_jsonl_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
         (2, 2.0),
         (3, -3.0),
     ]
+
+
+def logged(path, *steps):
+    tracker = JsonlTracker(path, 0)
+    for step in steps:
+        tracker.log(step, {"loss": float(step)})
+    tracker.close()
+
+
+def steps_of(path):
+    return [line["step"] for line in read_metrics(path)]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(("from_step", "kept"), [(-1, []), (0, [0]), (1, [0, 1])])
+def test_the_report_before_the_first_step_is_kept_like_any_other(from_step, kept, tmp_path):
+    """A life that is stopped in its first batch has evaluated; the next one does not again."""
+    path = tmp_path / "metrics.jsonl"
+    logged(path, 0, 1)
+    JsonlTracker(path, from_step).close()
+    assert steps_of(path) == kept
+
+
+def killed(*_):
+    raise Killed
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3, 4), (1, 4, 2, 3)], ids=["prefix", "not-a-prefix"])
+def test_a_kill_while_jsonl_is_shortened_loses_no_step_that_is_kept(steps, tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    logged(path, *steps)
+    with monkeypatch.context() as patched, room_of(40):  # not for all of what is kept
+        patched.setattr(os, "fsync", killed)
+        try:
+            JsonlTracker(path, 3).close()
+        except (Killed, OSError):
+            assert steps_of(path) == list(steps)
+        assert {1, 2, 3} <= set(steps_of(path))
+    JsonlTracker(path, 3).close()
+    assert steps_of(path) == [1, 2, 3]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+class room_of:  # noqa: N801
+    """No file may grow beyond so many bytes; the kernel answers EFBIG."""
+
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.num_bytes, self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_jsonl_without_room_names_file_and_remedy_and_keeps_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path, 0)
+    tracker.log(1, {"loss": 1.0})
+    with room_of(path.stat().st_size + 5), pytest.raises(OSError, match="step 2 .*make room") as e:
+        tracker.log(2, {"loss": 2.0})
+    assert str(path) in str(e.value) and "--resume" in str(e.value)
+    tracker.log(3, {"loss": 3.0})  # there is room again
+    tracker.close()
+    assert steps_of(path) == [1, 3]
 
 
 def test_tensorboard_files_hold_the_figures(tmp_path):

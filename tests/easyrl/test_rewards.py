@@ -20,7 +20,7 @@ from easyrl.rewards.scorer import RewardError, Scorer
 from easyrl.rewards.startup import check_rewards
 from easyrl.rewards.user_function import RewardFunctionError
 from easyrl.schema import Completion, Prompt
-from easyrl.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
+from easyrl.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
 from tests.tiny_tokenizer import tiny_tokenizer
 
 

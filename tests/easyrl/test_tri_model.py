@@ -120,6 +120,19 @@ def test_skipped_models(folder: Path) -> None:
     assert not result.old_logprobs.requires_grad
 
 
+def test_old_policy_that_is_the_policy_is_not_run(folder: Path) -> None:
+    """The first update of a batch; the reference is not concerned."""
+    tri, row = tri_model(folder), streamed("token")[0]
+    plain = tri(row)
+    tri.old_is_policy = True
+    result = tri(row)
+    assert torch.equal(result.old_logprobs, result.policy.logprobs)
+    assert not result.old_logprobs.requires_grad
+    assert result.reference_logprobs is not None and plain.reference_logprobs is not None
+    assert torch.equal(result.reference_logprobs, plain.reference_logprobs)
+    assert not torch.equal(result.old_logprobs, plain.old_logprobs)
+
+
 def test_policy_logprobs_are_those_of_training(folder: Path) -> None:
     tri = tri_model(folder, frozen=False)
     row = streamed("token")[0]

@@ -1,480 +1,314 @@
 """Weight sync against real servers, some of them behind a proxy that lies."""
 
 import asyncio
-import threading
-import time
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+import socket
+from contextlib import ExitStack, closing
 
 import numpy as np
-import orjson
 import pytest
 import torch
 
 from benchmarks.random_model import write_random_model
-from easyrl.agreement import Agreement
-from easyrl.canary import Canary, canary_prompts
-from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
-from easyrl.dataloaders.loop_thread import LoopThread
-from easyrl.dataloaders.packing import dummy_micro_batch, pack_groups
-from easyrl.inference_client.errors import EndpointUnavailable
-from easyrl.inference_client.launch import EmbeddedServerProcess
-from easyrl.inference_client.pool import EndpointPool
-from easyrl.policy_model import load_policy_model, run_micro_batch
+from easyrl.config import WeightSyncConfig
 from easyrl.schema import PolicyVersion, Prompt
-from easyrl.weight_sync import NoEndpointServes, WeightSync
-from tests.end_to_end.proxy import GENERATE, Proxy, reply
+from easyrl.weight_sync.canary import canary_prompts
+from easyrl.weight_sync.store import WeightStore, local_address_towards
+from easyrl.weight_sync.sync import NoEndpointServes
+from tests.easyrl.weight_sync_parts import (
+    AnswersFromItsPrefixCache,
+    FailsAt,
+    ForgetsItsVersion,
+    KeepsItsPrefixCache,
+    MissesUpdates,
+    PlainEngine,
+    Watched,
+    serve,
+    stamps,
+    wait_until,
+    weight_sync,
+)
 
-TOLERANCE = 1e-3
 V0, V1 = PolicyVersion("sync", 0, 0), PolicyVersion("sync", 0, 1)
+PROBE0 = "sync:0:0:probe"
 
 
-class PlainEngine:
-    """The part of ``TrainEngine`` that weight sync uses, over one unsharded model."""
-
-    rank = dp_rank = 0
-    dp_size = 1
-    lockstep = False
-
-    def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
-        self.policy = load_policy_model(ModelConfig(path=model_dir, dtype=dtype))
-
-    def named_weights(self, kind="full"):
-        for name, parameter in self.policy.model.named_parameters():
-            yield name, parameter.detach()
-
-    @torch.no_grad()
-    def logprobs(self, micro_batch):
-        return run_micro_batch(self.policy, micro_batch, 1.0)[0]
-
-    @contextmanager
-    def perturbed_weights(self):
-        saved = [p.detach().clone() for p in self.policy.parameters()]
-        with torch.no_grad():
-            for number, parameter in enumerate(self.policy.parameters()):
-                parameter.mul_(1.05 if number % 2 else 0.95)
-        yield
-        with torch.no_grad():
-            for parameter, value in zip(self.policy.parameters(), saved, strict=True):
-                parameter.copy_(value)
-
-    def train(self, size: float) -> None:
-        with torch.no_grad():
-            for parameter in self.policy.parameters():
-                parameter.add_(size * torch.randn_like(parameter))
-
-
-class UnperturbedEngine(PlainEngine):
-    """Its probe changes nothing, so nothing is there to be seen."""
-
-    @contextmanager
-    def perturbed_weights(self):
-        yield
-
-
-class ClaimsWithoutUpdating(Proxy):
-    """Acknowledges every update, stamps the version, and keeps its old weights."""
-
-    def __init__(self, upstream: str, *, lies_about_checksums: bool) -> None:
-        self.checksums: dict[str, str] = {}
-        self.lies_about_checksums = lies_about_checksums
-        super().__init__(upstream)
-
-    async def answer(self, request, body):
-        if request.path == "/start_weight_update":
-            return reply({"message": "started"})
-        if request.path == "/update_weights":
-            self.checksums |= orjson.loads(body)["update_info"]["checksums"]
-            return reply({"message": "updated"})
-        if request.path == "/finish_weight_update":
-            version = orjson.loads(body)["weight_version"]
-            await self.forward("POST", "/update_weight_version", {"new_version": version})
-            return reply({"message": "finished"})
-        if request.path == "/weight_checker" and self.lies_about_checksums:
-            return reply({"checksums": self.checksums})
-        return None
-
-
-class ForgetsItsVersion(Proxy):
-    async def answer(self, request, body):
-        if request.path == "/weight_info":
-            return reply({"weight_version": "default"})
-        return None
-
-
-class FailsOnce(Proxy):
-    """Answers 500 to the first update."""
-
-    failed = False
-
-    async def answer(self, request, body):
-        if request.path == "/update_weights" and not self.failed:
-            self.failed = True
-            return reply({"error": "out of luck"}, status=500)
-        return None
-
-
-class Restarting(Proxy):
-    """Its server can be exchanged; holds requests for rollouts back until ``released``."""
-
-    def __init__(self, upstream: str) -> None:
-        self.released = threading.Event()
-        self.released.set()
-        self.num_waiting = 0
-        super().__init__(upstream)
-
-    async def answer(self, request, body):
-        if request.path == GENERATE and not self.released.is_set():
-            self.num_waiting += 1
-            await asyncio.to_thread(self.released.wait)
-            return reply({"error": "the server is gone"}, status=502)
-        return None
-
-    def move_to(self, upstream: str) -> None:
-        self._upstream = upstream
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory) -> Path:
-    return write_random_model(
-        tmp_path_factory.mktemp("sync") / "model", hidden_size=64, num_layers=2
-    )
-
-
-@pytest.fixture(scope="module")
-def server(model_dir):
-    with EmbeddedServerProcess(model_dir, ["--num-threads", "1"]) as process:
-        yield process.url
-
-
-@pytest.fixture(scope="module")
-def second_server(model_dir):
-    with EmbeddedServerProcess(model_dir, ["--num-threads", "1"]) as process:
-        yield process.url
-
-
-@contextmanager
-def weight_sync(
-    engine,
-    urls,
-    tmp_path,
-    *,
-    tolerance=TOLERANCE,
-    startup_timeout_s=60.0,
-    mask_truncated=False,
-    **options,
-):
-    with ExitStack() as opened:
-        thread = opened.enter_context(LoopThread())
-
-        async def offload(function, *args):
-            return function(*args)
-
-        pool = EndpointPool(InferenceConfig(endpoints=urls), offload)
-        thread.run(pool.start())
-        opened.callback(lambda: thread.run(pool.close()))
-        thread.run(pool.wait_until_healthy())
-        prompts = [Prompt(i, np.arange(6, 16, dtype=np.int32) % 10 + 8, "", None) for i in range(8)]
-
-        def pack(groups, advantages):
-            return pack_groups(
-                groups,
-                advantages,
-                aggregation="token",
-                max_tokens=16,
-                mask_truncated=mask_truncated,
-                max_tokens_per_micro_batch=512,
-            )
-
-        sync = WeightSync(
-            config=WeightSyncConfig(directory=tmp_path, **options),
-            tolerance=tolerance,
-            run_name="sync",
-            engine=engine,
-            pool=pool,
-            thread=thread,
-            agreement=Agreement(0, 1),
-            canary=Canary(canary_prompts(prompts, 256), 1.0, pack, 60.0),
-            dummy=dummy_micro_batch,
-            startup_timeout_s=startup_timeout_s,
-        )
-        opened.callback(sync.close)
-        pool.set_repair(sync.repair)
-        yield sync, pool
-
-
-def statuses(pool) -> list[str]:
-    return [e.excluded or f"confirmed {e.confirmed_version}" for e in pool.endpoints]
+# ---- honest endpoints ----------------------------------------------------------------------------
 
 
 def test_an_honest_endpoint_is_confirmed_at_each_version(model_dir, server, tmp_path):
     engine = PlainEngine(model_dir)
-    with weight_sync(engine, [server], tmp_path) as (sync, pool):
-        metrics = sync.publish(V0)
-        assert statuses(pool) == ["confirmed sync:0:0"]
+    (tmp_path / "easyrl-sync" / "of-a-crashed-life").mkdir(parents=True)
+    with closing(Watched(server)) as proxy, weight_sync(engine, [proxy.url], tmp_path) as rank:
+        metrics = rank.sync.publish(V0).metrics
+        assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
         assert metrics["sync/canary_mean"] < 1e-5
+        assert metrics["sync/endpoints"] == 1
+        size = sum(p.nbytes for p in engine.policy.model.parameters())
+        assert metrics["sync/bytes"] == size
+        assert metrics["time/probe_s"] > 0
         engine.train(1e-3)
-        sync.publish(V1)
-        assert statuses(pool) == ["confirmed sync:0:1"]
-        artifacts = [path.name for path in (tmp_path / "easyrl-sync").iterdir()]
-        assert artifacts == ["sync-0-1"]  # version v stays, served without the trainer
+        metrics = rank.sync.publish(V1).metrics
+        assert rank.statuses() == {proxy.url: "confirmed sync:0:1"}
+        spans = [metrics[f"time/{name}_s"] for name in ("proof", "canary", "probe")]
+        assert min(spans[:2]) > 0 and sum(spans) < metrics["time/sync_s"]
+        assert spans[2] == 0
+        # version v stays, served without the trainer, and the weights that probe who comes later
+        artifacts = {p.name for p in (tmp_path / "easyrl-sync").iterdir() if p.name[0] == "s"}
+        assert artifacts == {"sync-0-1", "sync-0-0-probe"}
+        assert proxy.given == [PROBE0, "sync:0:0", "sync:0:1"]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("make_proxy", "options", "message"),
-    [
-        (
-            lambda url: ClaimsWithoutUpdating(url, lies_about_checksums=False),
-            {"probe": False},
-            "another checksum",
-        ),
-        (
-            lambda url: ClaimsWithoutUpdating(url, lies_about_checksums=True),
-            {"probe": False},
-            "canary: log-probabilities differ",
-        ),
-        (
-            lambda url: ClaimsWithoutUpdating(url, lies_about_checksums=True),
-            {},
-            "canary: log-probabilities differ",
-        ),
-        (
-            lambda url: ClaimsWithoutUpdating(url, lies_about_checksums=True),
-            {"canary": False},
-            "canary: log-probabilities differ",
-        ),
-        (ForgetsItsVersion, {"probe": False}, "serves version 'default'"),
-    ],
-    ids=["stale", "stale-and-lying", "stale-and-lying-at-the-probe", "probe-alone", "version"],
-)
-def test_a_lying_endpoint_is_excluded_and_named(
-    make_proxy, options, message, model_dir, server, tmp_path
-):
-    engine = PlainEngine(model_dir)
-    engine.train(1e-2)  # unlike what the server was started with
-    proxy = make_proxy(server)
-    try:
-        with weight_sync(engine, [proxy.url], tmp_path, **options) as (sync, pool):
-            with pytest.raises(NoEndpointServes, match=message) as caught:
-                sync.publish(V0)
-            assert proxy.url in str(caught.value)
-    finally:
-        proxy.close()
-
-
-def test_a_tiny_step_that_was_missed_is_caught_by_the_checksum(model_dir, server, tmp_path):
-    engine = PlainEngine(model_dir)
-    proxy = ClaimsWithoutUpdating(server, lies_about_checksums=False)
-    try:
-        with weight_sync(engine, [server], tmp_path) as (sync, _):
-            sync.publish(V0)
-        engine.train(1e-7)
-        options = {"probe": False, "canary": True}
-        with weight_sync(engine, [proxy.url], tmp_path, **options) as (sync, _):
-            with pytest.raises(NoEndpointServes, match="another checksum"):
-                sync.publish(V1)
-    finally:
-        proxy.close()
-
-
-@pytest.mark.parametrize(
-    ("make_proxy", "probe", "message"),
-    [
-        (ForgetsItsVersion, False, "serves version 'default'"),
-        (
-            lambda url: ClaimsWithoutUpdating(url, lies_about_checksums=True),
-            True,
-            "canary: log-probabilities differ",
-        ),
-    ],
-    ids=["version", "stale-and-lying-at-the-probe"],
-)
-def test_the_others_go_on_without_a_liar(
-    make_proxy, probe, message, model_dir, server, second_server, tmp_path
-):
-    engine = PlainEngine(model_dir)
-    engine.train(1e-2)
-    proxy = make_proxy(second_server)
-    try:
-        with weight_sync(engine, [server, proxy.url], tmp_path, probe=probe) as (sync, pool):
-            metrics = sync.publish(V0)
-            assert statuses(pool)[0] == "confirmed sync:0:0"
-            assert message in statuses(pool)[1]
-            assert metrics["sync/canary_mean"] < 1e-5  # of those that are left
-    finally:
-        proxy.close()
-
-
-def test_a_change_that_cannot_be_seen_proves_nothing(model_dir, server, tmp_path):
-    with weight_sync(UnperturbedEngine(model_dir), [server], tmp_path) as (sync, _):
-        with pytest.raises(NoEndpointServes, match="not visible above 1.00e-03"):
-            sync.publish(V0)
-
-
-def test_a_canary_without_a_token_to_compare_does_not_pass(model_dir, server, tmp_path):
-    """``mask_truncated`` drops the canary's responses, all of which end with "length"."""
-    options = {"probe": False, "mask_truncated": True}
-    with weight_sync(PlainEngine(model_dir), [server], tmp_path, **options) as (sync, _):
-        with pytest.raises(NoEndpointServes, match="no token to compare"):
-            sync.publish(V0)
-
-
-def test_bf16_weights_pass_and_the_probe_sees_their_change(model_dir, tmp_path):
-    engine = PlainEngine(model_dir, dtype="bf16")
-    options = ["--num-threads", "1", "--dtype", "bfloat16"]
-    with EmbeddedServerProcess(model_dir, options) as server:
-        with weight_sync(engine, [server.url], tmp_path, tolerance=5e-2) as (sync, pool):
-            metrics = sync.publish(V0)
-            assert statuses(pool) == ["confirmed sync:0:0"]
-            assert metrics["sync/canary_mean"] < 1e-2  # bf16 noise is 3e-3
-
-
-def test_a_failed_push_is_repeated(model_dir, server, tmp_path):
-    engine = PlainEngine(model_dir)
-    proxy = FailsOnce(server)
-    try:
-        with weight_sync(engine, [proxy.url], tmp_path, probe=False) as (sync, pool):
-            sync.publish(V0)
-            assert proxy.failed
-            assert statuses(pool) == ["confirmed sync:0:0"]
-    finally:
-        proxy.close()
 
 
 def test_weights_are_those_of_before_the_probe(model_dir, server, tmp_path):
     engine = PlainEngine(model_dir)
     before = [p.detach().clone() for p in engine.policy.parameters()]
-    with weight_sync(engine, [server], tmp_path) as (sync, _):
-        sync.publish(V0)
+    with weight_sync(engine, [server], tmp_path) as rank:
+        rank.sync.publish(V0)
     for parameter, value in zip(engine.policy.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
 
 
-# ---- restarts ------------------------------------------------------------------------------------
+def test_bf16_weights_pass_and_the_probe_sees_their_change(model_dir, tmp_path):
+    engine = PlainEngine(model_dir, dtype="bf16")
+    with serve(model_dir, dtype="bfloat16") as url:
+        with weight_sync(engine, [url], tmp_path, tolerance=5e-2) as rank:
+            metrics = rank.sync.publish(V0).metrics
+            assert rank.statuses() == {url: "confirmed sync:0:0"}
+            assert metrics["sync/canary_mean"] < 1e-2  # bf16 noise is 3e-3
 
 
-def test_a_restart_in_mid_batch_is_repaired(model_dir, second_server, tmp_path):
-    version = PolicyVersion("repair", 0, 0)
+def test_chunks_are_loaded_while_later_ones_are_gathered(model_dir, server, tmp_path):
+    """The engine does not go on before the endpoint has its first chunk."""
+
+    class Waiting(PlainEngine):
+        proxy: Watched
+
+        def named_weights(self, kind="full"):
+            for number, item in enumerate(super().named_weights()):
+                if number == 2:
+                    wait_until(lambda: "/update_weights" in self.proxy.seen)
+                yield item
+
+    engine = Waiting(model_dir)
+    with closing(Watched(server)) as engine.proxy:
+        options = {"chunk_bytes": 1, "probe": False}  # a chunk for each tensor
+        with weight_sync(engine, [engine.proxy.url], tmp_path, **options) as rank:
+            rank.sync.publish(V0)
+            assert rank.statuses() == {engine.proxy.url: "confirmed sync:0:0"}
+        assert engine.proxy.seen.count("/update_weights") > 1
+
+
+def test_an_endpoint_that_does_not_see_the_folder_streams(model_dir, server, tmp_path):
+    with closing(Watched(server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, transport="http") as rank:
+            rank.sync.publish(V0)
+            assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
+        assert [init["root"] for init in proxy.inits] == [None]
+        assert proxy.inits[0]["url"].startswith("http://127.0.0.1:")
+
+
+def test_streams_listen_where_the_endpoint_comes_from():
+    assert local_address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    assert local_address_towards("http://localhost:8000/") in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize("transport", ["auto", "http"])
+def test_a_port_that_is_in_use_leaves_the_folder(transport, tmp_path, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = WeightSyncConfig(directory=tmp_path, transport=transport, port=port)
+        with closing(WeightStore(config, "run")) as store:
+            store.begin("run:0:0")
+            if transport == "http":
+                with pytest.raises(ValueError, match=f"weight_sync.port: {port} "):
+                    asyncio.run(store.init_info("http://127.0.0.1:1"))
+                return
+            for _ in range(2):
+                info = asyncio.run(store.init_info("http://127.0.0.1:1"))
+                assert info["url"] is None and info["root"].startswith(str(tmp_path))
+            (said,) = caplog.messages  # once
+            assert said.startswith(f"weight_sync.port: {port} ")
+
+
+def test_another_name_may_be_advertised(model_dir, server, tmp_path):
+    options = {"transport": "http", "advertise_host": "localhost", "probe": False}
+    with closing(Watched(server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, **options) as rank:
+            rank.sync.publish(V0)
+        assert proxy.inits[0]["url"].startswith("http://localhost:")
+
+
+# ---- planted faults ------------------------------------------------------------------------------
+
+
+def first_tensor(engine) -> str:
+    return next(iter(engine.named_weights()))[0]
+
+
+@pytest.mark.parametrize(
+    ("make_proxy", "options", "message"),
+    [
+        (MissesUpdates, {"probe": False}, r"serves other weights than version sync:0:0"),
+        (
+            lambda url: MissesUpdates(url, lies=True),
+            {"probe": False},
+            "canary: log-probabilities differ",
+        ),
+        (
+            lambda url: MissesUpdates(url, lies=True),
+            {"canary": False},
+            "canary: log-probabilities differ",
+        ),
+        (
+            lambda url: MissesUpdates(url, lies=True, first=1),
+            {},
+            "canary: log-probabilities differ",
+        ),
+        (ForgetsItsVersion, {"probe": False}, "serves version 'default'"),
+        (AnswersFromItsPrefixCache, {}, "canary: log-probabilities differ"),
+        (KeepsItsPrefixCache, {}, "did not reset its prefix cache"),
+    ],
+    ids=[
+        *("missed", "missed-and-lying", "missed-and-lying-at-the-probe", "kept-the-probe"),
+        *("version", "stale-prefix-cache", "prefix-cache-not-reset"),
+    ],
+)
+def test_a_lying_endpoint_is_excluded_and_named(
+    make_proxy, options, message, model_dir, server, tmp_path
+):
     engine = PlainEngine(model_dir)
-    engine.train(1e-2)
-    first = EmbeddedServerProcess(model_dir, ["--num-threads", "1"])
-    proxy = Restarting(first.url)
-    try:
-        with weight_sync(engine, [proxy.url], tmp_path, probe=False) as (sync, pool):
-            sync.publish(version)
-            proxy.released.clear()
-            prompt = np.arange(8, 16, dtype=np.int32)
-            work = pool.generate(prompt, SamplingConfig(max_tokens=8), 3, str(version))
-            pending = sync._thread.submit(work)
-            wait_until(lambda: proxy.num_waiting == 1)
-            first.stop()
-            proxy.move_to(second_server)
-            proxy.released.set()
-            completion = pending.result(60)
-            assert {span.version for span in completion.version_spans} == {str(version)}
-            assert statuses(pool) == ["confirmed repair:0:0"]
-            # The new server has not shown the probe's change; the next sync asks for the canary.
-            assert sync.publish(PolicyVersion("repair", 0, 1))["sync/canary_mean"] < 1e-5
-    finally:
-        proxy.released.set()
-        proxy.close()
-        first.stop()
+    engine.train(1e-1)  # unlike what the server was started with
+    with closing(make_proxy(server)) as proxy:
+        with weight_sync(engine, [proxy.url], tmp_path, **options) as rank:
+            with pytest.raises(NoEndpointServes, match=message) as caught:
+                rank.sync.publish(V0)
+            assert proxy.url in str(caught.value)
+            assert message in rank.statuses()[proxy.url]
 
 
-def test_an_endpoint_that_restarts_during_a_sync_is_waited_for_and_probed_again(
-    model_dir, server, second_server, tmp_path
+@pytest.mark.parametrize("num_missed", [1, 2], ids=["healed", "excluded"])
+def test_a_tiny_step_that_was_missed_is_caught(
+    num_missed, model_dir, server, second_server, tmp_path, caplog
 ):
-    probes = []
+    """Too small for the canary; the proof names endpoint and tensor."""
+    engine = PlainEngine(model_dir)
+    with closing(MissesUpdates(second_server, first=2, num_missed=num_missed)) as proxy:
+        with weight_sync(engine, [server, proxy.url], tmp_path) as rank:
+            rank.sync.publish(V0)
+            engine.train(1e-7)
+            metrics = rank.sync.publish(V1).metrics
+            caught = f"{proxy.url}: worker 0 of 1 serves other weights than version sync:0:1"
+            assert caught in caplog.text
+            assert f"first {first_tensor(engine)} (" in caplog.text
+            assert rank.statuses()[server] == "confirmed sync:0:1"
+            if num_missed == 1:
+                assert rank.statuses()[proxy.url] == "confirmed sync:0:1"
+            else:
+                assert "serves other weights" in rank.statuses()[proxy.url]
+            assert metrics["sync/endpoints"] == 3 - num_missed
 
-    class CountingEngine(PlainEngine):
+
+def test_without_the_proof_the_same_step_is_not_noticed(model_dir, server, tmp_path):
+    """Why the canary is not the proof."""
+    engine = PlainEngine(model_dir)
+    with closing(MissesUpdates(server, first=2)) as proxy:
+        with weight_sync(engine, [proxy.url], tmp_path, prove=False) as rank:
+            rank.sync.publish(V0)
+            engine.train(1e-7)
+            rank.sync.publish(V1)
+            assert rank.statuses() == {proxy.url: "confirmed sync:0:1"}
+
+
+def test_a_wrong_model_is_named_with_the_tensor(model_dir, server, tmp_path):
+    other = write_random_model(tmp_path / "other", hidden_size=32, num_layers=2)
+    engine = PlainEngine(model_dir)
+    with serve(other) as wrong:
+        with weight_sync(engine, [server, wrong], tmp_path) as rank:
+            rank.sync.publish(V0)
+            assert rank.statuses()[server] == "confirmed sync:0:0"
+            assert "shape" in rank.statuses()[wrong]
+            assert first_tensor(engine) in rank.statuses()[wrong]
+
+
+def test_a_stale_prefix_cache_is_caught_below_the_tolerance_of_bf16(model_dir, server, tmp_path):
+    """The small model's log-probabilities move by less than that tolerance at the probe."""
+    engine = PlainEngine(model_dir)
+    with closing(AnswersFromItsPrefixCache(server)) as proxy:
+        with weight_sync(engine, [proxy.url], tmp_path, tolerance=5e-2) as rank:
+            with pytest.raises(NoEndpointServes, match="canary: log-probabilities differ"):
+                rank.sync.publish(V0)
+
+
+def test_a_change_that_cannot_be_seen_proves_nothing(model_dir, server, tmp_path):
+    class Unperturbed(PlainEngine):
         def perturbed_weights(self):
-            probes.append(1)
-            return super().perturbed_weights()
+            return ExitStack()
 
-    proxy = Restarting(server)
-    try:
-        with weight_sync(CountingEngine(model_dir), [proxy.url], tmp_path) as (sync, pool):
-            sync.publish(PolicyVersion("wait", 0, 0))
-            sync.publish(PolicyVersion("wait", 0, 1))
-            assert len(probes) == 1
-            proxy.move_to("http://127.0.0.1:1")  # nobody listens there
-            timer = threading.Timer(1.5, proxy.move_to, [second_server])
-            timer.start()
-            sync.publish(PolicyVersion("wait", 0, 2))
-            timer.join()
-            assert statuses(pool) == ["confirmed wait:0:2"]
-            assert len(probes) == 2
-    finally:
-        proxy.close()
+    with weight_sync(Unperturbed(model_dir), [server], tmp_path) as rank:
+        with pytest.raises(NoEndpointServes, match="not visible above 1.00e-04"):
+            rank.sync.publish(V0)
 
 
-def test_rank_zero_repairs_for_ranks_that_still_generate(
-    model_dir, server, second_server, tmp_path, monkeypatch
-):
-    """Nothing is asked of rank 0's pool; the other rank could only wait."""
-    monkeypatch.setattr("easyrl.weight_sync.WATCH_INTERVAL_S", 0.1)
-    proxy = Restarting(server)
-    try:
-        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, probe=False) as (sync, _):
-            sync._agreement.num_ranks = 2  # the other one is silent
-            version = PolicyVersion("watch", 0, 0)
-            sync.publish(version)
-            proxy.move_to(second_server)
-            other = Restarting(second_server)  # the other rank's way to the same server
-            try:
-                with weight_sync(None, [other.url], tmp_path / "other") as (waiting, its_pool):
-                    waiting._agreement.rank = 1
-                    waiting._served_version = str(version)
-                    waiting._thread.run(waiting.repair(its_pool.endpoints[0]))
-                    assert statuses(its_pool) == ["confirmed watch:0:0"]
-            finally:
-                other.close()
-    finally:
-        proxy.close()
+def test_a_canary_without_a_token_to_compare_does_not_pass(model_dir, server, tmp_path):
+    """``mask_truncated`` drops the canary's responses, all of which end with "length"."""
+    options = {"probe": False, "mask_truncated": True}
+    with weight_sync(PlainEngine(model_dir), [server], tmp_path, **options) as rank:
+        with pytest.raises(NoEndpointServes, match="no token to compare"):
+            rank.sync.publish(V0)
 
 
-def test_another_rank_waits_only_so_long_for_a_repair(model_dir, server, tmp_path):
-    options = {"startup_timeout_s": 0.1}
-    with weight_sync(None, [server], tmp_path, **options) as (waiting, pool):
-        waiting._agreement.rank = 1
-        waiting._served_version = "never:0:0"
-        with pytest.raises(EndpointUnavailable, match="not never:0:0"):
-            waiting._thread.run(waiting.repair(pool.endpoints[0]))
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/update_weights", 500), ("/finish_weight_update", 400), ("/collective_rpc", 500)],
+)
+def test_a_failed_push_is_repeated(path, status, model_dir, server, tmp_path):
+    with closing(FailsAt(server, path, status=status)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, probe=False) as rank:
+            rank.sync.publish(V0)
+            assert proxy.times == 0
+            assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
 
 
-def test_an_endpoint_that_stays_away_is_excluded(model_dir, server, tmp_path):
-    proxy = Restarting(server)
-    options = {"probe": False, "startup_timeout_s": 0.5}
-    try:
-        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, **options) as (sync, _):
-            sync.publish(V0)
-            proxy.move_to("http://127.0.0.1:1")
-            with pytest.raises(NoEndpointServes, match="answered 500"):
-                sync.publish(V1)
-    finally:
-        proxy.close()
+def test_an_endpoint_that_fails_every_push_is_excluded(model_dir, server, tmp_path):
+    with closing(FailsAt(server, "/update_weights", times=1000)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path) as rank:
+            with pytest.raises(NoEndpointServes, match="out of luck"):
+                rank.sync.publish(V0)
 
 
-def wait_until(condition, limit_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+def test_an_update_that_a_dead_trainer_left_open_is_given_up(model_dir, server, tmp_path):
+    engine = PlainEngine(model_dir)
+    with weight_sync(engine, [server], tmp_path / "dead", probe=False) as dead:
+        dead.sync.publish(V0)
+        client = dead.pool.endpoints[0].client
+        dead.thread.run(client.pause("wait"))
+        dead.thread.run(client.start_weight_update())
+    with weight_sync(engine, [server], tmp_path / "next", probe=False) as rank:
+        rank.sync.publish(V1)
+        assert rank.statuses() == {server: "confirmed sync:0:1"}
+        assert stamps(rank.generate(str(V1)).result(60)) == {str(V1)}
 
 
 # ---- the canary's prompts ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [8, 9, 17, 31, 32, 33, 112, 500, None])
-def test_canary_fits_into_the_context(limit):
-    prompts = canary_prompts([Prompt(0, np.arange(5, dtype=np.int32), "", None)], limit)
-    canary = Canary(prompts, 1.0, lambda groups, advantages: [], 1.0)
-    lengths = {len(prompt.token_ids) for prompt in prompts}
-    assert len(lengths) == 1
-    total = lengths.pop() + canary._sampling.max_tokens
-    assert total <= (limit or 112) and total >= min(limit or 112, 112) - 1
-    assert canary._sampling.max_tokens >= 4
+@pytest.mark.parametrize(
+    ("limit", "lengths"),
+    [
+        (8, [6] * 2),
+        (50, [48] * 2),
+        (51, [49, 48]),
+        (289, [287, 48]),
+        (290, [288, 48]),
+        (None, [288, 48]),
+    ],
+)
+def test_canary_fits_into_the_context(limit, lengths):
+    data = np.arange(5, dtype=np.int32)
+    prompts = canary_prompts([Prompt(0, data, "", None)], limit)
+    assert [len(prompt.token_ids) for prompt in prompts] == lengths
+    stream = np.concatenate([prompt.token_ids for prompt in prompts])
+    assert np.array_equal(stream, np.resize(data, sum(lengths)))
 
 
 def test_a_context_too_short_for_a_canary_is_refused():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.worker_pool import RemoteTraceback, WorkerDied, WorkerPool, WorkerTimeout
+from easyrl.workers.worker_pool import RemoteTraceback, WorkerDied, WorkerPool, WorkerTimeout
 
 
 class TwoArgumentError(Exception):
@@ -58,6 +58,15 @@ def environment(name: str) -> str | None:
 
 def loaded_modules() -> list[str]:
     return list(sys.modules)
+
+
+def sleep_and_stop_a_child(path: str) -> int:
+    """The status of a child that was sent SIGTERM, after some time in which this process may be."""
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(0.5)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    child.terminate()
+    return child.wait()
 
 
 STATE: list[int] = []
@@ -124,6 +133,38 @@ def test_any_loop_of_any_thread_may_call(pool):
     assert results == [42, 42]
 
 
+def test_a_loop_that_ends_during_a_task_gives_its_worker_back(tmp_path):
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.call(hold_the_gil, str(tmp_path / "pid")), 1)
+
+    with WorkerPool(1) as pool:
+        asyncio.run(pool.call(double, 1))
+        asyncio.run(give_up())
+        assert asyncio.run(pool.call(double, 21)) == 42
+        assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_tasks_of_two_loops_wait_for_one_worker():
+    results = []
+
+    async def many() -> None:
+        results.extend(await asyncio.gather(*[pool.call(double, i) for i in range(50)]))
+
+    with WorkerPool(1) as pool:
+        threads = [threading.Thread(target=lambda: asyncio.run(many())) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert sorted(results) == sorted(3 * [2 * i for i in range(50)])
+
+
+async def test_what_is_larger_than_a_socket_holds_arrives_whole(pool):
+    payload = os.urandom(5_000_000)
+    assert await pool.call(bytes.upper, payload) == payload.upper()
+
+
 async def test_exception_arrives_with_the_remote_traceback(pool):
     with pytest.raises(ZeroDivisionError, match="nope") as caught:
         await pool.call(fail, ZeroDivisionError, "nope")
@@ -131,7 +172,10 @@ async def test_exception_arrives_with_the_remote_traceback(pool):
     assert "raise kind(*args)" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize("kind, args", [(TwoArgumentError, ("a", "b")), (SystemExit, ("3",))])
+@pytest.mark.parametrize(
+    "kind, args",
+    [(TwoArgumentError, ("a", "b")), (SystemExit, ("3",)), (StopIteration, ("3",))],
+)
 async def test_exceptions_that_cannot_travel_are_described(pool, kind, args):
     with pytest.raises(RuntimeError, match=kind.__name__):
         await pool.call(fail, kind, *args)
@@ -182,6 +226,18 @@ async def test_a_death_is_the_running_tasks_and_the_worker_is_replaced(function,
     assert isinstance(results[1], WorkerDied) and how in str(results[1])
 
 
+async def test_sigterm_leaves_a_running_task_alone(pool, tmp_path):
+    """DeepSpeed's launcher sends it to all below a rank, which stops as *it* sees fit.
+
+    What the task starts itself can still be stopped.
+    """
+    running = asyncio.ensure_future(pool.call(sleep_and_stop_a_child, str(tmp_path / "pid")))
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        await asyncio.sleep(0.01)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+    assert await running == -signal.SIGTERM
+
+
 async def test_a_worker_that_dies_while_idle_fails_no_task():
     with WorkerPool(1) as pool:
         pid = await pool.call(os.getpid)
@@ -224,7 +280,7 @@ async def test_close_kills_hung_workers_and_cancels_what_waits(tmp_path):
         await hung
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert not [t for t in threading.enumerate() if t.name == "easyrl-worker-keeper"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("easyrl-worker-starter")]
     with pytest.raises(RuntimeError, match="closed"):
         await pool.call(double, 1)
     pool.close()
@@ -238,11 +294,13 @@ async def test_workers_are_single_threaded_and_light(pool):
 @pytest.mark.parametrize(
     "module",
     [
-        "easyrl.worker_pool",
+        "easyrl.workers.worker_pool",
+        "easyrl.workers.worker_process",
         "easyrl.schema",
         "easyrl.config",
         "easyrl.inference_client.client",
-        "easyrl.inference_client.pool",
+        "easyrl.inference_client.fetching.fetcher_pool",
+        "easyrl.inference_client.endpoints.pool",
     ],
 )
 def test_modules_that_workers_import_do_not_import_torch(module):
@@ -253,7 +311,7 @@ def test_modules_that_workers_import_do_not_import_torch(module):
 PARENT = """
     import asyncio, os, re, signal, sys
     from pathlib import Path
-    from easyrl.worker_pool import WorkerPool
+    from easyrl.workers.worker_pool import WorkerPool
 
     def work(path):
         Path(path).write_text(str(os.getpid()))
@@ -266,6 +324,8 @@ PARENT = """
             await pool.call(work, sys.argv[1])
 
     if __name__ == "__main__":
+        # ignored where the tests run as a shell's background job
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         asyncio.run(main())
 """
 

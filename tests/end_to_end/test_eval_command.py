@@ -5,10 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.inference_client.launch import EmbeddedServerProcess
+from benchmarks.random_model import write_prompts
+from tests.end_to_end.conftest import MAX_MODEL_LEN
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARD = """
@@ -18,31 +16,23 @@ def reward_func(prompt, texts, token_ids):
 """
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("eval")
-    model = write_random_model(folder / "model", hidden_size=32, num_layers=1)
-    write_prompts(folder / "prompts.jsonl", 6, 12)
-    (folder / "reward.py").write_text(REWARD)
-    with EmbeddedServerProcess(model, ["--num-threads", "1", "--max-model-len", "64"]) as server:
-        yield folder, server.url
-
-
-def evaluate(served, *options: str) -> subprocess.CompletedProcess:
-    folder, url = served
+def test_figures_are_those_of_the_rewards_and_samples_that_do_not_fit_are_cut(served, tmp_path):
+    """A prompt takes 12 tokens: the server cannot hold all, is told apart from a dead one, and
+    the key to change is named."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 6, 12)
+    (tmp_path / "reward.py").write_text(REWARD)
     command = [
         *(sys.executable, "-m", "easyrl", "eval", "benchmarks/overlap.yaml"),
-        *(f"model.path={folder / 'model'}", f"data.files=[{folder / 'prompts.jsonl'}]"),
-        *(f"inference.endpoints=[{url}]", f"rewards=[{{file: {folder / 'reward.py'}}}]"),
-        *(f"evaluation.data.files=[{folder / 'prompts.jsonl'}]", "evaluation.num_samples=4"),
-        *("evaluation.data.max_prompt_tokens=16", "evaluation.pass_at=[1,4]", *options),
+        *(f"model.path={served.model}", f"data.files=[{prompts}]"),
+        *(f"inference.endpoints=[{served.url}]", f"rewards=[{{file: {tmp_path / 'reward.py'}}}]"),
+        *(f"evaluation.data.files=[{prompts}]", "evaluation.num_samples=4"),
+        *("evaluation.data.max_prompt_tokens=16", "evaluation.pass_at=[1,4]"),
+        f"evaluation.sampling.max_tokens={MAX_MODEL_LEN}",
     ]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_figures_are_those_of_the_rewards(served):
-    result = evaluate(served, "evaluation.sampling.max_tokens=8")
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
+    key = "evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens"
+    assert f"{key} is {16 + MAX_MODEL_LEN}" in result.stderr
     assert json.loads(result.stdout.splitlines()[-1]) == {
         "num_prompts": 6,
         "eval/accuracy": 0.5,
@@ -50,12 +40,3 @@ def test_figures_are_those_of_the_rewards(served):
         "eval/pass@1": 0.5,
         "eval/pass@4": 1.0,
     }
-
-
-def test_too_long_samples_are_refused_with_the_key(served):
-    result = evaluate(served, "evaluation.sampling.max_tokens=64")
-    assert result.returncode == 2
-    assert (
-        "evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens is 80" in result.stderr
-    )
-    assert "Traceback" not in result.stderr

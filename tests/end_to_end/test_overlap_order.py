@@ -5,49 +5,31 @@ the log shows that training has begun, so a trainer that waited for the whole ba
 finish; in sync mode they are released once the trainer waits and all other responses are scored.
 """
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.event_log import read_events
-from easyrl.inference_client.launch import EmbeddedServerProcess
+from benchmarks.random_model import write_prompts
 from easyrl.metrics import read_metrics
+from tests.end_to_end.conftest import ServedModel
 from tests.end_to_end.proxy import GatedProxy
+from tests.end_to_end.trainer_run import event_names, start_trainer, trainer_command
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS, NUM_GENERATIONS, PROMPT_TOKENS = 4, 2, 12
 
 
-@pytest.fixture(scope="module")
-def served_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("overlap")
-    model = write_random_model(folder / "model", hidden_size=32, num_layers=1)
-    prompts = write_prompts(folder / "prompts.jsonl", NUM_PROMPTS, PROMPT_TOKENS)
-    with EmbeddedServerProcess(model, ["--num-threads", "1", "--max-model-len", "160"]) as server:
-        yield model, prompts, server.url
-
-
-def wait_for(condition, process, timeout_s=90.0):
+def wait_for(condition, process, log, timeout_s=90.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, log.read_text()[-3000:]
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
 
 
-def events(run_dir: Path) -> list[str]:
-    path = run_dir / "events-rank0.jsonl"
-    return [event["event"] for event in read_events(path)] if path.exists() else []
-
-
-def run_gated(mode: str, run_dir: Path, served_model) -> None:
+def run_gated(mode: str, run_dir: Path, served: ServedModel) -> None:
     """One batch; the last prompt's responses are held back until the moment ``mode`` allows."""
-    model, prompts, upstream = served_model
+    prompts = write_prompts(run_dir.parent / "prompts.jsonl", NUM_PROMPTS, PROMPT_TOKENS)
     seen: list[list[int]] = []  # prompts in the order in which they were dispatched
 
     def held(token_ids: list[int]) -> bool:
@@ -57,51 +39,41 @@ def run_gated(mode: str, run_dir: Path, served_model) -> None:
             seen.append(token_ids)
         return len(seen) == NUM_PROMPTS and token_ids == seen[-1]
 
-    proxy = GatedProxy(upstream, held)
-    command = [
-        *(sys.executable, "-m", "easyrl.train", "benchmarks/overlap.yaml"),
-        *(f"run.mode={mode}", f"run.output_dir={run_dir}", f"run.name=order-{mode}"),
-        *(f"model.path={model}", f"data.files=[{prompts}]", "data.max_prompt_tokens=16"),
-        *(f"inference.endpoints=[{proxy.url}]", f"trainer.batch_size={NUM_PROMPTS}"),
+    proxy = GatedProxy(served.url, held)
+    options = [
+        *(f"run.mode={mode}", f"trainer.batch_size={NUM_PROMPTS}"),
         *(f"rollout.num_generations={NUM_GENERATIONS}", "rollout.max_tokens=24"),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    log = run_dir.with_suffix(".log")
+    command = trainer_command(run_dir, served.model, prompts, [proxy.url], *options)
+    process = start_trainer(command, log)
     others = (NUM_PROMPTS - 1) * NUM_GENERATIONS
     try:
-        wait_for(lambda: proxy.num_waiting == NUM_GENERATIONS, process)
+        wait_for(lambda: proxy.num_waiting == NUM_GENERATIONS, process, log)
         if mode == "async":
-            wait_for(lambda: "micro_batch_end" in events(run_dir), process)
+            wait_for(lambda: "micro_batch_end" in event_names(run_dir), process, log)
         else:
-            wait_for(lambda: "waiting_for_batch" in events(run_dir), process)
-            wait_for(lambda: events(run_dir).count("response_scored") == others, process)
+            wait_for(lambda: "waiting_for_batch" in event_names(run_dir), process, log)
+            wait_for(lambda: event_names(run_dir).count("response_scored") == others, process, log)
         proxy.open_gate()
-        assert process.wait(60) == 0, process.stdout.read()
+        assert process.wait(60) == 0, log.read_text()[-3000:]
     finally:
         process.kill()
         process.wait()
-        process.stdout.close()
         proxy.close()
 
 
 @pytest.fixture(scope="module")
-def runs(served_model, tmp_path_factory) -> dict[str, Path]:
-    folders = {mode: tmp_path_factory.mktemp(mode) for mode in ("async", "sync")}
+def runs(served, tmp_path_factory) -> dict[str, Path]:
+    folders = {mode: tmp_path_factory.mktemp("order") / mode for mode in ("async", "sync")}
     for mode, folder in folders.items():
-        run_gated(mode, folder, served_model)
+        run_gated(mode, folder, served)
     return folders
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_first_backward_and_last_response(mode, runs):
-    order = events(runs[mode])
+    order = event_names(runs[mode])
     first_backward = order.index("micro_batch_start")
     last_response = len(order) - 1 - order[::-1].index("response_scored")
     assert order.count("response_scored") == NUM_PROMPTS * NUM_GENERATIONS

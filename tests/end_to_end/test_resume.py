@@ -5,10 +5,8 @@ responses of batch 3 are held back at the endpoint, so that the first life certa
 """
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,12 +15,12 @@ from safetensors.torch import load_file
 
 from benchmarks.random_model import write_prompts, write_random_model
 from easyrl.event_log import read_events
-from easyrl.inference_client.launch import EmbeddedServerProcess
+from easyrl.inference_client.servers.launch import EmbeddedServerProcess
 from easyrl.metrics import read_metrics
 from easyrl.schema import PolicyVersion
 from tests.end_to_end.proxy import GatedProxy
+from tests.end_to_end.trainer_run import start_trainer, trainer_command
 
-ROOT = Path(__file__).resolve().parents[2]
 BATCH, STEPS, SAVED = 4, 4, 2
 PROMPT_TOKENS, NUM_GENERATIONS = 12, 4
 
@@ -30,22 +28,16 @@ PROMPT_TOKENS, NUM_GENERATIONS = 12, 4
 def start(
     run_dir: Path, model: Path, prompts: Path, url: str, *options: str
 ) -> subprocess.Popen[bytes]:
-    command = [
-        *(sys.executable, "-m", "easyrl.train", "benchmarks/overlap.yaml"),
-        *(f"run.output_dir={run_dir}", f"run.name={run_dir.name}", f"model.path={model}"),
-        *(f"data.files=[{prompts}]", "data.max_prompt_tokens=16", "data.shuffle=true"),
-        *(f"inference.endpoints=[{url}]", f"trainer.batch_size={BATCH}"),
+    settings = [
+        *("data.shuffle=true", f"trainer.batch_size={BATCH}"),
         *(f"rollout.num_generations={NUM_GENERATIONS}", "rollout.max_tokens=12"),
         *("trainer.learning_rate=1e-3", "trainer.lr_schedule=linear"),
         *(f"checkpoint.every_steps={SAVED}", "checkpoint.export_at_end=true"),
         f"weight_sync.directory={run_dir.parent / 'weights'}",
         *options,
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    with run_dir.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
+    command = trainer_command(run_dir, model, prompts, [url], *settings)
+    return start_trainer(command, run_dir.with_suffix(".log"))
 
 
 def finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
@@ -122,7 +114,7 @@ def test_lives_do_not_share_versions(runs):
         *((0, v) for v in range(SAVED + 1)),
         *((1, v) for v in range(SAVED, STEPS)),
     ]
-    assert json.loads((parts / "attempt.json").read_text()) == 1
+    assert json.loads((parts / "life.json").read_text())["life"] == 1
 
 
 def test_metrics_go_on_as_if_nothing_had_happened(runs):

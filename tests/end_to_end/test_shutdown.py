@@ -1,95 +1,110 @@
-"""Ctrl-C and SIGTERM in the middle of a batch leave no process and no weights behind."""
+"""SIGTERM in the middle of a batch saves and ends well; nothing that ends a run leaves a trace."""
+
+from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.inference_client.launch import EmbeddedServerProcess
-from tests.end_to_end.proxy import GatedProxy
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.end_to_end.held_batch import BATCH, NUM_GENERATIONS, HeldBatch
+from tests.end_to_end.trainer_run import run_trainer
 
 
-def marked_processes(mark: int) -> dict[int, str]:
-    """Living processes of a run, by the mark in their environment: pid → command line."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes()
-            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            if f"EASYRL_TEST_RUN={mark}".encode() in environment and state != "Z":
-                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
+@pytest.fixture
+def held(served, tmp_path) -> Iterator[HeldBatch]:
+    batch = HeldBatch(tmp_path, served.model, served.url)
+    yield batch
+    batch.close()
 
 
-@pytest.mark.parametrize(
-    ("stop", "num_ranks"),
-    [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGTERM, 1), (signal.SIGINT, 2)],
-    ids=["ctrl-c", "sigterm", "sigterm-to-launcher", "ctrl-c-two-ranks"],
-)
-def test_nothing_is_left_behind(stop, num_ranks, tmp_path):
-    """``num_ranks`` 0: without the launcher. Ctrl-C goes to the group, as from a terminal."""
-    model = write_random_model(tmp_path / "model", hidden_size=32, num_layers=1)
-    prompts = write_prompts(tmp_path / "prompts.jsonl", 8, 12)
-    name = f"shutdown-{stop.name}-{num_ranks}"
-    start = ["-m", "easyrl.train"]
-    if num_ranks:
-        launcher = Path(sys.executable).with_name("deepspeed")
-        start = [str(launcher), "--num_accelerators", str(num_ranks), "--module", "easyrl.train"]
-    with EmbeddedServerProcess(model, ["--num-threads", "1", "--max-model-len", "160"]) as server:
-        # the last responses never come: the run is in the middle of its first batch
-        proxy = GatedProxy(server.url, held=lambda token_ids: len(token_ids) == 12)
-        command = [
-            *(sys.executable, *start, "benchmarks/overlap.yaml"),
-            *(f"run.output_dir={tmp_path / 'run'}", f"run.name={name}", f"model.path={model}"),
-            *(f"data.files=[{prompts}]", "data.max_prompt_tokens=16", "trainer.batch_size=8"),
-            *(f"inference.endpoints=[{proxy.url}]", "rollout.max_tokens=24"),
-        ]
-        log = tmp_path / "log"
-        mark = os.getpid() * 100 + stop * 3 + num_ranks
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "EASYRL_TEST_RUN": str(mark),
-        }
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=log.open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            deadline = time.monotonic() + 90
-            while proxy.num_waiting < 8 * 8:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-            assert len(marked_processes(mark)) >= 2  # the trainer and at least one worker
-            if stop == signal.SIGINT:
-                os.killpg(process.pid, stop)
-            else:
-                process.send_signal(stop)
-            process.wait(30)
-            deadline = time.monotonic() + 10
-            while (left := marked_processes(mark)) and time.monotonic() < deadline:
-                time.sleep(0.1)
-        finally:
-            for pid in marked_processes(mark):
-                os.kill(pid, signal.SIGKILL)
-            process.wait()
-            proxy.close()
-    assert process.returncode != 0
-    assert not left, log.read_text()
-    assert not list(Path("/dev/shm").glob(f"easyrl-{name}*")), log.read_text()
+def test_sigterm_saves_and_ends_well_and_resume_goes_on_from_the_open_batch(held):
+    run = held.start()
+    assert len(run.pids()) >= 2  # the trainer and at least one worker
+    while run.process.poll() is None:  # a launcher and a scheduler may both send it
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    assert run.wait() == 0, held.log.read_text()[-5000:]
+    log = held.log.read_text()
+    assert "stopping (SIGTERM)" in log and "step 1 is saved; go on with --resume" in log
+    assert held.checkpoints() == ["step-1"]
+    assert not held.weights_left()
+
+    held.proxy.open_gate()
+    run_trainer([*held.command(), "--resume"])
+    assert held.trainings() == {index: 1 for index in range(2 * BATCH)}
+    # what was finished before the stop was not asked for again
+    assert len(held.events("response_scored")) == 2 * BATCH * NUM_GENERATIONS
+
+
+def test_ctrl_c_ends_at_once_without_a_checkpoint(held):
+    run = held.start()
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    assert run.wait(30) == 128 + signal.SIGINT, held.log.read_text()[-5000:]
+    assert held.checkpoints() == []
+    assert not held.weights_left()
+
+
+def test_a_save_that_takes_longer_than_the_grace_ends_with_all_stacks(held):
+    run = held.start("trainer.grace_s=0.001")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(30) == 1, held.log.read_text()[-5000:]
+    log = held.log.read_text()
+    assert "trainer.grace_s" in log
+    assert "thread MainThread" in log and "thread easyrl-producer" in log
+
+
+def test_the_watchdog_ends_a_run_whose_endpoint_answers_no_more(held):
+    run = held.start("watchdog.window_s=5")
+    assert run.wait(60) == 70, held.log.read_text()[-5000:]
+    log = held.log.read_text()
+    assert "the watchdog ends the run: 0 tokens/s in 5 s" in log
+    assert "0 finished groups wait for the trainer" in log and held.proxy.url in log
+    assert "thread MainThread" in log and "take_ready" in log
+    assert "asyncio tasks" in log and "RolloutGenerator" in log
+    assert not held.weights_left()
+
+
+def test_sigterm_to_one_rank_stops_all(held):
+    """In lock-step, where a rank that stopped alone would leave the other in a collective."""
+    run = held.start("trainer.zero_stage=2", num_ranks=2)
+    (second,) = run.pids("--local_rank=1")
+    os.kill(second, signal.SIGTERM)
+    assert run.wait() == 0, held.log.read_text()[-5000:]  # the deepspeed command's own
+    assert held.log.read_text().count("step 1 is saved") == 2
+    assert "rank 1: SIGTERM" in held.log.read_text()
+    assert held.checkpoints() == ["step-1"]
+    assert not held.weights_left()
+
+
+def test_sigterm_to_the_deepspeed_command_alone(held):
+    """It ends by it and passes nothing on; what it started notices."""
+    run = held.start(num_ranks=1)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == -signal.SIGTERM
+    assert "the deepspeed command that started this run has ended" in held.log.read_text()
+    assert held.checkpoints() == ["step-1"]
+    assert not held.weights_left()
+
+
+@pytest.mark.slow
+def test_sigterm_to_every_process_of_a_job(held):
+    """As ``scancel`` does. DeepSpeed's launcher also sends it to all workers below its ranks."""
+    run = held.start("trainer.zero_stage=2", num_ranks=2)
+    for pid in run.pids():
+        os.kill(pid, signal.SIGTERM)
+    run.wait()
+    assert held.log.read_text().count("step 1 is saved") == 2, held.log.read_text()[-5000:]
+    assert held.checkpoints() == ["step-1"]
+    assert not held.weights_left()
+
+
+@pytest.mark.slow
+def test_ctrl_c_with_two_ranks(held):
+    run = held.start(num_ranks=2)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.wait(30) != 0
+    assert held.checkpoints() == []
+    assert not held.weights_left()

@@ -28,6 +28,9 @@ class FakeEndpoint:
     api_key: str | None = None
     has_tokenizer: bool = True
     healthy: bool = True
+    max_model_len: int = 512
+    card: dict[str, Any] = field(default_factory=dict)  # what /v1/models says besides
+    generated_tokens: int | None = None  # what /metrics says, None: there is no such route
     gated: bool = False  # each generate request waits for its gate
     faults: deque[Fault] = field(default_factory=deque)
     always: Fault | None = None
@@ -40,6 +43,10 @@ class FakeEndpoint:
     max_open: int = 0
     num_disconnected: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    running: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: as after SIGSTOP
+
+    def __post_init__(self) -> None:
+        self.running.set()
 
     async def __aenter__(self) -> FakeEndpoint:
         await self.listen()
@@ -49,7 +56,7 @@ class FakeEndpoint:
         await self.stop()
 
     async def listen(self, port: int = 0) -> None:
-        app = web.Application(middlewares=[self._authorize])
+        app = web.Application(middlewares=[self._answer_while_running, self._authorize])
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_route("*", "/{path:.*}", self._control)
         # On a closed connection the handler is cancelled, as vLLM aborts the request.
@@ -66,6 +73,13 @@ class FakeEndpoint:
             gate.set()
         await self._runner.cleanup()
 
+    async def restart(self, version: str = "default") -> None:
+        """As a server that was killed and started again: its weights are not those it had."""
+        await self.stop()
+        self.version = version
+        self.running.set()
+        await self.listen(self.port)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits for a state of this endpoint; the test's time-out says when it never comes."""
         async with self.changed:
@@ -74,6 +88,14 @@ class FakeEndpoint:
     async def _notify(self) -> None:
         async with self.changed:
             self.changed.notify_all()
+
+    @web.middleware
+    async def _answer_while_running(self, request: web.Request, handler: Any) -> Any:
+        """A stopped process still accepts connections, and answers nothing on any of them."""
+        await self.running.wait()
+        response = await handler(request)
+        await self.running.wait()
+        return response
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -137,10 +159,18 @@ class FakeEndpoint:
             return web.Response(status=200 if self.healthy else 503)
         if request.path == "/finish_weight_update":
             self.version = body["weight_version"]
+        if request.path == "/update_weight_version":
+            self.version = body["new_version"]
+        if request.path == "/metrics" and self.generated_tokens is not None:
+            count = self.generated_tokens
+            return web.Response(text=f'vllm:generation_tokens_total{{engine="0"}} {count}.0\n')
         answers: dict[str, Any] = {
-            "/v1/models": {"data": [{"id": self.model, "max_model_len": 512}]},
+            "/v1/models": {
+                "data": [{"id": self.model, "max_model_len": self.max_model_len, **self.card}]
+            },
             "/weight_info": {"weight_version": self.version},
             "/reset_prefix_cache": {"success": True},
+            "/update_weight_version": {"success": True},
             "/weight_checker": {"checksums": {"dp0:model.norm.weight": "abc"}},
         }
         known = ("/pause", "/resume", "/abort_requests", "/init_weight_transfer_engine")

@@ -10,6 +10,7 @@ import aiohttp
 import numpy as np
 import orjson
 import pytest
+from aiohttp import web
 from fake_endpoint import FakeEndpoint, break_off, hang, status
 
 from easyrl.config import RolloutConfig, SamplingConfig
@@ -19,6 +20,7 @@ from easyrl.inference_client.client import (
     MalformedResponse,
     RequestRejected,
     ServedModel,
+    WorkerProof,
     parse_generate_response,
 )
 from easyrl.inference_client.errors import AttemptsFailed
@@ -166,6 +168,12 @@ async def test_stop_strings_need_a_server_that_decodes(endpoint, client):
     await client.generate(PROMPT, SamplingConfig(stop_token_ids=[1]), seed=0)
 
 
+async def test_a_version_may_be_set_without_new_weights(endpoint, client):
+    await client.set_weight_version("r:0:3")
+    assert await client.weight_version() == "r:0:3"
+    assert ("/update_weight_version", {"new_version": "r:0:3"}) in endpoint.calls
+
+
 async def test_control_routes_send_what_vllm_expects(endpoint, client):
     await client.health()
     assert await client.served_model() == ServedModel("fake", 512)
@@ -193,6 +201,94 @@ async def test_control_routes_send_what_vllm_expects(endpoint, client):
         ("/weight_checker", {"action": "checksum"}),
         ("/abort_requests", {}),
     ]
+
+
+CHUNKS = [{"file": "chunk-00000.safetensors", "num_bytes": 8, "checksums": {"w": "ab"}}]
+
+
+@pytest.fixture
+async def one_route() -> AsyncIterator[OneRoute]:
+    async with OneRoute() as server:
+        yield server
+
+
+class OneRoute:
+    """A server that answers every POST the same and keeps what it was sent."""
+
+    status = 200
+    body = b""
+
+    async def __aenter__(self) -> OneRoute:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", self._respond)
+        self.received: list[tuple[str, object]] = []
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _respond(self, request: web.Request) -> web.Response:
+        self.received.append((request.path, orjson.loads(await request.read())))
+        return web.Response(body=self.body, status=self.status)
+
+
+async def test_every_worker_proves_its_weights(one_route, session):
+    one_route.body = orjson.dumps(
+        {
+            "results": [
+                {"checksums": {"w": "ab"}, "problems": {}, "transport": "file"},
+                {"checksums": {}, "problems": {"w": "other bits"}, "transport": "http", "more": 1},
+            ]
+        }
+    )
+    proofs = await EndpointClient(one_route.url, session).prove_weights("v-4", CHUNKS)
+    assert proofs == [
+        WorkerProof({"w": "ab"}, {}, "file"),
+        WorkerProof({}, {"w": "other bits"}, "http"),
+    ]
+    ((path, body),) = one_route.received
+    assert path == "/collective_rpc" and body["method"] == "easyrl_prove_weights"
+    assert body["kwargs"]["artifact"] == "v-4"
+    assert orjson.loads(body["kwargs"]["chunks"]) == CHUNKS  # vLLM passes on strings only
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        (b'{"results": []}', "no worker"),
+        (b'{"results": [null]}', "proves no weights"),
+        (b'{"results": [{"checksums": {"w": 1}, "problems": {}, "transport": "file"}]}', "proves"),
+        (b'{"message": "done"}', "proves no weights"),
+        (b"", "empty body"),
+    ],
+)
+async def test_an_answer_without_proofs_is_no_proof(one_route, session, body, reason):
+    one_route.body = body
+    with pytest.raises(MalformedResponse, match=reason):
+        await EndpointClient(one_route.url, session).prove_weights("v-4", CHUNKS)
+
+
+async def test_a_server_without_the_proof_says_so(endpoint, client):
+    with pytest.raises(RequestRejected, match="404"):
+        await client.prove_weights("v-4", CHUNKS)
+
+
+@pytest.mark.parametrize("status_code", [200, 400, 500])
+async def test_any_answer_to_giving_up_an_update_will_do(one_route, session, status_code):
+    one_route.status = status_code
+    client = EndpointClient(one_route.url, session)
+    await client.abandon_weight_update()
+    assert one_route.received == [("/update_weights", {"update_info": {"abandon": True}})]
+
+
+async def test_giving_up_an_update_needs_an_answer(endpoint, client):
+    await endpoint.stop()
+    with pytest.raises(EndpointUnavailable, match="/update_weights failed"):
+        await client.abandon_weight_update()
 
 
 async def test_model_and_key_are_sent(endpoint, session):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
@@ -24,14 +25,14 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from easyrl.inference_client.embedded_engine import (
+from easyrl.inference_client.embedded.engine import EmbeddedEngine
+from easyrl.inference_client.embedded.requests import (
     BadRequestError,
-    EmbeddedEngine,
     GeneratedSample,
     GenerationRequest,
     UnavailableError,
 )
-from easyrl.inference_client.embedded_sampling import (
+from easyrl.inference_client.embedded.sampling import (
     SamplingParams,
     UniformStream,
     apply_min_p,
@@ -40,7 +41,11 @@ from easyrl.inference_client.embedded_sampling import (
     inverse_cdf,
     penalize,
 )
-from easyrl.inference_client.weight_transfer.artifact import tensor_checksum, write_artifact
+from easyrl.inference_client.weight_transfer.artifact import (
+    WeightArtifact,
+    tensor_checksum,
+    write_artifact,
+)
 
 VOCAB = 64
 EOS = 63
@@ -355,10 +360,10 @@ def test_update_serves_the_new_weights_and_proves_it(kind: str, tmp_path: Path) 
     artifact = artifact_of(tmp_path / "new", tmp_path / "artifact", "run:1:1")
     assert len(artifact.chunks) > 2
     engine = EmbeddedEngine(tmp_path / "old", dtype="float32")
-    before = engine.weight_checksums().result(10)
+    before = engine.updates.checksums().result(10)
     assert before.keys() == artifact.checksums.keys() and before != artifact.checksums
     update(engine, artifact)
-    assert engine.weight_checksums().result(10) == artifact.checksums
+    assert engine.updates.checksums().result(10) == artifact.checksums
     assert engine.weight_version().result(10) == "run:1:1"
     for text in prompts(4):
         sample = run(engine, text, temperature=0.0)
@@ -395,20 +400,87 @@ def test_a_failed_update_names_the_tensor_and_stops_generation(
         f"{name!r} did not arrive": {k: v for k, v in weights.items() if k != name},
     }
     for message, bad in wrong.items():
-        artifact = write_artifact(iter(bad.items()), tmp_path / "bad", "v1", 1 << 14)
+        artifact = write_artifact(bad.items(), tmp_path / "bad" / "v", "v1", 1 << 14)
         with pytest.raises(ValueError, match=message):
             update(engine, artifact)
         assert engine.weight_version().result(10) == "default"
         with pytest.raises(UnavailableError, match="the last weight update failed"):
             run(engine, prompts(1)[0])
     good = artifact_of(qwen3[0], tmp_path / "good", "v1")
-    damaged = dataclasses.replace(good, checksums={**good.checksums, name: "0" * 16})
-    with pytest.raises(ValueError, match=f"{name!r} has checksum"):
-        update(engine, damaged)
+    damaged = [
+        dataclasses.replace(chunk, checksums={n: "0" * 64 for n in chunk.names})
+        for chunk in good.chunks
+    ]
+    with pytest.raises(ValueError, match="tensor '.*' has hash"):
+        update(engine, dataclasses.replace(good, chunks=tuple(damaged)))
     with pytest.raises(ValueError, match="no weight update is open"):
-        engine.finish_weight_update("v1").result(10)
+        engine.updates.finish("v1").result(10)
     update(engine, good)
     assert run(engine, prompts(1)[0]).finish_reason in ("stop", "length")
+
+
+def test_the_engine_answers_while_an_update_hangs(
+    engine: EmbeddedEngine, qwen3: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    artifact = artifact_of(qwen3[0], tmp_path, "v1")
+    release = threading.Event()
+
+    def slow(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        release.wait(20)
+
+    announce(engine, artifact)
+    engine.updates.start().result(10)
+    engine._weights._place = slow  # type: ignore[method-assign]
+    loading = engine.updates.load(**artifact.update_info())
+    assert engine.weight_version().result(5) == "default"
+    engine.pause("abort").result(5)
+    assert not loading.done()
+    release.set()
+    loading.result(10)
+    engine.updates.finish("v1").result(10)
+    assert engine.updates.checksums().result(10) == artifact.checksums
+
+
+def test_one_update_at_a_time_and_one_artifact_in_it(
+    engine: EmbeddedEngine, qwen3: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    artifact = artifact_of(qwen3[0], tmp_path, "v1")
+    with pytest.raises(ValueError, match="no trainer has announced its weights"):
+        engine.updates.start().result(10)
+    announce(engine, artifact)
+    engine.updates.start().result(10)
+    with pytest.raises(ValueError, match="a weight update is open"):
+        engine.updates.start().result(10)
+    with pytest.raises(ValueError, match="a weight update is open"):
+        engine.updates.prove(artifact.checksums).result(10)
+    engine.updates.abandon().result(10)
+    # nothing was written: the old weights still serve
+    assert run(engine, prompts(1)[0]).finish_reason in ("stop", "length")
+    engine.updates.start().result(10)
+    first, *_ = artifact.chunks
+    engine.updates.load(artifact.name, [first.describe()]).result(10)
+    with pytest.raises(ValueError, match="'other': this update has begun with 'v'"):
+        engine.updates.load("other", [first.describe()]).result(10)
+    with pytest.raises(UnavailableError, match="the last weight update failed"):
+        run(engine, prompts(1)[0])
+    update(engine, artifact)
+    assert engine.updates.prove(artifact.checksums).result(10).problems == {}
+
+
+def test_proof_names_each_tensor_that_differs(
+    engine: EmbeddedEngine, qwen3: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    artifact = artifact_of(qwen3[0], tmp_path, "v1")
+    update(engine, artifact)
+    stale, absent = "model.norm.weight", "model.embed_tokens.weight"
+    expected = {name: value for name, value in artifact.checksums.items() if name != absent}
+    expected |= {stale: "0" * 64, "x.weight": "1" * 64}
+    proof = engine.updates.prove(expected).result(10)
+    assert proof.transport == "file"
+    assert proof.problems.keys() == {stale, absent, "x.weight"}
+    assert proof.checksums == {
+        name: value for name, value in artifact.checksums.items() if name not in (stale, absent)
+    }
 
 
 def saved_weights(directory: Path) -> list[tuple[str, torch.Tensor]]:
@@ -417,19 +489,28 @@ def saved_weights(directory: Path) -> list[tuple[str, torch.Tensor]]:
     return sorted(load_file(directory / "model.safetensors").items())
 
 
-def artifact_of(model: Path, directory: Path, version: str):  # noqa: ANN201
+def artifact_of(model: Path, root: Path, version: str) -> WeightArtifact:
     """The artifact of a saved model, by the names in its own file."""
-    artifact = write_artifact(iter(saved_weights(model)), directory, version, 1 << 14)
+    artifact = write_artifact(saved_weights(model), root / "v", version, 1 << 14)
     for name, tensor in saved_weights(model):
         assert artifact.checksums[name] == tensor_checksum(tensor)
     return artifact
 
 
-def update(engine: EmbeddedEngine, artifact) -> None:  # noqa: ANN001
-    engine.start_weight_update().result(10)
-    for info in artifact.update_infos():
-        engine.update_weights(Path(info["path"]), info["checksums"]).result(10)
-    engine.finish_weight_update(artifact.version).result(10)
+def update(engine: EmbeddedEngine, artifact: WeightArtifact) -> None:
+    announce(engine, artifact)
+    engine.updates.start().result(10)
+    for chunk in artifact.chunks:
+        engine.updates.load(artifact.name, [chunk.describe()]).result(10)
+    engine.updates.finish(artifact.version).result(10)
+
+
+def announce(engine: EmbeddedEngine, artifact: WeightArtifact) -> None:
+    """As the trainer does, on the folder above the artifact."""
+    root = artifact.directory.parent
+    (root / "announcement").write_text(blake3(b"token").hexdigest())
+    info = {"run": "test", "token": "token", "root": str(root), "url": None}
+    engine.updates.announce(info).result(10)
 
 
 # --- what must be refused ---

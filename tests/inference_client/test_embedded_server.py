@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -20,9 +21,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from easyrl.inference_client.embedded_engine import EmbeddedEngine
-from easyrl.inference_client.embedded_server import EmbeddedServer, main, start_site
+from easyrl.inference_client.embedded.engine import EmbeddedEngine
+from easyrl.inference_client.embedded.server import EmbeddedServer, main, start_site
+from easyrl.inference_client.weight_transfer.announcement import Announcement
 from easyrl.inference_client.weight_transfer.artifact import write_artifact
+from easyrl.inference_client.weight_transfer.chunk_server import ChunkServer
 
 EOS = 62
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -222,17 +225,19 @@ async def test_bad_bodies_and_routes(model_dir: Path) -> None:
         assert (await post(http, "/inference/v1/generate", generate_body(colour="red")))[0] == 200
 
 
-async def test_every_route_but_health_asks_for_the_key(model_dir: Path) -> None:
+async def test_every_route_but_probes_asks_for_the_key(model_dir: Path) -> None:
     async with serving(model_dir, api_key="secret") as (http, _, engine):
         app = EmbeddedServer(engine, "tiny").app("secret")
         routes = {(route.method, route.resource.canonical) for route in app.router.routes()}  # type: ignore[union-attr]
         assert ("POST", "/update_weights") in routes and len(routes) > 18
-        for method, path in routes - {("GET", "/health"), ("HEAD", "/health")}:
+        probes = {(method, path) for method in ("GET", "HEAD") for path in ("/health", "/metrics")}
+        for method, path in routes - probes:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
                 async with http.request(method, path, headers=headers) as response:
                     assert response.status == 401, path
-        async with http.get("/health") as response:
-            assert response.status == 200
+        for _, path in probes:
+            async with http.get(path) as response:
+                assert response.status == 200
         key = {"Authorization": "Bearer secret"}
         assert (await post(http, "/inference/v1/generate", generate_body(), headers=key))[0] == 200
 
@@ -240,17 +245,21 @@ async def test_every_route_but_health_asks_for_the_key(model_dir: Path) -> None:
 async def test_weight_update_over_http(model_dir: Path, tmp_path: Path) -> None:
     weights = load_file(model_dir / "model.safetensors")
     changed = {name: tensor * 1.5 for name, tensor in weights.items()}
-    artifact = write_artifact(iter(changed.items()), tmp_path / "weights", "run:0:1", 1 << 13)
+    told = Announcement.create(tmp_path / "root", "run")
+    artifact = write_artifact(changed.items(), told.root / "v1", "run:0:1", 1 << 13)
     async with serving(model_dir) as (http, _, _):
         assert (await get(http, "/weight_info"))[1] == {"weight_version": "default"}
         assert (await get(http, "/get_world_size"))[1] == {"world_size": 1}
         before = (await post(http, "/inference/v1/generate", generate_body()))[1]
-        await post(http, "/init_weight_transfer_engine", {"init_info": {}})
+        assert (await post(http, "/start_weight_update"))[0] == 400  # before a trainer is known
+        body = {"init_info": told.init_info("file")}
+        assert (await post(http, "/init_weight_transfer_engine", body))[0] == 200
         assert (await post(http, "/pause?mode=keep"))[1] == {"status": "paused"}
         assert (await get(http, "/is_paused"))[1] == {"is_paused": True}
         assert (await post(http, "/start_weight_update"))[0] == 200
         assert len(artifact.chunks) > 1
-        for info in artifact.update_infos():
+        for chunk in artifact.chunks:
+            info = artifact.update_info([chunk])
             status, reply = await post(http, "/update_weights", {"update_info": info})
             assert (status, reply) == (200, {"message": "Weights updated"})
         finish = {"weight_version": artifact.version}
@@ -262,6 +271,13 @@ async def test_weight_update_over_http(model_dir: Path, tmp_path: Path) -> None:
         compare = {"action": "compare", "baseline": artifact.checksums | {"lm_head.weight": "0"}}
         _, reply = await post(http, "/weight_checker", compare)
         assert reply == {"match": False, "mismatches": ["lm_head.weight"]}
+        chunks = json.dumps(artifact.update_info()["chunks"])
+        proof = {"artifact": artifact.name, "chunks": chunks}
+        rpc = {"method": "easyrl_prove_weights", "kwargs": proof}
+        _, reply = await post(http, "/collective_rpc", rpc)
+        assert reply == {
+            "results": [{"checksums": artifact.checksums, "problems": {}, "transport": "file"}]
+        }
         after = (await post(http, "/inference/v1/generate", generate_body()))[1]
         (old,), (new,) = before["choices"], after["choices"]
         assert new["weight_versions"] == [{"version": "run:0:1", "start": 0, "end": 8}]
@@ -272,17 +288,92 @@ async def test_weight_update_over_http(model_dir: Path, tmp_path: Path) -> None:
 
 async def test_failed_update_answers_400_then_503(model_dir: Path, tmp_path: Path) -> None:
     weights = load_file(model_dir / "model.safetensors")
-    artifact = write_artifact(iter(weights.items()), tmp_path / "weights", "v1", 1 << 20)
-    (info,) = artifact.update_infos()
-    name = "model.norm.weight"
-    info["checksums"][name] = "0" * 16
+    told = Announcement.create(tmp_path / "root", "run")
+    artifact = write_artifact(weights.items(), told.root / "v1", "v1", 1 << 20)
+    (chunk,) = artifact.chunks
+    info = artifact.update_info()
+    info["chunks"][0]["checksums"] = dict.fromkeys(chunk.names, "0" * 64)
     async with serving(model_dir) as (http, _, _):
+        body = {"init_info": told.init_info("file")}
+        await post(http, "/init_weight_transfer_engine", body)
         await post(http, "/start_weight_update")
-        status, reply = await post(http, "/update_weights", {"update_info": [info]})
-        assert status == 400 and f"tensor '{name}' has checksum" in reply["error"]["message"]
+        status, reply = await post(http, "/update_weights", {"update_info": info})
+        assert status == 400 and f"tensor {chunk.names[0]!r} has hash" in reply["error"]["message"]
         status, reply = await post(http, "/inference/v1/generate", generate_body())
         assert status == 503 and "the last weight update failed" in reply["error"]["message"]
         assert (await get(http, "/weight_info"))[1] == {"weight_version": "default"}
+
+
+async def test_abandoned_update_answers_an_error_and_the_next_one_works(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    weights = load_file(model_dir / "model.safetensors")
+    told = Announcement.create(tmp_path / "root", "run")
+    artifact = write_artifact(weights.items(), told.root / "v1", "v1", 1 << 13)
+    assert len(artifact.chunks) > 1
+    abandon = {"update_info": {"abandon": True}}
+    finish = {"weight_version": "v1"}
+    async with serving(model_dir) as (http, _, _):
+        body = {"init_info": told.init_info("file")}
+        await post(http, "/init_weight_transfer_engine", body)
+        await post(http, "/start_weight_update")
+        assert (await post(http, "/start_weight_update"))[0] == 400
+        part = {"update_info": artifact.update_info(artifact.chunks[:1])}
+        assert (await post(http, "/update_weights", part))[0] == 200
+        status, reply = await post(http, "/update_weights", abandon)
+        assert status == 400 and "abandoned" in reply["error"]["message"]
+        assert (await post(http, "/inference/v1/generate", generate_body()))[0] == 503
+        assert (await post(http, "/start_weight_update"))[0] == 200
+        assert (await post(http, "/update_weights", part))[0] == 200
+        status, reply = await post(http, "/finish_weight_update", finish)
+        assert status == 400 and "did not arrive" in reply["error"]["message"]
+        assert (await get(http, "/weight_info"))[1] == {"weight_version": "default"}
+        await post(http, "/start_weight_update")
+        whole = {"update_info": artifact.update_info()}
+        assert (await post(http, "/update_weights", whole))[0] == 200
+        assert (await post(http, "/finish_weight_update", finish))[0] == 200
+        assert (await post(http, "/inference/v1/generate", generate_body()))[0] == 200
+
+
+async def test_weights_come_over_http_too(model_dir: Path, tmp_path: Path) -> None:
+    weights = load_file(model_dir / "model.safetensors")
+    changed = {name: tensor * 1.5 for name, tensor in weights.items()}
+    told = Announcement.create(tmp_path / "root", "run")
+    artifact = write_artifact(changed.items(), told.root / "v1", "v1", 1 << 13)
+    with ChunkServer(told.root, told.token) as chunks:
+        async with serving(model_dir) as (http, _, engine):
+            body = {"init_info": told.init_info("http", chunks.url)}
+            assert (await post(http, "/init_weight_transfer_engine", body))[0] == 200
+            await post(http, "/start_weight_update")
+            whole = {"update_info": artifact.update_info()}
+            assert (await post(http, "/update_weights", whole))[0] == 200
+            finish = {"weight_version": "v1"}
+            assert (await post(http, "/finish_weight_update", finish))[0] == 200
+            proof = await asyncio.wrap_future(engine.updates.prove(artifact.checksums))
+            assert (proof.transport, proof.problems) == ("http", {})
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {},
+        {"artifact": "v1"},
+        {"artifact": "../v1", "chunks": [{"file": "f", "num_bytes": 1, "checksums": {}}]},
+        {"artifact": "v1", "chunks": [{"file": "/etc/passwd", "num_bytes": 1, "checksums": {}}]},
+        {"artifact": "v1", "chunks": [{"file": "f", "num_bytes": -1, "checksums": {}}]},
+        {"artifact": "v1", "chunks": [{"file": "f", "num_bytes": 1, "checksums": {"a": "0"}}]},
+        {"artifact": "v1", "chunks": [{"file": "f"}]},
+    ],
+)
+async def test_malformed_updates_are_refused(
+    model_dir: Path, tmp_path: Path, info: dict[str, Any]
+) -> None:
+    told = Announcement.create(tmp_path / "root", "run")
+    async with serving(model_dir) as (http, _, _):
+        body = {"init_info": told.init_info("file")}
+        await post(http, "/init_weight_transfer_engine", body)
+        await post(http, "/start_weight_update")
+        assert (await post(http, "/update_weights", {"update_info": info}))[0] == 400
 
 
 async def test_overload_answers_503_and_recovers(model_dir: Path) -> None:
@@ -329,7 +420,7 @@ async def test_abort_by_id_over_http(model_dir: Path) -> None:
 
 
 def test_command_serves_and_ends_on_sigterm(model_dir: Path) -> None:
-    command = [sys.executable, "-m", "easyrl.inference_client.embedded_server", str(model_dir)]
+    command = [sys.executable, "-m", "easyrl.inference_client.embedded.server", str(model_dir)]
     process = subprocess.Popen(
         [*command, "--port", "0", "--dtype", "float32", "--num-threads", "1"],
         stdout=subprocess.PIPE,

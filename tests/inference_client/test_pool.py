@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncate
+from pool_cases import PROMPT, SAMPLING, V1, V2, ask, open_all, pool_of, seeds, servers, until
 
 from easyrl.config import InferenceConfig, SamplingConfig
-from easyrl.inference_client.errors import AttemptsFailed, EndpointUnavailable, RequestRejected
-from easyrl.inference_client.pool import Endpoint, EndpointPool, NoEndpointError
-from easyrl.schema import Completion
-from easyrl.worker_pool import WorkerPool
-
-PROMPT = np.array([5, 6, 7], dtype=np.int32)
-SAMPLING = SamplingConfig(max_tokens=8)
-V1, V2 = "run:0:1", "run:0:2"
-
-
-async def in_this_process(function: Callable, *args: Any) -> Any:
-    return function(*args)
-
-
-@contextlib.asynccontextmanager
-async def pool_of(*servers: FakeEndpoint, **settings: Any) -> AsyncIterator[EndpointPool]:
-    """Servers and a pool over them; each endpoint has confirmed what its server serves."""
-    arguments = {"back_off_s": 0.01, "offload": in_this_process}
-    for key in ("back_off_s", "offload", "num_shares", "repair", "update_timeout_s"):
-        if key in settings:
-            arguments[key] = settings.pop(key)
-    async with contextlib.AsyncExitStack() as stack:
-        for server in servers:
-            await stack.enter_async_context(server)
-        config = InferenceConfig(endpoints=[server.url for server in servers], **settings)
-        pool = EndpointPool(config, **arguments)
-        await pool.start()
-        stack.push_async_callback(pool.close)
-        for endpoint, server in zip(pool.endpoints, servers, strict=True):
-            pool.confirm(endpoint, server.version)
-        yield pool
-
-
-def ask(pool: EndpointPool, seed: int, version: str | None = V1) -> asyncio.Task[Completion]:
-    work: Coroutine[Any, Any, Completion] = pool.generate(PROMPT, SAMPLING, seed, version)
-    return asyncio.ensure_future(work)
-
-
-def seeds(server: FakeEndpoint) -> list[int]:
-    return [request["sampling_params"]["seed"] for request in server.requests]
-
-
-def servers(count: int, **settings: Any) -> list[FakeEndpoint]:
-    return [FakeEndpoint(version=V1, **settings) for _ in range(count)]
-
+from easyrl.inference_client.endpoints.endpoint import Endpoint
+from easyrl.inference_client.endpoints.expected_lengths import ExpectedLengths
+from easyrl.inference_client.endpoints.idle_time import IdleTime
+from easyrl.inference_client.endpoints.pool import EndpointPool, NoEndpointError
+from easyrl.inference_client.errors import (
+    AttemptsFailed,
+    EndpointUnavailable,
+    PromptTooLong,
+    RequestRejected,
+)
 
 # -- spread, limits, order ---------------------------------------------------------------
 
@@ -114,6 +77,25 @@ async def test_waiting_requests_are_served_in_the_order_of_asking():
         assert seeds(server) == list(range(30))
 
 
+async def test_groups_of_an_earlier_update_go_first_however_long():
+    (server,) = servers(1)
+    lengths = ExpectedLengths(max_tokens=8)
+    lengths.saw(0, 8)
+    lengths.saw(1, 1)
+
+    async def send(pool: EndpointPool, index: int, priority: int) -> None:
+        asked = {"num_samples": 2, "lengths": lengths, "index": index, "priority": priority}
+        async with pool.group(len(PROMPT), SAMPLING, V1, **asked) as group:
+            for i in range(2):
+                seed = 100 * priority + 10 * index + i
+                await pool.generate(PROMPT, SAMPLING, seed, V1, group=group)
+
+    async with pool_of(server, max_inflight=2) as pool:
+        kinds = [(index, priority) for priority in (1, 0) for index in (0, 1)]
+        await asyncio.gather(*[send(pool, *kind) for kind in kinds])
+    assert seeds(server) == [10, 11, 0, 1, 110, 111, 100, 101]
+
+
 async def test_a_retry_goes_before_younger_requests():
     (server,) = servers(1, gated=True)
     server.faults.append(status(503, "busy"))
@@ -134,26 +116,6 @@ async def test_a_request_that_avoids_an_endpoint_does_not_block_those_behind_it(
         assert seeds(first) == [0, 2] and seeds(second) == [1]
         await open_all([retried, running, young], first, second)
         assert (await retried).endpoint == second.url
-
-
-async def test_ten_thousand_requests_in_flight_are_cheap():
-    """The loop's work per request stays the same when many wait: no scan of the line."""
-    from easyrl.inference_client.waiting_line import Need, Waiting, WaitingLine
-
-    looked_at = 0
-    loop = asyncio.get_running_loop()
-    line, need = WaitingLine(), Need(V1, None)
-
-    def find(wanted: Need) -> str:
-        nonlocal looked_at
-        looked_at += 1
-        return "endpoint"
-
-    for order in range(10_000):
-        line.add(Waiting(order, need, 1, loop.create_future()))
-    orders = [line.pop(find)[0].order for _ in range(10_000)]
-    assert orders == list(range(10_000)) and looked_at == 10_000
-    assert line.pop(find) is None and line.needs() == []
 
 
 # -- retries -----------------------------------------------------------------------------
@@ -257,57 +219,7 @@ async def test_a_response_of_another_version_is_never_returned():
         assert [completion.token_ids[0] for completion in completions] == list(range(8))
         endpoint = pool.endpoints[0]
         assert endpoint.confirmed_version is None and "default" in endpoint.lost_confirmation
-        pool.exclude(pool.endpoints[1], "test")
-        with pytest.raises(
-            NoEndpointError, match=f"(?s){liar.url}: has confirmed no version.*test"
-        ):
-            await ask(pool, 9)
-
-
-async def test_a_repair_brings_an_endpoint_back_and_requests_wait_for_it():
-    (server,) = servers(1)
-    server.version = "default"  # it has restarted since it confirmed
-    repaired = []
-
-    async def repair(endpoint: Endpoint) -> None:
-        repaired.append(endpoint.url)
-        await endpoint.client.finish_weight_update(V1)
-        pool.confirm(endpoint, V1)
-
-    async with pool_of(server, repair=repair) as pool:
-        pool.confirm(pool.endpoints[0], V1)
-        completions = await asyncio.gather(*[ask(pool, seed) for seed in range(4)])
-        assert repaired == [server.url]
-        assert {span.version for c in completions for span in c.version_spans} == {V1}
-
-
-async def test_an_endpoint_that_restarted_while_down_is_not_asked_before_it_is_repaired():
-    restarting, other = servers(2)
-    asked_repair = asyncio.Event()
-
-    async def repair(endpoint: Endpoint) -> None:
-        asked_repair.set()
-
-    async with pool_of(restarting, other, repair=repair) as pool:
-        await restarting.stop()
-        assert (await ask(pool, 0)).endpoint == other.url
-        restarting.version = "default"
-        await restarting.listen(restarting.port)
-        await asyncio.wait_for(asked_repair.wait(), 20)
-        completions = await asyncio.gather(*[ask(pool, seed) for seed in range(4)])
-        assert {completion.endpoint for completion in completions} == {other.url}
-        assert not restarting.requests and "default" in pool.endpoints[0].lost_confirmation
-
-
-async def test_an_endpoint_that_was_away_with_its_weights_is_used_again():
-    (server,) = servers(1)
-    async with pool_of(server) as pool:
-        await server.stop()
-        task = ask(pool, 0)
-        while pool.endpoints[0].down is None:
-            await asyncio.sleep(0)
-        await server.listen(server.port)
-        assert (await task).token_ids[0] == 0
+        assert "has confirmed no version" in endpoint.status(V1)
 
 
 async def test_withdrawn_confirmations_end_the_waiting():
@@ -319,24 +231,6 @@ async def test_withdrawn_confirmations_end_the_waiting():
         with pytest.raises(NoEndpointError, match="has confirmed no version, not run:0:1"):
             await waiting
         await open_all([running], server)
-
-
-async def test_a_repair_may_be_set_later_and_a_check_calls_it():
-    (server,) = servers(1)
-    repaired = []
-
-    async def repair(endpoint: Endpoint) -> None:
-        repaired.append(endpoint.url)
-        pool.confirm(endpoint, V2)
-
-    async with pool_of(server) as pool:
-        pool.set_repair(repair)
-        await pool.check_version(pool.endpoints[0])
-        assert repaired == []
-        server.version = V2
-        await pool.check_version(pool.endpoints[0])
-        assert (await ask(pool, 0, V2)).token_ids[0] == 0
-        assert repaired == [server.url]
 
 
 async def test_updates_have_a_time_limit_of_their_own(monkeypatch):
@@ -373,7 +267,9 @@ async def test_cancelling_in_the_moment_a_place_is_given_frees_it():
         endpoint.begin(1)  # the only place is taken
         waiting = ask(pool, 0)
         await asyncio.sleep(0)
-        pool._release(endpoint, 1)  # the place is given, the waiting task has not run yet
+        pool._dispatcher.release(
+            endpoint, 1
+        )  # the place is given, the waiting task has not run yet
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -381,50 +277,52 @@ async def test_cancelling_in_the_moment_a_place_is_given_frees_it():
         assert (await ask(pool, 1)).token_ids[0] == 1
 
 
-async def test_when_all_are_dead_the_error_names_each():
-    group = servers(3)
-    async with pool_of(*group, startup_timeout_s=0.3) as pool:
-        for server in group[:2]:
-            await server.stop()
-        pool.exclude(pool.endpoints[2], "wrong checksum")
-        with pytest.raises(NoEndpointError) as caught:
-            await ask(pool, 0)
-    message = str(caught.value)
-    assert all(server.url in message for server in group)
-    assert message.count("down: ") == 2 and "excluded: wrong checksum" in message
-
-
-async def test_start_waits_for_health_and_names_what_is_missing():
+async def test_start_needs_one_and_takes_in_the_others_when_they_come():
     up, sick = servers(2)
     sick.healthy = False
-    async with pool_of(up, sick, startup_timeout_s=0.3) as pool:
-        with pytest.raises(NoEndpointError, match=r"1 of 2 .* not up") as caught:
-            await pool.wait_until_healthy()
-        assert f"{sick.url}: GET /health answered 503" in str(caught.value)
-        assert up.url not in str(caught.value)
+    async with pool_of(up, sick, confirmed=False) as pool:
+        await pool.wait_until_healthy(grace_s=0.2)
+        first, second = pool.endpoints
+        assert first.is_up and "GET /health answered 503" in second.status(None)
         sick.healthy = True
-        await pool.wait_until_healthy()
-        assert [e.served.max_model_len for e in pool.endpoints] == [512, 512]
+        await asyncio.gather(*[ask(pool, seed, None) for seed in range(4)])
+        while not second.is_up:
+            await asyncio.sleep(0.01)
+        assert [endpoint.served.max_model_len for endpoint in pool.endpoints] == [512, 512]
+
+
+async def test_start_names_what_each_answered_when_none_comes():
+    group = servers(2)
+    group[0].healthy = group[1].healthy = False
+    async with pool_of(*group, confirmed=False, startup_timeout_s=0.3) as pool:
+        with pytest.raises(NoEndpointError, match="startup_timeout_s") as caught:
+            await pool.wait_until_healthy()
+    assert all(f"{server.url}: down: GET /health answered 503" in str(caught.value)
+               for server in group)  # fmt: skip
 
 
 async def test_a_wrong_key_is_told_at_once_and_a_missing_one_before_the_start(monkeypatch):
     (server,) = servers(1, api_key="secret")
-    async with pool_of(server) as pool:
+    async with pool_of(server, confirmed=False) as pool:
         with pytest.raises(RequestRejected, match="401.*inference.api_key_env"):
             await pool.wait_until_healthy()
     monkeypatch.delenv("EASYRL_TEST_KEY", raising=False)
     config = InferenceConfig(endpoints=["http://a"], api_key_env="EASYRL_TEST_KEY")
     with pytest.raises(ValueError, match=r"inference\.api_key_env: .* EASYRL_TEST_KEY is not set"):
-        EndpointPool(config, in_this_process)
+        EndpointPool(config, never_fetch)
     monkeypatch.setenv("EASYRL_TEST_KEY", "secret")
-    async with pool_of(server, api_key_env="EASYRL_TEST_KEY") as pool:
+    async with pool_of(server, confirmed=False, api_key_env="EASYRL_TEST_KEY") as pool:
         await pool.wait_until_healthy()
-        assert (await ask(pool, 0)).token_ids[0] == 0
+        assert pool.endpoints[0].served.name == "fake"
+
+
+async def never_fetch(*_: Any) -> Any:
+    raise AssertionError("not to be called")
 
 
 async def test_idle_time_counts_only_what_has_nothing_in_flight(monkeypatch):
     clock = 100.0
-    monkeypatch.setattr("easyrl.inference_client.endpoint.time.monotonic", lambda: clock)
+    monkeypatch.setattr("easyrl.inference_client.endpoints.endpoint.time.monotonic", lambda: clock)
     busy, idle = Endpoint(FakeClient(), 8), Endpoint(FakeClient(), 8)
     clock = 103.0
     busy.begin(1)
@@ -437,25 +335,52 @@ async def test_idle_time_counts_only_what_has_nothing_in_flight(monkeypatch):
     assert busy.idle_s() == 5.0 and idle.idle_s() == 12.0
 
 
+async def test_idle_time_never_falls_when_endpoints_come_and_go(monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr("easyrl.inference_client.endpoints.endpoint.time.monotonic", lambda: clock)
+    first, times = Endpoint(FakeClient(), 8), IdleTime()
+    clock = 10.0
+    assert times.mean_s([first]) == 10.0
+    second = Endpoint(FakeClient(), 8)
+    second.begin(1)
+    clock = 14.0
+    assert times.mean_s([first, second]) == 12.0  # 4 s and none
+    assert times.mean_s([second]) == 12.0
+    assert times.mean_s([]) == 12.0
+
+
 class FakeClient:
     url = "http://a"
 
 
-async def test_responses_are_decoded_in_worker_processes():
-    (server,) = servers(1)
-    with WorkerPool(1) as workers:
-        async with pool_of(server, offload=workers.call) as pool:
-            completions = await asyncio.gather(*[ask(pool, seed) for seed in range(20)])
-            server.faults.append(truncate)
-            retried = await ask(pool, 20)
-    assert [c.token_ids[0] for c in [*completions, retried]] == list(range(21))
-    assert pool.counters().num_retries == 1
+# -- the context's end ---------------------------------------------------------------------
 
 
-async def open_all(tasks: list[asyncio.Task], *group: FakeEndpoint) -> None:
-    """Lets everything through until the tasks are done."""
-    for server in group:
-        server.gated = False
-        for gate in server.gates:
-            gate.set()
-    await asyncio.wait_for(asyncio.gather(*tasks), 20)
+async def test_a_request_asks_for_what_the_smallest_context_has_room_for():
+    small, large = servers(2, gated=True)
+    small.max_model_len, large.max_model_len = 10, 1000
+    async with pool_of(small, large) as pool:
+        await until(lambda: pool._context_len == 10)  # known a moment after ``served``
+        tasks = [
+            asyncio.ensure_future(pool.generate(PROMPT, SamplingConfig(max_tokens=n), n, V1))
+            for n in (7, 8, 500, 6)
+        ]
+        await small.until(lambda: len(small.requests) + len(large.requests) == 4)
+        sent = [request["sampling_params"] for request in [*small.requests, *large.requests]]
+        assert {params["seed"]: params["max_tokens"] for params in sent} == {
+            7: 7, 8: 7, 500: 7, 6: 6,
+        }  # fmt: skip
+        await open_all(tasks, small, large)
+
+
+async def test_a_prompt_without_room_for_a_token_is_refused_before_it_is_sent():
+    (server,) = servers(1, max_model_len=3)
+    async with pool_of(server) as pool:
+        await until(lambda: pool._context_len == 3)
+        with pytest.raises(PromptTooLong, match="prompt of 3 tokens .* context of 3 tokens"):
+            await ask(pool, 0)
+        assert (await pool.generate(PROMPT[:2], SAMPLING, 1, V1)).token_ids[0] == 1
+        few = SamplingConfig(max_tokens=8, min_tokens=2)
+        with pytest.raises(PromptTooLong):
+            await pool.generate(PROMPT[:2], few, 2, V1)
+        assert seeds(server) == [1]

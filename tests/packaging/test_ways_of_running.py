@@ -1,12 +1,13 @@
 """The four ways of running, each from a fresh process (DESIGN §3)."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from easyrl.inference_client.servers.server_process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
@@ -86,7 +87,7 @@ def test_deepspeed_launcher_from_the_checkout(tmp_path):
     output = run(
         sys.executable,
         str(launcher),
-        *("--num_accelerators", "1", "--master_port", _free_port()),
+        *("--num_accelerators", "1", "--master_port", str(free_port())),
         *("--module", "easyrl.train", "configs/laptop_cpu.yaml", "--print-config"),
         "trainer.learning_rate=3e-6",
         cwd=ROOT,
@@ -94,12 +95,6 @@ def test_deepspeed_launcher_from_the_checkout(tmp_path):
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     )
     assert "learning_rate: 3.0e-06" in output
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def _site_packages() -> str:

@@ -1,0 +1,53 @@
+"""What a run is doing at a moment, told from the events of its first rank."""
+
+from __future__ import annotations
+
+from benchmarks.run_watch import Event
+
+STARTING, SYNCING, GENERATING = "starting", "syncing", "generating"
+TRAINING, CLOSING, STOPPING = "training", "closing", "stopping"
+PHASES = (STARTING, SYNCING, GENERATING, TRAINING, CLOSING, STOPPING)
+BEGINS = {
+    "sync_start": SYNCING,
+    "sync_end": CLOSING,  # metrics, evaluation, checkpoint
+    "batch_dispatched": GENERATING,
+    "micro_batch_start": TRAINING,
+    "step": CLOSING,
+    "interrupted": STOPPING,
+}
+
+
+class RunPhase:
+    """Follows one life of a run after the other. One update per batch.
+
+    Attributes:
+        name: one of ``PHASES``. Closing: the sums of all ranks, certificate, step, metrics.
+        writes_checkpoint: one is being written in the background.
+        closed_batches: the most that any life had closed.
+        has_dispatched: whether the present life has begun a batch.
+    """
+
+    def __init__(self) -> None:
+        self.closed_batches = 0
+        self.begin_life()
+
+    def begin_life(self) -> None:
+        self.name = STARTING
+        self.writes_checkpoint = False
+        self.has_dispatched = False
+        self._missing = 0  # groups of the open batch that are not ready
+
+    def take(self, event: Event) -> None:
+        kind = event["event"]
+        self.name = BEGINS.get(kind, self.name)
+        if kind == "batch_dispatched":
+            self.has_dispatched = True
+            self._missing = event["num_prompts"] - event["num_recovered"]
+        elif kind == "group_ready":
+            self._missing -= 1
+        elif kind == "micro_batch_end":
+            self.name = GENERATING if self._missing else CLOSING
+        elif kind == "step":
+            self.closed_batches = max(self.closed_batches, event["step"])
+        elif kind.startswith("checkpoint_"):
+            self.writes_checkpoint = kind == "checkpoint_copied"

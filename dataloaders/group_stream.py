@@ -1,0 +1,200 @@
+"""The consumer's end of a batch: its groups as they arrive, or in the order of their prompts."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from easyrl.dataloaders.group_memory import GroupMemory, StoredGroup
+from easyrl.schema import Key, RolloutGroup
+
+
+class ProducerError(RuntimeError):
+    """The producer thread failed; the cause carries its traceback."""
+
+
+class ReadyGroup(NamedTuple):
+    """A finished group on its way to the consumer."""
+
+    position: int  # of its prompt in the batch
+    num_tokens: int  # packed
+    group: RolloutGroup | StoredGroup
+
+
+# what goes from producer to consumer; None only wakes the consumer
+ReadyQueue = queue.SimpleQueue[ReadyGroup | BaseException | None]
+
+
+class GroupStream:
+    """The groups of one batch; iterating blocks until the next one is there.
+
+    Consumes: groups from the queue. Waits for: the next group, in order of completion, or in that
+    of the prompts if ``in_prompt_order``. Is unblocked by: the producer thread, ``interrupt``.
+    Produces: every group of the batch exactly once, then stops.
+    Raises ``ProducerError`` if the producer failed, and what a store raises for a damaged group.
+
+    Args:
+        num_groups: of the batch, those that are on the queue already included.
+        memory: is told what has left the queue and what has left memory.
+        cancel: gives up the groups that are not finished.
+        recovered: keys of the groups that come from the store, finished in an earlier life.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        ready: ReadyQueue,
+        memory: GroupMemory,
+        cancel: Callable[[], object],
+        *,
+        recovered: frozenset[Key] = frozenset(),
+        in_prompt_order: bool = False,
+    ) -> None:
+        self._num_missing = num_groups  # not off the queue yet
+        self._ready = ready
+        self._memory = memory
+        self._cancel = cancel
+        self._in_prompt_order = in_prompt_order
+        # off the queue and not handed out: positions in order of arrival
+        self._here: OrderedDict[int, ReadyGroup] = OrderedDict()
+        self._first_missing = 0  # position; all before it are handed out
+        self._ahead: set[int] = set()  # positions behind it that are handed out
+        self._closed = False
+        self._failure: ProducerError | None = None
+        self._interruption: BaseException | None = None
+        self.recovered = recovered
+        self.wait_s = 0.0  # time the consumer was blocked
+        self.load_s = 0.0  # time the consumer read groups back from the store
+        self.first_group_wait_s: float | None = None
+
+    @property
+    def num_recovered(self) -> int:
+        """Groups that come from the store."""
+        return len(self.recovered)
+
+    @property
+    def waiting(self) -> int:
+        """Groups that are finished and not handed out. From any thread."""
+        return self._ready.qsize() + len(self._here)
+
+    def __iter__(self) -> Iterator[RolloutGroup]:
+        while (position := self._next(block=True)) is not None:
+            yield self._hand_out(position)
+
+    def take_ready(self, max_tokens: int) -> list[RolloutGroup]:
+        """Waits for one group, then adds those ready now, within ``max_tokens`` packed tokens.
+
+        In prompt order it waits for each next group instead, until one does not fit, so that what
+        comes together is a matter of order and size alone. Empty when the batch is complete. The
+        first group is returned whatever its size.
+        """
+        groups: list[RolloutGroup] = []
+        tokens = 0
+        while (position := self._next(not groups or self._in_prompt_order)) is not None:
+            tokens += self._here[position].num_tokens
+            if groups and tokens > max_tokens:
+                break
+            groups.append(self._hand_out(position))
+        return groups
+
+    def take(self, positions: Sequence[int]) -> list[RolloutGroup]:
+        """Waits for the groups of these prompts and hands them out, in this order.
+
+        ``positions`` are in the batch, of groups that are not handed out yet. Empty when the stream
+        is closed.
+        """
+        if self._closed:
+            return []
+        self._raise_if_ended()
+        for position in positions:
+            while position not in self._here:
+                assert self._num_missing, f"group {position} was handed out before"
+                self._receive(block=True)
+        return [self._hand_out(position) for position in positions]
+
+    def complete(self) -> None:
+        """Waits for the whole batch (``mode: sync``); from then on nothing blocks."""
+        self._raise_if_ended()
+        while self._num_missing:
+            self._receive(block=True)
+        self.first_group_wait_s = self.wait_s
+
+    def close(self) -> None:
+        """Gives up the rest of the batch: its requests are cancelled."""
+        self._closed = True
+        self._num_missing = 0
+        self._here.clear()
+        self._cancel()
+
+    def interrupt(self, error: BaseException) -> None:
+        """Has the consumer raise ``error`` where it waits, or else as soon as it asks for a group.
+
+        From any thread, and from a signal handler: it takes no lock that the consumer may hold.
+        """
+        self._interruption = error
+        self._ready.put(None)
+
+    def _next(self, block: bool) -> int | None:
+        """Position of the next group, once it is here. Waits for it if it may ``block``."""
+        if self._closed:
+            return None
+        self._raise_if_ended()
+        while (position := self._next_here()) is None:
+            if not self._num_missing or not self._receive(block):
+                return None
+        return position
+
+    def _next_here(self) -> int | None:
+        if self._in_prompt_order:
+            return self._first_missing if self._first_missing in self._here else None
+        return next(iter(self._here), None)
+
+    def _receive(self, block: bool) -> bool:
+        """Takes what comes next off the queue. False if there is nothing and it may not wait."""
+        start = time.monotonic()
+        try:
+            item = self._ready.get(block)
+        except queue.Empty:
+            return False
+        finally:
+            self.wait_s += time.monotonic() - start
+        if isinstance(item, BaseException):
+            self._failure = ProducerError(f"rollout production failed: {item}")
+            self._failure.__cause__ = item
+        elif item is not None:
+            self._memory.received()
+            self._here[item.position] = item
+            self._num_missing -= 1
+        self._raise_if_ended()
+        return True
+
+    def _raise_if_ended(self) -> None:
+        if self._interruption is not None:
+            raise self._interruption
+        if self._failure is not None:
+            raise self._failure
+
+    def _hand_out(self, position: int) -> RolloutGroup:
+        group = self._here.pop(position).group
+        self._ahead.add(position)
+        while self._first_missing in self._ahead:
+            self._ahead.remove(self._first_missing)
+            self._first_missing += 1
+        if self.first_group_wait_s is None:
+            self.first_group_wait_s = self.wait_s
+        if isinstance(group, RolloutGroup):
+            self._memory.handed_out()
+            return group
+        start = time.monotonic()
+        try:
+            return group.load()
+        finally:
+            self.load_s += time.monotonic() - start
+
+
+def packed_tokens(group: RolloutGroup) -> int:
+    """Tokens of a group packed with its prompt once: P + ΣR (paper §4.2)."""
+    return len(group.prompt.token_ids) + sum(len(c.token_ids) for c in group.completions)

@@ -1,0 +1,211 @@
+"""A group as a record's payload and back: msgpack, arrays as little-endian bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, ServedWeights, VersionSpan
+
+
+class CodecError(ValueError):
+    """A payload has not the shape of what was asked for."""
+
+
+class _Struct(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class Header(_Struct):
+    """The first record of a file: what all of its groups are made by."""
+
+    weights: str
+    settings: str  # of sampling and rewards (``settings.py``)
+    version: str  # run:attempt:v
+
+
+class _Completion(_Struct):
+    token_ids: bytes  # int32 [R]
+    logprobs: bytes  # float32 [R]
+    loss_mask: bytes  # bool [R]
+    finish_reason: str
+    version_spans: list[tuple[str, int, int]]
+    endpoint: str
+
+
+class _Score(_Struct):
+    reward: float
+    components: dict[str, float]
+    failed: bool
+
+
+class GroupRecord(_Struct):
+    """One finished group, without its prompt's text and answer."""
+
+    epoch: int
+    index: int
+    prompt_token_ids: bytes  # int32 [P]
+    completions: list[_Completion]
+    scores: list[_Score]
+    excluded: str | None
+    weights: str
+    version: str  # last, for a version does not end in a zero byte (``record_file.py``)
+
+    @property
+    def key(self) -> Key:
+        return self.epoch, self.index
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed: P + ΣR."""
+        tokens = len(self.prompt_token_ids) + sum(len(c.token_ids) for c in self.completions)
+        return tokens // 4
+
+    def prompt(self) -> Prompt:
+        """The prompt as far as the record has it: without text, answer and metadata."""
+        token_ids = _int32(self.prompt_token_ids)
+        return Prompt(index=self.index, token_ids=token_ids, text="", answer=None, epoch=self.epoch)
+
+
+class TakenRecord(_Struct):
+    """What the trainer took together: groups of this or an earlier life, in this order."""
+
+    keys: list[Key]
+    max_tokens: int  # packed, of a micro-batch then
+    # last, so that it does not end in a zero byte, nor as a group does: with a version
+    kind: Literal["taken"] = "taken"
+
+
+def encode_header(served: ServedWeights, settings: str) -> bytes:
+    return msgspec.msgpack.encode(Header(served.digest, settings, str(served.version)))
+
+
+def decode_header(payload: bytes) -> Header:
+    """Raises ``CodecError``."""
+    try:
+        return _decode_header(payload)
+    except msgspec.MsgspecError as error:
+        raise CodecError(f"not a journal's header: {error}") from error
+
+
+def encode_group(group: RolloutGroup, weights: str) -> bytes:
+    """``group`` made by the weights of this digest. A pure function of its tokens and scores."""
+    return msgspec.msgpack.encode(
+        GroupRecord(
+            group.prompt.epoch,
+            group.prompt.index,
+            token_bytes(group.prompt),
+            [
+                _Completion(
+                    completion.token_ids.astype("<i4").tobytes(),
+                    completion.logprobs.astype("<f4").tobytes(),
+                    completion.loss_mask.astype(bool).tobytes(),
+                    completion.finish_reason,
+                    [(span.version, span.start, span.end) for span in completion.version_spans],
+                    completion.endpoint,
+                )
+                for completion in group.completions
+            ],
+            [
+                _Score(
+                    float(score.reward),
+                    {name: float(value) for name, value in score.components.items()},
+                    score.failed,
+                )
+                for score in group.scores
+            ],
+            group.excluded,
+            weights,
+            group.policy_version,
+        )
+    )
+
+
+def decode_record(payload: bytes) -> GroupRecord:
+    """Raises ``CodecError``."""
+    try:
+        return _decode_record(payload)
+    except msgspec.MsgspecError as error:
+        raise CodecError(f"not a group: {error}") from error
+
+
+def encode_taken(keys: Sequence[Key], max_tokens: int) -> bytes:
+    return msgspec.msgpack.encode(TakenRecord(list(keys), max_tokens))
+
+
+def is_taken(payload: bytes) -> bool:
+    """Whether a record tells what was taken together; any other is a group."""
+    return payload.endswith(_TAKEN_END)
+
+
+def decode_taken(payload: bytes) -> TakenRecord:
+    """Raises ``CodecError``."""
+    try:
+        return _decode_taken(payload)
+    except msgspec.MsgspecError as error:
+        raise CodecError(f"not what was taken together: {error}") from error
+
+
+def to_group(
+    record: GroupRecord,
+    prompt: Prompt,
+    digest: str,
+    dispatched_s: float | None = None,
+    completed_s: float | None = None,
+) -> RolloutGroup:
+    """The group of ``record`` as the trainer has it; its times are now unless they are known.
+
+    Raises ``CodecError`` if arrays of one response differ in length.
+    """
+    now = time.monotonic()
+    return RolloutGroup(
+        prompt=prompt,
+        completions=tuple(_completion(completion) for completion in record.completions),
+        scores=tuple(Score(s.reward, s.components, s.failed) for s in record.scores),
+        policy_version=record.version,
+        dispatched_s=now if dispatched_s is None else dispatched_s,
+        completed_s=now if completed_s is None else completed_s,
+        excluded=record.excluded,
+        digest=digest,
+    )
+
+
+def token_bytes(prompt: Prompt) -> bytes:
+    return prompt.token_ids.astype("<i4").tobytes()
+
+
+def token_digest(token_ids: bytes) -> bytes:
+    """16 bytes that tell whether two prompts have the same tokens."""
+    return blake3(token_ids).digest(length=16)
+
+
+_decode_header = msgspec.msgpack.Decoder(Header).decode
+_decode_record = msgspec.msgpack.Decoder(GroupRecord).decode
+_decode_taken = msgspec.msgpack.Decoder(TakenRecord).decode
+_TAKEN_END = msgspec.msgpack.encode("taken")
+
+
+def _completion(stored: _Completion) -> Completion:
+    num_tokens = len(stored.loss_mask)
+    if len(stored.token_ids) != 4 * num_tokens or len(stored.logprobs) != 4 * num_tokens:
+        raise CodecError("tokens, log-probabilities and mask of a response differ in length")
+    return Completion(
+        token_ids=_int32(stored.token_ids),
+        logprobs=np.frombuffer(stored.logprobs, "<f4").astype(np.float32),
+        finish_reason=stored.finish_reason,
+        version_spans=tuple(VersionSpan(*span) for span in stored.version_spans),
+        endpoint=stored.endpoint,
+        loss_mask=np.frombuffer(stored.loss_mask, np.uint8) != 0,
+    )
+
+
+def _int32(data: bytes) -> np.ndarray:
+    """A writable copy."""
+    if len(data) % 4:
+        raise CodecError(f"{len(data)} bytes are not int32 tokens")
+    return np.frombuffer(data, "<i4").astype(np.int32)

@@ -1,0 +1,27 @@
+"""What, beside prompts and weights, decides how a group turns out."""
+
+from __future__ import annotations
+
+from blake3 import blake3
+
+from easyrl.config import Config
+
+
+def group_settings(config: Config) -> str:
+    """Digest of sampling, seed and rewards, 32 hex digits; with the contents of reward files.
+
+    A run that is resumed with others generates the open batch's groups again. What only decides
+    what happens after a failure (``scoring``) is not in it.
+    """
+    digest = blake3()
+    parts = [
+        config.rollout.model_dump_json(exclude={"queue_size"}),
+        str(config.run.seed),
+        *(reward.model_dump_json() for reward in config.rewards),
+    ]
+    for part in parts:
+        digest.update(part.encode() + b"\n")
+    for reward in config.rewards:
+        if reward.file is not None:
+            digest.update(reward.file.read_bytes())
+    return digest.hexdigest(length=16)

@@ -1,0 +1,193 @@
+"""Fixed prompts; their responses' log-probabilities tell what an endpoint serves (DESIGN §2.5)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from easyrl.agreement import Agreement
+from easyrl.config import SamplingConfig
+from easyrl.engines.base import TrainEngine
+from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Score
+
+Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
+Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
+
+CANARY_TOKENS = 2  # generated per prompt; every sync waits for so many decode steps
+# Several cache blocks each: of 16 tokens as on GPUs, and one also of 128 as vLLM has them on a CPU.
+CANARY_PROMPT_TOKENS = (288, 48)
+FEWEST_TOKENS = 8  # prompt and response together
+
+
+def canary_prompts(prompts: Sequence[Prompt], max_model_len: int | None) -> list[Prompt]:
+    """A few prompts of several cache blocks each, made of the dataset's own tokens.
+
+    With the tokens that ``Canary`` generates they fit into ``max_model_len``, shorter if need be.
+    Raises ``ValueError`` if not even that leaves enough to compare.
+    """
+    longest = CANARY_PROMPT_TOKENS[0]
+    if max_model_len is not None:
+        if max_model_len < FEWEST_TOKENS:
+            raise ValueError(
+                f"an endpoint serves at most {max_model_len} tokens, the canary of the weight sync "
+                f"needs {FEWEST_TOKENS}; raise the server's --max-model-len"
+            )
+        longest = max_model_len - CANARY_TOKENS
+    lengths = [min(length, longest) for length in CANARY_PROMPT_TOKENS]
+    stream = np.concatenate([prompt.token_ids for prompt in prompts[:256]])
+    parts = np.split(np.resize(stream, sum(lengths)), np.cumsum(lengths)[:-1])
+    return [Prompt(index=i, token_ids=part, text="", answer=None) for i, part in enumerate(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryReading:
+    """|Δ log-prob| between endpoint and trainer over the canary's generated tokens, in nats."""
+
+    mean: float
+    maximum: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The trainer's log-probabilities of one response to each canary prompt."""
+
+    token_ids: tuple[np.ndarray, ...]  # per prompt int32 [R]
+    logprobs: tuple[np.ndarray, ...]  # per prompt float32 [R]
+
+    def reading(self, samples: Sequence[Completion]) -> CanaryReading:
+        """How far an endpoint is from the trainer.
+
+        Endpoints sample with the same seeds, so that equal weights give equal tokens but where
+        rounding tips the balance. Compared are the tokens before the first that differs; without
+        any there is nothing that could agree: that reads as infinity, as does a NaN.
+        """
+        differences = []
+        for tokens, logprobs, sample in zip(self.token_ids, self.logprobs, samples, strict=True):
+            shared = _common_prefix(tokens, sample.token_ids)
+            differences.append(np.abs(sample.logprobs[:shared] - logprobs[:shared]))
+        difference = np.nan_to_num(np.concatenate(differences), nan=np.inf)
+        if len(difference) == 0:
+            return CanaryReading(np.inf, np.inf, 0)
+        return CanaryReading(float(difference.mean()), float(difference.max()), len(difference))
+
+    def to_json(self) -> list[list[list[float]]]:
+        """Exact: a float32 survives JSON."""
+        return [[part.tolist() for part in parts] for parts in (self.token_ids, self.logprobs)]
+
+    @classmethod
+    def from_json(cls, record: Sequence[Sequence[Sequence[float]]]) -> Expected:
+        tokens, logprobs = record
+        return cls(
+            tuple(np.array(part, dtype=np.int32) for part in tokens),
+            tuple(np.array(part, dtype=np.float32) for part in logprobs),
+        )
+
+
+class Canary:
+    """Samples from an endpoint, and asks the trainer what it thinks of the samples.
+
+    Args:
+        pack: packs groups in the given order, every token trained.
+        fetch: one response of an endpoint: URL, prompt, sampling, seed.
+        timeout_s: for all its responses together.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        temperature: float,
+        pack: Pack,
+        fetch: Fetch,
+        timeout_s: float,
+    ) -> None:
+        self._prompts = prompts
+        self._sampling = SamplingConfig(
+            max_tokens=CANARY_TOKENS,
+            temperature=temperature,
+            ignore_eos=True,
+        )
+        self._pack = pack
+        self._fetch = fetch
+        self._timeout_s = timeout_s
+
+    async def sample(self, url: str) -> list[Completion]:
+        """One response per canary prompt, with the same seeds every time.
+
+        Raises ``EndpointError``.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return list(
+                    await asyncio.gather(
+                        *(
+                            self._fetch(url, prompt.token_ids, self._sampling, prompt.index)
+                            for prompt in self._prompts
+                        )
+                    )
+                )
+        except TimeoutError:
+            reason = f"the canary's responses took longer than {self._timeout_s:g} s"
+            raise EndpointUnavailable(url, reason) from None
+
+    def ask_trainer(
+        self,
+        samples: Mapping[str, Sequence[Completion]],
+        engine: TrainEngine,
+        agreement: Agreement,
+        dummy: Callable[[], MicroBatch],
+    ) -> dict[str, Expected]:
+        """What the trainer says of rank 0's ``samples``, by their key; nothing on other ranks.
+
+        Equal responses go through the model once, so that many endpoints cost what one does.
+        Collective: with sharded weights every rank has to run equally many forwards.
+        """
+        distinct = {_tokens(responses): responses for responses in samples.values()}
+        rows = self._rows(list(distinct.values())) if agreement.rank == 0 else []
+        logprobs = _trainer_logprobs(engine, agreement, rows, dummy)
+        tokens = [c.token_ids for responses in distinct.values() for c in responses]
+        if len(logprobs) != sum(map(len, tokens)):  # the packing left tokens out
+            tokens, logprobs = [t[:0] for t in tokens], logprobs[:0]
+        parts = np.split(logprobs, np.cumsum([len(t) for t in tokens])[:-1])
+        count = len(self._prompts)
+        known = {
+            key: Expected(tuple(tokens[i : i + count]), tuple(parts[i : i + count]))
+            for key, i in zip(distinct, range(0, len(tokens), count), strict=True)
+        }
+        return {url: known[_tokens(responses)] for url, responses in samples.items()}
+
+    def _rows(self, responses: Sequence[Sequence[Completion]]) -> list[MicroBatch]:
+        groups = [
+            RolloutGroup(prompt, (completion,), (Score(0.0, {}),), "", 0.0, 0.0)
+            for completions in responses
+            for prompt, completion in zip(self._prompts, completions, strict=True)
+        ]
+        return self._pack(groups, [np.zeros(1, dtype=np.float32)] * len(groups))
+
+
+def _trainer_logprobs(
+    engine: TrainEngine,
+    agreement: Agreement,
+    micro_batches: Sequence[MicroBatch],
+    dummy: Callable[[], MicroBatch],
+) -> np.ndarray:
+    """Log-probabilities of rank 0's rows, float32 [N of all rows]; other ranks run dummies."""
+    rows = agreement.from_rank_zero(len(micro_batches))
+    mine = list(micro_batches) if agreement.rank == 0 else [dummy() for _ in range(rows)]
+    outputs = [engine.logprobs(micro_batch).numpy() for micro_batch in mine]
+    return np.concatenate(outputs) if outputs else np.zeros(0, dtype=np.float32)
+
+
+def _tokens(responses: Sequence[Completion]) -> tuple[bytes, ...]:
+    return tuple(completion.token_ids.tobytes() for completion in responses)
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Leading elements that are equal."""
+    length = min(len(a), len(b))
+    differing = np.flatnonzero(a[:length] != b[:length])
+    return int(differing[0]) if len(differing) else length

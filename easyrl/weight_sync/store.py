@@ -1,0 +1,146 @@
+"""The weights on the trainer's host, and how endpoints reach them (rank 0)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+from easyrl.config import WeightSyncConfig
+from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.inference_client.weight_transfer.announcement import Announcement
+from easyrl.inference_client.weight_transfer.artifact import Chunk, WeightArtifact, write_artifact
+from easyrl.inference_client.weight_transfer.chunk_server import ChunkServer
+from easyrl.weight_sync.delivery import WeightStream
+
+logger = logging.getLogger(__name__)
+
+EVERY_ADDRESS = "0.0.0.0"
+
+
+class WeightStore:
+    """Writes versions as artefacts and announces them to endpoints. Opens itself on first use."""
+
+    def __init__(self, config: WeightSyncConfig, run_name: str) -> None:
+        self._config = config
+        self._run = run_name
+        self._root = config.directory / f"easyrl-{run_name}"
+        self._announcement: Announcement | None = None
+        self._servers: dict[str, ChunkServer] = {}  # by the address they listen at
+        self._artifacts: dict[str, WeightArtifact] = {}  # by name
+        self._lock = threading.Lock()
+        self._has_warned = False  # that nothing can be streamed
+
+    def begin(self, version: str) -> WeightStream:
+        """The stream of a version that is going to be written."""
+        self._open()
+        return WeightStream(version.replace(":", "-"), version)
+
+    def write(
+        self,
+        stream: WeightStream,
+        named_weights: Iterator[tuple[str, Tensor]],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Writes ``named_weights``, each chunk joins ``stream`` on ``loop`` once it is there."""
+        assert self._announcement is not None
+
+        def written(chunk: Chunk) -> None:
+            loop.call_soon_threadsafe(stream.add, chunk)
+
+        self._artifacts[stream.name] = write_artifact(
+            named_weights,
+            self._root / stream.name,
+            stream.version,
+            self._config.chunk_bytes,
+            on_chunk=written,
+            memory=self._announcement.memory,
+        )
+        loop.call_soon_threadsafe(stream.complete)
+
+    def discard(self, stream: WeightStream | None) -> None:
+        """Removes a version that nobody serves any more."""
+        if stream is not None and (artifact := self._artifacts.pop(stream.name, None)) is not None:
+            artifact.remove()
+
+    async def init_info(self, url: str) -> dict[str, Any]:
+        """What the endpoint at ``url`` is told: the folder, an address to stream from, or both.
+
+        Without a port to serve the stream at, the folder alone is left. Raises
+        ``EndpointUnavailable`` if no way leads there, ``ValueError`` without a port if
+        ``transport: http`` asks for the stream.
+        """
+        assert self._announcement is not None
+        if self._config.transport == "file":
+            return self._announcement.init_info("file")
+        transport = "http" if self._config.transport == "http" else "auto"
+        try:
+            stream_url = await asyncio.to_thread(self._stream_url, url)
+        except OSError as error:
+            problem = (
+                f"weight_sync.port: {self._config.port} cannot be listened at: {error}; free it, "
+                "or set another one, 0 for any"
+            )
+            if transport == "http":
+                raise ValueError(problem) from None
+            self._warn(problem)
+            return self._announcement.init_info("file")
+        return self._announcement.init_info(transport, stream_url)
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s; endpoints are told of the shared folder only", problem)
+
+    def _stream_url(self, url: str) -> str:
+        """Address under which the endpoint at ``url`` reaches a server of the chunks.
+
+        A server listens only where the endpoints come from, unless another name is advertised.
+        """
+        advertised = self._config.advertise_host
+        host = EVERY_ADDRESS if advertised is not None else local_address_towards(url)
+        with self._lock:  # endpoints are told at the same time
+            server = self._servers.get(host)
+            if server is None or not server.is_alive:
+                assert self._announcement is not None
+                root, token = self._announcement.root, self._announcement.token
+                server = ChunkServer(root, token, host, self._config.port)
+                self._servers[host] = server
+        return server.url if advertised is None else f"http://{advertised}:{server.port}"
+
+    def close(self) -> None:
+        """Removes everything from the host."""
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
+        if self._announcement is not None:
+            self._announcement.remove()
+            self._announcement = None
+
+    def _open(self) -> None:
+        """Makes the folder, without what a crashed life of this run may have left in it."""
+        if self._announcement is None:
+            self._announcement = Announcement.create(self._root, self._run)
+
+
+def local_address_towards(url: str) -> str:
+    """The address of this machine from which it reaches the server at ``url``.
+
+    Raises ``EndpointUnavailable`` if its name is unknown or no network leads there.
+    """
+    parts = urlsplit(url)
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(
+            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing, only chooses the way
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EndpointUnavailable(url, f"no way leads there: {error}") from None

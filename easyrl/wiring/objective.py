@@ -1,0 +1,61 @@
+"""The objective's pure functions of groups, as the configuration wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from easyrl.accumulation import GroupFunctions
+from easyrl.config import Config
+from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch, pack_groups
+from easyrl.objectives.advantages import group_advantages
+from easyrl.schema import MicroBatch, RolloutGroup
+from easyrl.seeding import sample_seed
+
+
+def group_functions(config: Config) -> GroupFunctions:
+    """What the trainer makes of finished groups."""
+    return GroupFunctions(
+        advantages=_advantages(config),
+        pack=pack_function(config, mask_truncated=config.rollout.truncated == "mask"),
+        denominator=_denominator(config),
+        dummy=dummy_micro_batch,
+    )
+
+
+def _advantages(config: Config) -> Callable[[RolloutGroup], np.ndarray]:
+    objective = config.objective
+
+    def advantages(group: RolloutGroup) -> np.ndarray:
+        rewards = group.rewards
+        if objective.shuffle_rewards:
+            key = sample_seed(config.run.seed, group.prompt.epoch, group.prompt.index, -1)
+            rewards = np.random.default_rng(key).permutation(rewards)
+        return group_advantages(rewards, objective.advantage)
+
+    return advantages
+
+
+def pack_function(
+    config: Config, *, mask_truncated: bool
+) -> Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]:
+    def pack(groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray]) -> list[MicroBatch]:
+        return pack_groups(
+            groups,
+            advantages,
+            aggregation=config.objective.aggregation,
+            max_tokens=config.rollout.max_tokens,
+            mask_truncated=mask_truncated,
+            max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
+        )
+
+    return pack
+
+
+def _denominator(config: Config) -> Callable[[Sequence[RolloutGroup]], float]:
+    def denominator(groups: Sequence[RolloutGroup]) -> float:
+        mask_truncated = config.rollout.truncated == "mask"
+        return batch_denominator(groups, config.objective.aggregation, mask_truncated)
+
+    return denominator

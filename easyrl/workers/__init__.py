@@ -1,0 +1,1 @@
+"""Processes for what must not run in the trainer: decoding, scoring, HTTP."""

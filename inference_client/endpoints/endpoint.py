@@ -1,0 +1,135 @@
+"""What the pool knows of one endpoint: may it be used, how much it has to do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from easyrl.inference_client.client import EndpointClient, ServedModel
+from easyrl.inference_client.errors import EndpointError, RequestRejected
+
+
+class Attempt:
+    """A request in flight. ``abort`` ends it from outside, as a failure of the endpoint."""
+
+    __slots__ = ("aborted", "task")
+
+    def __init__(self, task: asyncio.Task) -> None:
+        self.task = task
+        self.aborted: EndpointError | None = None
+
+    def abort(self, error: EndpointError) -> None:
+        if self.aborted is None:
+            self.aborted = error
+            self.task.cancel()
+
+
+class Endpoint:
+    """One inference server. Only the pool, on its loop, changes it; anyone may read.
+
+    An endpoint is *usable* for a version when it is up, neither excluded nor leaving, and has
+    confirmed that version (DESIGN §2.1).
+    """
+
+    def __init__(self, client: EndpointClient, max_inflight: int) -> None:
+        self.client = client
+        self.url = client.url
+        self.max_inflight = max_inflight
+        self.served: ServedModel | None = None  # known once healthy
+        self.confirmed_version: str | None = None
+        self.excluded: str | None = None  # why it gets no more requests: it failed its proof
+        self.down: str | None = None  # why it is set aside for now
+        self.refused: RequestRejected | None = None  # it answers, and wants nothing of us
+        self.lost_confirmation: str | None = None  # why it has to prove its weights again
+        self.repairing = False
+        self.leaving = False  # removed: what is in flight finishes, nothing new comes
+        self.left = False  # ... and has finished
+        self.attempts: set[Attempt] = set()  # in flight
+        self.num_inflight = 0
+        self.num_reserved = 0  # places for samples of groups that are just being sent here
+        self.outstanding_tokens = 0  # expected of what is in flight or reserved
+        self.num_requests = 0
+        self.num_completed = 0
+        self.num_failures = 0
+        self.num_consecutive_failures = 0  # ended by an answer, or new weights
+        self.num_unanswered = 0  # health probes in a row
+        self.last_progress_s = 0.0
+        self._idle_since_s: float | None = time.monotonic()
+        self._idle_s = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        """It answers, as far as we know."""
+        return self.down is None and self.excluded is None and not self.leaving
+
+    @property
+    def has_room(self) -> bool:
+        return self.num_inflight < self.max_inflight
+
+    @property
+    def has_free_room(self) -> bool:
+        """... that is not held for samples of a group."""
+        return self.num_inflight + self.num_reserved < self.max_inflight
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_inflight + self.num_reserved == 0
+
+    def usable(self, version: str | None) -> bool:
+        return (
+            self.down is None
+            and self.excluded is None
+            and not self.leaving
+            and (version is None or self.confirmed_version == version)
+        )
+
+    def begin(self, num_tokens: int) -> None:
+        """A place is taken: a request is about to be sent."""
+        if self.num_inflight == 0:
+            now_s = time.monotonic()
+            self.last_progress_s = now_s  # what was before does not count against it
+            if self._idle_since_s is not None:
+                self._idle_s += now_s - self._idle_since_s
+                self._idle_since_s = None
+        self.num_requests += 1
+        self.num_inflight += 1
+        self.outstanding_tokens += num_tokens
+
+    def end(self, num_tokens: int) -> None:
+        """It was answered, has failed, or was cancelled."""
+        self.num_inflight -= 1
+        self.outstanding_tokens -= num_tokens
+        if self.num_inflight == 0:
+            self._idle_since_s = time.monotonic()
+
+    def answered(self) -> None:
+        """A response came that can be used."""
+        self.num_completed += 1
+        self.num_consecutive_failures = 0
+        self.last_progress_s = time.monotonic()
+
+    def abort_attempts(self, error: EndpointError) -> None:
+        """What is in flight fails here, and goes elsewhere."""
+        for attempt in list(self.attempts):
+            attempt.abort(error)
+
+    def idle_s(self) -> float:
+        """Seconds since the start in which nothing was in flight."""
+        since = self._idle_since_s
+        return self._idle_s + (0.0 if since is None else time.monotonic() - since)
+
+    def status(self, version: str | None) -> str:
+        """Why it cannot be used for ``version``, or that it can, in words."""
+        if self.leaving:
+            return "removed, finishes what is in flight"
+        if self.excluded is not None:
+            return f"excluded: {self.excluded}"
+        if self.down is not None:
+            return f"down: {self.down}"
+        if self.repairing:
+            return "is given its weights back"
+        if version is not None and self.confirmed_version != version:
+            confirmed = "no version" if self.confirmed_version is None else self.confirmed_version
+            why = "" if self.lost_confirmation is None else f" ({self.lost_confirmation})"
+            return f"has confirmed {confirmed}, not {version}{why}"
+        return "usable"

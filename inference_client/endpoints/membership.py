@@ -1,0 +1,249 @@
+"""Which endpoints a run is wanted to use, changed from outside while it goes on.
+
+``RUN_DIR/endpoints.json`` is the wanted list; ``easyrl endpoints`` replaces it, every rank follows
+it. ``RUN_DIR/endpoints_state.json`` is what rank 0 says of them. Imports nothing heavy: the command
+has to answer at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+
+WANTED_FILE = "endpoints.json"
+STATE_FILE = "endpoints_state.json"
+LOCK_FILE = "endpoints.lock"
+POLL_S = 1.0
+STATE_INTERVAL_S = 2.0
+SILENT_AFTER_S = 15.0  # a run that has written no state for so long is not running
+
+
+class MembershipError(ValueError):
+    """A file of a run's endpoints is missing or cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The wanted list."""
+
+    version: int  # counts changes
+    added: dict[str, int]  # URL → the version with which it came
+
+    def with_added(self, url: str) -> Wanted:
+        version = self.version + 1
+        return Wanted(version, self.added | {url: version})
+
+    def without(self, url: str) -> Wanted:
+        added = {other: since for other, since in self.added.items() if other != url}
+        return Wanted(self.version + 1, added)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointState:
+    """What the run says of one endpoint."""
+
+    url: str
+    state: str  # in words
+    confirmed_version: str | None
+    in_flight: int  # of this rank
+    failures: int
+    served: int  # responses
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What the run says of all, and when it did."""
+
+    updated_s: float  # seconds since 1970
+    running: bool
+    endpoints: tuple[EndpointState, ...]
+
+    @property
+    def is_alive(self) -> bool:
+        return self.running and time.time() - self.updated_s < SILENT_AFTER_S
+
+
+class Members(Protocol):
+    """The endpoints of a rank (``EndpointPool``)."""
+
+    def add(self, url: str) -> Any: ...
+    def remove(self, url: str) -> None: ...
+    def states(self) -> list[EndpointState]: ...
+
+
+# ---- the files -----------------------------------------------------------------------------------
+
+
+def begin_membership(run_dir: Path, urls: Sequence[str]) -> Wanted:
+    """Writes the list that a life of the run starts with. On one rank, before others follow."""
+    with _locked(run_dir):
+        try:
+            version = read_wanted(run_dir).version + 1
+        except MembershipError:
+            version = 1
+        wanted = Wanted(version, dict.fromkeys(urls, version))
+        _write_wanted(run_dir, wanted)
+    return wanted
+
+
+def change_wanted(run_dir: Path, change: Callable[[Wanted], Wanted]) -> Wanted:
+    """Replaces the list by what ``change`` makes of it. Raises ``MembershipError``."""
+    read_wanted(run_dir)  # no lock file where there is no run
+    with _locked(run_dir):
+        wanted = change(read_wanted(run_dir))
+        _write_wanted(run_dir, wanted)
+    return wanted
+
+
+def read_wanted(run_dir: Path) -> Wanted:
+    """The wanted list. Raises ``MembershipError``."""
+    content = _read(run_dir / WANTED_FILE)
+    try:
+        added = {str(entry["url"]): int(entry["added"]) for entry in content["endpoints"]}
+        return Wanted(int(content["version"]), added)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MembershipError(f"{run_dir / WANTED_FILE} is not a list of endpoints") from error
+
+
+def read_state(run_dir: Path) -> RunState:
+    """What the run wrote last. Raises ``MembershipError``."""
+    content = _read(run_dir / STATE_FILE)
+    try:
+        endpoints = tuple(EndpointState(**entry) for entry in content["endpoints"])
+        return RunState(float(content["updated_s"]), bool(content["running"]), endpoints)
+    except (KeyError, TypeError, ValueError) as error:
+        raise MembershipError(f"{run_dir / STATE_FILE} is not a state of endpoints") from error
+
+
+def write_state(run_dir: Path, endpoints: Sequence[EndpointState], *, running: bool) -> None:
+    state = RunState(time.time(), running, tuple(endpoints))
+    _replace(run_dir / STATE_FILE, asdict(state))
+
+
+def _write_wanted(run_dir: Path, wanted: Wanted) -> None:
+    entries = [{"url": url, "added": since} for url, since in wanted.added.items()]
+    _replace(run_dir / WANTED_FILE, {"version": wanted.version, "endpoints": entries})
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise MembershipError(f"{path} cannot be read: {error}") from error
+
+
+def _replace(path: Path, content: Any) -> None:
+    """Readers see the old file or the new one, never half of one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=1))
+    temporary.replace(path)
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Two commands at a time do not undo each other's changes."""
+    with (run_dir / LOCK_FILE).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# ---- following -----------------------------------------------------------------------------------
+
+
+class MembershipFollower:
+    """Keeps a rank's endpoints as the wanted list says.
+
+    Consumes: ``endpoints.json``. Waits for: changes, by asking every ``poll_s``. Is unblocked by:
+    them. Produces: ``add`` and ``remove`` of the rank's endpoints, and the state file if it
+    ``writes_state``. An unreadable file changes nothing and is told once.
+
+    Args:
+        begun: what the rank's endpoints were made from.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        run_dir: Path,
+        begun: Wanted,
+        *,
+        writes_state: bool,
+        poll_s: float = POLL_S,
+        state_interval_s: float = STATE_INTERVAL_S,
+    ) -> None:
+        self._members = members
+        self._run_dir = run_dir
+        self._wanted = begun
+        self._writes_state = writes_state
+        self._poll_s = poll_s
+        self._state_interval_s = state_interval_s
+        self._warned = False
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Follows from now on; on the loop of the endpoints."""
+        self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    async def close(self) -> None:
+        """Stops, and notes that the run has ended. Safe to call twice."""
+        if self._following is None:
+            return
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+        self._following = None
+        if self._writes_state:
+            self._write_state(running=False)
+
+    async def _follow(self) -> None:
+        written_s = float("-inf")
+        while True:
+            await self._look()
+            if self._writes_state and time.monotonic() - written_s >= self._state_interval_s:
+                written_s = time.monotonic()
+                self._write_state(running=True)
+            await asyncio.sleep(self._poll_s)
+
+    async def _look(self) -> None:
+        try:
+            wanted = await asyncio.to_thread(read_wanted, self._run_dir)  # disks may hang
+        except MembershipError as error:
+            if not self._warned:
+                log.warning("%s; the endpoints stay as they are", error)
+                self._warned = True
+            return
+        self._warned = False
+        if wanted.version != self._wanted.version:
+            self._apply(wanted)
+
+    def _apply(self, wanted: Wanted) -> None:
+        before, self._wanted = self._wanted.added, wanted
+        for url in before:
+            if before[url] != wanted.added.get(url):  # gone, or gone and come again
+                self._tell(f"endpoint {url} is removed", self._members.remove, url)
+        for url, since in wanted.added.items():
+            if before.get(url) != since:
+                self._tell(f"endpoint {url} is added", self._members.add, url)
+
+    def _tell(self, what: str, change: Callable[[str], object], url: str) -> None:
+        try:
+            change(url)
+            log.warning("%s", what)
+        except ValueError as error:  # the file was written by hand
+            log.warning("%s: %s", self._run_dir / WANTED_FILE, error)
+
+    def _write_state(self, *, running: bool) -> None:
+        try:
+            write_state(self._run_dir, self._members.states(), running=running)
+        except OSError as error:
+            log.warning("the state of the endpoints could not be written: %s", error)

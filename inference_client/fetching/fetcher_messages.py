@@ -1,0 +1,91 @@
+"""What the trainer's process and a fetcher tell each other: lists of these, as MessagePack.
+
+Arrays travel as their bytes: nothing is done per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from easyrl.inference_client import errors
+from easyrl.schema import Completion, VersionSpan
+
+
+class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """A request for one response."""
+
+    number: int
+    url: str
+    prompt: bytes  # int32 [P]
+    sampling: bytes  # JSON
+    seed: int
+
+
+class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """Nobody waits for this request any more."""
+
+    number: int
+
+
+class Fetched(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """A response."""
+
+    number: int
+    token_ids: bytearray  # int32 [R]
+    logprobs: bytearray  # float32 [R]
+    finish_reason: str
+    version_spans: tuple[VersionSpan, ...]
+
+    def completion(self, url: str) -> Completion:
+        token_ids = np.frombuffer(self.token_ids, np.int32)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=np.frombuffer(self.logprobs, np.float32),
+            finish_reason=self.finish_reason,
+            version_spans=self.version_spans,
+            endpoint=url,
+            loss_mask=np.ones(len(token_ids), dtype=bool),
+        )
+
+
+class Failed(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """A request that failed."""
+
+    number: int
+    kind: str  # name of an EndpointError, "ValueError", or "" for what must not happen
+    reason: str
+
+    def exception(self, url: str) -> Exception:
+        kind = _ENDPOINT_ERRORS.get(self.kind)
+        if kind is not None:
+            return kind(url, self.reason)
+        return RuntimeError(self.reason) if self.kind == "" else ValueError(self.reason)
+
+
+HEARTBEAT_S = 1.0  # a fetcher sends a list of replies, maybe an empty one, at least so often
+
+Order: TypeAlias = Send | Cancel
+Reply: TypeAlias = Fetched | Failed
+
+_ENDPOINT_ERRORS: dict[str, type[errors.EndpointError]] = {
+    kind.__name__: kind
+    for kind in (
+        errors.EndpointUnavailable,
+        errors.MalformedResponse,
+        errors.PromptRejected,
+        errors.RequestRejected,
+    )
+}
+
+encode = msgspec.msgpack.Encoder().encode
+decode_replies: Any = msgspec.msgpack.Decoder(list[Reply]).decode
+decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
+
+
+def failed(number: int, error: errors.EndpointError | ValueError) -> Failed:
+    """``error`` on its way to the trainer's process."""
+    reason = error.reason if isinstance(error, errors.EndpointError) else str(error)
+    return Failed(number, type(error).__name__, reason)

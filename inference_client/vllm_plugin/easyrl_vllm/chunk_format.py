@@ -1,0 +1,133 @@
+"""One chunk file: what the trainer announced of it, and its safetensors header checked against it.
+
+The format: 8 bytes of length, a JSON header ``{name: {dtype, shape, data_offsets}}``, the tensors'
+bytes without a hole (huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .reading import ChunkStream, check_component
+
+HASH = re.compile(r"[0-9a-f]{64}")
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedChunk:
+    """What the trainer says of one chunk file."""
+
+    file: str
+    num_bytes: int  # of the tensors in it
+    checksums: Mapping[str, str]  # name -> blake3 of its bytes, 64 hex digits
+
+    @classmethod
+    def parse(cls, record: Mapping[str, Any]) -> AnnouncedChunk:
+        """Raises ``ValueError`` naming the field."""
+        try:
+            file, num_bytes, checksums = (record[k] for k in ("file", "num_bytes", "checksums"))
+        except (KeyError, TypeError):
+            raise ValueError(f"chunk: needs file, num_bytes and checksums, is {record!r}") from None
+        check_component("file", file)
+        if not isinstance(num_bytes, int) or num_bytes < 0:
+            raise ValueError(f"{file}: num_bytes {num_bytes!r} is not a number of bytes")
+        if not isinstance(checksums, Mapping):
+            raise ValueError(f"{file}: checksums must map names to hashes")
+        for name, checksum in checksums.items():
+            if not isinstance(checksum, str) or not HASH.fullmatch(checksum):
+                raise ValueError(f"{file}: {checksum!r} of tensor {name!r} is not a blake3 hash")
+        return cls(file, num_bytes, checksums)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file's header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def read_header(stream: ChunkStream, chunk: AnnouncedChunk, where: str) -> list[Entry]:
+    """The tensors in the order of their bytes, which are the rest of ``stream``.
+
+    Raises ``ValueError`` naming the file, ``where``, if it holds other tensors, or more or fewer
+    bytes, than announced.
+    """
+    raw = _header_bytes(stream, chunk, where)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        placed = [(_offsets(record), _entry(name, record)) for name, record in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: not a safetensors header ({error!r})") from None
+    _compare_names({entry.name for _, entry in placed}, chunk.checksums, where)
+    placed.sort(key=lambda pair: pair[0])
+    position = 0
+    for (start, end), entry in placed:
+        if start != position or end - start != entry.num_bytes:
+            raise ValueError(f"{where}: tensor {entry.name!r} is not where its shape says")
+        position = end
+    if position != chunk.num_bytes:
+        raise ValueError(f"{where}: tensors of {position} bytes, announced {chunk.num_bytes}")
+    return [entry for _, entry in placed]
+
+
+def _header_bytes(stream: ChunkStream, chunk: AnnouncedChunk, where: str) -> bytes:
+    if stream.size < 8:
+        raise ValueError(f"{where}: {stream.size} bytes are no safetensors file")
+    length = np.empty(8, np.uint8)
+    stream.fill(length)
+    num_bytes = int.from_bytes(length.tobytes(), "little")
+    if stream.size != 8 + num_bytes + chunk.num_bytes:
+        raise ValueError(
+            f"{where}: has {stream.size} bytes, but header ({num_bytes}) and announced tensors "
+            f"({chunk.num_bytes}) are {8 + num_bytes + chunk.num_bytes}"
+        )
+    most = 2**17 + sum(1024 + 6 * len(name) for name in chunk.checksums)
+    if num_bytes > most:
+        raise ValueError(f"{where}: a header of {num_bytes} bytes is too long")
+    raw = np.empty(num_bytes, np.uint8)
+    stream.fill(raw)
+    return raw.tobytes().rstrip()  # padding takes the parser longer than the rest
+
+
+def _offsets(record: Mapping[str, Any]) -> tuple[int, int]:
+    start, end = record["data_offsets"]
+    return int(start), int(end)
+
+
+def _entry(name: str, record: Mapping[str, Any]) -> Entry:
+    dtype = DTYPES[record["dtype"]]
+    shape = tuple(int(size) for size in record["shape"])
+    if min(shape, default=0) < 0:
+        raise ValueError(f"shape {shape}")
+    return Entry(name, dtype, shape, math.prod(shape) * dtype.itemsize)
+
+
+def _compare_names(held: set[str], checksums: Mapping[str, str], where: str) -> None:
+    if missing := sorted(checksums.keys() - held):
+        raise ValueError(f"{where}: does not hold tensor {missing[0]!r}")
+    if unexpected := sorted(held - checksums.keys()):
+        raise ValueError(f"{where}: no checksum was given for tensor {unexpected[0]!r}")

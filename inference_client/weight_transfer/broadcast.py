@@ -1,0 +1,184 @@
+"""Weights by broadcast between devices: our side of vLLM's trainer engines (``nccl``, ``hccl``).
+
+vLLM's own trainer-side engine opens the group, packs and sends; it is given the weights as a
+``WeightSource`` and all endpoints as one client object. What this adds: several endpoints in one
+group, and versions. Other ranks of the trainer have no part in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMeta:
+    """What a receiver has to know before a tensor comes (vLLM's ``ParamMeta``)."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SentWeights:
+    """vLLM's ``WeightSource``: what is known beforehand, and one pass over tensors per version.
+
+    Args:
+        metadata: of all tensors in the order in which they will come.
+    """
+
+    def __init__(self, metadata: Sequence[WeightMeta]) -> None:
+        self.tensors: Iterable[tuple[str, Tensor]] = ()  # of the next pass, on the sender's device
+        self._metadata = list(metadata)
+
+    def metadata(self) -> list[WeightMeta]:
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors)
+
+
+class SyncRoutes(Protocol):
+    """The weight routes of one endpoint."""
+
+    url: str
+
+    def post(self, route: str, body: Mapping[str, Any]) -> None:
+        """Raises ``RuntimeError`` naming the endpoint."""
+
+    def world_size(self) -> int:
+        """Number of its workers, each a rank of the group."""
+
+
+class EndpointRoutes:
+    """One endpoint over HTTP, from any thread.
+
+    Args:
+        url: of the server.
+        api_key: bearer token.
+        timeout_s: of one call, a whole broadcast included.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        self.url = url
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout_s = timeout_s
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def post(self, route: str, body: Mapping[str, Any]) -> None:
+        self._call("POST", route, json.dumps(body).encode())
+
+    def world_size(self) -> int:
+        return int(json.loads(self._call("GET", "/get_world_size", None))["world_size"])
+
+    def _call(self, method: str, route: str, body: bytes | None) -> bytes:
+        request = urllib.request.Request(self.url + route, body, self._headers, method=method)
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as response:
+                return response.read()
+        except urllib.error.HTTPError as error:
+            text = error.read(500).decode(errors="replace")
+            raise RuntimeError(f"{self.url}{route}: status {error.code}: {text}") from None
+        except OSError as error:
+            raise RuntimeError(f"{self.url}{route}: {error}") from None
+
+
+class EndpointsClient:
+    """All endpoints at once, as vLLM's ``VLLMWeightSyncClient``: each has its ranks in one group.
+
+    Raises ``RuntimeError`` naming the endpoints that failed.
+    """
+
+    def __init__(self, endpoints: Sequence[SyncRoutes]) -> None:
+        self.weight_version: str | None = None  # taken by the endpoints at the end of an update
+        self._endpoints = endpoints
+        self._threads = ThreadPoolExecutor(len(endpoints), "easyrl-broadcast")
+        sizes = self._on_all(lambda endpoint, _: endpoint.world_size())
+        self._first_ranks = [sum(sizes[:index]) for index in range(len(sizes))]
+        self.num_workers = sum(sizes)
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """``rank_offset`` in ``init_info`` is the first endpoint's first rank."""
+
+        def body(index: int) -> dict[str, Any]:
+            offset = init_info["rank_offset"] + self._first_ranks[index]
+            return {"init_info": {**init_info, "rank_offset": offset}}
+
+        self._on_all(lambda e, index: e.post("/init_weight_transfer_engine", body(index)))
+
+    def start_weight_update(self) -> None:
+        self._on_all(lambda endpoint, _: endpoint.post("/start_weight_update", {}))
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        body = {"update_info": update_info}
+        self._on_all(lambda endpoint, _: endpoint.post("/update_weights", body))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        body = {"weight_version": weight_version or self.weight_version}
+        self._on_all(lambda endpoint, _: endpoint.post("/finish_weight_update", body))
+
+    def close(self) -> None:
+        """Does not wait for a call that hangs in a broadcast."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _on_all(self, call: Callable[[SyncRoutes, int], Any]) -> list[Any]:
+        futures = [
+            self._threads.submit(call, endpoint, index)
+            for index, endpoint in enumerate(self._endpoints)
+        ]
+        problems = [str(error) for future in futures if (error := future.exception())]
+        if problems:
+            raise RuntimeError("; ".join(problems))
+        return [future.result() for future in futures]
+
+
+class Broadcast:
+    """One group of the trainer's rank 0 and all workers.
+
+    Args:
+        engine_class: vLLM's trainer engine of the backend.
+        init_info: its init info, for rank 0.
+        metadata: of what will be sent.
+        client: of all endpoints; belongs to the group from here on.
+    """
+
+    def __init__(
+        self,
+        engine_class: Any,
+        init_info: Any,
+        metadata: Sequence[WeightMeta],
+        client: EndpointsClient,
+    ) -> None:
+        self._source = SentWeights(metadata)
+        self._client = client
+        self._engine = engine_class.trainer_init(init_info, client=client, source=self._source)
+
+    def send(self, version: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Brings ``tensors``, on the sender's device, to all endpoints, which serve ``version``.
+
+        Raises ``RuntimeError`` naming the endpoints that failed, and whatever ``tensors`` raises;
+        the group is then of no use.
+        """
+        self._source.tensors = tensors
+        self._client.weight_version = version
+        self._engine.send_weights()
+
+    def close(self) -> None:
+        """Leaves the group; a ``send`` that hangs in another thread is aborted."""
+        self._engine.shutdown()
+        self._client.close()

@@ -1,0 +1,279 @@
+"""A store behind the stream, groups in the order of their prompts, and interruptions."""
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from easyrl.dataloaders.loop_thread import LoopThread
+from easyrl.dataloaders.rollout_generator import ProducerError, packed_tokens
+from tests.dataloaders.rollout_parts import (
+    G,
+    MemoryStore,
+    ScriptedGenerate,
+    completion,
+    generator,
+    prompt,
+    wait_until,
+)
+
+
+def prompts(count: int):
+    return [prompt(index) for index in range(count)]
+
+
+def indices(groups) -> list[int]:
+    return [group.prompt.index for group in groups]
+
+
+@contextmanager
+def stored(count: int):
+    """A store that an earlier life has left with the first ``count`` groups."""
+    store = MemoryStore()
+    generate = ScriptedGenerate(open_indices=range(count))
+    with LoopThread() as thread:
+        generator(thread, generate).produce(prompts(count), "old", store=store).complete()
+    store.loads.clear()
+    store.flushes = 0
+    yield store
+
+
+def test_recovered_groups_are_ready_at_once_and_only_the_missing_are_asked_for():
+    events = []
+    generate = ScriptedGenerate()
+    with stored(2) as store, LoopThread() as thread:
+        rollouts = generator(
+            thread, generate, record=lambda event, **f: events.append((event, f.get("index")))
+        )
+        stream = rollouts.produce(prompts(3), "new", store=store)
+        assert stream.num_recovered == 2 and stream.recovered == {(0, 0), (0, 1)}
+        assert stream.waiting == 2
+        first = stream.take_ready(10_000)
+        assert indices(first) == [0, 1]
+        assert [group.policy_version for group in first] == ["old", "old"]
+        wait_until(lambda: len(generate.asked) == G)
+        generate.release(thread, 2)
+        [last] = stream.take_ready(10_000)
+        assert last.prompt.index == 2 and last.digest == "digest 2"
+        assert stream.take_ready(10_000) == [] and stream.waiting == 0
+        assert {index for index, _ in generate.asked} == {2}
+        wait_until(lambda: store.flushes == 1)
+    recovered = [index for event, index in events if event == "group_recovered"]
+    ready = [index for event, index in events if event == "group_ready"]
+    assert (recovered, ready) == ([0, 1], [2])
+
+
+@pytest.mark.parametrize("in_prompt_order", [False, True])
+@pytest.mark.parametrize("complete", [False, True])
+def test_with_a_store_memory_is_bounded_and_nothing_else_waits(in_prompt_order, complete):
+    generate, store = ScriptedGenerate(open_indices=range(8)), MemoryStore()
+    with LoopThread() as thread:
+        rollouts = generator(thread, generate, queue_size=3, in_prompt_order=in_prompt_order)
+        stream = rollouts.produce(prompts(8), "v", store=store)
+        if complete:
+            stream.complete()
+        wait_until(lambda: stream.waiting == 8)  # all are finished though none was taken
+        assert len(store.groups) == 8 and store.loads == []
+        assert sorted(indices(stream)) == list(range(8))
+        assert len(store.loads) == 5  # three were in memory, each of the others was read once
+        assert len(set(store.loads)) == 5
+        assert stream.waiting == 0
+
+
+def test_a_place_in_memory_is_free_again_when_its_group_was_handed_out():
+    generate, store = ScriptedGenerate(open_indices=[0]), MemoryStore()
+    with LoopThread() as thread:
+        stream = generator(thread, generate, queue_size=1).produce(prompts(2), "v", store=store)
+        assert indices(stream.take_ready(1)) == [0]
+        generate.release(thread, 1)
+        assert indices(stream.take_ready(1)) == [1]
+    assert store.loads == []
+
+
+def test_a_slow_disk_holds_up_neither_the_loop_nor_the_other_requests():
+    generate, store = ScriptedGenerate(open_indices=range(4)), MemoryStore()
+    store.free.clear()
+    with LoopThread() as thread:
+        stream = generator(thread, generate).produce(prompts(4), "v", store=store)
+        wait_until(lambda: len(generate.asked) == 4 * G)  # all go on while the disk is busy
+        start = time.monotonic()
+        thread.run(asyncio.sleep(0))
+        assert time.monotonic() - start < 1.0 and stream.waiting == 0
+        store.free.set()
+        assert sorted(indices(stream)) == list(range(4))
+
+
+def test_a_store_that_fails_ends_the_batch():
+    class Full(MemoryStore):
+        def add(self, group):
+            raise OSError("No space left on device")
+
+    with LoopThread() as thread:
+        stream = generator(thread, ScriptedGenerate([0])).produce([prompt(0)], "v", store=Full())
+        for _ in range(2):  # and stays ended
+            with pytest.raises(ProducerError, match="No space left on device"):
+                stream.take_ready(100)
+
+
+def test_in_prompt_order_groups_wait_for_those_before_them():
+    generate = ScriptedGenerate()
+    with LoopThread() as thread:
+        stream = generator(thread, generate, in_prompt_order=True).produce(prompts(3), "v")
+        wait_until(lambda: len(generate.asked) == 3 * G)
+        taken = []
+        consumer = threading.Thread(target=lambda: taken.extend(indices(stream)))
+        consumer.start()
+        generate.release(thread, 2)
+        generate.release(thread, 1)
+        time.sleep(0.05)
+        assert taken == []
+        generate.release(thread, 0)
+        consumer.join(timeout=10)
+    assert taken == [0, 1, 2]
+
+
+def test_in_prompt_order_a_micro_batch_waits_to_know_whether_the_next_group_fits():
+    generate = ScriptedGenerate(open_indices=[0])
+    size = 4 + G * 5
+    with LoopThread() as thread:
+        stream = generator(thread, generate, in_prompt_order=True).produce(prompts(3), "v")
+        taken = []
+        consumer = threading.Thread(target=lambda: taken.append(stream.take_ready(2 * size)))
+        consumer.start()
+        wait_until(lambda: len(generate.asked) == 3 * G)
+        time.sleep(0.05)
+        assert not taken  # one group is ready, and two would fit
+        generate.release(thread, 1)
+        time.sleep(0.05)
+        assert not taken  # the third might be small enough too
+        generate.release(thread, 2)
+        consumer.join(timeout=10)
+        assert indices(taken[0]) == [0, 1]
+        assert indices(stream.take_ready(2 * size)) == [2]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_micro_batches_in_prompt_order_depend_on_order_and_sizes_alone(data):
+    """Random delays, recovered groups, modes and places in memory: the same cuts every time."""
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
+    budget = data.draw(st.integers(1, 80))
+    recovered = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
+    rng = random.Random(data.draw(st.integers(0, 100)))
+
+    async def generate(prompt, sample, version):
+        await asyncio.sleep(rng.random() / 1000)
+        return completion("v", lengths[prompt.index])
+
+    def cuts(store, synchronous) -> list[list[int]]:
+        rollouts = generator(thread, generate, queue_size=queue_size, in_prompt_order=True)
+        stream = rollouts.produce(prompts(len(lengths)), "v", store=store)
+        if synchronous:
+            stream.complete()
+        return [indices(groups) for groups in iter(lambda: stream.take_ready(budget), [])]
+
+    queue_size = data.draw(st.integers(1, 4))
+    expected: list[list[int]] = []  # greedy, in order
+    sizes = [4 + G * length for length in lengths]
+    for index, size in enumerate(sizes):
+        if expected and sum(sizes[i] for i in expected[-1]) + size <= budget:
+            expected[-1].append(index)
+        else:
+            expected.append([index])
+    with LoopThread() as thread:
+        assert cuts(None, synchronous=False) == expected
+        store = MemoryStore()
+        generator(thread, generate).produce(
+            [prompt(index) for index in sorted(recovered)], "v", store=store
+        ).complete()
+        assert cuts(store, synchronous=data.draw(st.booleans())) == expected
+
+
+def test_recovered_groups_count_with_their_tokens():
+    with stored(3) as store, LoopThread() as thread:
+        stream = generator(thread, ScriptedGenerate()).produce(prompts(3), "v", store=store)
+        size = packed_tokens(store.groups[0, 0])
+        assert [len(g) for g in iter(lambda: stream.take_ready(2 * size), [])] == [2, 1]
+
+
+@pytest.mark.parametrize("in_prompt_order", [False, True])
+def test_groups_that_are_named_are_waited_for_and_come_in_the_order_named(in_prompt_order):
+    generate = ScriptedGenerate(open_indices=[0, 1, 3])
+    with LoopThread() as thread:
+        rollouts = generator(thread, generate, in_prompt_order=in_prompt_order)
+        stream = rollouts.produce(prompts(5), "v")
+        wait_until(lambda: stream.waiting == 3)
+        threading.Timer(0.05, generate.release, (thread, 2)).start()
+        assert indices(stream.take([2, 0])) == [2, 0]
+        assert indices(stream.take_ready(1)) == [1]
+        stream.close()
+        assert stream.take([3]) == []
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("ask", ["take_ready", "take", "complete", "iterate"])
+def test_an_interrupt_wakes_who_waits_with_the_error_itself(ask):
+    generate, error, raised = ScriptedGenerate(), Stop("SIGTERM"), []
+
+    def consume():
+        try:
+            match ask:
+                case "take_ready":
+                    stream.take_ready(100)
+                case "take":
+                    stream.take([1])
+                case "complete":
+                    stream.complete()
+                case "iterate":
+                    list(stream)
+        except Stop as caught:
+            raised.append(caught)
+
+    with LoopThread() as thread:
+        stream = generator(thread, generate).produce(prompts(2), "v")
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        wait_until(lambda: len(generate.asked) == 2 * G)
+        stream.interrupt(error)
+        consumer.join(timeout=10)
+    assert len(raised) == 1 and raised[0] is error
+
+
+def test_an_interrupt_is_raised_before_groups_that_are_ready_and_before_a_failure():
+    async def generate(prompt, sample, version):
+        if prompt.index == 1:
+            raise ValueError("endpoint exploded")
+        return completion("v")
+
+    with LoopThread() as thread:
+        stream = generator(thread, generate).produce(prompts(2), "v")
+        wait_until(lambda: stream.waiting >= 1)
+        stream.interrupt(Stop("SIGTERM"))
+        for _ in range(2):
+            with pytest.raises(Stop):
+                stream.take_ready(100)
+        stream.close()
+        assert stream.take_ready(100) == []
+
+
+def test_an_interrupt_from_a_signal_handler_wakes_the_main_thread():
+    generate = ScriptedGenerate()
+    with LoopThread() as thread:
+        stream = generator(thread, generate).produce(prompts(1), "v")
+        before = signal.signal(signal.SIGUSR1, lambda *_: stream.interrupt(Stop("SIGUSR1")))
+        try:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(Stop):
+                stream.take_ready(100)  # this thread waits; the handler runs in it
+        finally:
+            signal.signal(signal.SIGUSR1, before)

@@ -1,0 +1,87 @@
+"""Packing of any groups: lengths, group sizes, masks, truncations, budgets, splits, orders."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from easyrl.dataloaders.packing import Aggregation, batch_denominator
+from easyrl.schema import RolloutGroup
+from tests.dataloaders.packed_rows import expected_tokens, pack, random_groups, trained_tokens
+
+BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine
+AGGREGATIONS = st.sampled_from(["sequence", "token", "constant"])
+
+
+@settings(BUSY, max_examples=100)
+@given(random_groups(), AGGREGATIONS, st.booleans(), st.integers(1, 60))
+def test_every_trained_token_once_behind_its_own_past(
+    groups: list[RolloutGroup], aggregation: Aggregation, mask_truncated: bool, budget: int
+) -> None:
+    """With its predictor, position, weight, advantage and log-probability; nothing else is in."""
+    rows = pack(groups, aggregation=aggregation, mask_truncated=mask_truncated, budget=budget)
+    assert trained_tokens(rows) == expected_tokens(groups, aggregation, mask_truncated)
+    for row in rows:
+        ends = [segment.start + segment.length for segment in row.segments]
+        assert [segment.start for segment in row.segments] == [0, *ends[:-1]]
+        assert ends[-1] == row.num_tokens
+        assert row.sequence_index.unique().tolist() == list(range(row.num_sequences))
+        assert row.num_sequences == sum(segment.parent != -1 for segment in row.segments)
+
+
+@settings(BUSY, max_examples=100)
+@given(random_groups(max_groups=6), st.integers(1, 60))
+def test_budget_is_kept_and_used(groups: list[RolloutGroup], budget: int) -> None:
+    rows = pack(groups, budget=budget)
+    for row in rows:
+        # Over the budget only where a prompt with one response is too long by itself.
+        assert row.num_tokens <= budget or len(row.segments) == 2
+    for row, following in zip(rows, rows[1:], strict=False):
+        # A row is closed only because what comes next, a prompt with its responses, has no room.
+        roots = [i for i, segment in enumerate(following.segments) if segment.parent == -1]
+        end = (*roots, len(following.segments))[1]
+        assert row.num_tokens + sum(s.length for s in following.segments[:end]) > budget
+
+
+@settings(BUSY, max_examples=100)
+@given(st.data(), random_groups(max_groups=6), AGGREGATIONS, st.booleans())
+def test_cutting_a_batch_anywhere_keeps_its_sums(
+    data: st.DataObject, groups: list[RolloutGroup], aggregation: Aggregation, mask_truncated: bool
+) -> None:
+    """Any order of arrival, any calls, any budgets: the same tokens with the same weights.
+
+    And so the same loss, whatever a token's loss is; the denominators of the parts add up.
+    """
+    order = data.draw(st.permutations(groups))
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(groups))))))
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    tokens: Counter[tuple[object, ...]] = Counter()
+    for part in parts:
+        budget = data.draw(st.integers(1, 80))
+        rows = pack(part, aggregation=aggregation, mask_truncated=mask_truncated, budget=budget)
+        tokens += Counter(trained_tokens(rows))
+    assert tokens == Counter(expected_tokens(groups, aggregation, mask_truncated))
+    denominators = [batch_denominator(part, aggregation, mask_truncated) for part in parts]
+    assert sum(denominators) == batch_denominator(groups, aggregation, mask_truncated)
+
+
+@settings(BUSY, max_examples=50)
+@given(random_groups(), st.integers(1, 60))
+def test_packing_changes_no_group(groups: list[RolloutGroup], budget: int) -> None:
+    """The journal's record of a group is what was trained, also after it was packed."""
+
+    def arrays() -> list[np.ndarray]:
+        completions = [c for group in groups for c in group.completions]
+        return [
+            *(group.prompt.token_ids for group in groups),
+            *(a for c in completions for a in (c.token_ids, c.logprobs, c.loss_mask)),
+        ]
+
+    before = [array.copy() for array in arrays()]
+    for row in pack(groups, budget=budget):
+        row.input_ids.zero_()
+        row.inference_logprobs.zero_()
+    assert all(np.array_equal(a, b) for a, b in zip(before, arrays(), strict=True))

@@ -1,0 +1,41 @@
+"""Which reference model a checkpoint was trained with."""
+
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from easyrl.agreement import Agreement
+from easyrl.config import Config
+from easyrl.config_file import validate_config
+from easyrl.wiring.lives import reference_identity
+
+
+def config(model: Path, kl_coef: float = 0.1) -> Config:
+    return validate_config(
+        {
+            "model": {"path": str(model)},
+            "data": {"files": ["prompts.jsonl"]},
+            "inference": {"endpoints": ["http://127.0.0.1:1"]},
+            "rewards": [{"name": "exact"}],
+            "objective": {"kl_coef": kl_coef},
+        }
+    )
+
+
+@pytest.mark.parametrize("name", ["model-1.safetensors", "pytorch_model.bin", "weights.pth"])
+def test_it_changes_with_every_kind_of_weight_file_and_no_other(tmp_path: Path, name: str) -> None:
+    def identity() -> str | None:
+        return reference_identity(config(tmp_path), Agreement(0, 1))
+
+    (tmp_path / name).write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "folder.bin").mkdir()
+    first = identity()
+    files = f"{name}\0{blake3(b'weights').hexdigest()}\n"  # as checkpoints hold it
+    assert first == blake3(files.encode()).hexdigest()
+    (tmp_path / "config.json").write_text("{ }")
+    assert identity() == first
+    (tmp_path / name).write_bytes(b"others!")
+    assert identity() != first
+    assert reference_identity(config(tmp_path, kl_coef=0.0), Agreement(0, 1)) is None

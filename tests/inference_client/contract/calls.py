@@ -1,0 +1,86 @@
+"""How the contract's tests talk to a server: with our own client, where it can say it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from easyrl.config import SamplingConfig
+from easyrl.inference_client.client import EndpointClient, parse_generate_response
+from easyrl.schema import Completion
+from tests.inference_client.contract.served_models import true_logprobs
+
+GENERATE = "/inference/v1/generate"
+GENERATED_TOKENS = "vllm:generation_tokens_total"
+RUNNING_REQUESTS = "vllm:num_requests_running"
+PROMPT = (5, 17, 33, 2, 61, 40, 12)
+LOGPROB_TOLERANCE = 1e-3  # fp32 on both sides; other kernels sum in another order
+
+
+async def sample(
+    client: EndpointClient,
+    prompt: Sequence[int] = PROMPT,
+    *,
+    seed: int = 1,
+    n: int = 1,
+    **sampling: Any,
+) -> list[Completion]:
+    """``n`` responses as the trainer would get them."""
+    body = await client.generate(prompt, SamplingConfig(**sampling), seed, n)
+    return parse_generate_response(body, client.url, len(prompt))
+
+
+def long_response(length: int) -> dict[str, Any]:
+    """Settings of a response of exactly ``length`` tokens."""
+    return {"max_tokens": length, "ignore_eos": True}
+
+
+def logprob_error(
+    model: Any, prompt: Sequence[int], completion: Completion, temperature: float = 1.0
+) -> float:
+    """Largest |Δ log-prob| of a response against ``model``'s own, nats."""
+    expected = true_logprobs(model, prompt, completion.token_ids.tolist(), temperature)
+    return float(np.abs(completion.logprobs - expected).max())
+
+
+def versions(completion: Completion) -> list[str]:
+    """The versions stamped on a response, in the order of its tokens."""
+    return [span.version for span in completion.version_spans]
+
+
+async def gauge(http: aiohttp.ClientSession, url: str, name: str) -> float:
+    """A figure of ``/metrics``, over all its labels."""
+    async with http.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
+    assert found, f"{name} is not among {lines}"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+async def in_flight(
+    client: EndpointClient, http: aiohttp.ClientSession, count: int, length: int
+) -> list[asyncio.Task[list[Completion]]]:
+    """``count`` responses of ``length`` tokens, seeded from 0, that the server is in the midst of.
+
+    Tried again if a busy machine shows it too late.
+    """
+    for _ in range(5):
+        before = await gauge(http, client.url, GENERATED_TOKENS)
+        tasks = [
+            asyncio.create_task(sample(client, seed=seed, **long_response(length)))
+            for seed in range(count)
+        ]
+        async with asyncio.timeout(30):
+            while (
+                await gauge(http, client.url, RUNNING_REQUESTS) < count
+                or await gauge(http, client.url, GENERATED_TOKENS) < before + 2 * count
+            ) and not any(task.done() for task in tasks):
+                await asyncio.sleep(0.01)
+        if not any(task.done() for task in tasks):
+            return tasks
+        await asyncio.gather(*tasks)
+    raise AssertionError(f"{length} tokens are too few to be seen in flight on this machine")

@@ -1,0 +1,94 @@
+"""One contract, two engines: every test here runs against the embedded server and real vLLM.
+
+A server is started when the first test asks for it and serves all tests of its kind. Tests may
+leave other weights behind: ``Server.model`` is always the model whose weights are served.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from easyrl.inference_client.client import EndpointClient
+from easyrl.inference_client.servers.launch import (
+    EmbeddedServerProcess,
+    ServerProcess,
+    VllmServerProcess,
+)
+from tests.inference_client.contract.served_models import (
+    MAX_MODEL_LEN,
+    contract_model,
+    save_contract_model,
+)
+
+MAX_NUM_SEQS = 32
+VLLM_PYTHON = "EASYRL_VLLM_PYTHON"
+
+
+@dataclass
+class Server:
+    """A running server and the model whose weights it serves now."""
+
+    engine: str
+    tied: bool
+    process: ServerProcess
+    model: Any = field(repr=False)  # PreTrainedModel
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+    def crash_and_restart(self) -> None:
+        """What a crash and a watchful user do: it serves the weights of its folder again."""
+        self.process.kill()
+        self.process.restart()
+        self.model = contract_model(self.tied)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(("embedded", True), id="embedded-tied"),
+        pytest.param(("embedded", False), id="embedded-untied"),
+        pytest.param(("vllm", True), id="vllm-tied", marks=pytest.mark.vllm),
+        pytest.param(("vllm", False), id="vllm-untied", marks=pytest.mark.vllm),
+    ],
+)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    engine, tied = request.param
+    folder = tmp_path_factory.mktemp("served")
+    with _start(engine, save_contract_model(folder / "model", tied), folder / "log") as process:
+        yield Server(engine, tied, process, contract_model(tied))
+
+
+def _start(engine: str, model: Path, log: Path) -> ServerProcess:
+    options = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
+    if engine == "embedded":
+        options += ["--num-threads", "1", "--max-queue", "128"]
+        return EmbeddedServerProcess(model, options, log=log)
+    python = os.environ.get(VLLM_PYTHON)
+    if python is None:
+        pytest.skip(f"{VLLM_PYTHON} is not set: no interpreter of an environment with vLLM")
+    return VllmServerProcess(model, Path(python), options, log=log)
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    timeout = aiohttp.ClientTimeout(total=60)
+    # a connection each: what one test leaves behind must not break the next
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        yield session
+
+
+@pytest.fixture
+def client(server: Server, http: aiohttp.ClientSession) -> EndpointClient:
+    return EndpointClient(server.url, http, timeout_s=60)

@@ -1,0 +1,92 @@
+"""What the tests of the pool share: servers with a pool over them, and requests to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import aiohttp
+import numpy as np
+from fake_endpoint import FakeEndpoint
+
+from easyrl.config import InferenceConfig, SamplingConfig
+from easyrl.inference_client.endpoints.endpoint import Endpoint
+from easyrl.inference_client.endpoints.pool import EndpointPool
+from easyrl.inference_client.fetching.fetcher_pool import local_fetch
+from easyrl.schema import Completion
+
+PROMPT = np.array([5, 6, 7], dtype=np.int32)
+SAMPLING = SamplingConfig(max_tokens=8)
+V1, V2 = "run:0:1", "run:0:2"
+POOL_ARGUMENTS = ("back_off_s", "fetch", "num_shares", "update_timeout_s", "probe_timeout_s")
+
+
+@contextlib.asynccontextmanager
+async def pool_of(
+    *servers: FakeEndpoint, confirmed: bool = True, repair: Any = None, **settings: Any
+) -> AsyncIterator[EndpointPool]:
+    """Servers and a pool over them; each endpoint has confirmed what its server serves.
+
+    Health probes come every 50 ms, with 0.3 s for the answer, unless ``settings`` say otherwise.
+    """
+    arguments: dict[str, Any] = {"back_off_s": 0.01, "probe_timeout_s": 0.3}
+    arguments |= {key: settings.pop(key) for key in POOL_ARGUMENTS if key in settings}
+    settings = {"health_interval_s": 0.05} | settings
+    async with contextlib.AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server)
+        connector = aiohttp.TCPConnector(limit=0)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        config = InferenceConfig(endpoints=[server.url for server in servers], **settings)
+        fetch = arguments.pop("fetch", None) or local_fetch(session)
+        pool = EndpointPool(config, fetch, **arguments)
+        if repair is not None:
+            pool.set_repair(repair)
+        await pool.start()
+        stack.push_async_callback(pool.close)
+        if confirmed:
+            for endpoint, server in zip(pool.endpoints, servers, strict=True):
+                pool.confirm(endpoint, server.version)
+        yield pool
+
+
+def ask(pool: EndpointPool, seed: int, version: str | None = V1) -> asyncio.Task[Completion]:
+    work: Coroutine[Any, Any, Completion] = pool.generate(PROMPT, SAMPLING, seed, version)
+    return asyncio.ensure_future(work)
+
+
+def seeds(server: FakeEndpoint) -> list[int]:
+    return [request["sampling_params"]["seed"] for request in server.requests]
+
+
+def servers(count: int, **settings: Any) -> list[FakeEndpoint]:
+    return [FakeEndpoint(version=V1, **settings) for _ in range(count)]
+
+
+def repairer(pool: EndpointPool, version: str = V1) -> Any:
+    """A repair that works; the list of the URLs that it was called for is its ``repaired``."""
+
+    async def repair(endpoint: Endpoint) -> None:
+        repair.repaired.append(endpoint.url)  # type: ignore[attr-defined]
+        await endpoint.client.finish_weight_update(version)
+        pool.confirm(endpoint, version)
+
+    repair.repaired = []  # type: ignore[attr-defined]
+    return repair
+
+
+async def until(condition: Any, limit_s: float = 20.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def open_all(tasks: list[asyncio.Task], *group: FakeEndpoint) -> None:
+    """Lets everything through until the tasks are done."""
+    for server in group:
+        server.gated = False
+        for gate in server.gates:
+            gate.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), 20)

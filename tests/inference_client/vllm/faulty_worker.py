@@ -1,0 +1,39 @@
+"""A worker extension with faults to plant; imported by vLLM's workers, not by the tests."""
+
+from __future__ import annotations
+
+import torch
+from easyrl_vllm import WeightProof
+from easyrl_vllm.readback import read_packed
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+
+class FaultyWorker(WeightProof):
+    """``/collective_rpc`` methods that tests call; arguments are text, as vLLM passes them."""
+
+    def fault_keep_head(self) -> None:
+        """Remembers the packed weight of the output projection."""
+        self._kept_head = self._layer("lm_head").cpu_linear
+
+    def fault_stale_head(self) -> None:
+        """Puts the remembered one back, as vLLM's own reload leaves it with tied embeddings."""
+        self._layer("lm_head").cpu_linear = self._kept_head
+
+    def fault_change(self, layer: str, delta: str) -> None:
+        """Adds ``delta`` to one number of the layer's weight, as it is served."""
+        module = self._layer(layer)
+        if module.weight.numel():
+            module.weight.data.view(-1)[3] += float(delta)
+            return
+        shape = (sum(module.output_partition_sizes), module.input_size_per_partition)
+        packed = read_packed(module, torch.empty(shape, dtype=module.weight.dtype, device="meta"))
+        packed[2, 1] += float(delta)
+        module.weight = torch.nn.Parameter(packed, requires_grad=False)
+        dispatch_cpu_unquantized_gemm(module, remove_weight=True)
+
+    def fault_addresses(self) -> list[int]:
+        """Where the served tensors lie."""
+        return [p.data_ptr() for p in self.model_runner.get_model().parameters()]
+
+    def _layer(self, name: str) -> torch.nn.Module:
+        return self.model_runner.get_model().get_submodule(name)

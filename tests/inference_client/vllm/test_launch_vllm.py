@@ -1,0 +1,120 @@
+"""A real vLLM as a managed server: it comes up with what EasyRL needs, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from easyrl.config import LaunchConfig
+from easyrl.inference_client.servers.launch import ServerStartError, VllmServerProcess
+from easyrl.inference_client.servers.managed import ManagedServers
+from easyrl.inference_client.servers.process_guard import session_members
+from tests.inference_client.test_launch import answers, eventually
+from tests.tiny_models import save_tiny_model
+from tests.tiny_tokenizer import tiny_tokenizer
+
+PYTHON = os.environ.get("EASYRL_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not PYTHON, reason="EASYRL_VLLM_PYTHON names no interpreter with vLLM"),
+]
+OPTIONS = ["--max-model-len=128", "--max-num-seqs=8"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(directory)
+    return save_tiny_model(directory, "qwen3", head_dim=32, vocab_size=len(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def server(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmServerProcess]:
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    with VllmServerProcess(model_dir, Path(PYTHON), OPTIONS, log=log) as process:
+        yield process
+
+
+def test_has_the_routes_that_easyrl_needs(server: VllmServerProcess, model_dir: Path) -> None:
+    asked = {
+        "model": str(model_dir),
+        "token_ids": [5, 6, 7],
+        "sampling_params": {"max_tokens": 4, "logprobs": 0, "seed": 1, "temperature": 1.0},
+    }
+    reply = requests.post(f"{server.url}/inference/v1/generate", json=asked, timeout=60)
+    assert reply.status_code == 200 and reply.json()["choices"][0]["token_ids"]
+    info = requests.get(f"{server.url}/weight_info", timeout=10).json()
+    assert info["weight_version"] == "default"
+    transfer = requests.post(f"{server.url}/init_weight_transfer_engine", json={}, timeout=60)
+    assert transfer.status_code >= 400 and "init_info" in transfer.text
+
+
+def test_port_of_a_running_server_is_refused(server: VllmServerProcess, model_dir: Path) -> None:
+    with pytest.raises(ServerStartError, match=f"port {server.port} is in use"):
+        VllmServerProcess(model_dir, Path(PYTHON), OPTIONS, port=server.port)
+
+
+def test_engine_cores_do_not_survive_a_kill_of_the_server(server: VllmServerProcess) -> None:
+    """The last test with ``server``: it ends here."""
+    session = server.process.pid
+    members = session_members(session)
+    assert len(members) > 1  # API server and engine core
+    server.kill()
+    assert not session_members(session)
+
+
+def test_engine_cores_do_not_survive_a_kill_of_the_trainer(model_dir: Path) -> None:
+    program = """
+        import sys, time
+        from pathlib import Path
+        from easyrl.inference_client.servers.launch import VllmServerProcess
+        model, python, *options = sys.argv[1:]
+        server = VllmServerProcess(Path(model), Path(python), options)
+        print(server.process.pid, flush=True)
+        time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(model_dir), PYTHON, *OPTIONS],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    session = int(parent.stdout.readline())
+    assert len(session_members(session)) > 1
+    parent.kill()
+    parent.wait()
+    assert eventually(lambda: not session_members(session))
+
+
+def test_managed_server_is_restarted_after_its_first_process_is_killed(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    config = LaunchConfig(engine="vllm", python=Path(PYTHON), options=OPTIONS)
+    servers = ManagedServers(config, model_dir, tmp_path, "fp32")
+    try:
+        (url,) = servers.start()
+        assert eventually(lambda: answers(url), 240)
+        (watched,) = servers._watched
+        first = watched.server.process.pid
+        os.kill(first, signal.SIGKILL)
+        assert eventually(lambda: not session_members(first), 60)
+        assert eventually(lambda: answers(url), 240)
+        second = watched.server.process.pid
+        assert second != first
+    finally:
+        start = time.monotonic()
+        servers.close()
+    assert not session_members(second)
+    assert time.monotonic() - start < 40
