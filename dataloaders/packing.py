@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Segment
+from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, SampleKey, Segment
 
 Aggregation = Literal["sequence", "token", "constant"]
 
@@ -76,7 +76,7 @@ def dummy_micro_batch() -> MicroBatch:
         inference_logprobs=torch.zeros(1),
         loss_weights=torch.zeros(1),
         sequence_index=torch.zeros(1, dtype=torch.int64),
-        num_sequences=1,
+        sequences=(SampleKey(0, 0, 0),),
         is_dummy=True,
     )
 
@@ -90,6 +90,7 @@ def _loss_mask(completion: Completion, mask_truncated: bool) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class _Response:
+    key: SampleKey
     token_ids: np.ndarray  # [R]
     logprobs: np.ndarray  # [R]
     trained: np.ndarray  # int [n], the offsets of trained tokens
@@ -101,13 +102,19 @@ def _trained_responses(
 ) -> list[_Response]:
     assert advantages.shape == (len(group.completions),)
     responses = []
-    for completion, advantage in zip(group.completions, advantages, strict=True):
+    for sample, completion in enumerate(group.completions):
         assert completion.loss_mask.dtype == np.bool_
         assert len(completion.token_ids) == len(completion.loss_mask) == len(completion.logprobs)
         trained = np.flatnonzero(_loss_mask(completion, mask_truncated))
         if len(trained):
             responses.append(
-                _Response(completion.token_ids, completion.logprobs, trained, float(advantage))
+                _Response(
+                    SampleKey(*group.prompt.key, sample),
+                    completion.token_ids,
+                    completion.logprobs,
+                    trained,
+                    float(advantages[sample]),
+                )
             )
     return responses
 
@@ -130,7 +137,6 @@ class _Row:
     """A row being filled; arrays are joined and become tensors once, at the end."""
 
     num_tokens: int = 0
-    num_sequences: int = 0
     segments: list[Segment] = field(default_factory=list)
     input_ids: list[np.ndarray] = field(default_factory=list)
     position_ids: list[np.ndarray] = field(default_factory=list)
@@ -139,6 +145,7 @@ class _Row:
     logprobs: list[np.ndarray] = field(default_factory=list)
     trained_per_sequence: list[int] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
+    sequences: list[SampleKey] = field(default_factory=list)
 
     def add(self, prompt: Prompt, responses: Sequence[_Response]) -> None:
         prompt_length = len(prompt.token_ids)
@@ -155,6 +162,7 @@ class _Row:
             self.logprobs.append(response.logprobs[response.trained])
             self.trained_per_sequence.append(len(response.trained))
             self.advantages.append(response.advantage)
+            self.sequences.append(response.key)
 
     def _add_segment(self, token_ids: np.ndarray, first_position: int, parent: int) -> int:
         self.segments.append(Segment(self.num_tokens, len(token_ids), parent))
@@ -180,7 +188,7 @@ class _Row:
             inference_logprobs=_float32(np.concatenate(self.logprobs)),
             loss_weights=_float32(np.repeat(weights, counts)),
             sequence_index=_int64(np.repeat(np.arange(len(counts)), counts)),
-            num_sequences=len(counts),
+            sequences=tuple(self.sequences),
         )
 
 

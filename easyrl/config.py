@@ -58,14 +58,32 @@ class RunConfig(Section):
         return value
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021): only they are trained, the model itself is frozen."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0  # the adapters' product is scaled by alpha / rank
+    target_modules: Annotated[list[str], Field(min_length=1)] = [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ]  # names of linear layers
+
+
 class ModelConfig(Section):
     """The policy, a Hugging Face causal language model on disk."""
 
     path: FilePath
     tokenizer: FilePath | None = None  # default: path
     dtype: Literal["bf16", "fp32"] = "bf16"
-    gradient_checkpointing: bool = False
+    attention: Literal["auto", "reference", "merged", "flex", "varlen", "npu"] = "auto"  # of packed
+    # rows; auto: the fastest that the device has
+    activation_checkpointing: Literal["none", "layer", "selective"] = "none"  # what is computed
+    # again in the backward pass: nothing, whole decoder layers, or all of them but matrix products
+    # and attention
+    checkpoint_every: PositiveInt = 1  # n: every n-th decoder layer only
     logprob_chunk_size: PositiveInt = 1024  # positions projected to the vocabulary at a time
+    logprob_backward: Literal["auto", "same_pass", "recompute"] = "auto"  # auto: the gradient of
+    # the projection is formed with its values where the objective is a sum over tokens
+    lora: LoraConfig | None = None
 
     @property
     def tokenizer_path(self) -> Path:
@@ -330,7 +348,11 @@ class TrainerConfig(Section):
     batch_size: PositiveInt = 32  # prompts between two weight syncs, over all ranks
     updates_per_batch: PositiveInt = 1  # optimizer steps on a batch, each on its slice of prompts
     max_steps: PositiveInt | None = None  # default: the dataset's epochs
-    max_tokens_per_micro_batch: PositiveInt = 8192
+    packing: Literal["prompt", "tree"] = "prompt"  # a group shares its prompt; tree: all beginnings
+    # that responses and prompts have in common
+    max_tokens_per_micro_batch: PositiveInt = 8192  # packed
+    look_ahead: bool = True  # while no group is complete: reference and old log-probabilities of
+    # finished responses; not in strict mode
     learning_rate: PositiveFloat = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0

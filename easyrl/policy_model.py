@@ -8,25 +8,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from easyrl.config import ModelConfig
 from easyrl.kernels.linear_logprob import linear_logprobs
-from easyrl.kernels.shared_prompt_attention import SegmentLayout, shared_prompt_attention
-from easyrl.numerics import own_memory
+from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.kernels.shared_prompt_attention import shared_prompt_attention
 from easyrl.schema import MicroBatch
 
 ATTENTION = "easyrl_shared_prompt"
-SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-# Frequencies that depend on a forward's longest sequence: a row's groups would change each other.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def _attention(
@@ -135,57 +125,3 @@ def run_micro_batch(
         micro_batch.label_ids.to(device),
         temperature,
     )
-
-
-def load_policy_model(model: ModelConfig, *, dtype: torch.dtype | None = None) -> PolicyModel:
-    """The model at ``model.path`` in training mode, in ``dtype`` (default: ``model.dtype``'s).
-
-    Raises ``ValueError`` naming ``model.path`` if the folder holds no model or one that cannot run
-    on packed rows.
-    """
-    try:
-        config = AutoConfig.from_pretrained(model.path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.path: {model.path} holds no Hugging Face model ({error}); "
-            "give a folder with config.json and safetensors files"
-        ) from None
-    _check_supported(config, model)
-    dtype = dtype or DTYPES[model.dtype]
-    hf_model = AutoModelForCausalLM.from_pretrained(
-        model.path,
-        config=config,
-        dtype=dtype,
-        attn_implementation=ATTENTION,
-        # None is transformers' choice, the grouped product, which takes no doubles.
-        experts_implementation="eager" if dtype == torch.float64 else None,
-        local_files_only=True,
-    )
-    own_memory(hf_model)
-    # The name that every transformers 5 knows; late ones call it activation checkpointing.
-    if model.gradient_checkpointing:
-        hf_model.gradient_checkpointing_enable({"use_reentrant": False})
-    # No dropout in these models: training mode only switches gradient checkpointing on.
-    return PolicyModel(hf_model, model.logprob_chunk_size).train()
-
-
-def _check_supported(config: PreTrainedConfig, model: ModelConfig) -> None:
-    architecture = (config.architectures or [config.model_type])[0]
-    if architecture not in SUPPORTED:
-        raise ValueError(
-            f"model.path: {model.path} is a {architecture}, whose attention is not known to run on "
-            f"packed rows; supported are {', '.join(SUPPORTED)}"
-        )
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    obstacles = {
-        "sliding-window attention (use_sliding_window)": architecture != "LlamaForCausalLM"
-        and config.sliding_window is not None,
-        "attention dropout (attention_dropout)": bool(config.attention_dropout),
-        f"{rope_type} rotary frequencies (rope_parameters)": rope_type in LENGTH_DEPENDENT_ROPE,
-    }
-    found = [name for name, present in obstacles.items() if present]
-    if found:
-        raise ValueError(
-            f"model.path: {model.path} is a {architecture} with {' and '.join(found)}, which "
-            "packed rows do not support; use a model without it"
-        )

@@ -166,9 +166,25 @@ class Segment(NamedTuple):
     parent: int  # index of the parent segment, -1 for a root
 
 
+class SampleKey(NamedTuple):
+    """Identifies a response in a run."""
+
+    epoch: int
+    index: int  # of the prompt
+    sample: int  # of its group's responses
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenLogprobs:
+    """What the frozen models say of a micro-batch's trained tokens, at the sampling temperature."""
+
+    reference: Tensor | None  # float32 [N]; None without a reference
+    old_policy: Tensor | None  # float32 [N]; None where the policy itself is the old policy
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A packed row: a forest of segments (prompt with its responses is the simplest tree).
+    """A packed row: a forest of segments, depth first (prompt with responses is the simplest tree).
 
     Token ``label_ids[n]`` is predicted at row position ``predictor_index[n]``; one position may
     predict the first token of several responses.
@@ -182,9 +198,16 @@ class MicroBatch:
     advantages: Tensor  # float32 [N]
     inference_logprobs: Tensor  # float32 [N]
     loss_weights: Tensor  # float32 [N]; the loss sum is sum(loss_weights * per_token_loss)
-    sequence_index: Tensor  # int64 [N], which of the row's Q sequences the token belongs to
-    num_sequences: int  # Q
+    sequence_index: Tensor  # int64 [N], which of the row's Q sequences the token belongs to;
+    # tokens of a sequence are adjacent and in order
+    sequences: tuple[SampleKey, ...]  # Q
+    frozen: FrozenLogprobs | None = None  # computed ahead of time; else with the policy's forward
     is_dummy: bool = False  # all weights zero; keeps collectives equal between ranks
+
+    @property
+    def num_sequences(self) -> int:
+        """Q"""
+        return len(self.sequences)
 
     @property
     def num_tokens(self) -> int:

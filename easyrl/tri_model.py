@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.engines.base import TokenLogprobs, TriLogprobs
-from easyrl.kernels.shared_prompt_attention import SegmentLayout
+from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.policy_model import run_micro_batch
 from easyrl.schema import MicroBatch
 

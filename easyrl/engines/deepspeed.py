@@ -41,9 +41,10 @@ from easyrl.engines.process_group import quiet, start_process_group
 from easyrl.engines.shard_state import Fragment, copy_pieces, key_of, own_part, read_pieces
 from easyrl.engines.shards import copy_of, local_parameters, perturb, restore
 from easyrl.engines.weight_names import saved_weights
-from easyrl.kernels.shared_prompt_attention import SegmentLayout
+from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.model_loading import load_policy_model
 from easyrl.objectives.losses import policy_loss
-from easyrl.policy_model import PolicyModel, load_policy_model
+from easyrl.policy_model import PolicyModel
 from easyrl.schema import MicroBatch, Segment
 from easyrl.tri_model import FrozenModel, TriModel
 

@@ -32,7 +32,7 @@ from easyrl.agreement import Agreement
 from easyrl.checkpoints import checkpoints as module
 from easyrl.checkpoints.checkpoints import CheckpointError, Checkpoints
 from easyrl.engines.deepspeed import DeepSpeedEngine
-from easyrl.kernels.shared_prompt_attention import SegmentLayout
+from easyrl.kernels.segment_layout import SegmentLayout
 from tests.easyrl.checkpoint_cases import CASES
 from tests.easyrl.engine_cases import TEMPERATURE, streamed
 from tests.easyrl.engine_worker import ADAM, Session, weights_of

@@ -36,9 +36,10 @@ from easyrl.engines import weight_names
 from easyrl.engines.base import NonFiniteLossError
 from easyrl.engines.deepspeed import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
-from easyrl.kernels.shared_prompt_attention import SegmentLayout
+from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.model_loading import load_policy_model
 from easyrl.objectives.losses import policy_loss
-from easyrl.policy_model import PolicyModel, load_policy_model
+from easyrl.policy_model import PolicyModel
 from easyrl.schema import MicroBatch
 from easyrl.tri_model import FrozenModel, TriModel
 from tests.easyrl.engine_cases import (
@@ -109,7 +110,9 @@ class Session:
         names = iter(("policy", "reference", "old"))
         return lambda: load_policy_model(
             ModelConfig(
-                path=self.folder / next(names), dtype=dtype, gradient_checkpointing=checkpointing
+                path=self.folder / next(names),
+                dtype=dtype,
+                activation_checkpointing="selective" if checkpointing else "none",
             )
         )
 

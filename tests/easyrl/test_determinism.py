@@ -18,9 +18,9 @@ from easyrl.determinism import (
     remember_arithmetic,
     reproducible,
 )
-from easyrl.kernels.shared_prompt_attention import SegmentLayout
+from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.model_loading import load_policy_model
 from easyrl.numerics import arithmetic
-from easyrl.policy_model import load_policy_model
 from tests.tiny_models import tiny_model
 
 

@@ -30,9 +30,10 @@ from easyrl.dataloaders.packing import (
 )
 from easyrl.engines.base import MetricSums
 from easyrl.event_log import ignore
+from easyrl.model_loading import load_policy_model
 from easyrl.objectives.advantages import group_advantages
 from easyrl.objectives.losses import policy_loss
-from easyrl.policy_model import PolicyModel, load_policy_model
+from easyrl.policy_model import PolicyModel
 from easyrl.schema import Key, MicroBatch, RolloutGroup
 from easyrl.stopping import StopRequest
 from easyrl.tri_model import FrozenModel, TriModel

@@ -25,9 +25,10 @@ from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
 from easyrl.inference_client.embedded.engine import EmbeddedEngine, GenerationRequest
 from easyrl.inference_client.embedded.sampling import SamplingParams
 from easyrl.logprob_agreement import LogprobAgreement, pattern
+from easyrl.model_loading import load_policy_model
 from easyrl.objectives.comparison import comparison_sums
 from easyrl.objectives.losses import policy_loss
-from easyrl.policy_model import load_policy_model, run_micro_batch
+from easyrl.policy_model import run_micro_batch
 from easyrl.schema import Completion, Prompt, RolloutGroup, Score
 from tests.tiny_models import tiny_config
 from tests.tiny_tokenizer import tiny_tokenizer

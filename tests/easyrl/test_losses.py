@@ -18,7 +18,7 @@ from easyrl.objectives.losses import (
     policy_loss,
     reward_to_go,
 )
-from easyrl.schema import MicroBatch
+from easyrl.schema import MicroBatch, SampleKey
 
 LENGTHS = (3, 7, 1, 5)  # of the responses
 MAX_TOKENS = 9  # of a response, Dr. GRPO's constant
@@ -90,7 +90,7 @@ def packed(batch: Padded, aggregation: str) -> tuple[TriLogprobs, MicroBatch]:
         inference_logprobs=batch.old[batch.mask],
         loss_weights=weights,
         sequence_index=sequence_index,
-        num_sequences=len(LENGTHS),
+        sequences=tuple(SampleKey(0, 0, i) for i in range(len(LENGTHS))),
     )
     policy = TokenLogprobs(batch.policy[batch.mask], batch.entropy[batch.mask])
     return TriLogprobs(policy, batch.old[batch.mask], batch.reference[batch.mask]), micro_batch
@@ -251,7 +251,7 @@ def test_loss_is_a_sum_over_any_partition(correction: str) -> None:
             inference_logprobs=micro_batch.inference_logprobs[keep],
             loss_weights=micro_batch.loss_weights[keep],
             sequence_index=micro_batch.sequence_index[keep],
-            num_sequences=2,
+            sequences=(SampleKey(0, 0, 0), SampleKey(0, 0, 1)),
         )
         parts.append(policy_loss(part, row, config))
     torch.testing.assert_close(parts[0][0] + parts[1][0], whole, rtol=1e-12, atol=0)
@@ -348,7 +348,7 @@ def test_metrics_by_hand() -> None:
         inference_logprobs=old,
         loss_weights=torch.ones(2),
         sequence_index=torch.tensor([0, 1]),
-        num_sequences=2,
+        sequences=(SampleKey(0, 0, 0), SampleKey(0, 0, 1)),
     )
     tri = TriLogprobs(TokenLogprobs(policy, torch.tensor([0.5, 0.25])), old, old)
     loss, metrics = policy_loss(tri, row, ObjectiveConfig())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -16,8 +19,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from easyrl.config import ModelConfig
 from easyrl.dataloaders.packing import dummy_micro_batch, pack_groups
-from easyrl.kernels.shared_prompt_attention import SegmentLayout
-from easyrl.policy_model import PolicyModel, load_policy_model, run_micro_batch
+from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.model_loading import load_policy_model
+from easyrl.policy_model import PolicyModel, run_micro_batch
 from easyrl.schema import MicroBatch, RolloutGroup
 from tests.tiny_models import CLASSES, FAMILIES, Family, random_group, save_tiny_model, tiny_config
 
@@ -180,22 +184,69 @@ def test_positions_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_gradient_checkpointing_changes_nothing(tmp_path: Path, family: Family) -> None:
+def test_activation_checkpointing_changes_nothing(tmp_path: Path, family: Family) -> None:
     path = save_tiny_model(tmp_path, family)
-    counts, runs = [], []
-    for checkpointing in (False, True):
-        config = ModelConfig(path=path, gradient_checkpointing=checkpointing)
+    counts, kept, runs = {}, {}, {}
+    for mode, every in (("none", 1), ("layer", 1), ("layer", 2), ("selective", 1)):
+        config = ModelConfig(path=path, activation_checkpointing=mode, checkpoint_every=every)
         model = load_policy_model(config, dtype=torch.float64)
-        calls: list[int] = []
-        model.model.model.layers[0].self_attn.register_forward_hook(
-            lambda *_, calls=calls: calls.append(1)
+        calls = [0] * len(model.model.model.layers)
+        for index, layer in enumerate(model.model.model.layers):
+            layer.self_attn.register_forward_hook(partial(_count, calls, index))
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(partial(_measure, sizes), lambda x: x):
+            runs[mode, every] = packed_run(model, 200)
+        counts[mode, every], kept[mode, every] = calls, sum(sizes)
+    assert counts == {  # runs of each layer: forward, and again in the backward pass
+        ("none", 1): [1, 1],
+        ("layer", 1): [2, 2],
+        ("layer", 2): [2, 1],
+        ("selective", 1): [2, 2],
+    }
+    assert (
+        kept["layer", 1] < kept["layer", 2] < kept["none", 1]
+        and kept["selective", 1] < kept["none", 1]
+    )
+    plain = runs.pop(("none", 1))
+    for run in runs.values():
+        assert torch.equal(run[0], plain[0])
+        for name, gradient in run[1].items():
+            assert torch.equal(gradient, plain[1][name]), name
+
+
+def _count(calls: list[int], index: int, *_: object) -> None:
+    calls[index] += 1
+
+
+def _measure(sizes: list[int], tensor: torch.Tensor) -> torch.Tensor:
+    sizes.append(tensor.numel())
+    return tensor
+
+
+def test_selective_checkpointing_keeps_products_and_attention(tmp_path: Path) -> None:
+    """What is cheap is computed again, what is dear is not."""
+
+    class Products(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.counts[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    path = save_tiny_model(tmp_path, "qwen3")
+    counts = {}
+    for mode in ("none", "layer", "selective"):
+        model = load_policy_model(
+            ModelConfig(path=path, activation_checkpointing=mode), dtype=torch.float32
         )
-        runs.append(packed_run(model, 200))
-        counts.append(len(calls))
-    assert counts == [1, 2]  # recomputed in the backward pass
-    assert torch.equal(runs[0][0], runs[1][0])
-    for name, gradient in runs[0][1].items():
-        assert torch.equal(gradient, runs[1][1][name]), name
+        with Products() as products:
+            packed_run(model, 200)
+        counts[mode] = products.counts
+    product, cheap = "aten.mm.default", "aten.silu.default"
+    assert counts["selective"][product] == counts["none"][product] < counts["layer"][product]
+    assert counts["none"][cheap] < counts["selective"][cheap] == counts["layer"][cheap]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from easyrl.config import ModelConfig, ObjectiveConfig
+from easyrl.model_loading import load_policy_model
 from easyrl.objectives.losses import policy_loss
-from easyrl.policy_model import load_policy_model
 from easyrl.tri_model import FrozenModel, TriModel
 from tests.easyrl.engine_cases import (
     AGGREGATIONS,

@@ -21,7 +21,8 @@ from easyrl.inference_client.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.embedded.server import EmbeddedServer, start_site
 from easyrl.inference_client.endpoints.pool import EndpointPool
 from easyrl.inference_client.fetching.fetcher_pool import local_fetch
-from easyrl.policy_model import load_policy_model, run_micro_batch
+from easyrl.model_loading import load_policy_model
+from easyrl.policy_model import run_micro_batch
 from easyrl.schema import Completion, Prompt
 from easyrl.weight_sync.canary import Canary, canary_prompts
 from easyrl.weight_sync.sync import WeightSync

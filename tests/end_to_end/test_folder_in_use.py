@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from easyrl.run_files import CERTIFICATE_FILE, LIFE_FILE, LOCK_FILE
 from tests.end_to_end.held_batch import BATCH, HeldBatch
 from tests.end_to_end.trainer_run import start_ranks, start_trainer
 
@@ -21,9 +22,14 @@ def held(served, tmp_path) -> Iterator[HeldBatch]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Without what the living run writes of its endpoints."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {file: file.read_bytes() for file in files if file.name != "endpoints_state.json"}
+    """What each life writes for itself, and the account of both.
+
+    Not what the living run goes on writing while it is held: events, metrics, the journal's groups,
+    the state of its endpoints.
+    """
+    files = [*folder.glob("config*.yaml"), *folder.glob("checkpoints/*")]
+    files += [folder / name for name in (CERTIFICATE_FILE, LIFE_FILE, LOCK_FILE, "endpoints.json")]
+    return {file: file.read_bytes() for file in files}
 
 
 def wait_for(text: str, log: Path) -> None:

@@ -87,9 +87,9 @@ def train(folder: Path) -> dict[str, Any]:
     from easyrl.engines.base import MetricSums
     from easyrl.engines.deepspeed import DeepSpeedEngine
     from easyrl.inference_client.weight_transfer.artifact import tensor_checksum
+    from easyrl.model_loading import load_policy_model
     from easyrl.numerics import arithmetic
     from easyrl.objectives.advantages import group_advantages
-    from easyrl.policy_model import load_policy_model
     from tests.tiny_models import random_group
 
     config = configuration(folder)

@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.shared_prompt_attention import (
-    BACKENDS,
-    SegmentLayout,
-    shared_prompt_attention,
-)
+from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.kernels.shared_prompt_attention import BACKENDS, shared_prompt_attention
 
 Triples = list[tuple[int, int, int]]
 PROMPT_WITH_RESPONSES: Triples = [(0, 5, -1), (5, 3, 0), (8, 1, 0), (9, 4, 0)]
 TWO_GROUPS: Triples = [(0, 2, -1), (2, 3, 0), (5, 4, -1), (9, 2, 2), (11, 1, 2)]
-TREE_OF_DEPTH_THREE: Triples = [(0, 3, -1), (3, 2, 0), (5, 2, 1), (7, 1, 1), (8, 3, 0), (11, 2, 2)]
+TREE_OF_DEPTH_THREE: Triples = [(0, 3, -1), (3, 2, 0), (5, 2, 1), (7, 1, 2), (8, 2, 1), (10, 3, 0)]
 FORESTS = [PROMPT_WITH_RESPONSES, TWO_GROUPS, TREE_OF_DEPTH_THREE, [(0, 1, -1)]]
 
 
@@ -110,6 +107,10 @@ def test_gradients_and_scale(backend: str) -> None:
         ([(0, 2, -1), (2, 0, 0)], r"segments\[1\].*at least one token"),
         ([(0, 2, 0)], r"segments\[0\] has parent 0"),
         ([(0, 2, -1), (2, 2, 2), (4, 1, 0)], r"segments\[1\] has parent 2"),
+        (
+            [(0, 2, -1), (2, 1, 0), (3, 1, 0), (4, 1, 1)],
+            r"segments\[3\].*order segments depth first",
+        ),
         ([(0, 2, -2)], r"segments\[0\] has parent -2"),
     ],
 )

@@ -1,0 +1,59 @@
+"""What a decoder layer computes again in its backward pass instead of keeping it.
+
+The method is that of Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+
+Composes with packed rows, ZeRO and adapters: a layer's inputs are kept, among them the row's
+layout, and the same code runs again on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+# Most of a layer's time and a small part of its memory; norms, activations and copies are redone.
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._flash_attention_forward.default,
+}
+
+
+def checkpoint_activations(
+    model: PreTrainedModel, mode: Literal["none", "layer", "selective"], every: int = 1
+) -> None:
+    """Has every ``every``-th decoder layer of ``model`` compute again what it did not keep.
+
+    ``layer`` keeps a layer's input alone; ``selective`` also the results of matrix products and
+    attention, which leaves little to compute again. Gradients do not change. Acts in training mode.
+    """
+    if mode == "none":
+        return
+    further: dict[str, Callable[[], Any]] = {}
+    if mode == "selective":
+        further["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **further)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    assert layers, f"{type(model).__name__} has no layers that transformers can checkpoint"
+    for layer in layers[::every]:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = again
+
+
+def _policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
