@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from easyrl.kernels.chunked_head import ChunkedHead, HeadGradients, VocabPart, check_arguments
+from easyrl.kernels.vocab_softmax import softmax_dtype
+
 
 def linear_logprobs(
     hidden: Tensor,
@@ -24,6 +27,7 @@ def linear_logprobs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk_size: int = 1024,
+    vocab_part: VocabPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of ``labels`` and entropies, both [N], of the distribution at
     ``temperature``.
@@ -31,32 +35,12 @@ def linear_logprobs(
     ``hidden`` [N, H], ``weight`` [V, H], ``bias`` [V], ``labels`` int64 [N] in [0, V); nats. The
     product is done in the inputs' dtype, the softmax and the results are float32 (float64 for
     float64 inputs). Both results are differentiable once in ``hidden``, ``weight`` and ``bias``; a
-    weight's gradient is summed over the chunks in the softmax's precision and rounded once. Raises
+    weight's gradient is summed over the chunks in the softmax's precision and rounded once. With a
+    ``vocab_part``, ``weight`` and ``bias`` are this process's rows; see ``vocab_parallel``. Raises
     ``ValueError`` for shapes, a temperature or a chunk size that cannot be.
     """
-    if hidden.ndim != 2 or labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
-        raise ValueError(
-            f"hidden is {tuple(hidden.shape)} and labels {labels.dtype} {tuple(labels.shape)}; "
-            "they have to be [N, H] and int64 [N]"
-        )
-    if temperature <= 0 or chunk_size < 1:
-        raise ValueError(
-            f"temperature is {temperature} and chunk_size {chunk_size}; both have to be positive"
-        )
-    return _LinearLogprobs.apply(hidden, weight, bias, labels, temperature, chunk_size)
-
-
-def _chunk_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
-) -> Tensor:
-    """[C, V] in the softmax's dtype, after temperature."""
-    logits = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
-    logits = logits.to(_softmax_dtype(hidden))
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _softmax_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    check_arguments(hidden, weight, bias, labels, temperature, chunk_size)
+    return _LinearLogprobs.apply(hidden, weight, bias, labels, temperature, chunk_size, vocab_part)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -71,60 +55,38 @@ class _LinearLogprobs(torch.autograd.Function):
         labels: Tensor,
         temperature: float,
         chunk_size: int,
+        part: VocabPart | None,
     ) -> tuple[Tensor, Tensor]:
-        logsumexp = hidden.new_empty(hidden.shape[0], dtype=_softmax_dtype(hidden))
-        logprobs = torch.empty_like(logsumexp)
-        entropy = torch.empty_like(logsumexp)
-        for start in range(0, hidden.shape[0], chunk_size):
-            rows = slice(start, start + chunk_size)
-            logits = _chunk_logits(hidden[rows], weight, bias, temperature)
-            torch.logsumexp(logits, dim=-1, out=logsumexp[rows])
-            picked = logits.gather(1, labels[rows, None]).squeeze(1)
-            torch.sub(picked, logsumexp[rows], out=logprobs[rows])
-            logits.sub_(logsumexp[rows, None])
-            entropy[rows] = torch.linalg.vecdot(logits.exp(), logits).neg_()
+        head = ChunkedHead(hidden, weight, bias, labels, temperature, chunk_size, part)
+        logsumexp = hidden.new_empty(hidden.shape[0], dtype=softmax_dtype(hidden.dtype))
+        logprobs, entropy = torch.empty_like(logsumexp), torch.empty_like(logsumexp)
+        for rows in head.chunks():
+            values = head.values(head.logits(rows), rows)
+            logsumexp[rows], logprobs[rows], entropy[rows] = values
         ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.chunk_size, ctx.part = temperature, chunk_size, part
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        # With z the logits after temperature, p their softmax and y the label:
-        #   d logprob / dz = onehot(y) - p        d entropy / dz = -p (log p + entropy)
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Any, ...]:
         hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        dtype = logsumexp.dtype
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=dtype) if need_bias else None
-        for start in range(0, hidden.shape[0], ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
-            logp = _chunk_logits(hidden[rows], weight, bias, ctx.temperature)
-            logp.sub_(logsumexp[rows, None])
-            probs = logp.exp()
-            factor = logp.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
-            grad_logits = factor.add_(grad_logprobs[rows, None]).mul_(probs).neg_()
-            grad_logits.scatter_add_(1, labels[rows, None], grad_logprobs[rows, None])
-            if ctx.temperature != 1.0:
-                grad_logits.div_(ctx.temperature)
-            grad_product = grad_logits.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_product, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                if grad_weight.dtype == hidden.dtype:
-                    grad_weight.addmm_(grad_product.t(), hidden[rows])
-                else:
-                    grad_weight.add_(grad_product.t() @ hidden[rows])
-            if grad_bias is not None:
-                grad_bias.add_(grad_logits.sum(0))
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+        if grad_logprobs is None:  # not used; grad_entropy may be None too
+            grad_logprobs = torch.zeros_like(logsumexp)
+        head = ChunkedHead(hidden, weight, bias, labels, ctx.temperature, ctx.chunk_size, ctx.part)
+        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], ctx.part)
+        for rows in head.chunks():
+            logits = head.logits(rows)
+            head.gradient_(
+                logits,
+                rows,
+                logsumexp[rows],
+                entropy[rows],
+                grad_logprobs[rows],
+                None if grad_entropy is None else grad_entropy[rows],
+            )
+            gradients.add(rows, logits)
+        return (*gradients.rounded(), None, None, None, None)

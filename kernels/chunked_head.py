@@ -1,0 +1,179 @@
+"""A projection to the vocabulary that is walked a chunk of positions at a time.
+
+Shape legend: N positions, H hidden size, C chunk, V vocabulary (in a process's part of one that is
+split: the rows that the part holds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from easyrl.kernels.vocab_softmax import (
+    RowSums,
+    RowValues,
+    row_blocks,
+    row_sums,
+    softmax_dtype,
+    softmax_gradient_,
+)
+
+WEIGHT_ROWS = 8192  # of a rounded product that is added to the weight's gradient at a time
+
+
+class VocabPart(Protocol):
+    """This process's part of a vocabulary that is split over processes."""
+
+    def local_labels(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices into this part, int64 [C], and whether it holds the label, bool [C]."""
+
+    def combine(self, sums: RowSums, held: Tensor) -> RowSums:
+        """Over the whole vocabulary, from those over this part."""
+
+    def sum_hidden_gradient_(self, grad_hidden: Tensor) -> None:
+        """Over the parts, in place, unless the caller does that."""
+
+
+def check_arguments(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    chunk_size: int,
+) -> None:
+    """Raises ``ValueError`` for what cannot be; see ``linear_logprobs``."""
+    if hidden.ndim != 2 or labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(
+            f"hidden is {tuple(hidden.shape)} and labels {labels.dtype} {tuple(labels.shape)}; "
+            "they have to be [N, H] and int64 [N]"
+        )
+    if temperature <= 0 or chunk_size < 1:
+        raise ValueError(
+            f"temperature is {temperature} and chunk_size {chunk_size}; both have to be positive"
+        )
+
+
+class ChunkedHead:
+    """One walk over N positions. The logits of all chunks are written into the same memory."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        chunk_size: int,
+        part: VocabPart | None,
+    ) -> None:
+        self._hidden, self._weight, self._bias, self._labels = hidden, weight, bias, labels
+        self._temperature, self._chunk_size, self._part = temperature, chunk_size, part
+        self._logits = hidden.new_empty(min(chunk_size, hidden.shape[0]), weight.shape[0])
+
+    def chunks(self) -> Iterator[slice]:
+        num_tokens = self._hidden.shape[0]
+        for start in range(0, num_tokens, self._chunk_size):
+            yield slice(start, min(start + self._chunk_size, num_tokens))
+
+    def logits(self, rows: slice) -> Tensor:
+        """[C, V] before temperature, in the inputs' dtype; overwrites the last chunk's."""
+        logits = self._logits[: rows.stop - rows.start]
+        if self._bias is None:
+            return torch.mm(self._hidden[rows], self._weight.t(), out=logits)
+        return torch.addmm(self._bias, self._hidden[rows], self._weight.t(), out=logits)
+
+    def values(self, logits: Tensor, rows: slice) -> RowValues:
+        labels = self._labels[rows]
+        if self._part is None:
+            return RowValues.of(row_sums(logits, labels, self._temperature))
+        labels, held = self._part.local_labels(labels)
+        return RowValues.of(self._part.combine(row_sums(logits, labels, self._temperature), held))
+
+    def gradient_(
+        self,
+        logits: Tensor,
+        rows: slice,
+        logsumexp: Tensor,
+        entropy: Tensor,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
+    ) -> None:
+        """Overwrites ``logits`` by the gradient in them."""
+        labels, grad_label = self._labels[rows], grad_logprobs
+        if self._part is not None:
+            labels, held = self._part.local_labels(labels)
+            grad_label = grad_logprobs.where(held, grad_logprobs.new_zeros(()))
+        softmax_gradient_(
+            logits,
+            labels,
+            logsumexp,
+            entropy,
+            grad_logprobs,
+            grad_label,
+            grad_entropy,
+            self._temperature,
+        )
+
+
+class HeadGradients:
+    """Sums over the chunks; those of weight and bias in the softmax's precision, rounded once."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needed: tuple[bool, bool, bool],
+        part: VocabPart | None,
+    ) -> None:
+        dtype = softmax_dtype(hidden.dtype)
+        self._inputs, self._part = (hidden, weight), part
+        self._dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
+
+    def add(self, rows: slice, grad_logits: Tensor) -> None:
+        """Those of positions ``rows``, from the gradient in their logits [C, V]."""
+        hidden, weight = self._inputs
+        if self.hidden is not None:
+            part = torch.mm(grad_logits, weight, out=self.hidden[rows])
+            if self._part is not None:
+                self._part.sum_hidden_gradient_(part)
+        if self.weight is not None:
+            _add_product_(self.weight, grad_logits, hidden[rows])
+        if self.bias is not None:
+            for block in row_blocks(grad_logits):
+                self.bias.add_(grad_logits[block].sum(0, dtype=self.bias.dtype))
+
+    def scale_(self, factor: Tensor) -> None:
+        """``factor`` is a scalar."""
+        # Reading a number back would stop a device; a pass over the gradients costs less there.
+        if factor.device.type == "cpu" and factor.item() == 1.0:
+            return
+        for gradient in (self.hidden, self.weight, self.bias):
+            if gradient is not None:
+                gradient.mul_(factor)
+
+    def rounded(self) -> tuple[Tensor | None, ...]:
+        """Of hidden, weight and bias in their own dtypes; None where not needed."""
+        return tuple(
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(
+                (self.hidden, self.weight, self.bias), self._dtypes, strict=True
+            )
+        )
+
+
+def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
+    """``total`` [V, H] plus ``grad_logitsᵀ · hidden``."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(grad_logits.t(), hidden)
+        return
+    for start in range(0, total.shape[0], WEIGHT_ROWS):  # no second [V, H]
+        vocab = slice(start, start + WEIGHT_ROWS)
+        total[vocab].add_(grad_logits[:, vocab].t() @ hidden)
