@@ -42,6 +42,7 @@ def contradictions(config: Config) -> list[str]:
         *_rollout_contradictions(config.rollout),
         *_objective_contradictions(config.objective, config.trainer.updates_per_batch),
         *_trainer_contradictions(config.trainer),
+        *_model_contradictions(config.model, config.objective),
     ]
     if config.model.dtype == "bf16" and config.trainer.zero_stage == 0:
         problems.append(
@@ -110,6 +111,21 @@ def _objective_contradictions(objective: ObjectiveConfig, updates_per_batch: int
         problems.append(
             "objective.kl_estimator: has no effect without a KL term in the loss; remove it, or "
             "set objective.kl_coef above 0"
+        )
+    return problems
+
+
+def _model_contradictions(model: ModelConfig, objective: ObjectiveConfig) -> list[str]:
+    problems = []
+    if model.logprob_backward == "same_pass" and objective.kl_in_reward_coef > 0:
+        problems.append(
+            "model.logprob_backward: same_pass needs an objective that is a sum over tokens, which "
+            "objective.kl_in_reward_coef is not; use auto, or objective.kl_coef instead"
+        )
+    if _is_set(model, "checkpoint_every") and (model.activation_checkpointing == "none"):
+        problems.append(
+            "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
+            "model.activation_checkpointing to layer or selective"
         )
     return problems
 

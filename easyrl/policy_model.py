@@ -6,12 +6,15 @@ The model itself is not rewritten: its attention is ours through transformers'
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from easyrl.kernels.linear_logprob import linear_logprobs
+from easyrl.kernels.linear_token_loss import TokenLoss, linear_token_loss
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.kernels.shared_prompt_attention import shared_prompt_attention
 from easyrl.schema import MicroBatch
@@ -52,17 +55,24 @@ class LogprobHead(nn.Module):
         self.chunk_size = chunk_size
 
     def forward(
-        self, hidden: Tensor, label_ids: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, float32 [N]; ``hidden`` [N, H], ``label_ids`` [N]."""
-        return linear_logprobs(
-            hidden,
-            self.weight,
-            label_ids,
-            bias=self.bias,
-            temperature=temperature,
-            chunk_size=self.chunk_size,
-        )
+        self,
+        hidden: Tensor,
+        label_ids: Tensor,
+        temperature: float,
+        token_loss: TokenLoss | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Log-probabilities and entropies, float32 [N]; ``hidden`` [N, H], ``label_ids`` [N].
+
+        With ``token_loss`` the sum of its losses comes before them, and alone carries gradient.
+        """
+        settings: dict[str, Any] = {
+            "bias": self.bias,
+            "temperature": temperature,
+            "chunk_size": self.chunk_size,
+        }
+        if token_loss is None:
+            return linear_logprobs(hidden, self.weight, label_ids, **settings)
+        return linear_token_loss(hidden, self.weight, label_ids, token_loss, **settings)
 
 
 class PolicyModel(nn.Module):
@@ -88,8 +98,9 @@ class PolicyModel(nn.Module):
         predictor_index: Tensor,
         label_ids: Tensor,
         temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, float32 [N], at ``temperature``.
+        token_loss: TokenLoss | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Log-probabilities and entropies, float32 [N], at ``temperature``; see ``LogprobHead``.
 
         ``input_ids`` and ``position_ids`` int64 [T] are the row, ``layout`` its segments; token
         ``label_ids[n]`` is predicted at position ``predictor_index[n]``, both int64 [N].
@@ -101,7 +112,7 @@ class PolicyModel(nn.Module):
             layout=layout,
         ).last_hidden_state[0]  # [T, H]
         head = self.model.get_output_embeddings()
-        return head(hidden.index_select(0, predictor_index), label_ids, temperature)
+        return head(hidden.index_select(0, predictor_index), label_ids, temperature, token_loss)
 
 
 def run_micro_batch(
@@ -111,7 +122,8 @@ def run_micro_batch(
     *,
     layout: SegmentLayout | None = None,
     device: torch.device | None = None,
-) -> tuple[Tensor, Tensor]:
+    token_loss: TokenLoss | None = None,
+) -> tuple[Tensor, ...]:
     """``PolicyModel.forward`` of ``micro_batch``; ``model`` may be an engine around the model.
 
     Models that see the same row share its ``layout`` and with it the mask. Tensors move to
@@ -124,4 +136,5 @@ def run_micro_batch(
         micro_batch.predictor_index.to(device),
         micro_batch.label_ids.to(device),
         temperature,
+        token_loss,
     )

@@ -9,14 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from easyrl.engines.base import TokenLogprobs, TriLogprobs
+from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
 from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.objectives.loss_metrics import loss_metrics
+from easyrl.objectives.losses import TokenLoss, policy_loss, token_loss
 from easyrl.policy_model import run_micro_batch
-from easyrl.schema import MicroBatch
+from easyrl.schema import FrozenLogprobs, MicroBatch
+
+if TYPE_CHECKING:
+    from easyrl.config import ObjectiveConfig
+
+
+class Frozen(Protocol):
+    """A model that is only run without gradient."""
+
+    def logprobs(
+        self, micro_batch: MicroBatch, layout: SegmentLayout, temperature: float
+    ) -> Tensor: ...
 
 
 class FrozenModel:
@@ -65,6 +79,9 @@ class FrozenModel:
 class TriModel:
     """Runs the models of the objective; only the policy's result carries gradient.
 
+    The frozen models run first: the policy's activations, which live until the backward, are then
+    not there yet. All see the same packed row, its positions and its attention layout.
+
     Args:
         policy: the model being trained, an engine around it where one intercepts the forward.
         reference: frozen at the start of the run; None without a KL coefficient.
@@ -78,8 +95,8 @@ class TriModel:
         self,
         policy: nn.Module,
         *,
-        reference: FrozenModel | None,
-        old_policy: FrozenModel | None,
+        reference: Frozen | None,
+        old_policy: Frozen | None,
         temperature: float,
         device: torch.device,
     ) -> None:
@@ -91,31 +108,56 @@ class TriModel:
         self._device = device
 
     def __call__(self, micro_batch: MicroBatch) -> TriLogprobs:
-        """The three log-probabilities of the N trained tokens; float32 [N] each.
-
-        The frozen models run first: the policy's activations, which live until the backward, are
-        then not there yet.
-        """
+        """The three log-probabilities of the N trained tokens; float32 [N] each."""
         layout = SegmentLayout(micro_batch.segments)
-        old_policy = None if self.old_is_policy else self.old_policy
-        frozen = [
-            None if model is None else model.logprobs(micro_batch, layout, self._temperature)
-            for model in (self.reference, old_policy)
-        ]
-        reference_logprobs, old_logprobs = frozen
-        logprobs, entropy = run_micro_batch(
-            self.policy, micro_batch, self._temperature, layout=layout, device=self._device
-        )
-        return TriLogprobs(
-            policy=TokenLogprobs(logprobs, entropy),
-            old_logprobs=logprobs.detach() if old_logprobs is None else old_logprobs,
-            reference_logprobs=reference_logprobs,
-        )
+        frozen = self._frozen(micro_batch, layout)
+        return TriLogprobs(TokenLogprobs(*self._policy(micro_batch, layout)), frozen)
+
+    def loss(
+        self, micro_batch: MicroBatch, objective: ObjectiveConfig, *, same_pass: bool
+    ) -> tuple[Tensor, MetricSums]:
+        """The objective's loss sum, a scalar that carries the policy's gradient, and its metrics.
+
+        ``same_pass``: the projection to the vocabulary forms its gradient with its values, for an
+        objective that ``is_sum_over_tokens``; else the backward pass computes it again.
+        """
+        if not same_pass:
+            return policy_loss(self(micro_batch), micro_batch, objective)
+        layout = SegmentLayout(micro_batch.segments)
+        frozen = self._frozen(micro_batch, layout)
+        losses = token_loss(micro_batch, frozen, objective, self._device)
+        loss_sum, logprobs, entropy = self._policy(micro_batch, layout, losses)
+        tri = TriLogprobs(TokenLogprobs(logprobs, entropy), frozen)
+        return loss_sum, loss_metrics(tri, micro_batch, objective, loss_sum, micro_batch.advantages)
+
+    def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
+        """Those of reference and old policy, as far as the objective needs them; no gradient."""
+        return self._frozen(micro_batch, SegmentLayout(micro_batch.segments))
 
     @torch.no_grad()
     def policy_logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """The policy's log-probabilities without gradient, float32 [N]."""
-        logprobs, _ = run_micro_batch(
-            self.policy, micro_batch, self._temperature, device=self._device
-        )
+        logprobs, _ = self._policy(micro_batch, SegmentLayout(micro_batch.segments))
         return logprobs
+
+    def _policy(
+        self, micro_batch: MicroBatch, layout: SegmentLayout, losses: TokenLoss | None = None
+    ) -> tuple[Tensor, ...]:
+        return run_micro_batch(
+            self.policy,
+            micro_batch,
+            self._temperature,
+            layout=layout,
+            device=self._device,
+            token_loss=losses,
+        )
+
+    def _frozen(self, micro_batch: MicroBatch, layout: SegmentLayout) -> FrozenLogprobs:
+        if micro_batch.frozen is not None:
+            return micro_batch.frozen
+
+        def of(model: Frozen | None) -> Tensor | None:
+            return None if model is None else model.logprobs(micro_batch, layout, self._temperature)
+
+        old_policy = None if self.old_is_policy else self.old_policy
+        return FrozenLogprobs(reference=of(self.reference), old_policy=of(old_policy))

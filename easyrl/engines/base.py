@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from easyrl.schema import MicroBatch
+    from easyrl.schema import FrozenLogprobs, MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,18 @@ class TriLogprobs:
     """Log-probabilities of the three models; only the policy's carries gradient."""
 
     policy: TokenLogprobs
-    old_logprobs: Tensor  # float32 [N]; the policy's own, detached, when the old policy is skipped
-    reference_logprobs: Tensor | None  # float32 [N]; None when the KL coefficient is zero
+    frozen: FrozenLogprobs
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """float32 [N], no gradient; the policy's own where the old policy is skipped."""
+        old = self.frozen.old_policy
+        return self.policy.logprobs.detach() if old is None else old
+
+    @property
+    def reference_logprobs(self) -> Tensor | None:
+        """float32 [N]; None when the KL coefficient is zero."""
+        return self.frozen.reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,7 @@ class TrainEngine(Protocol):
     dp_rank: int
     dp_size: int
     lockstep: bool  # all ranks must run equally many micro-batches (ZeRO 2 and 3)
+    can_look_ahead: bool  # there are frozen models, and this rank can run them by itself
 
     def begin_batch(self) -> None:
         """The weights as they are now are the old policy of the batch's updates, with
@@ -119,6 +130,12 @@ class TrainEngine(Protocol):
 
     def discard_gradients(self) -> None:
         """Forgets what was accumulated (a skipped step). Collective."""
+        ...
+
+    def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
+        """What ``forward_backward`` would have the frozen models say of ``micro_batch``, for a
+        caller that hands it over in ``MicroBatch.frozen``. Only if ``can_look_ahead``.
+        """
         ...
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:

@@ -43,9 +43,9 @@ from easyrl.engines.shards import copy_of, local_parameters, perturb, restore
 from easyrl.engines.weight_names import saved_weights
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.model_loading import load_policy_model
-from easyrl.objectives.losses import policy_loss
+from easyrl.objectives.losses import is_sum_over_tokens
 from easyrl.policy_model import PolicyModel
-from easyrl.schema import MicroBatch, Segment
+from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
 from easyrl.tri_model import FrozenModel, TriModel
 
 OLD_POLICY, SCHEDULE = "old_policy", "schedule"  # in a checkpoint
@@ -97,6 +97,10 @@ class DeepSpeedEngine:
             temperature=config.rollout.temperature,
             device=self._device,
         )
+        self.can_look_ahead = (with_reference or with_old_policy) and not (
+            self._stage == 3 and self.dp_size > 1  # the frozen models are sharded too
+        )
+        self._same_pass = _same_pass(config)
         self._num_backwards = 0
 
     # ---- training --------------------------------------------------------------------------------
@@ -121,8 +125,8 @@ class DeepSpeedEngine:
         metrics = []
         problem = None
         for index, micro_batch in enumerate(micro_batches):
-            loss_sum, sums = policy_loss(
-                self._tri_model(micro_batch), micro_batch, self._config.objective
+            loss_sum, sums = self._tri_model.loss(
+                micro_batch, self._config.objective, same_pass=self._same_pass
             )
             if not bool(torch.isfinite(loss_sum)):
                 problem = f"micro-batch {index}: loss sum is {loss_sum.item()}"
@@ -161,6 +165,11 @@ class DeepSpeedEngine:
         _, applied = step_divided(self._engine, 1.0)
         assert not applied
         self._num_backwards = 0
+
+    def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
+        """What ``forward_backward`` would have the frozen models say of ``micro_batch``."""
+        assert self.can_look_ahead
+        return self._tri_model.frozen_logprobs(micro_batch)
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """Policy log-probabilities without gradient, float32 [N], on the CPU."""
@@ -323,6 +332,11 @@ def _initialize(
             model=policy, optimizer=optimizer, lr_scheduler=schedule, config=training_config(config)
         )
     return engine
+
+
+def _same_pass(config: Config) -> bool:
+    wanted = config.model.logprob_backward
+    return is_sum_over_tokens(config.objective) if wanted == "auto" else wanted == "same_pass"
 
 
 def _smallest_row(device: torch.device) -> tuple[Any, ...]:

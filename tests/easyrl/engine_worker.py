@@ -117,9 +117,16 @@ class Session:
         )
 
     def engine(
-        self, stage: int, dtype: str = "fp32", checkpointing: bool = False, **trainer: Any
+        self,
+        stage: int,
+        dtype: str = "fp32",
+        checkpointing: bool = False,
+        logprob_backward: str = "auto",
+        **trainer: Any,
     ) -> DeepSpeedEngine:
         config = self.config(stage, dtype, trainer)
+        model = config.model.model_copy(update={"logprob_backward": logprob_backward})
+        config = config.model_copy(update={"model": model})
         return DeepSpeedEngine(config, load_model=self.models(dtype, checkpointing))
 
     def share(self, rows: Sequence[MicroBatch], *, equal: bool, first: int = 1) -> list[MicroBatch]:
@@ -485,6 +492,7 @@ def cases(session: Session, slow: bool) -> dict[str, Callable[[], Results]]:
         if slow or stage == 2:
             gradient = (check_gradient, stage, "token", gold["token"])
             add(f"checkpointing/{stage}", *gradient, checkpointing=True)
+            add(f"recompute/{stage}", *gradient, logprob_backward="recompute")
             if stage > 0:
                 add(f"offload/{stage}/fp32", *gradient, **OFFLOAD)
         if slow and stage > 0:

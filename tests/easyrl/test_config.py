@@ -175,6 +175,14 @@ BAD_VALUES = {
         "trainer.offload_reference: has no effect without a reference model; remove it, or set "
         "objective.kl_coef or objective.kl_in_reward_coef above 0",
     ),
+    "gradient at once of no sum over tokens": (
+        ["model.logprob_backward=same_pass", "objective.kl_in_reward_coef=0.1"],
+        "model.logprob_backward: same_pass needs an objective that is a sum over tokens",
+    ),
+    "checkpointing of no layer": (
+        ["model.checkpoint_every=2"],
+        "model.checkpoint_every: has no effect without checkpointing",
+    ),
     "engine to choose": (["trainer.engine=deepspeed"], "trainer.engine: unknown key"),
     "a group of one": (
         ["rollout.num_generations=1"],

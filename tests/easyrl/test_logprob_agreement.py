@@ -29,7 +29,7 @@ from easyrl.model_loading import load_policy_model
 from easyrl.objectives.comparison import comparison_sums
 from easyrl.objectives.losses import policy_loss
 from easyrl.policy_model import run_micro_batch
-from easyrl.schema import Completion, Prompt, RolloutGroup, Score
+from easyrl.schema import Completion, FrozenLogprobs, Prompt, RolloutGroup, Score
 from tests.tiny_models import tiny_config
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -177,7 +177,7 @@ def batch_sums(
     for row in rows:
         with torch.no_grad():
             logprobs, entropy = run_micro_batch(model, row, temperature)
-        tri = TriLogprobs(TokenLogprobs(logprobs, entropy), logprobs, None)
+        tri = TriLogprobs(TokenLogprobs(logprobs, entropy), FrozenLogprobs(None, None))
         total.add(policy_loss(tri, row, ObjectiveConfig())[1])
     return total.sums
 

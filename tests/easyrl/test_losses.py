@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -12,13 +12,10 @@ from torch import Tensor
 
 from easyrl.config import ObjectiveConfig
 from easyrl.engines.base import TokenLogprobs, TriLogprobs
-from easyrl.objectives.losses import (
-    importance_weights,
-    kl_estimate,
-    policy_loss,
-    reward_to_go,
-)
-from easyrl.schema import MicroBatch, SampleKey
+from easyrl.objectives.estimators import importance_weights, kl_estimate, reward_to_go
+from easyrl.objectives.loss_metrics import loss_metrics
+from easyrl.objectives.losses import is_sum_over_tokens, policy_loss, token_loss
+from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey
 
 LENGTHS = (3, 7, 1, 5)  # of the responses
 MAX_TOKENS = 9  # of a response, Dr. GRPO's constant
@@ -93,7 +90,9 @@ def packed(batch: Padded, aggregation: str) -> tuple[TriLogprobs, MicroBatch]:
         sequences=tuple(SampleKey(0, 0, i) for i in range(len(LENGTHS))),
     )
     policy = TokenLogprobs(batch.policy[batch.mask], batch.entropy[batch.mask])
-    return TriLogprobs(policy, batch.old[batch.mask], batch.reference[batch.mask]), micro_batch
+    return TriLogprobs(
+        policy, FrozenLogprobs(batch.reference[batch.mask], batch.old[batch.mask])
+    ), micro_batch
 
 
 def assert_equal(batch: Padded, got: Tensor, expected: Tensor) -> None:
@@ -137,7 +136,7 @@ def test_on_policy_gradient_is_the_plain_policy_gradient() -> None:
     """With old = policy the ratio is 1 and ``∇ loss = -Σ A ∇ log policy``: no clip, no ratio."""
     batch = padded_batch(spread=0.0)
     tri, micro_batch = packed(batch, "token")
-    tri = replace(tri, old_logprobs=tri.policy.logprobs.detach())
+    tri = replace(tri, frozen=FrozenLogprobs(tri.reference_logprobs, None))
     loss_sum, metrics = policy_loss(tri, micro_batch, ObjectiveConfig())
     plain = -(micro_batch.advantages * tri.policy.logprobs).sum()
     got, expected = (
@@ -145,6 +144,43 @@ def test_on_policy_gradient_is_the_plain_policy_gradient() -> None:
     )
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
     assert metrics.sums["clip_low_sum"] == metrics.sums["clip_high_sum"] == 0
+
+
+@pytest.mark.parametrize("correction", ["none", "truncated", "masked"])
+@pytest.mark.parametrize("old_is_policy", [False, True])
+def test_losses_of_parts_are_those_of_the_whole(
+    correction: Literal["none", "truncated", "masked"], old_is_policy: bool
+) -> None:
+    """What a projection that forms its gradient chunk by chunk asks for."""
+    batch = padded_batch()
+    tri, micro_batch = packed(batch, "sequence")
+    old = None if old_is_policy else tri.old_logprobs
+    tri = replace(tri, frozen=FrozenLogprobs(tri.reference_logprobs, old))
+    config = ObjectiveConfig(
+        kl_coef=0.1, entropy_coef=0.01, importance_correction=correction, importance_cap=1.5
+    )
+    assert is_sum_over_tokens(config)
+    whole, metrics = policy_loss(tri, micro_batch, config)
+    losses = token_loss(micro_batch, tri.frozen, config, torch.device("cpu"))
+    policy, entropy = tri.policy.logprobs, tri.policy.entropy
+    chunks = [slice(start, start + 3) for start in range(0, len(policy), 3)]
+    parts = [losses(policy[rows], entropy[rows], rows) for rows in chunks]
+    assert [len(part) for part in parts] == [3] * 5 + [1]
+    total = torch.cat(parts).sum()
+    torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
+    for leaf in (batch.policy, batch.entropy):
+        one, other = (torch.autograd.grad(x, leaf, retain_graph=True)[0] for x in (total, whole))
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+    again = loss_metrics(tri, micro_batch, config, total, micro_batch.advantages)
+    assert again.sums == pytest.approx(metrics.sums, rel=1e-12)
+
+
+def test_a_penalty_on_later_tokens_is_no_sum_over_tokens() -> None:
+    config = ObjectiveConfig(kl_in_reward_coef=0.1)
+    assert not is_sum_over_tokens(config)
+    tri, micro_batch = packed(padded_batch(), "token")
+    with pytest.raises(AssertionError):
+        token_loss(micro_batch, tri.frozen, config, torch.device("cpu"))
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:
@@ -241,8 +277,7 @@ def test_loss_is_a_sum_over_any_partition(correction: str) -> None:
         assert tri.reference_logprobs is not None
         part = TriLogprobs(
             TokenLogprobs(tri.policy.logprobs[keep], tri.policy.entropy[keep]),
-            tri.old_logprobs[keep],
-            tri.reference_logprobs[keep],
+            FrozenLogprobs(tri.reference_logprobs[keep], tri.old_logprobs[keep]),
         )
         row = replace(
             micro_batch,
@@ -350,7 +385,7 @@ def test_metrics_by_hand() -> None:
         sequence_index=torch.tensor([0, 1]),
         sequences=(SampleKey(0, 0, 0), SampleKey(0, 0, 1)),
     )
-    tri = TriLogprobs(TokenLogprobs(policy, torch.tensor([0.5, 0.25])), old, old)
+    tri = TriLogprobs(TokenLogprobs(policy, torch.tensor([0.5, 0.25])), FrozenLogprobs(old, old))
     loss, metrics = policy_loss(tri, row, ObjectiveConfig())
     assert float(loss) == pytest.approx(-1.2 + 0.8)  # -min(2, 1.2) - min(-0.5, -0.8)
     log2 = math.log(2)
