@@ -11,12 +11,13 @@ N trained tokens of a row, S segments of a row, Q sequences (responses) of a row
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -158,6 +159,22 @@ class RolloutGroup:
         return np.array([score.reward for score in self.scores], dtype=np.float32)
 
 
+class OpenGroup(NamedTuple):
+    """How far a group is that is not complete."""
+
+    key: Key
+    num_prompt_tokens: int
+    num_finished_tokens: int  # of responses that have returned and nobody has taken
+    num_missing: int  # responses that have not returned
+
+
+class FinishedSamples(NamedTuple):
+    """Responses of a group that is not complete."""
+
+    prompt: Prompt
+    completions: Mapping[int, Completion]  # by sample number
+
+
 class Segment(NamedTuple):
     """A run of tokens of a packed row that attends to its ancestors and causally to itself."""
 
@@ -203,6 +220,11 @@ class MicroBatch:
     sequences: tuple[SampleKey, ...]  # Q
     frozen: FrozenLogprobs | None = None  # computed ahead of time; else with the policy's forward
     is_dummy: bool = False  # all weights zero; keeps collectives equal between ranks
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with its tensors on ``device``, those of ``frozen`` where they are."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{n: v.to(device) for n, v in values.items() if hasattr(v, "to")})
 
     @property
     def num_sequences(self) -> int:

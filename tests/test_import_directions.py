@@ -23,7 +23,7 @@ ALLOWED = {
     "easyrl.inference_client": LEAVES,
     "easyrl.rewards": LEAVES | {"easyrl.workers.worker_pool"},
     "easyrl.certificate": LEAVES | {"easyrl.journal", "easyrl.dataloaders.prompts"},
-    "easyrl.objectives": LEAVES | {"easyrl.engines.base"},
+    "easyrl.objectives": LEAVES | {"easyrl.engines.base", "easyrl.kernels.linear_token_loss"},
     "easyrl.engines": LEAVES
     | {
         "easyrl.kernels",
@@ -42,7 +42,15 @@ ALLOWED = {
         "easyrl.engines.base",
     },
     "easyrl.accumulation": LEAVES
-    | {"easyrl.agreement", "easyrl.batch_metrics", "easyrl.engines.base", "easyrl.stopping"},
+    | {
+        "easyrl.agreement",
+        "easyrl.batch_metrics",
+        "easyrl.engines.base",
+        "easyrl.look_ahead",
+        "easyrl.stopping",
+    },
+    "easyrl.look_ahead": LEAVES | {"easyrl.engines.base", "easyrl.row_parts"},
+    "easyrl.row_parts": LEAVES,
     "easyrl.closed_batch": LEAVES | {"easyrl.batch_metrics", "easyrl.certificate.records"},
     "easyrl.journal": LEAVES
     | {"easyrl.dataloaders.group_stream", "easyrl.dataloaders.rollout_generator"},
