@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from easyrl.dataloaders.group_memory import GroupMemory, StoredGroup
+from easyrl.dataloaders.open_samples import OpenSamples
 from easyrl.schema import Key, RolloutGroup
 
 
@@ -26,13 +27,15 @@ class ReadyGroup(NamedTuple):
 
 # what goes from producer to consumer; None only wakes the consumer
 ReadyQueue = queue.SimpleQueue[ReadyGroup | BaseException | None]
+Idle = Callable[[], bool]  # does one piece of other work; False if there was none
 
 
 class GroupStream:
     """The groups of one batch; iterating blocks until the next one is there.
 
     Consumes: groups from the queue. Waits for: the next group, in order of completion, or in that
-    of the prompts if ``in_prompt_order``. Is unblocked by: the producer thread, ``interrupt``.
+    of the prompts if ``in_prompt_order``. Is unblocked by: the producer thread, ``interrupt``, and
+    a finished response of ``open_samples`` where there is other work to do with it.
     Produces: every group of the batch exactly once, then stops.
     Raises ``ProducerError`` if the producer failed, and what a store raises for a damaged group.
 
@@ -40,6 +43,7 @@ class GroupStream:
         num_groups: of the batch, those that are on the queue already included.
         memory: is told what has left the queue and what has left memory.
         cancel: gives up the groups that are not finished.
+        open_samples: the responses of groups that are not complete; wakes the consumer with None.
         recovered: keys of the groups that come from the store, finished in an earlier life.
     """
 
@@ -50,6 +54,7 @@ class GroupStream:
         memory: GroupMemory,
         cancel: Callable[[], object],
         *,
+        open_samples: OpenSamples | None = None,
         recovered: frozenset[Key] = frozenset(),
         in_prompt_order: bool = False,
     ) -> None:
@@ -65,6 +70,7 @@ class GroupStream:
         self._closed = False
         self._failure: ProducerError | None = None
         self._interruption: BaseException | None = None
+        self.open_samples = open_samples or OpenSamples()
         self.recovered = recovered
         self.wait_s = 0.0  # time the consumer was blocked
         self.load_s = 0.0  # time the consumer read groups back from the store
@@ -77,23 +83,28 @@ class GroupStream:
 
     @property
     def waiting(self) -> int:
-        """Groups that are finished and not handed out. From any thread."""
+        """Groups that are finished and not handed out; a wake-up under way counts as one.
+
+        From any thread.
+        """
         return self._ready.qsize() + len(self._here)
 
     def __iter__(self) -> Iterator[RolloutGroup]:
         while (position := self._next(block=True)) is not None:
             yield self._hand_out(position)
 
-    def take_ready(self, max_tokens: int) -> list[RolloutGroup]:
+    def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
         """Waits for one group, then adds those ready now, within ``max_tokens`` packed tokens.
 
+        While it would wait for that one it calls ``idle``, again and again until that has nothing
+        to do, and again when another response has returned. The time counts as no waiting.
         In prompt order it waits for each next group instead, until one does not fit, so that what
         comes together is a matter of order and size alone. Empty when the batch is complete. The
         first group is returned whatever its size.
         """
         groups: list[RolloutGroup] = []
         tokens = 0
-        while (position := self._next(not groups or self._in_prompt_order)) is not None:
+        while (position := self._next(not groups or self._in_prompt_order, idle)) is not None:
             tokens += self._here[position].num_tokens
             if groups and tokens > max_tokens:
                 break
@@ -137,15 +148,26 @@ class GroupStream:
         self._interruption = error
         self._ready.put(None)
 
-    def _next(self, block: bool) -> int | None:
+    def _next(self, block: bool, idle: Idle | None = None) -> int | None:
         """Position of the next group, once it is here. Waits for it if it may ``block``."""
         if self._closed:
             return None
         self._raise_if_ended()
         while (position := self._next_here()) is None:
-            if not self._num_missing or not self._receive(block):
+            if not self._num_missing:
+                return None
+            if block and idle is not None and self._does_other_work(idle):
+                continue
+            if not self._receive(block):
                 return None
         return position
+
+    def _does_other_work(self, idle: Idle) -> bool:
+        """False if there is nothing to do but wait. Otherwise the queue may have been read."""
+        if self._receive(block=False):
+            return True
+        self.open_samples.listen()  # before the look: what returns behind it must be noticed
+        return idle()
 
     def _next_here(self) -> int | None:
         if self._in_prompt_order:

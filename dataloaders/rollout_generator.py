@@ -30,6 +30,7 @@ from easyrl.dataloaders.group_stream import (
     packed_tokens,
 )
 from easyrl.dataloaders.loop_thread import LoopThread
+from easyrl.dataloaders.open_samples import OpenSamples
 from easyrl.event_log import Record, ignore
 from easyrl.schema import Completion, Prompt, RolloutGroup, Score
 
@@ -76,6 +77,7 @@ class _Batch:
     priority: int
     ready: ReadyQueue
     memory: GroupMemory
+    open_samples: OpenSamples
 
 
 class RolloutGenerator:
@@ -152,14 +154,16 @@ class RolloutGenerator:
         for prompt in recovered:
             self._record("group_recovered", epoch=prompt.epoch, index=prompt.index)
         memory = self._memory(store)
+        open_samples = OpenSamples(self._num_generations, wake=lambda: ready.put(None))
         batch = self._thread.submit(
-            self._produce(_Batch(missing, version, priority, ready, memory))
+            self._produce(_Batch(missing, version, priority, ready, memory, open_samples))
         )
         return GroupStream(
             len(prompts),
             ready,
             memory,
             batch.cancel,
+            open_samples=open_samples,
             recovered=frozenset(prompt.key for prompt in recovered),
             in_prompt_order=self._in_prompt_order,
         )
@@ -171,8 +175,11 @@ class RolloutGenerator:
 
     async def _produce(self, batch: _Batch) -> None:
         async def produce_group(position: int, prompt: Prompt) -> None:
-            group = await self._group(prompt, batch.version, batch.priority)
-            kept = await batch.memory.keep(group)
+            try:
+                group = await self._group(prompt, batch)
+                kept = await batch.memory.keep(group)
+            finally:
+                batch.open_samples.close_group(prompt)
             self._record("group_ready", epoch=prompt.epoch, index=prompt.index)
             batch.ready.put(ReadyGroup(position, packed_tokens(group), kept))
 
@@ -187,15 +194,15 @@ class RolloutGenerator:
             batch.ready.put(error)  # cancelled: whoever still waits must wake up
             raise
 
-    async def _group(self, prompt: Prompt, version: str | None, priority: int) -> RolloutGroup:
+    async def _group(self, prompt: Prompt, batch: _Batch) -> RolloutGroup:
         dispatched_s = time.monotonic()
         completions: tuple[Completion, ...] = ()
         scores: tuple[Score, ...] = ()
         excluded: str | None = None
         try:
-            async with self._begin_group(prompt, version, priority) as sample:
+            async with self._begin_group(prompt, batch.version, batch.priority) as sample:
                 dispatched_s = time.monotonic()
-                completions, sample_scores = await self._samples(prompt, sample)
+                completions, sample_scores = await self._samples(prompt, sample, batch.open_samples)
             scores = await self._scorer.score_group(prompt, completions, sample_scores)
         except self._excluded_by as error:
             log.warning("prompt %d is excluded: %s", prompt.index, error)
@@ -204,21 +211,21 @@ class RolloutGenerator:
             prompt=prompt,
             completions=completions,
             scores=scores,
-            policy_version=version or "",
+            policy_version=batch.version or "",
             dispatched_s=dispatched_s,
             completed_s=time.monotonic(),
             excluded=excluded,
         )
 
     async def _samples(
-        self, prompt: Prompt, sample: Sample
+        self, prompt: Prompt, sample: Sample, open_samples: OpenSamples
     ) -> tuple[tuple[Completion, ...], list[Any]]:
         """All responses and what was scored of each. Raises the first error that ended one."""
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 samples = [
-                    tasks.create_task(self._sample(prompt, sample, number))
+                    tasks.create_task(self._sample(prompt, sample, number, open_samples))
                     for number in range(self._num_generations)
                 ]
         except ExceptionGroup as errors:
@@ -230,8 +237,11 @@ class RolloutGenerator:
         results = [task.result() for task in samples]
         return tuple(result[0] for result in results), [result[1] for result in results]
 
-    async def _sample(self, prompt: Prompt, sample: Sample, number: int) -> tuple[Completion, Any]:
+    async def _sample(
+        self, prompt: Prompt, sample: Sample, number: int, open_samples: OpenSamples
+    ) -> tuple[Completion, Any]:
         completion = await sample(number)
+        open_samples.add(prompt, number, completion)
         scores = await self._scorer.score_sample(prompt, completion)
         self._record(
             "response_scored",

@@ -13,6 +13,7 @@ from easyrl.agreement import Agreement
 from easyrl.batch_metrics import BatchTotals
 from easyrl.engines.base import NonFiniteLossError
 from easyrl.event_log import Record
+from easyrl.look_ahead import LookAhead, OpenGroups
 from easyrl.schema import Key, MicroBatch, RolloutGroup
 from easyrl.stopping import StopRequest
 
@@ -43,7 +44,13 @@ class GroupSource(Protocol):
     def discarded(self) -> frozenset[Key]:
         """Finished in an earlier life, by weights that differ."""
 
-    def take_ready(self, max_tokens: int) -> list[RolloutGroup]: ...
+    @property
+    def open_samples(self) -> OpenGroups:
+        """Finished responses of groups that are not complete."""
+
+    def take_ready(
+        self, max_tokens: int, idle: Callable[[], bool] | None = None
+    ) -> list[RolloutGroup]: ...
     def complete(self) -> None: ...
     def interrupt(self, error: BaseException) -> None: ...
     def close(self) -> None: ...
@@ -73,6 +80,8 @@ class Accumulator:
             with the weights: an outage, a stop.
         max_tokens: packed tokens per micro-batch.
         synchronous: wait for all groups before training (``mode: sync``).
+        look_ahead: while no group is complete, run the frozen models on responses that are
+            finished; for an engine that can.
     """
 
     engine: TrainEngine
@@ -83,6 +92,7 @@ class Accumulator:
     record: Record
     max_tokens: int
     synchronous: bool
+    look_ahead: bool = False
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
         """Sums of this rank. ``interruption`` in them says why they end early.
@@ -94,12 +104,15 @@ class Accumulator:
 
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
         totals = BatchTotals()
-        work = self._micro_batches(groups, totals)
+        ahead = self._ahead_of(groups)
+        work = self._micro_batches(groups, totals, ahead)
         if self.engine.lockstep:
             work = self.agreement.in_lockstep(work, self.functions.dummy)
         for micro_batch in work:
             self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
             start = time.monotonic()
+            if ahead is not None:
+                micro_batch = ahead.complete(micro_batch)
             try:
                 for sums in self.engine.forward_backward([micro_batch]):
                     totals.metrics.add(sums)
@@ -111,18 +124,35 @@ class Accumulator:
                 totals.num_packed_tokens += micro_batch.num_tokens
                 totals.num_micro_batches += 1
             self.record("micro_batch_end")
+        if ahead is not None:
+            totals.look_ahead_s = ahead.work_s
+            totals.num_look_ahead_tokens = ahead.num_tokens
         totals.wait_s = groups.wait_s
         totals.first_group_wait_s = groups.first_group_wait_s or 0.0  # a rank may have no prompt
         return totals
 
-    def _micro_batches(self, groups: GroupSource, totals: BatchTotals) -> Iterator[MicroBatch]:
+    def _ahead_of(self, groups: GroupSource) -> LookAhead | None:
+        if not self.look_ahead:
+            return None
+        return LookAhead(
+            self.engine,
+            self.functions.pack,
+            groups.open_samples,
+            max_tokens=self.max_tokens,
+            record=self.record,
+        )
+
+    def _micro_batches(
+        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
+    ) -> Iterator[MicroBatch]:
         """Packed rows as groups arrive; ends early, noting it in ``totals``, when interrupted."""
         functions = self.functions
+        idle = None if ahead is None else ahead.work
         try:
             if self.synchronous:
                 self.record("waiting_for_batch")
                 groups.complete()
-            while ready := groups.take_ready(self.max_tokens):
+            while ready := groups.take_ready(self.max_tokens, idle):
                 self.stop.raise_if_requested()
                 for group in ready:
                     _refuse_off_policy(group, groups.accepted_versions)

@@ -40,8 +40,10 @@ class BatchTotals:
     metrics: MetricSums = field(default_factory=MetricSums)
     num_packed_tokens: int = 0  # dummies, which only keep ranks in step, do not count
     num_micro_batches: int = 0  # nor do they here
+    num_look_ahead_tokens: int = 0  # trained ones that the frozen models had seen before their row
     wait_s: float = 0.0
     first_group_wait_s: float = 0.0
+    look_ahead_s: float = 0.0
     train_s: float = 0.0
     num_ranks: int = 1
     groups: list[GroupFate] = field(default_factory=list)
@@ -90,8 +92,10 @@ class BatchTotals:
         self.metrics.add(other.metrics)
         self.num_packed_tokens += other.num_packed_tokens
         self.num_micro_batches += other.num_micro_batches
+        self.num_look_ahead_tokens += other.num_look_ahead_tokens
         self.wait_s += other.wait_s
         self.first_group_wait_s = self.first_group_wait_s or other.first_group_wait_s
+        self.look_ahead_s += other.look_ahead_s
         self.train_s += other.train_s
 
     def merge(self, agreement: Agreement) -> BatchTotals:
@@ -102,8 +106,10 @@ class BatchTotals:
                     self.denominator,
                     self.num_packed_tokens,
                     self.num_micro_batches,
+                    self.num_look_ahead_tokens,
                     self.wait_s,
                     self.first_group_wait_s,
+                    self.look_ahead_s,
                     self.train_s,
                 ],
                 # NaN has no JSON form; a string survives
@@ -117,12 +123,15 @@ class BatchTotals:
         merged = BatchTotals(num_ranks=len(rows))
         versions: set[str] = set()
         for row in rows:
-            denominator, tokens, micro_batches, wait_s, first_s, train_s = row["numbers"]
+            denominator, tokens, micro_batches, ahead, *seconds = row["numbers"]
+            wait_s, first_s, look_ahead_s, train_s = seconds
             merged.denominator += denominator
             merged.num_packed_tokens += int(tokens)
             merged.num_micro_batches += int(micro_batches)
+            merged.num_look_ahead_tokens += int(ahead)
             merged.wait_s += wait_s / len(rows)
             merged.first_group_wait_s += first_s / len(rows)
+            merged.look_ahead_s += look_ahead_s / len(rows)
             merged.train_s += train_s / len(rows)
             merged.metrics.add(
                 MetricSums(
@@ -214,9 +223,11 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "batch/groups_excluded": sums.pop("groups_excluded", 0.0),
         "batch/groups_recovered": sums.pop("groups_recovered", 0.0),
         "batch/micro_batches": float(totals.num_micro_batches),
+        "batch/look_ahead_tokens": float(totals.num_look_ahead_tokens),
         "batch/denominator": totals.denominator,
         "time/wait_s": totals.wait_s,
         "time/first_group_wait_s": totals.first_group_wait_s,
+        "time/look_ahead_s": totals.look_ahead_s,
         "time/train_s": totals.train_s,
         "time/optimizer_s": update.optimizer_s,
         "loss": _ratio(sums.pop("loss_sum", 0.0), totals.denominator),

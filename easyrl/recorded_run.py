@@ -14,7 +14,13 @@ from easyrl.certificate.chain import ChainReader, Line, read_record
 from easyrl.certificate.errors import CertificateError
 from easyrl.certificate.history import History
 from easyrl.certificate.records import BatchRecord, EndRecord, LifeRecord, RunRecord
-from easyrl.dataloaders.group_stream import GroupStream, ReadyGroup, ReadyQueue, packed_tokens
+from easyrl.dataloaders.group_stream import (
+    GroupStream,
+    Idle,
+    ReadyGroup,
+    ReadyQueue,
+    packed_tokens,
+)
 from easyrl.journal import JournalledStream, read_batch
 from easyrl.journal.codec import TakenRecord
 from easyrl.journal.reading import batch_folder, read_takes
@@ -223,10 +229,10 @@ class _RecordedStream(JournalledStream):
         super().__init__(stream, accepted_versions, frozenset(), takes=takes)
         self._max_tokens = max_tokens
 
-    def take_ready(self, max_tokens: int) -> list[RolloutGroup]:
+    def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
         if self._max_tokens != {max_tokens}:
             self._takes.clear()
-        return super().take_ready(max_tokens)
+        return super().take_ready(max_tokens, idle)
 
 
 class _WholeBatch:

@@ -53,7 +53,11 @@ ALLOWED = {
     "easyrl.row_parts": LEAVES,
     "easyrl.closed_batch": LEAVES | {"easyrl.batch_metrics", "easyrl.certificate.records"},
     "easyrl.journal": LEAVES
-    | {"easyrl.dataloaders.group_stream", "easyrl.dataloaders.rollout_generator"},
+    | {
+        "easyrl.dataloaders.group_stream",
+        "easyrl.dataloaders.open_samples",
+        "easyrl.dataloaders.rollout_generator",
+    },
     "easyrl.schema": set(),
     "easyrl.config": {"easyrl.config_checks"},
     "easyrl.config_checks": {"easyrl.config"},  # for its types

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from easyrl.dataloaders.group_stream import GroupStream
+from easyrl.dataloaders.group_stream import GroupStream, Idle
+from easyrl.dataloaders.open_samples import OpenSamples
 from easyrl.dataloaders.rollout_generator import RolloutGenerator
 from easyrl.journal.batch import BatchJournal, Journal
 from easyrl.schema import Key, Prompt, RolloutGroup, ServedWeights
@@ -104,6 +105,11 @@ class JournalledStream:
         return self._stream.num_recovered
 
     @property
+    def open_samples(self) -> OpenSamples:
+        """Finished responses of groups that are not complete."""
+        return self._stream.open_samples
+
+    @property
     def waiting(self) -> int:
         return self._stream.waiting
 
@@ -122,7 +128,7 @@ class JournalledStream:
     def __iter__(self) -> Iterator[RolloutGroup]:
         return iter(self._stream)
 
-    def take_ready(self, max_tokens: int) -> list[RolloutGroup]:
+    def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
         """As ``GroupStream.take_ready``; what was taken together before is so again, whatever
         ``max_tokens``.
 
@@ -131,7 +137,7 @@ class JournalledStream:
         if self._takes:
             groups = self._stream.take(self._takes.popleft())
         else:
-            groups = self._stream.take_ready(max_tokens)
+            groups = self._stream.take_ready(max_tokens, idle)
         if groups:
             self._add_taken([group.prompt.key for group in groups], max_tokens)
         return groups

@@ -13,6 +13,7 @@ from easyrl.checkpoints.checkpoints import Checkpoints
 from easyrl.config import Config, EvaluationConfig
 from easyrl.dataloaders.prompts import PromptBatches
 from easyrl.determinism import (
+    is_strict,
     make_deterministic,
     remember_arithmetic,
     require_invariant_endpoints,
@@ -167,6 +168,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             record=record,
             max_tokens=config.trainer.max_tokens_per_micro_batch,
             synchronous=config.run.mode == "sync",
+            look_ahead=_looks_ahead(config, engine),
         ),
         notary=notary,
         save=lambda: lives.save_now(progress),
@@ -205,6 +207,15 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
 def _is_interruption(error: Exception) -> bool:
     """Whether the run ends for now with sound weights."""
     return is_outage(error) or isinstance(error, StopRequested | PeerOutage)
+
+
+def _looks_ahead(config: Config, engine: DeepSpeedEngine) -> bool:
+    """Not in strict mode: what is computed ahead depends on the clock, and with it the last bits.
+
+    In sync mode nothing is open any more when training begins.
+    """
+    wanted = config.trainer.look_ahead and config.run.mode == "async"
+    return wanted and not is_strict(config) and engine.can_look_ahead
 
 
 def _evaluation_hook(

@@ -1,0 +1,93 @@
+"""Finished responses of groups that are not complete, for a consumer that would have to wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from easyrl.schema import Completion, FinishedSamples, Key, OpenGroup, Prompt
+
+
+@dataclass(slots=True)
+class _Group:
+    prompt: Prompt
+    num_missing: int  # responses that have not returned
+    finished: dict[int, Completion] = field(default_factory=dict)  # by sample number, not taken
+    num_tokens: int = 0  # of ``finished``
+
+
+class OpenSamples:
+    """What of one stream's groups is finished while the group is not.
+
+    Consumes: responses from the producer, as they return. Waits for: nothing. Produces: each of
+    them once, as long as its group is open; a consumer that never asks costs one entry of a
+    dictionary for each. Holds nothing that the producer does not hold anyway. From any thread.
+
+    Args:
+        num_generations: G, responses per prompt.
+        wake: called from the producer's thread when a response has returned and the consumer
+            ``listens``.
+    """
+
+    def __init__(self, num_generations: int = 0, wake: Callable[[], object] = lambda: None) -> None:
+        self._num_generations = num_generations
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._groups: dict[Key, _Group] = {}
+        self._listening = False
+
+    # ---- the producer's side ---------------------------------------------------------------------
+
+    def add(self, prompt: Prompt, sample: int, completion: Completion) -> None:
+        """A response has returned."""
+        with self._lock:
+            group = self._groups.get(prompt.key)
+            if group is None:
+                group = self._groups[prompt.key] = _Group(prompt, self._num_generations)
+            group.finished[sample] = completion
+            group.num_tokens += len(completion.token_ids)
+            group.num_missing -= 1
+            wake, self._listening = self._listening, False
+        if wake:
+            self._wake()
+
+    def close_group(self, prompt: Prompt) -> None:
+        """The group is complete or given up."""
+        with self._lock:
+            self._groups.pop(prompt.key, None)
+
+    # ---- the consumer's side ---------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """The next response that returns calls ``wake``, once."""
+        with self._lock:
+            self._listening = True
+
+    def groups(self) -> list[OpenGroup]:
+        """Those that have finished responses which nobody has taken."""
+        with self._lock:
+            return [
+                OpenGroup(key, len(group.prompt.token_ids), group.num_tokens, group.num_missing)
+                for key, group in self._groups.items()
+                if group.finished
+            ]
+
+    def take(self, key: Key, max_tokens: int) -> FinishedSamples | None:
+        """Finished responses of the group, within ``max_tokens`` tokens of responses.
+
+        None where none fits, or where the group is no longer open.
+        """
+        taken: dict[int, Completion] = {}
+        with self._lock:
+            group = self._groups.get(key)
+            if group is None:
+                return None
+            for sample, completion in group.finished.items():
+                if len(completion.token_ids) <= max_tokens:
+                    taken[sample] = completion
+                    max_tokens -= len(completion.token_ids)
+            for sample, completion in taken.items():
+                del group.finished[sample]
+                group.num_tokens -= len(completion.token_ids)
+        return FinishedSamples(group.prompt, taken) if taken else None

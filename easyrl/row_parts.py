@@ -1,0 +1,104 @@
+"""Parts of a packed row: a smaller row of some sequences, and what belongs to each sequence."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey, Segment
+
+
+def restrict(row: MicroBatch, sequences: Collection[SampleKey]) -> MicroBatch:
+    """``row`` with the trained tokens of ``sequences`` alone, and without the segments that those
+    do not depend on.
+
+    A trained token depends on the segment of its predictor and on that segment's ancestors, which
+    see nothing else: a model says of each token what it says of it in the whole row. ``sequences``
+    are of the row, at least one.
+    """
+    kept = [q for q, key in enumerate(row.sequences) if key in sequences]
+    assert len(kept) == len(sequences) > 0
+    tokens = torch.isin(row.sequence_index, torch.tensor(kept))  # bool [N]
+    predictors = row.predictor_index[tokens]
+    segments, positions = _with_ancestors(row.segments, predictors)
+    place = torch.full_like(row.input_ids, -1)
+    place[positions] = torch.arange(len(positions))
+    number = torch.full((len(row.sequences),), -1)
+    number[kept] = torch.arange(len(kept))
+    return replace(
+        row,
+        input_ids=row.input_ids[positions],
+        position_ids=row.position_ids[positions],
+        segments=segments,
+        predictor_index=place[predictors],
+        label_ids=row.label_ids[tokens],
+        advantages=row.advantages[tokens],
+        inference_logprobs=row.inference_logprobs[tokens],
+        loss_weights=row.loss_weights[tokens],
+        sequence_index=number[row.sequence_index[tokens]],
+        sequences=tuple(row.sequences[q] for q in kept),
+        frozen=None,
+    )
+
+
+def split_logprobs(row: MicroBatch, frozen: FrozenLogprobs) -> dict[SampleKey, FrozenLogprobs]:
+    """What ``frozen`` says of each sequence's trained tokens, in their order."""
+    order, counts = torch.unique_consecutive(row.sequence_index, return_counts=True)
+    sizes = counts.tolist()
+
+    def parts(logprobs: Tensor | None) -> list[Tensor] | list[None]:
+        return [None] * len(sizes) if logprobs is None else list(logprobs.split(sizes))
+
+    return {
+        row.sequences[q]: FrozenLogprobs(reference, old_policy)
+        for q, reference, old_policy in zip(
+            order.tolist(), parts(frozen.reference), parts(frozen.old_policy), strict=True
+        )
+    }
+
+
+def join_logprobs(row: MicroBatch, parts: Mapping[SampleKey, FrozenLogprobs]) -> FrozenLogprobs:
+    """Inverse of ``split_logprobs``; ``parts`` has all sequences of ``row``."""
+    order = torch.unique_consecutive(row.sequence_index).tolist()
+    ordered = [parts[row.sequences[q]] for q in order]
+
+    def joined(logprobs: list[Tensor | None]) -> Tensor | None:
+        there = [values for values in logprobs if values is not None]
+        if not there:
+            return None
+        assert len(there) == len(logprobs)
+        whole = torch.cat(there)
+        assert len(whole) == row.num_loss_tokens
+        return whole
+
+    return FrozenLogprobs(
+        reference=joined([part.reference for part in ordered]),
+        old_policy=joined([part.old_policy for part in ordered]),
+    )
+
+
+def _with_ancestors(
+    segments: tuple[Segment, ...], predictors: Tensor
+) -> tuple[tuple[Segment, ...], Tensor]:
+    """The segments of ``predictors`` and all above them, renumbered; their row positions."""
+    starts = [segment.start for segment in segments]
+    kept: set[int] = set()
+    for position in torch.unique(predictors).tolist():
+        index = bisect_right(starts, position) - 1
+        while index >= 0 and index not in kept:
+            kept.add(index)
+            index = segments[index].parent
+    number = {old: new for new, old in enumerate(sorted(kept))} | {-1: -1}
+    renumbered: list[Segment] = []
+    positions: list[Tensor] = []
+    end = 0
+    for old in sorted(kept):  # still depth first
+        start, length, parent = segments[old]
+        renumbered.append(Segment(end, length, number[parent]))
+        positions.append(torch.arange(start, start + length))
+        end += length
+    return tuple(renumbered), torch.cat(positions)
