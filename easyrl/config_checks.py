@@ -54,6 +54,11 @@ def contradictions(config: Config) -> list[str]:
             "trainer.offload_reference: has no effect without a reference model; remove it, or "
             "set objective.kl_coef or objective.kl_in_reward_coef above 0"
         )
+    elif config.trainer.offload_reference and config.model.lora is not None:
+        problems.append(
+            "trainer.offload_reference: has no effect with model.lora, whose reference is the "
+            "policy without its adapter; remove it"
+        )
     labels = [reward.label for reward in config.rewards]
     if len(set(labels)) != len(labels):
         problems.append(f"rewards: two are called the same ({labels}); rename a function")

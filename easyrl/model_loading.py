@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from easyrl.activation_checkpointing import checkpoint_activations
 from easyrl.config import ModelConfig
+from easyrl.lora import add_adapter
 from easyrl.numerics import own_memory
 from easyrl.policy_model import ATTENTION, PolicyModel
 
@@ -16,8 +17,12 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def load_policy_model(model: ModelConfig, *, dtype: torch.dtype | None = None) -> PolicyModel:
+def load_policy_model(
+    model: ModelConfig, *, dtype: torch.dtype | None = None, seed: int = 0
+) -> PolicyModel:
     """The model at ``model.path`` in training mode, in ``dtype`` (default: ``model.dtype``'s).
+
+    With ``model.lora`` it is frozen but for an adapter, which is drawn from ``seed``.
 
     Raises ``ValueError`` naming ``model.path`` if the folder holds no model or one that cannot run
     on packed rows.
@@ -41,6 +46,8 @@ def load_policy_model(model: ModelConfig, *, dtype: torch.dtype | None = None) -
         local_files_only=True,
     )
     own_memory(hf_model)
+    if model.lora is not None:
+        add_adapter(hf_model, model.lora, seed)
     checkpoint_activations(hf_model, model.activation_checkpointing, model.checkpoint_every)
     # No dropout in these models: training mode only switches activation checkpointing on.
     return PolicyModel(hf_model, model.logprob_chunk_size).train()

@@ -27,6 +27,7 @@ ALLOWED = {
     "easyrl.engines": LEAVES
     | {
         "easyrl.kernels",
+        "easyrl.lora",
         "easyrl.model_loading",
         "easyrl.objectives",
         "easyrl.policy_model",

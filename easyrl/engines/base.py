@@ -142,9 +142,12 @@ class TrainEngine(Protocol):
         """Policy log-probabilities, no gradient, float32 [N], on the CPU. Collective if sharded."""
         ...
 
-    def named_weights(self, kind: Literal["full"] = "full") -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, kind: Literal["full", "adapter"] = "full"
+    ) -> Iterator[tuple[str, Tensor]]:
         """Names and CPU tensors as ``save_pretrained`` writes them, one after another. Collective.
 
+        ``full``: the whole model, an adapter merged into it; ``adapter``: the adapter alone.
         All ranks iterate; tensors are only valid on rank 0 and until the next one is asked for.
         """
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -39,14 +39,16 @@ from easyrl.engines.deepspeed_state import (
 from easyrl.engines.late_denominator import LateScalarAdamW, step_divided
 from easyrl.engines.process_group import quiet, start_process_group
 from easyrl.engines.shard_state import Fragment, copy_pieces, key_of, own_part, read_pieces
-from easyrl.engines.shards import copy_of, local_parameters, perturb, restore
-from easyrl.engines.weight_names import saved_weights
+from easyrl.engines.shards import copy_of, local_tensors, perturb, restore
+from easyrl.engines.weight_names import adapter_weights, saved_weights
 from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.lora import OLD_POLICY as OLD_ADAPTER
+from easyrl.lora import TRAINED, FrozenAdapter, add_old_policy
 from easyrl.model_loading import load_policy_model
 from easyrl.objectives.losses import is_sum_over_tokens
 from easyrl.policy_model import PolicyModel
 from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
-from easyrl.tri_model import FrozenModel, TriModel
+from easyrl.tri_model import Frozen, FrozenModel, TriModel
 
 OLD_POLICY, SCHEDULE = "old_policy", "schedule"  # in a checkpoint
 
@@ -79,21 +81,22 @@ class DeepSpeedEngine:
         self._stage = config.trainer.zero_stage
         self.lockstep = self._stage >= 2 and self.dp_size > 1
         self._device = torch.device(get_accelerator().device_name(local_rank))
-        load = load_model or (lambda: load_policy_model(config.model))
+        load = load_model or (lambda: load_policy_model(config.model, seed=config.run.seed))
         factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
-        policy = load()
-        self._engine = _initialize(config, policy, factor)
-        self._policy = policy
         objective = config.objective
         with_reference = objective.has_reference
         self._is_lagged = objective.old_policy == "lagged"
         self._has_snapshot = config.trainer.updates_per_batch > 1  # never lagged too
         with_old_policy = self._is_lagged or self._has_snapshot
-        offload = config.trainer.offload_reference
+        self._policy = policy = load()
+        if config.model.lora is not None and with_old_policy:
+            add_old_policy(policy.model)
+        self._engine = _initialize(config, policy, factor)
+        self._old_parameters: dict[str, nn.Parameter] = {}  # by the trained one's name
         self._tri_model = TriModel(
             self._engine,
-            reference=self._frozen(load(), offload=offload) if with_reference else None,
-            old_policy=self._frozen(load(), offload=False) if with_old_policy else None,
+            reference=self._reference(load) if with_reference else None,
+            old_policy=self._old_policy(load) if with_old_policy else None,
             temperature=config.rollout.temperature,
             device=self._device,
         )
@@ -112,7 +115,7 @@ class DeepSpeedEngine:
         still is in the first of several: that one needs no forward of the snapshot.
         """
         if self._has_snapshot:
-            restore(self._old_policy_parameters(), self._local_parameters())
+            self._set_old_policy(self._local(self._parameters().values()))
             self._tri_model.old_is_policy = True
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
@@ -145,12 +148,12 @@ class DeepSpeedEngine:
             return StepResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
         if self._num_backwards == 0:  # other ranks had rows; DeepSpeed reduces only what exists
             self._backward_of_nothing(scale=0.0)
-        before = copy_of(self._local_parameters()) if self._is_lagged else []
+        before = copy_of(self._local(self._parameters().values())) if self._is_lagged else []
         # DeepSpeed averages over ranks, the denominator is of all ranks' sums.
         grad_norm, applied = step_divided(self._engine, denominator / self.dp_size)
         self._num_backwards = 0
         if applied and self._is_lagged:
-            restore(self._old_policy_parameters(), before)
+            self._set_old_policy(before)
         if applied:
             self._tri_model.old_is_policy = False
         return StepResult(grad_norm, learning_rate, skipped=not applied)
@@ -191,35 +194,65 @@ class DeepSpeedEngine:
 
     # ---- weights ---------------------------------------------------------------------------------
 
-    def named_weights(self, kind: Literal["full"] = "full") -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, kind: Literal["full", "adapter"] = "full"
+    ) -> Iterator[tuple[str, Tensor]]:
         """Names and CPU tensors as ``save_pretrained`` writes them, one module at a time.
 
-        Ranks other than 0 get tensors without data (device ``meta``). Collective.
+        ``full``: the model's, with the adapter merged if there is one; ``adapter``: only that one's
+        own, as peft writes them. Ranks other than 0 get tensors without data (device ``meta``).
+        Collective.
         """
-        assert kind == "full"
         self._release_gathered()
-        return saved_weights(self._policy.model, is_writer=self.rank == 0)
+        weights = {"full": saved_weights, "adapter": adapter_weights}[kind]
+        return weights(self._policy.model, is_writer=self.rank == 0)
 
     @contextmanager
     def perturbed_weights(self) -> Iterator[None]:
         """Inside, every weight tensor is scaled by a factor between 0.95 and 1.05 of its own."""
-        parameters = self._local_parameters()
-        saved = copy_of(parameters)
-        perturb(self._policy.model, parameters)
+        model = self._policy.model
+        tensors = self._local(model.parameters())
+        saved = copy_of(tensors)
+        perturb(model, tensors)
         try:
             yield
         finally:
-            restore(self._local_parameters(), saved)
+            restore(self._local(model.parameters()), saved)
 
-    def _local_parameters(self) -> list[Tensor]:
-        """The policy's parameters as this rank holds them, nothing gathered."""
+    def _local(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Parameters as this rank holds them, nothing gathered."""
         self._release_gathered()
-        return local_parameters(self._policy.model, sharded=self._stage == 3)
+        return local_tensors(parameters, sharded=self._stage == 3)
 
     def _release_gathered(self) -> None:
         """After this, ZeRO-3's shards are the only copy of the policy."""
         if self._stage == 3:
             self._engine.optimizer.empty_partition_cache()  # the engine's own also collects garbage
+
+    # ---- frozen models ---------------------------------------------------------------------------
+
+    def _reference(self, load: Callable[[], PolicyModel]) -> Frozen:
+        if self._config.model.lora is not None:
+            return FrozenAdapter(self._engine, self._policy, self._device, None)
+        return self._frozen(load(), offload=self._config.trainer.offload_reference)
+
+    def _old_policy(self, load: Callable[[], PolicyModel]) -> Frozen:
+        """Also remembers the parameters that ``_set_old_policy`` writes."""
+        if self._config.model.lora is not None:
+            own = dict(self._policy.model.named_parameters())
+            self._old_parameters = {
+                name: own[name.replace(f".{TRAINED}.", f".{OLD_ADAPTER}.")]
+                for name in self._parameters()
+            }
+            return FrozenAdapter(self._engine, self._policy, self._device, OLD_ADAPTER)
+        old_policy = self._frozen(load(), offload=False)
+        parameters = old_policy.module.parameters()
+        self._old_parameters = dict(zip(self._parameters(), parameters, strict=True))
+        return old_policy
+
+    def _set_old_policy(self, values: list[Tensor]) -> None:
+        """``values`` as this rank holds the trained parameters."""
+        restore(self._local(self._old_parameters.values()), values)
 
     def _frozen(self, model: PolicyModel, *, offload: bool) -> FrozenModel:
         if self._stage < 3:
@@ -238,8 +271,8 @@ class DeepSpeedEngine:
     def snapshot(self) -> EngineState:
         """This rank's share of masters, moments, step counts and, if lagged, the old policy.
 
-        Host memory: 12 bytes per parameter, divided by the number of ranks; with a lagged old
-        policy its own size more.
+        Host memory: 12 bytes per trained parameter, divided by the number of ranks; with a lagged
+        old policy its own size more.
         """
         pieces = list(optimizer_pieces(self._engine.optimizer, self._parameters()))
         if self._is_lagged:
@@ -281,11 +314,8 @@ class DeepSpeedEngine:
 
     def _old_policy_fragments(self) -> Iterator[tuple[Tensor, Fragment, Fragment]]:
         """The old policy's flattened tensors on this rank: what they hold, what is saved of it."""
-        names = [name for name, _ in self._policy.model.named_parameters()]
-        assert self._tri_model.old_policy is not None
-        parameters = self._tri_model.old_policy.module.parameters()
-        tensors = self._old_policy_parameters()
-        for name, parameter, tensor in zip(names, parameters, tensors, strict=True):
+        tensors = self._local(self._old_parameters.values())
+        for (name, parameter), tensor in zip(self._old_parameters.items(), tensors, strict=True):
             if self._stage == 3:
                 held = zero_3_fragment(name, parameter, 0, tensor.numel())
                 own = held
@@ -295,16 +325,14 @@ class DeepSpeedEngine:
             if held.numel > 0:
                 yield tensor.view(-1), held, own
 
-    def _old_policy_parameters(self) -> list[Tensor]:
-        assert self._tri_model.old_policy is not None
-        return local_parameters(self._tri_model.old_policy.module, sharded=self._stage == 3)
-
     def _description(self) -> dict[str, Any]:
+        lora = self._config.model.lora
         return {
             "engine": "deepspeed",
             "model.dtype": self._config.model.dtype,
+            "model.lora": None if lora is None else lora.model_dump(),
             "objective.old_policy": self._config.objective.old_policy,
-            "number of parameters": sum(_numel(p) for p in self._policy.parameters()),
+            "number of parameters": sum(_numel(p) for p in self._parameters().values()),
         }
 
 

@@ -62,15 +62,16 @@ def _common(config: Config) -> dict[str, Any]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and biases do not."""
+    """Of what is trained: matrices decay, norms and biases do not; no group is empty."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     if weight_decay == 0:
         return [{"params": matrices + others, "weight_decay": 0.0}]
-    return [
+    groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
 def schedule_factor(trainer: TrainerConfig, total_steps: int | None) -> Callable[[int], float]:

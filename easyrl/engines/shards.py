@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,16 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 
-def local_parameters(model: nn.Module, *, sharded: bool) -> list[Tensor]:
-    """This rank's storage of each parameter, in ``named_parameters`` order.
+def local_tensors(parameters: Iterable[nn.Parameter], *, sharded: bool) -> list[Tensor]:
+    """This rank's storage of each parameter.
 
     With ``sharded`` nothing may be gathered: a change to a shard would not reach the gathered copy.
     """
     if not sharded:
-        return [parameter.data for parameter in model.parameters()]
-    parameters: list[Any] = list(model.parameters())  # DeepSpeed adds the attributes
-    assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in parameters)
-    return [parameter.ds_tensor.data for parameter in parameters]
+        return [parameter.data for parameter in parameters]
+    with_shards: list[Any] = list(parameters)  # DeepSpeed adds the attributes
+    assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in with_shards)
+    return [parameter.ds_tensor.data for parameter in with_shards]
 
 
 def copy_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,12 +1,12 @@
 """Weights as ``save_pretrained`` names and shapes them, a module at a time.
 
-``named_parameters`` is not that: transformers 5 fuses the experts of a MoE layer on loading, and a
-tied head appears in the module but not in the file.
+``named_parameters`` is not that: transformers 5 fuses the experts of a MoE layer on loading, a tied
+head appears in the module but not in the file, and an adapter lies beside the weight it changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 import torch
@@ -15,9 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from easyrl.lora import adapter_layers, factors, merged_weight
+
 
 def saved_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[str, Tensor]]:
     """Yields every weight once, on the CPU; the same names and order on all ranks.
+
+    What adapters add is merged, so that the weights are a plain model's.
 
     A ZeRO-3 model is gathered module by module, which is collective: all ranks iterate. Ranks that
     are not the writer get tensors of the right shape without data (device ``meta``).
@@ -25,18 +29,41 @@ def saved_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers())
     names = _saved_names(model, tensors)
+    layers = adapter_layers(model)
     # Conversions split or join the weights of one module, so that is the unit.
-    for _, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
+    for owner, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
         module = {name: tensors[name] for name in group}
-        with GatheredParameters(list(module.values())):
-            # copied: what is gathered is gone after the block
-            values = {
-                name: tensor.detach().to("cpu", copy=True)
-                if is_writer
-                else torch.empty_like(tensor, device="meta")
-                for name, tensor in module.items()
-            }
+        layer = layers.get(owner.removesuffix(".base_layer"))
+        beside = () if layer is None else factors(layer)
+        with GatheredParameters([*module.values(), *beside]):
+            if layer is not None:
+                weight = f"{owner}.weight"
+                if is_writer:
+                    module[weight] = merged_weight(layer, module[weight])
+                module = {name.replace(".base_layer.", "."): t for name, t in module.items()}
+            values = _on_cpu(module, is_writer)
         yield from revert_weight_conversion(model, values).items()
+
+
+def adapter_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[str, Tensor]]:
+    """As ``saved_weights``, of the trained adapter alone, as peft names what it saves."""
+    for owner, layer in adapter_layers(model).items():
+        a, b = factors(layer)
+        prefix = f"base_model.model.{owner}"
+        module = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+        with GatheredParameters([a, b]):
+            values = _on_cpu(module, is_writer)
+        yield from values.items()
+
+
+def _on_cpu(module: Mapping[str, Tensor], is_writer: bool) -> dict[str, Tensor]:
+    """Copies, because what is gathered is gone afterwards; no data where nobody reads it."""
+    return {
+        name: tensor.detach().to("cpu", copy=True)
+        if is_writer
+        else torch.empty_like(tensor, device="meta")
+        for name, tensor in module.items()
+    }
 
 
 def _saved_names(model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[str]:
@@ -46,4 +73,7 @@ def _saved_names(model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[str
         for target, source in model.all_tied_weights_keys.items()
         if tensors[target] is tensors[source]
     }
-    return [name for name in model.state_dict() if name not in tied]
+    beside = tuple(
+        f"{owner}.{name}." for owner in adapter_layers(model) for name in ("lora_A", "lora_B")
+    )
+    return [n for n in model.state_dict() if n not in tied and not n.startswith(beside)]

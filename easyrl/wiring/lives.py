@@ -57,7 +57,7 @@ class SavedLives:
 
     Args:
         journal: of the rank that removes from it; None on the others.
-        reference: identity of the frozen reference model; None without one.
+        reference: ``reference_identity``, which a checkpoint has to agree with.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class SavedLives:
                 return Progress(cursor=batches.state())
             if state["reference"] != self._reference:
                 raise ValueError(
-                    "the reference model is not the one that the checkpoint was trained with; "
-                    "restore model.path, or keep objective.kl_coef and kl_in_reward_coef as they "
-                    "were"
+                    "the model at model.path, which is frozen, is not the one that the checkpoint "
+                    "was trained with; restore it, or keep objective.kl_coef and kl_in_reward_coef "
+                    "as they were"
                 )
             progress = Progress(**state["progress"])
             batches.restore(progress.cursor)
@@ -153,9 +153,13 @@ def _refuse_complete_run(output: Path) -> None:
 
 
 def reference_identity(config: Config, agreement: Agreement) -> str | None:
-    """Hash of the frozen reference's weight files, 64 hex digits; None without one. Collective."""
+    """Hash of the weight files of what is frozen and in no checkpoint, 64 hex digits. Collective.
+
+    That is the reference, and the model under an adapter; both are ``model.path``. None without.
+    """
     identity: str | None = None
-    if agreement.rank == 0 and config.objective.has_reference:
+    is_frozen = config.objective.has_reference or config.model.lora is not None
+    if agreement.rank == 0 and is_frozen:
         digest = blake3()
         for file in sorted(config.model.path.iterdir()):
             if file.is_file() and file.suffix in WEIGHT_SUFFIXES:
