@@ -122,7 +122,8 @@ def build_weight_sync(
     canary = Canary(
         asked,
         config.rollout.temperature,
-        pack_function(config, mask_truncated=False),  # its responses all end at max_tokens
+        # its responses all end at max_tokens; it reads the rows' tokens in their order
+        pack_function(config, mask_truncated=False, keep_order=True),
         inference.fetchers,
         config.weight_sync.timeout_s,
     )

@@ -9,16 +9,24 @@ import numpy as np
 from easyrl.accumulation import GroupFunctions
 from easyrl.config import Config
 from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch, pack_groups
+from easyrl.dataloaders.packing_cost import cost_of_model_at
+from easyrl.determinism import is_strict
 from easyrl.objectives.advantages import group_advantages
 from easyrl.schema import MicroBatch, RolloutGroup
 from easyrl.seeding import sample_seed
+
+Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
 
 
 def group_functions(config: Config) -> GroupFunctions:
     """What the trainer makes of finished groups."""
     return GroupFunctions(
         advantages=_advantages(config),
-        pack=pack_function(config, mask_truncated=config.rollout.truncated == "mask"),
+        pack=pack_function(
+            config,
+            mask_truncated=config.rollout.truncated == "mask",
+            keep_order=is_strict(config),  # there, rows are a matter of the prompts' order
+        ),
         denominator=_denominator(config),
         dummy=dummy_micro_batch,
     )
@@ -37,9 +45,10 @@ def _advantages(config: Config) -> Callable[[RolloutGroup], np.ndarray]:
     return advantages
 
 
-def pack_function(
-    config: Config, *, mask_truncated: bool
-) -> Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]:
+def pack_function(config: Config, *, mask_truncated: bool, keep_order: bool) -> Pack:
+    """``pack_groups`` as the configuration wants it, with the costs of its model."""
+    cost = cost_of_model_at(config.model.path)
+
     def pack(groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray]) -> list[MicroBatch]:
         return pack_groups(
             groups,
@@ -48,6 +57,9 @@ def pack_function(
             max_tokens=config.rollout.max_tokens,
             mask_truncated=mask_truncated,
             max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
+            packing=config.trainer.packing,
+            keep_order=keep_order,
+            cost=cost,
         )
 
     return pack

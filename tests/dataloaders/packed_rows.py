@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from hypothesis import strategies as st
 
 from easyrl.dataloaders.packing import Aggregation, pack_groups
-from easyrl.schema import MicroBatch, RolloutGroup
+from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
 from tests.tiny_models import random_group
 
 MAX_TOKENS = 50
+PACKINGS: tuple[Literal["prompt", "tree"], ...] = ("prompt", "tree")
 
 
 def pack(
@@ -21,6 +23,8 @@ def pack(
     aggregation: Aggregation = "token",
     mask_truncated: bool = False,
     budget: int = 100,
+    packing: Literal["prompt", "tree"] = "prompt",
+    keep_order: bool = True,
 ) -> list[MicroBatch]:
     return pack_groups(
         groups,
@@ -29,6 +33,8 @@ def pack(
         max_tokens=MAX_TOKENS,
         mask_truncated=mask_truncated,
         max_tokens_per_micro_batch=budget,
+        packing=packing,
+        keep_order=keep_order,
     )
 
 
@@ -43,7 +49,8 @@ def branch(row: MicroBatch, position: int) -> list[int]:
 
 
 def trained_tokens(rows: Sequence[MicroBatch]) -> list[tuple[object, ...]]:
-    """For each of the N tokens: all token ids before it on its branch, itself, and its numbers.
+    """For each of the N tokens: its sequence, all token ids before it on its branch, itself, and
+    its numbers.
 
     The token's own place in the row is found from its predictor: the first token of a response
     follows the prompt's end in the tree and not in the row.
@@ -54,9 +61,12 @@ def trained_tokens(rows: Sequence[MicroBatch]) -> list[tuple[object, ...]]:
         for n in range(row.num_loss_tokens):
             before = branch(row, int(row.predictor_index[n]))
             assert [positions[p] for p in before] == list(range(len(before)))
+            key = row.sequences[int(row.sequence_index[n])]
             context = tuple(ids[p] for p in before)
             numbers = (row.advantages[n].item(), row.inference_logprobs[n].item())
-            tokens.append((context, int(row.label_ids[n]), *numbers, row.loss_weights[n].item()))
+            tokens.append(
+                (key, context, int(row.label_ids[n]), *numbers, row.loss_weights[n].item())
+            )
     return tokens
 
 
@@ -76,6 +86,7 @@ def expected_tokens(
                     at = len(group.prompt.token_ids) + r
                     tokens.append(
                         (
+                            SampleKey(*group.prompt.key, g),
                             tuple(ids[:at]),
                             ids[at],
                             g + 10.0 * group.prompt.index,
@@ -86,20 +97,41 @@ def expected_tokens(
     return tokens
 
 
+def sequences_of(groups: Sequence[RolloutGroup]) -> dict[SampleKey, tuple[int, ...]]:
+    """Prompt and response of each sequence with a trained token."""
+    return {
+        SampleKey(*group.prompt.key, sample): (
+            *group.prompt.token_ids.tolist(),
+            *completion.token_ids.tolist(),
+        )
+        for group in groups
+        for sample, completion in enumerate(group.completions)
+        if completion.loss_mask.any()
+    }
+
+
 @st.composite
 def random_groups(draw: st.DrawFn, max_groups: int = 4) -> list[RolloutGroup]:
-    """Any lengths and group sizes, empty and truncated responses, masks inside."""
+    """Any lengths and group sizes, empty and truncated responses, masks inside.
+
+    Half of the time with two words only, so that sequences share beginnings of all lengths, are
+    beginnings of each other, and are equal.
+    """
     groups = []
+    few_words = draw(st.booleans())
     for index in range(draw(st.integers(0, max_groups))):
         lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=4))
-        groups.append(
-            random_group(
-                np.random.default_rng(draw(st.integers(0, 1000))),
-                draw(st.integers(1, 9)),
-                lengths,
-                index=index,
-                masked=draw(st.sampled_from([0.0, 0.5, 1.0])),
-                truncated=tuple(draw(st.sets(st.integers(0, 3)))),
-            )
+        group = random_group(
+            np.random.default_rng(draw(st.integers(0, 1000))),
+            draw(st.integers(1, 9)),
+            lengths,
+            index=index,
+            masked=draw(st.sampled_from([0.0, 0.5, 1.0])),
+            truncated=tuple(draw(st.sets(st.integers(0, 3)))),
         )
+        if few_words:
+            # Rarely the second word: long beginnings in common.
+            for token_ids in (group.prompt.token_ids, *(c.token_ids for c in group.completions)):
+                token_ids[:] = 1 + (token_ids % 5 == 0)
+        groups.append(group)
     return groups

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch
-from easyrl.schema import RolloutGroup, Segment
+from easyrl.schema import MicroBatch, RolloutGroup, SampleKey, Segment
 from tests.dataloaders.packed_rows import MAX_TOKENS, pack
 from tests.tiny_models import random_group
 
@@ -49,19 +49,51 @@ def test_groups_share_rows_in_order_up_to_the_budget() -> None:
     assert [row.num_tokens for row in pack(groups, budget=15)] == [8] * 5
 
 
+def samples_of(rows: list[MicroBatch]) -> list[list[tuple[int, int]]]:
+    """Prompt and sample of each row's sequences."""
+    return [[(key.index, key.sample) for key in row.sequences] for row in rows]
+
+
 def test_long_group_is_split_by_responses_with_its_prompt_repeated() -> None:
+    """As few parts as possible, of even cost, however the responses are ordered."""
     group = group_of(4, [3, 5, 2, 6])
     rows = pack([group], budget=12)
-    assert [[s.length for s in row.segments] for row in rows] == [[4, 3, 5], [4, 2, 6]]
+    assert samples_of(rows) == [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
+    assert [row.num_tokens for row in rows] == [12, 12]
     for row in rows:
         assert row.input_ids[:4].tolist() == group.prompt.token_ids.tolist()
+    even = pack([group_of(4, [9, 1, 1, 9, 1, 1])], budget=20)  # filled in order: 4+12, 4+10
+    assert samples_of(even) == [[(0, 0), (0, 1), (0, 4)], [(0, 2), (0, 3), (0, 5)]]
+    uneven = pack([group_of(4, [2, 6, 2, 6])], budget=12)  # filled in order: three rows
+    assert [row.num_tokens for row in uneven] == [12, 12]
+
+
+def test_rows_of_even_cost_from_groups_in_any_order() -> None:
+    sizes = [8, 8, 4, 4]
+    groups = [group_of(2, [size - 2], i) for i, size in enumerate(sizes)]
+    in_order = pack(groups, budget=14)
+    assert samples_of(in_order) == [[(0, 0)], [(1, 0), (2, 0)], [(3, 0)]]
+    any_order = pack(groups, budget=14, keep_order=False)
+    assert samples_of(any_order) == [[(0, 0), (2, 0)], [(1, 0), (3, 0)]]
+    assert samples_of(pack(groups, budget=1000, keep_order=False)) == [[(i, 0) for i in range(4)]]
 
 
 def test_too_long_a_response_gets_its_own_row() -> None:
-    rows = pack([group_of(4, [3, 50, 2], 0), group_of(4, [2], 1)], budget=20)
-    assert [[s.length for s in row.segments] for row in rows] == [[4, 3], [4, 50], [4, 2, 4, 2]]
+    groups = [group_of(4, [3, 50, 2], 0), group_of(4, [2], 1)]
+    in_order = pack(groups, budget=20)
+    assert samples_of(in_order) == [[(0, 0), (0, 2)], [(0, 1)], [(1, 0)]]
+    any_order = pack(groups, budget=20, keep_order=False)
+    assert samples_of(any_order) == [[(0, 0), (0, 2), (1, 0)], [(0, 1)]]
+    assert [row.num_tokens for row in any_order] == [15, 54]
     prompt_over_budget = pack([group_of(30, [1, 1])], budget=20)
-    assert [[s.length for s in row.segments] for row in prompt_over_budget] == [[30, 1], [30, 1]]
+    assert samples_of(prompt_over_budget) == [[(0, 0)], [(0, 1)]]
+
+
+def test_prompt_of_a_single_response_is_one_segment_with_it() -> None:
+    """Segments are chains without branches: one causal call each."""
+    (row,) = pack([group_of(3, [4])])
+    assert row.segments == (Segment(0, 7, -1),)
+    assert row.predictor_index.tolist() == [2, 3, 4, 5]
 
 
 def test_masked_tokens_stay_as_context() -> None:
@@ -79,7 +111,7 @@ def test_sequences_without_a_trained_token_are_left_out_but_counted() -> None:
     rng = np.random.default_rng(0)
     group = random_group(rng, 3, [4, 0, 6], truncated=(2,))
     (row,) = pack([group], mask_truncated=True)
-    assert row.segments == (Segment(0, 3, -1), Segment(3, 4, 0))
+    assert row.num_tokens == 7 and row.sequences == (SampleKey(0, 0, 0),)
     for aggregation, denominator in (("sequence", 3), ("token", 4), ("constant", 3)):
         assert batch_denominator([group], aggregation, mask_truncated=True) == denominator
     assert batch_denominator([group], "token", mask_truncated=False) == 10

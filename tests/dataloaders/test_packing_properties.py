@@ -1,46 +1,84 @@
-"""Packing of any groups: lengths, group sizes, masks, truncations, budgets, splits, orders."""
+"""Packing of any groups: lengths, group sizes, masks, truncations, budgets, splits, orders.
+
+What only trees do is in ``test_packing_tree.py``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from easyrl.dataloaders.packing import Aggregation, batch_denominator
+from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.schema import RolloutGroup
-from tests.dataloaders.packed_rows import expected_tokens, pack, random_groups, trained_tokens
+from tests.dataloaders.packed_rows import (
+    PACKINGS,
+    expected_tokens,
+    pack,
+    random_groups,
+    trained_tokens,
+)
 
 BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine
+PACKING = st.sampled_from(PACKINGS)
 AGGREGATIONS = st.sampled_from(["sequence", "token", "constant"])
 
 
-@settings(BUSY, max_examples=100)
-@given(random_groups(), AGGREGATIONS, st.booleans(), st.integers(1, 60))
+@settings(BUSY, max_examples=150)
+@given(random_groups(), AGGREGATIONS, st.booleans(), st.integers(1, 60), PACKING, st.booleans())
 def test_every_trained_token_once_behind_its_own_past(
-    groups: list[RolloutGroup], aggregation: Aggregation, mask_truncated: bool, budget: int
+    groups: list[RolloutGroup],
+    aggregation: Aggregation,
+    mask_truncated: bool,
+    budget: int,
+    packing: Literal["prompt", "tree"],
+    keep_order: bool,
 ) -> None:
     """With its predictor, position, weight, advantage and log-probability; nothing else is in."""
-    rows = pack(groups, aggregation=aggregation, mask_truncated=mask_truncated, budget=budget)
-    assert trained_tokens(rows) == expected_tokens(groups, aggregation, mask_truncated)
+    rows = pack(
+        groups,
+        aggregation=aggregation,
+        mask_truncated=mask_truncated,
+        budget=budget,
+        packing=packing,
+        keep_order=keep_order,
+    )
+    expected = expected_tokens(groups, aggregation, mask_truncated)
+    assert Counter(trained_tokens(rows)) == Counter(expected)
     for row in rows:
-        ends = [segment.start + segment.length for segment in row.segments]
-        assert [segment.start for segment in row.segments] == [0, *ends[:-1]]
-        assert ends[-1] == row.num_tokens
+        layout = SegmentLayout(row.segments)  # depth first
+        assert layout.num_tokens == row.num_tokens
+        assert row.sequences == tuple(sorted(row.sequences))
+        assert row.sequence_index.tolist() == sorted(row.sequence_index.tolist())
         assert row.sequence_index.unique().tolist() == list(range(row.num_sequences))
-        assert row.num_sequences == sum(segment.parent != -1 for segment in row.segments)
+
+
+@settings(BUSY, max_examples=100)
+@given(random_groups(max_groups=6), st.integers(1, 60), PACKING, st.booleans())
+def test_budget_is_kept(
+    groups: list[RolloutGroup],
+    budget: int,
+    packing: Literal["prompt", "tree"],
+    keep_order: bool,
+) -> None:
+    """Over it only where a prompt with one response is too long by itself."""
+    for row in pack(groups, budget=budget, packing=packing, keep_order=keep_order):
+        assert row.num_tokens <= budget or row.num_sequences == 1
 
 
 @settings(BUSY, max_examples=100)
 @given(random_groups(max_groups=6), st.integers(1, 60))
-def test_budget_is_kept_and_used(groups: list[RolloutGroup], budget: int) -> None:
+def test_rows_that_keep_the_order_are_closed_only_when_full(
+    groups: list[RolloutGroup], budget: int
+) -> None:
     rows = pack(groups, budget=budget)
-    for row in rows:
-        # Over the budget only where a prompt with one response is too long by itself.
-        assert row.num_tokens <= budget or len(row.segments) == 2
+    indices = [index for row in rows for index in dict.fromkeys(k.index for k in row.sequences)]
+    assert indices == sorted(indices)
     for row, following in zip(rows, rows[1:], strict=False):
-        # A row is closed only because what comes next, a prompt with its responses, has no room.
         roots = [i for i, segment in enumerate(following.segments) if segment.parent == -1]
         end = (*roots, len(following.segments))[1]
         assert row.num_tokens + sum(s.length for s in following.segments[:end]) > budget
@@ -56,12 +94,20 @@ def test_cutting_a_batch_anywhere_keeps_its_sums(
     And so the same loss, whatever a token's loss is; the denominators of the parts add up.
     """
     order = data.draw(st.permutations(groups))
+    packing, keep_order = data.draw(PACKING), data.draw(st.booleans())
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(groups))))))
     parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
     tokens: Counter[tuple[object, ...]] = Counter()
     for part in parts:
         budget = data.draw(st.integers(1, 80))
-        rows = pack(part, aggregation=aggregation, mask_truncated=mask_truncated, budget=budget)
+        rows = pack(
+            part,
+            aggregation=aggregation,
+            mask_truncated=mask_truncated,
+            budget=budget,
+            packing=packing,
+            keep_order=keep_order,
+        )
         tokens += Counter(trained_tokens(rows))
     assert tokens == Counter(expected_tokens(groups, aggregation, mask_truncated))
     denominators = [batch_denominator(part, aggregation, mask_truncated) for part in parts]
@@ -69,8 +115,10 @@ def test_cutting_a_batch_anywhere_keeps_its_sums(
 
 
 @settings(BUSY, max_examples=50)
-@given(random_groups(), st.integers(1, 60))
-def test_packing_changes_no_group(groups: list[RolloutGroup], budget: int) -> None:
+@given(random_groups(), st.integers(1, 60), PACKING)
+def test_packing_changes_no_group(
+    groups: list[RolloutGroup], budget: int, packing: Literal["prompt", "tree"]
+) -> None:
     """The journal's record of a group is what was trained, also after it was packed."""
 
     def arrays() -> list[np.ndarray]:
@@ -81,7 +129,7 @@ def test_packing_changes_no_group(groups: list[RolloutGroup], budget: int) -> No
         ]
 
     before = [array.copy() for array in arrays()]
-    for row in pack(groups, budget=budget):
+    for row in pack(groups, budget=budget, packing=packing):
         row.input_ids.zero_()
         row.inference_logprobs.zero_()
     assert all(np.array_equal(a, b) for a, b in zip(before, arrays(), strict=True))

@@ -22,7 +22,7 @@ from easyrl.dataloaders.packing import dummy_micro_batch, pack_groups
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.model_loading import load_policy_model
 from easyrl.policy_model import PolicyModel, run_micro_batch
-from easyrl.schema import MicroBatch, RolloutGroup
+from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
 from tests.tiny_models import CLASSES, FAMILIES, Family, random_group, save_tiny_model, tiny_config
 
 TEMPERATURE = 0.7
@@ -33,7 +33,10 @@ GROUP_SHAPES = ((11, [5, 17, 1, 9]), (3, [30, 2]), (20, [8, 8, 29]))
 
 def make_groups() -> tuple[list[RolloutGroup], list[np.ndarray]]:
     rng = np.random.default_rng(5)
-    groups = [random_group(rng, prompt, responses) for prompt, responses in GROUP_SHAPES]
+    groups = [
+        random_group(rng, prompt, responses, index=index)
+        for index, (prompt, responses) in enumerate(GROUP_SHAPES)
+    ]
     return groups, [rng.normal(size=len(g.completions)) for g in groups]
 
 
@@ -52,14 +55,15 @@ def pack(budget: int) -> list[MicroBatch]:
 def packed_run(model: PolicyModel, budget: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities of all response tokens and gradients of the test objective, packed."""
     model.zero_grad()
-    logprobs = []
+    logprobs: dict[SampleKey, Tensor] = {}  # a group's parts are not in order
     for row in pack(budget):
         row_logprobs, row_entropy = run_micro_batch(model, row, TEMPERATURE)
         advantages = row.advantages.to(row_logprobs.dtype)
         (advantages * row_logprobs + ENTROPY_WEIGHT * row_entropy).sum().backward()
-        logprobs.append(row_logprobs.detach())
+        for place, key in enumerate(row.sequences):
+            logprobs[key] = row_logprobs.detach()[row.sequence_index == place]
     prefix = "model."
-    return torch.cat(logprobs), {
+    return torch.cat([logprobs[key] for key in sorted(logprobs)]), {
         name.removeprefix(prefix): parameter.grad for name, parameter in model.named_parameters()
     }
 

@@ -1,0 +1,93 @@
+"""One packed row as the model takes it, from sequences and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from easyrl.dataloaders.prefix_tree import PrefixTree, SharedOrder
+from easyrl.schema import MicroBatch, SampleKey, Segment
+
+Aggregation = Literal["sequence", "token", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSequence:
+    """A prompt with one of its responses, of which some tokens are trained."""
+
+    key: SampleKey
+    token_ids: np.ndarray  # int32 [P + R]
+    prompt_length: int  # P, at least 1: the first token of a response needs one that predicts it
+    trained: np.ndarray  # int64 [n], places of the trained tokens, all of them behind the prompt
+    logprobs: np.ndarray  # float32 [n], the server's
+    advantage: float
+
+
+def packed_row(
+    sequences: Sequence[TrainedSequence],
+    order: SharedOrder,
+    aggregation: Aggregation,
+    max_tokens: int,
+) -> MicroBatch:
+    """The row of those of ``sequences`` that ``order`` names.
+
+    The input has each beginning that ``order`` says is shared once, depth first. The trained tokens
+    stand sequence by sequence, in the order of ``sequences``, each with its own advantage, also
+    where sequences share it.
+    """
+    tree = PrefixTree(order)
+    placed = zip(order.index.tolist(), order.shared.tolist(), strict=True)
+    runs = [sequences[index].token_ids[shared:] for index, shared in placed]
+    places = np.argsort(order.index)
+    chosen = [sequences[index] for index in order.index[places].tolist()]
+    counts = np.array([len(sequence.trained) for sequence in chosen])
+    predictors = [
+        tree.positions(place, sequence.trained - 1)
+        for place, sequence in zip(places.tolist(), chosen, strict=True)
+    ]
+    weights = {
+        "sequence": 1.0 / counts,
+        "token": np.ones(len(counts)),
+        "constant": np.full(len(counts), 1.0 / max_tokens),
+    }[aggregation]
+    return MicroBatch(
+        input_ids=_int64(np.concatenate(runs)),
+        position_ids=_int64(tree.depths),
+        segments=tree.segments,
+        predictor_index=_int64(np.concatenate(predictors)),
+        label_ids=_int64(np.concatenate([s.token_ids[s.trained] for s in chosen])),
+        advantages=_float32(np.repeat([s.advantage for s in chosen], counts)),
+        inference_logprobs=_float32(np.concatenate([s.logprobs for s in chosen])),
+        loss_weights=_float32(np.repeat(weights, counts)),
+        sequence_index=_int64(np.repeat(np.arange(len(counts)), counts)),
+        sequences=tuple(sequence.key for sequence in chosen),
+    )
+
+
+def dummy_micro_batch() -> MicroBatch:
+    """Two tokens, one of them trained with weight zero: keeps collectives equal between ranks."""
+    return MicroBatch(
+        input_ids=torch.zeros(2, dtype=torch.int64),
+        position_ids=torch.arange(2),
+        segments=(Segment(0, 1, -1), Segment(1, 1, 0)),
+        predictor_index=torch.zeros(1, dtype=torch.int64),
+        label_ids=torch.zeros(1, dtype=torch.int64),
+        advantages=torch.zeros(1),
+        inference_logprobs=torch.zeros(1),
+        loss_weights=torch.zeros(1),
+        sequence_index=torch.zeros(1, dtype=torch.int64),
+        sequences=(SampleKey(0, 0, 0),),
+        is_dummy=True,
+    )
+
+
+def _int64(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _float32(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.float32))

@@ -1,0 +1,78 @@
+"""What a packed row costs to train, relative to other rows of the same model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class RowCost:
+    """Multiplications and additions of a forward pass; the backward pass takes twice as many.
+
+    A row costs ``per_token`` for each token in it, ``per_pair`` for each pair of a token and one
+    that it attends to, and ``per_label`` for each trained token.
+    """
+
+    per_token: float  # all linear layers but the output projection
+    per_pair: float
+    per_label: float  # output projection
+
+    def tokens(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Of a sequence's tokens ``[begin, end)``; a token attends to those up to itself.
+
+        What comes before ``begin`` is in the row already, and costs nothing more.
+        """
+        pairs = (end * (end + 1) - begin * (begin + 1)) / 2
+        return self.per_token * (end - begin) + self.per_pair * pairs
+
+    def labels(self, count: np.ndarray) -> np.ndarray:
+        return self.per_label * count
+
+
+def model_cost(shape: Mapping[str, Any]) -> RowCost:
+    """Of a decoder whose sizes have the names that Hugging Face configurations give them.
+
+    Experts count as far as a token goes through them. Raises ``KeyError`` for a missing size.
+    """
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    heads = shape["num_attention_heads"]
+    head_size = shape.get("head_dim") or hidden // heads
+    query_size = heads * head_size
+    key_size = (shape.get("num_key_value_heads") or heads) * head_size
+    inner = shape["intermediate_size"]
+    if shape.get("num_experts_per_tok"):
+        inner = shape["num_experts_per_tok"] * shape.get("moe_intermediate_size", inner)
+    # query and output; key and value; gate, up and down
+    weights = 2 * hidden * query_size + 2 * hidden * key_size + 3 * hidden * inner
+    return RowCost(
+        per_token=2.0 * layers * weights,
+        per_pair=4.0 * layers * query_size,  # scores, and their sum of values
+        per_label=2.0 * hidden * shape["vocab_size"],
+    )
+
+
+DEFAULT_COST = model_cost(  # a dense model of 4B parameters
+    {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151_936,
+    }
+)
+
+
+def cost_of_model_at(path: Path) -> RowCost:
+    """Of the model in a folder, from its ``config.json``; ``DEFAULT_COST`` if that does not say."""
+    try:
+        return model_cost(json.loads((path / "config.json").read_text()))
+    except (OSError, ValueError, KeyError):
+        return DEFAULT_COST
