@@ -143,13 +143,14 @@ def peft_config(lora: LoraConfig, base_model: Path | None = None) -> peft.LoraCo
     """``lora`` as peft writes it; ``base_model`` is where the adapter's reader finds the model."""
     import peft
 
-    alpha: Any = lora.alpha  # declared as an integer
+    alpha: Any = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # declared as integer
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=alpha,
         target_modules=list(lora.target_modules),
         lora_dropout=0.0,
         bias="none",
+        inference_mode=base_model is not None,  # of a file to be read; else it would not be trained
         task_type=peft.TaskType.CAUSAL_LM,
         base_model_name_or_path=None if base_model is None else str(base_model.absolute()),
     )

@@ -73,16 +73,18 @@ def run(config: Config, *, resume: bool = False, signals: RunSignals | None = No
 
 
 def _finish(config: Config, parts: Parts) -> None:
-    """Exports the trained model and draws the reward curve."""
-    from easyrl.checkpoints.export import export_model
+    """Exports the trained model, and the adapter if there is one; draws the reward curve."""
+    from easyrl.checkpoints.export import export_adapter, export_model
     from easyrl.metrics import read_metrics
     from easyrl.plot import plot_reward_curve
     from easyrl.run_folder import METRICS_FILE
 
-    output = config.run.output_dir
+    output, lora = config.run.output_dir, config.model.lora
     if parts.engine.rank != 0:
-        if config.checkpoint.export_at_end:
-            for _ in parts.engine.named_weights():  # a collective: rank 0 writes
+        if config.checkpoint.export_at_end:  # collectives: rank 0 writes
+            for _ in parts.engine.named_weights():
+                pass
+            for _ in parts.engine.named_weights("adapter") if lora else ():
                 pass
         return
     if config.checkpoint.export_at_end:
@@ -90,6 +92,9 @@ def _finish(config: Config, parts: Parts) -> None:
         dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.model.dtype]
         source, tokenizer = config.model.path, config.model.tokenizer_path
         export_model(weights, source, tokenizer, output / "model", dtype)
+        if lora is not None:
+            adapter = parts.engine.named_weights("adapter")
+            export_adapter(adapter, lora, source, output / "adapter")
     plot_reward_curve(read_metrics(output / METRICS_FILE), output / "reward.png")
 
 

@@ -1,4 +1,4 @@
-"""The trained model as a folder that ``from_pretrained`` loads."""
+"""The trained model, and an adapter of it, as folders that ``from_pretrained`` loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
+from easyrl.config import LoraConfig
 from easyrl.inference_client.weight_transfer.artifact import write_artifact
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf")
@@ -45,3 +47,19 @@ def export_model(
     config["dtype"] = dtype
     config.pop("torch_dtype", None)
     config_file.write_text(json.dumps(config, indent=2))
+
+
+def export_adapter(
+    weights: Iterable[tuple[str, torch.Tensor]], lora: LoraConfig, source: Path, target: Path
+) -> None:
+    """Writes a folder that ``PeftModel.from_pretrained`` puts on the model in ``source``.
+
+    ``weights`` are named as peft saves them. Not into the merged model's folder: transformers would
+    load the adapter on top of what already contains it.
+    """
+    from easyrl.lora import peft_config
+
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    save_file(dict(weights), target / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config(lora, source).save_pretrained(target)
