@@ -62,4 +62,4 @@ def export_adapter(
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     save_file(dict(weights), target / "adapter_model.safetensors", metadata={"format": "pt"})
-    peft_config(lora, source).save_pretrained(target)
+    peft_config(lora, source).save_pretrained(str(target))

@@ -24,6 +24,8 @@ from tests.tiny_models import Family, save_tiny_model
 ATTENTION_ONLY = ("q_proj", "o_proj")  # all that the mixture of experts has in each layer
 LORA = LoraConfig(rank=3, alpha=7.0)
 SEED = 13
+STAGES = (0, 1, 2, 3)
+BEHAVIOUR = ((0, "fp32"), (2, "bf16"), (3, "fp32"))  # of ZeRO stage and dtype
 
 
 def lora_of(family: Family) -> LoraConfig:
