@@ -1,0 +1,21 @@
+"""Our side: the packed row, through the model and the loss that an engine trains with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from benchmarks.shared_prompt_workload import OBJECTIVE, Forward, Workload
+from easyrl.tri_model import TriModel
+
+
+def ours(work: Workload) -> Forward:
+    """``TriModel.loss`` of the micro-batch, its metrics included."""
+    tri_model = TriModel(
+        work.policy, reference=None, old_policy=None, temperature=1.0, device=work.device
+    )
+
+    def forward() -> Tensor:
+        loss_sum, _ = tri_model.loss(work.batch.micro_batch, OBJECTIVE, same_pass=work.same_pass)
+        return loss_sum / work.batch.denominator
+
+    return forward
