@@ -200,14 +200,14 @@ def test_a_wrong_block_is_noticed() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-2)])
-@pytest.mark.parametrize("name", ALL_FORESTS)
+@pytest.mark.parametrize("name", LONG_FORESTS)
 def test_on_a_gpu_it_agrees_with_the_reference(
     name: str, dtype: torch.dtype, tolerance: float, kv_heads: int
 ) -> None:
     """Against float64 on the same GPU; the tolerance is relative to the largest entry."""
-    layout = SegmentLayout(ALL_FORESTS[name])
+    layout = SegmentLayout(LONG_FORESTS[name])
     inputs = random_inputs(layout, kv_heads=kv_heads, head_size=64, dtype=dtype, device="cuda")
     got = output_and_gradients(flex_attention_backend(*inputs, layout, SCALE), inputs)
     exact = [x.detach().double().requires_grad_() for x in inputs]
