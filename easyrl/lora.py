@@ -120,22 +120,17 @@ class FrozenAdapter:
         adapter: None is the model that the run started from, the reference.
     """
 
-    def __init__(
-        self, engine: nn.Module, policy: PolicyModel, device: torch.device, adapter: str | None
-    ) -> None:
+    def __init__(self, engine: nn.Module, policy: PolicyModel, adapter: str | None) -> None:
         self._engine = engine
         self._model = policy.model
-        self._device = device
         self._adapter = adapter
 
     def logprobs(
         self, micro_batch: MicroBatch, layout: SegmentLayout, temperature: float
     ) -> Tensor:
-        """Log-probabilities float32 [N]."""
+        """Log-probabilities float32 [N], of a micro-batch on the device."""
         with adapter_in_use(self._model, self._adapter):
-            logprobs, _ = run_micro_batch(
-                self._engine, micro_batch, temperature, layout=layout, device=self._device
-            )
+            logprobs, _ = run_micro_batch(self._engine, micro_batch, temperature, layout=layout)
         return logprobs
 
 

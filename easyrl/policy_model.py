@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
@@ -121,20 +120,19 @@ def run_micro_batch(
     temperature: float,
     *,
     layout: SegmentLayout | None = None,
-    device: torch.device | None = None,
     token_loss: TokenLoss | None = None,
 ) -> tuple[Tensor, ...]:
     """``PolicyModel.forward`` of ``micro_batch``; ``model`` may be an engine around the model.
 
-    Models that see the same row share its ``layout`` and with it the mask. Tensors move to
-    ``device`` if given.
+    Both are on one device. Models that see the same row share its ``layout`` and with it what
+    attention derives from it.
     """
     return model(
-        micro_batch.input_ids.to(device),
-        micro_batch.position_ids.to(device),
+        micro_batch.input_ids,
+        micro_batch.position_ids,
         layout or SegmentLayout(micro_batch.segments),
-        micro_batch.predictor_index.to(device),
-        micro_batch.label_ids.to(device),
+        micro_batch.predictor_index,
+        micro_batch.label_ids,
         temperature,
         token_loss,
     )

@@ -54,11 +54,9 @@ class FrozenModel:
     def logprobs(
         self, micro_batch: MicroBatch, layout: SegmentLayout, temperature: float
     ) -> Tensor:
-        """Log-probabilities float32 [N]."""
+        """Log-probabilities float32 [N], of a micro-batch on the device."""
         with self._on_device():
-            logprobs, _ = run_micro_batch(
-                self.module, micro_batch, temperature, layout=layout, device=self._device
-            )
+            logprobs, _ = run_micro_batch(self.module, micro_batch, temperature, layout=layout)
         return logprobs
 
     @contextmanager
@@ -109,9 +107,9 @@ class TriModel:
 
     def __call__(self, micro_batch: MicroBatch) -> TriLogprobs:
         """The three log-probabilities of the N trained tokens; float32 [N] each."""
-        layout = SegmentLayout(micro_batch.segments)
-        frozen = self._frozen(micro_batch, layout)
-        return TriLogprobs(TokenLogprobs(*self._policy(micro_batch, layout)), frozen)
+        row, layout = self._on_device(micro_batch)
+        frozen = self._frozen(row, layout)
+        return TriLogprobs(TokenLogprobs(*self._policy(row, layout)), frozen)
 
     def loss(
         self, micro_batch: MicroBatch, objective: ObjectiveConfig, *, same_pass: bool
@@ -123,41 +121,40 @@ class TriModel:
         """
         if not same_pass:
             return policy_loss(self(micro_batch), micro_batch, objective)
-        layout = SegmentLayout(micro_batch.segments)
-        frozen = self._frozen(micro_batch, layout)
-        losses = token_loss(micro_batch, frozen, objective, self._device)
-        loss_sum, logprobs, entropy = self._policy(micro_batch, layout, losses)
+        row, layout = self._on_device(micro_batch)
+        frozen = self._frozen(row, layout)
+        losses = token_loss(row, frozen, objective, self._device)
+        loss_sum, logprobs, entropy = self._policy(row, layout, losses)
         tri = TriLogprobs(TokenLogprobs(logprobs, entropy), frozen)
-        return loss_sum, loss_metrics(tri, micro_batch, objective, loss_sum, micro_batch.advantages)
+        return loss_sum, loss_metrics(tri, row, objective, loss_sum, row.advantages)
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
         """Those of reference and old policy, as far as the objective needs them; no gradient."""
-        return self._frozen(micro_batch, SegmentLayout(micro_batch.segments))
+        return self._frozen(*self._on_device(micro_batch))
 
     @torch.no_grad()
     def policy_logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """The policy's log-probabilities without gradient, float32 [N]."""
-        logprobs, _ = self._policy(micro_batch, SegmentLayout(micro_batch.segments))
+        logprobs, _ = self._policy(*self._on_device(micro_batch))
         return logprobs
 
+    def _on_device(self, micro_batch: MicroBatch) -> tuple[MicroBatch, SegmentLayout]:
+        """What all models share of a row."""
+        return micro_batch.to(self._device), SegmentLayout(micro_batch.segments)
+
     def _policy(
-        self, micro_batch: MicroBatch, layout: SegmentLayout, losses: TokenLoss | None = None
+        self, row: MicroBatch, layout: SegmentLayout, losses: TokenLoss | None = None
     ) -> tuple[Tensor, ...]:
         return run_micro_batch(
-            self.policy,
-            micro_batch,
-            self._temperature,
-            layout=layout,
-            device=self._device,
-            token_loss=losses,
+            self.policy, row, self._temperature, layout=layout, token_loss=losses
         )
 
-    def _frozen(self, micro_batch: MicroBatch, layout: SegmentLayout) -> FrozenLogprobs:
-        if micro_batch.frozen is not None:
-            return micro_batch.frozen
+    def _frozen(self, row: MicroBatch, layout: SegmentLayout) -> FrozenLogprobs:
+        if row.frozen is not None:
+            return row.frozen
 
         def of(model: Frozen | None) -> Tensor | None:
-            return None if model is None else model.logprobs(micro_batch, layout, self._temperature)
+            return None if model is None else model.logprobs(row, layout, self._temperature)
 
         old_policy = None if self.old_is_policy else self.old_policy
         return FrozenLogprobs(reference=of(self.reference), old_policy=of(old_policy))

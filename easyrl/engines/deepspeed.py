@@ -233,7 +233,7 @@ class DeepSpeedEngine:
 
     def _reference(self, load: Callable[[], PolicyModel]) -> Frozen:
         if self._config.model.lora is not None:
-            return FrozenAdapter(self._engine, self._policy, self._device, None)
+            return FrozenAdapter(self._engine, self._policy, None)
         return self._frozen(load(), offload=self._config.trainer.offload_reference)
 
     def _old_policy(self, load: Callable[[], PolicyModel]) -> Frozen:
@@ -244,7 +244,7 @@ class DeepSpeedEngine:
                 name: own[name.replace(f".{TRAINED}.", f".{OLD_ADAPTER}.")]
                 for name in self._parameters()
             }
-            return FrozenAdapter(self._engine, self._policy, self._device, OLD_ADAPTER)
+            return FrozenAdapter(self._engine, self._policy, OLD_ADAPTER)
         old_policy = self._frozen(load(), offload=False)
         parameters = old_policy.module.parameters()
         self._old_parameters = dict(zip(self._parameters(), parameters, strict=True))

@@ -63,7 +63,7 @@ def logprobs(policy: PolicyModel, row: MicroBatch) -> torch.Tensor:
 
 
 def of_frozen(policy: PolicyModel, row: MicroBatch, adapter: str | None) -> torch.Tensor:
-    frozen = FrozenAdapter(policy, policy, CPU, adapter)
+    frozen = FrozenAdapter(policy, policy, adapter)
     return frozen.logprobs(row, SegmentLayout(row.segments), TEMPERATURE)
 
 
@@ -139,13 +139,23 @@ def test_an_offloaded_reference_is_refused() -> None:
 # ---- gradients and frozen models -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("same_pass", [True, False])
-def test_gradient_is_pefts_in_fp64(folder: Path, family: Family, same_pass: bool) -> None:
+@pytest.mark.parametrize(
+    "family, checkpointing, same_pass",
+    [
+        ("llama", "none", True),
+        ("qwen2", "layer", False),
+        ("qwen3", "selective", True),
+        ("qwen3_moe", "layer", True),
+    ],
+)
+def test_gradient_is_pefts_in_fp64(
+    folders: dict[Family, Path], family: Family, checkpointing: str, same_pass: bool
+) -> None:
     """Packed rows against each sequence alone, with the adapter-off reference in the loss."""
-    checkpointing = "layer" if same_pass else "selective"
+    folder = folders[family]
     config = model_config(folder, family, activation_checkpointing=checkpointing)
     policy = load(config, folder / "adapter", torch.float64)
-    reference = FrozenAdapter(policy, policy, CPU, None)
+    reference = FrozenAdapter(policy, policy, None)
     tri_model = TriModel(
         policy, reference=reference, old_policy=None, temperature=TEMPERATURE, device=CPU
     )
