@@ -79,22 +79,27 @@ class LookAhead:
         self._record = record
         self._known: dict[SampleKey, FrozenLogprobs] = {}  # in host memory
         self._device = CPU  # the engine's
+        self._has_frozen = True  # False: the old policy is the policy and there is no reference
         self.work_s = 0.0
         self.num_tokens = 0
 
     def work(self) -> bool:
         """Runs the frozen models on finished responses once; False if none are worth it."""
+        if not self._has_frozen:
+            return False
         start = time.monotonic()
         chosen = self._choose()
         for row in self._rows(chosen):
             self._record("look_ahead_start", num_tokens=row.num_tokens)
             frozen = self._engine.frozen_logprobs(row)
-            # The copy waits for the device, so that this returns when the work is done and not when
-            # it is launched: a group may be complete by then.
-            self._known |= split_logprobs(row, self._on_host(frozen))
+            self._has_frozen = frozen.reference is not None or frozen.old_policy is not None
+            if self._has_frozen:
+                # The copy waits for the device, so that this returns when the work is done and not
+                # when it is launched: a group may be complete by then.
+                self._known |= split_logprobs(row, self._on_host(frozen))
             self._record("look_ahead_end")
         self.work_s += time.monotonic() - start
-        return bool(chosen)
+        return bool(chosen) and self._has_frozen
 
     def complete(self, row: MicroBatch) -> MicroBatch:
         """``row`` with what the frozen models say of it, if some of it is known.

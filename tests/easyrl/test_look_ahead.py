@@ -219,6 +219,18 @@ def test_responses_that_are_not_trained_are_not_computed() -> None:
     assert ahead.work() and not ahead.work() and engine.frozen == []
 
 
+def test_an_update_without_frozen_models_is_left_alone_after_one_look() -> None:
+    """The first of several without a reference: its old policy is the policy."""
+    engine, samples = TellingEngine(reference=False, old_policy=False), OpenSamples(1)
+    ahead = make(engine, samples)
+    groups = [group(0, 3, 5), group(1, 3, 5)]
+    for each in groups:
+        finish(samples, each, 0)
+        assert not ahead.work()
+    assert len(engine.frozen) == 1
+    assert all(ahead.complete(row) is row for row in pack(groups)) and ahead.num_tokens == 0
+
+
 # ---- one update after another --------------------------------------------------------------------
 
 Step = Callable[[OpenSamples], object] | list[RolloutGroup]
