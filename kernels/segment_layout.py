@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from easyrl.kernels.block_partition import Block, partition
+
 
 class Rectangle(NamedTuple):
     """Queries ``[query_start, query_end)`` see all keys ``[key_start, key_end)``."""
@@ -51,6 +53,7 @@ class SegmentLayout:
         self.num_tokens = sum(length for _, length, _ in segments)  # T
         self._dense_masks: dict[torch.device, Tensor] = {}
         self._paths: dict[torch.device, Paths] = {}
+        self._blocks: dict[int | None, tuple[Block, ...]] = {}
 
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:
@@ -90,6 +93,13 @@ class SegmentLayout:
         if paths is None:
             paths = self._paths[device] = _paths(self.segments, device)
         return paths
+
+    def blocks(self, longest: int | None = None) -> tuple[Block, ...]:
+        """The merge form of the row, no causal block longer than ``longest`` if given."""
+        blocks = self._blocks.get(longest)
+        if blocks is None:
+            blocks = self._blocks[longest] = partition(self.segments, self.rectangles, longest)
+        return blocks
 
 
 def _check_segments(segments: Sequence[tuple[int, int, int]]) -> None:

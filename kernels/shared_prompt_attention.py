@@ -2,7 +2,8 @@
 
 A token attends to all tokens of its segment's ancestors, to its own segment up to and including
 itself, and to nothing else. One function, several backends in ``BACKENDS``; ``reference`` runs
-everywhere and is what the others are checked against.
+everywhere and is what the others are checked against, ``merged`` runs everywhere too, without the
+reference's dense mask.
 
 Shape legend: T tokens of the row, Hq query heads, Hkv key and value heads (Hq a multiple of it),
 D head size.
@@ -23,6 +24,10 @@ Backend = Callable[[Tensor, Tensor, Tensor, SegmentLayout, float], Tensor]
 # Where each lives: its module is imported when it is first asked for.
 BACKENDS = {
     "reference": "easyrl.kernels.shared_prompt_attention:reference_attention",
+    "merged": "easyrl.kernels.merged_attention:merged_attention",
+    "flex": "easyrl.kernels.flex_attention:flex_attention_backend",
+    "varlen": "easyrl.kernels.varlen_attention:varlen_attention_backend",
+    "npu": "easyrl.kernels.npu_attention:npu_attention_backend",
 }
 
 
@@ -42,13 +47,18 @@ def shared_prompt_attention(
     ``ValueError`` if the row's length is not the layout's or if ``backend`` is not one of
     ``BACKENDS``.
     """
+    check_shapes(query, layout)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return load_backend(backend)(query, key, value, layout, scale)
+
+
+def check_shapes(query: Tensor, layout: SegmentLayout) -> None:
+    """Raises ``ValueError`` if ``query`` is not one row of the layout's length."""
     if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
         raise ValueError(
             f"query is {tuple(query.shape)}, the layout is one row of "
             f"{layout.num_tokens} tokens: [1, heads, {layout.num_tokens}, head size]"
         )
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return load_backend(backend)(query, key, value, layout, scale)
 
 
 def load_backend(name: str) -> Backend:

@@ -1,0 +1,101 @@
+"""A packed row's attention cut into blocks of two kinds: causal squares and full rectangles.
+
+Equal blocks at equal distances become one batch. Long triangles are halved again and again (what
+is cut off is a rectangle), because fused kernels compute, and throw away, much of the upper half
+of a square that is not longer than their own tiles.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """``number`` stretches of ``length`` positions, the first from ``start``, ``step`` apart."""
+
+    start: int
+    length: int
+    number: int
+    step: int
+
+
+class Block(NamedTuple):
+    """Stretch i of ``queries`` sees stretch i of ``keys``: all of it, or causally.
+
+    A causal block is square: its queries are its keys. The stretches of a span do not overlap.
+    """
+
+    queries: Span
+    keys: Span
+    causal: bool
+
+
+def partition(
+    segments: Iterable[tuple[int, int, int]],
+    rectangles: Iterable[tuple[int, int, int, int]],
+    longest: int | None,
+) -> tuple[Block, ...]:
+    """Blocks that hold each visible pair once: first the causal ones, which hold each position
+    once as query and once as key, then the rectangles.
+
+    ``segments`` and ``rectangles`` are a ``SegmentLayout``'s. No causal block is longer than
+    ``longest``, if that is given.
+    """
+    triangles: list[tuple[int, int]] = []  # start, length
+    full: list[tuple[int, int, int, int]] = list(rectangles)
+    for start, length, _ in segments:
+        if longest is None:
+            triangles.append((start, length))
+        else:
+            _halve(start, length, longest, triangles, full)
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for start, length in triangles:
+        by_length[length].append(start)
+    by_shape: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for query_start, query_end, key_start, key_end in full:
+        shape = (query_end - query_start, key_end - key_start, query_start - key_start)
+        by_shape[shape].append(query_start)
+    blocks = []
+    for length, starts in by_length.items():
+        for first, count, step in _progressions(starts):
+            span = Span(first, length, count, step)
+            blocks.append(Block(span, span, causal=True))
+    for (query_length, key_length, offset), starts in by_shape.items():
+        for first, count, step in _progressions(starts):
+            queries = Span(first, query_length, count, step)
+            blocks.append(Block(queries, Span(first - offset, key_length, count, step), False))
+    return tuple(blocks)
+
+
+def _halve(
+    start: int,
+    length: int,
+    longest: int,
+    triangles: list[tuple[int, int]],
+    full: list[tuple[int, int, int, int]],
+) -> None:
+    """The left part is ``longest`` times a power of 2, so that many blocks are equal."""
+    if length <= longest:
+        triangles.append((start, length))
+        return
+    left = longest
+    while 2 * left < length:
+        left *= 2
+    middle = start + left
+    full.append((middle, start + length, start, middle))
+    _halve(start, left, longest, triangles, full)
+    _halve(middle, length - left, longest, triangles, full)
+
+
+def _progressions(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """``starts`` as arithmetic progressions (first, count, step), greedily."""
+    ordered = sorted(starts)
+    while ordered:
+        first, count = ordered[0], 1
+        step = ordered[1] - first if len(ordered) > 1 else 1
+        while count < len(ordered) and ordered[count] == first + count * step:
+            count += 1
+        yield first, count, step
+        ordered = ordered[count:]
