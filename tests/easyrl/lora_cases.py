@@ -24,8 +24,17 @@ from tests.tiny_models import Family, save_tiny_model
 ATTENTION_ONLY = ("q_proj", "o_proj")  # all that the mixture of experts has in each layer
 LORA = LoraConfig(rank=3, alpha=7.0)
 SEED = 13
-STAGES = (0, 1, 2, 3)
-BEHAVIOUR = ((0, "fp32"), (2, "bf16"), (3, "fp32"))  # of ZeRO stage and dtype
+# by kind, the ZeRO stages and dtypes of a quick run and of all
+QUICK = {
+    "gradient": ((1, "fp32"), (3, "fp32")),
+    "updates": ((3, "fp32"),),
+    "behaviour": ((2, "bf16"), (3, "fp32")),
+}
+EVERY = {
+    "gradient": tuple((stage, "fp32") for stage in range(4)),
+    "updates": ((0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")),
+    "behaviour": ((0, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")),
+}
 
 
 def lora_of(family: Family) -> LoraConfig:

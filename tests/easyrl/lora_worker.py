@@ -3,8 +3,8 @@
 ``python lora_worker.py FOLDER PHASE``, or under the launcher, with a folder that
 ``lora_cases.prepare`` filled. Each rank leaves ``PHASE-rank*.json``. Phases:
 
-- ``train`` (two ranks): gradients, frozen models, what a step changes; writes checkpoints
-- ``resume`` (one rank): loads them
+- ``quick`` and ``every`` (two ranks): gradients, frozen models, what a step changes; checkpoints
+- ``resume`` (one rank): loads those of ``every``
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +33,7 @@ from easyrl.engines.deepspeed import DeepSpeedEngine
 from easyrl.engines.deepspeed_state import optimizer_pieces
 from tests.easyrl.engine_cases import MAX_GRAD_NORM, denominator, relative_error, streamed
 from tests.easyrl.engine_worker import ADAM, SGD, SGD_SCALE, Session, num_changed, same_bits
-from tests.easyrl.lora_cases import BEHAVIOUR, LORA, STAGES, dense_gold, load, model_config
+from tests.easyrl.lora_cases import EVERY, LORA, QUICK, Gold, dense_gold, load, model_config
 
 Results = dict[str, Any]
 Weights = dict[str, Tensor]
@@ -40,6 +41,10 @@ Weights = dict[str, Tensor]
 
 class LoraSession(Session):
     """Engines of a policy with an adapter, whose values peft wrote."""
+
+    @cached_property
+    def gold(self) -> Gold:
+        return dense_gold(self.folder, MAX_GRAD_NORM)
 
     def config(self, stage: int, dtype: str, trainer: Results, model: str = "base") -> Config:
         config = super().config(stage, dtype, trainer, "base")
@@ -89,10 +94,10 @@ def _hash(tensors: list[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def check_gradient(session: LoraSession, stage: int) -> Results:
+def check_gradient(session: LoraSession, stage: int, dtype: str) -> Results:
     """One SGD-like step, off which the clipped gradient of the adapters can be read."""
-    gold = dense_gold(session.folder, MAX_GRAD_NORM)
-    engine = session.lora_engine(stage, **SGD)
+    gold = session.gold
+    engine = session.lora_engine(stage, dtype, **SGD)
     before, base = weights(engine, "adapter"), base_hash(engine)
     for row in session.share(streamed("token"), equal=engine.lockstep):
         engine.forward_backward([row])
@@ -170,9 +175,9 @@ def no_gradient_buffers(engine: DeepSpeedEngine) -> Iterator[None]:
         yield
 
 
-def check_updates(session: LoraSession, stage: int) -> Results:
+def check_updates(session: LoraSession, stage: int, dtype: str) -> Results:
     """Two updates of a batch: the second sees the batch's own policy as the old one."""
-    engine = session.lora_engine(stage, updates_per_batch=2, max_steps=8, learning_rate=1e-2)
+    engine = session.lora_engine(stage, dtype, updates_per_batch=2, learning_rate=1e-2)
     probe = streamed("token")[0]
     policy = engine.logprobs(probe)
     found = []
@@ -183,11 +188,10 @@ def check_updates(session: LoraSession, stage: int) -> Results:
         old = engine._tri_model.frozen_logprobs(probe).old_policy
         found.append({"skipped": skipped, "old": float((old.cpu() - policy).abs().max())})
     moved = float((engine.logprobs(probe) - policy).abs().max())
-    engine.begin_batch()
     return {"updates": found, "moved": moved}
 
 
-def resume(session: LoraSession, stage: int, dtype: str) -> Results:
+def check_resumed(session: LoraSession, stage: int, dtype: str) -> Results:
     engine = session.fresh_engine(stage, dtype, **ADAM)
     session.checkpoints(engine, f"{stage}-{dtype}").load_latest()
     pieces = {p.key: p.values for p in engine.snapshot().pieces}
@@ -207,6 +211,9 @@ def resume(session: LoraSession, stage: int, dtype: str) -> Results:
     }
 
 
+CHECKS = {"gradient": check_gradient, "updates": check_updates, "behaviour": check_behaviour}
+
+
 def run(folder: Path, phase: str) -> None:
     session = LoraSession(folder)
     results: Results = {}
@@ -218,13 +225,13 @@ def run(folder: Path, phase: str) -> None:
         results[name] = check(session, *arguments)
         results[name]["seconds"] = time.monotonic() - started
 
-    if phase == "train":
-        for stage in STAGES:
-            add(f"gradient/{stage}", check_gradient, stage)
-            add(f"updates/{stage}", check_updates, stage)
-    for stage, dtype in BEHAVIOUR:
-        check = check_behaviour if phase == "train" else resume
-        add(f"behaviour/{stage}/{dtype}", check, stage, dtype)
+    if phase == "resume":
+        for stage, dtype in EVERY["behaviour"]:
+            add(f"behaviour/{stage}/{dtype}", check_resumed, stage, dtype)
+    else:
+        for kind, cases in {"quick": QUICK, "every": EVERY}[phase].items():
+            for stage, dtype in cases:
+                add(f"{kind}/{stage}/{dtype}", CHECKS[kind], stage, dtype)
     (folder / f"{phase}-rank{session.rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

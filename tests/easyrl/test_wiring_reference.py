@@ -11,10 +11,10 @@ from easyrl.config_file import validate_config
 from easyrl.wiring.lives import reference_identity
 
 
-def config(model: Path, kl_coef: float = 0.1) -> Config:
+def config(model: Path, kl_coef: float = 0.1, **settings: object) -> Config:
     return validate_config(
         {
-            "model": {"path": str(model)},
+            "model": {"path": str(model), **settings},
             "data": {"files": ["prompts.jsonl"]},
             "inference": {"endpoints": ["http://127.0.0.1:1"]},
             "rewards": [{"name": "exact"}],
@@ -39,3 +39,6 @@ def test_it_changes_with_every_kind_of_weight_file_and_no_other(tmp_path: Path, 
     (tmp_path / name).write_bytes(b"others!")
     assert identity() != first
     assert reference_identity(config(tmp_path, kl_coef=0.0), Agreement(0, 1)) is None
+    # under an adapter the model is frozen too, and no checkpoint holds it
+    with_adapter = config(tmp_path, kl_coef=0.0, lora={})
+    assert reference_identity(with_adapter, Agreement(0, 1)) == identity()
