@@ -6,21 +6,19 @@ split: the rows that the part holds).
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from easyrl.kernels.vocab_softmax import (
-    RowSums,
-    RowValues,
-    row_blocks,
-    row_sums,
-    softmax_dtype,
-    softmax_gradient_,
-)
+from easyrl.kernels import vocab_softmax
+from easyrl.kernels.vocab_softmax import RowSums, RowValues, row_blocks, softmax_dtype
 
+USE_TRITON = True  # on a GPU where Triton is installed; benchmarks look at the other way too
 WEIGHT_ROWS = 8192  # of a rounded product that is added to the weight's gradient at a time
 
 
@@ -51,10 +49,32 @@ def check_arguments(
             f"hidden is {tuple(hidden.shape)} and labels {labels.dtype} {tuple(labels.shape)}; "
             "they have to be [N, H] and int64 [N]"
         )
+    vocab = weight.shape[:1]
+    if weight.shape[1:] != hidden.shape[1:] or (bias is not None and bias.shape != vocab):
+        shapes = [None if x is None else tuple(x.shape) for x in (weight, bias)]
+        raise ValueError(
+            f"weight and bias are {shapes}; they have to be [V, {hidden.shape[1]}] and [V]"
+        )
     if temperature <= 0 or chunk_size < 1:
         raise ValueError(
             f"temperature is {temperature} and chunk_size {chunk_size}; both have to be positive"
         )
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _row_wise(logits: Tensor) -> ModuleType:
+    """The module whose ``row_sums`` and ``softmax_gradient_`` take these logits."""
+    if not USE_TRITON or not logits.is_cuda or logits.dtype == torch.float64:
+        return vocab_softmax
+    if not _triton_is_installed():
+        return vocab_softmax
+    from easyrl.kernels import triton_logprob
+
+    return triton_logprob
 
 
 class ChunkedHead:
@@ -88,6 +108,7 @@ class ChunkedHead:
 
     def values(self, logits: Tensor, rows: slice) -> RowValues:
         labels = self._labels[rows]
+        row_sums = _row_wise(logits).row_sums
         if self._part is None:
             return RowValues.of(row_sums(logits, labels, self._temperature))
         labels, held = self._part.local_labels(labels)
@@ -107,7 +128,7 @@ class ChunkedHead:
         if self._part is not None:
             labels, held = self._part.local_labels(labels)
             grad_label = grad_logprobs.where(held, grad_logprobs.new_zeros(()))
-        softmax_gradient_(
+        _row_wise(logits).softmax_gradient_(
             logits,
             labels,
             logsumexp,

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements of a block of rows: on a CPU about what its caches hold, elsewhere few kernel launches.
-BLOCK_NUMEL = 2**19
-DEVICE_BLOCK_NUMEL = 2**26
+# Elements of a block of rows: on a CPU what a core's cache holds, elsewhere few kernel launches.
+BLOCK_NUMEL = 2**18
+DEVICE_BLOCK_NUMEL = 2**24
 
 
 class RowSums(NamedTuple):
@@ -59,12 +59,17 @@ def row_sums(logits: Tensor, labels: Tensor, temperature: float) -> RowSums:
     """``logits`` [C, V] before temperature, only read; ``labels`` int64 [C] in [0, V)."""
     dtype = softmax_dtype(logits.dtype)
     sums = RowSums(*logits.new_empty((4, logits.shape[0]), dtype=dtype).unbind())
+    as_it_is = temperature == 1.0 and logits.dtype == dtype
+    work: Tensor | None = None
     for rows in row_blocks(logits):
-        shifted = _scaled(logits[rows], temperature, dtype)
-        sums.label_logit[rows] = shifted.gather(1, labels[rows, None]).squeeze(1)
-        torch.amax(shifted, dim=-1, out=sums.maximum[rows])
-        shifted.sub_(sums.maximum[rows, None])
-        exp = shifted.exp()
+        if work is None:  # the first block is the largest
+            work = logits.new_empty((2, rows.stop, logits.shape[1]), dtype=dtype)
+        shifted, exp = work[:, : rows.stop - rows.start]
+        scaled = logits[rows] if as_it_is else shifted.copy_(logits[rows]).div_(temperature)
+        sums.label_logit[rows] = scaled.gather(1, labels[rows, None]).squeeze(1)
+        torch.amax(scaled, dim=-1, out=sums.maximum[rows])
+        torch.sub(scaled, sums.maximum[rows, None], out=shifted)
+        torch.exp(shifted, out=exp)
         torch.sum(exp, dim=-1, out=sums.exp_sum[rows])
         sums.weighted_sum[rows] = torch.linalg.vecdot(exp, shifted)
     return sums
@@ -109,13 +114,7 @@ def softmax_gradient_(
 
 def row_blocks(chunk: Tensor) -> Iterator[slice]:
     numel = BLOCK_NUMEL if chunk.device.type == "cpu" else DEVICE_BLOCK_NUMEL
-    size = max(1, numel // max(1, chunk.shape[1]))
+    # At most half of a chunk, so that work space for two blocks is no more than a second chunk.
+    size = max(1, min(numel // max(1, chunk.shape[1]), chunk.shape[0] // 2))
     for start in range(0, chunk.shape[0], size):
         yield slice(start, min(start + size, chunk.shape[0]))
-
-
-def _scaled(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """A copy of a block."""
-    if temperature == 1.0:
-        return logits.to(dtype, copy=True)
-    return logits.to(dtype, copy=True).div_(temperature)

@@ -1,0 +1,93 @@
+"""Triton's row kernels against plain torch in fp64, on a GPU or in Triton's interpreter.
+
+``TRITON_INTERPRET=1 python -m tests.kernels.triton_checks [cuda]``: the interpreter runs the
+kernels on CPU tensors, and has to be chosen before Triton is imported, so in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+from easyrl.kernels import triton_logprob, vocab_softmax
+from easyrl.kernels.vocab_softmax import RowValues
+
+NUM_ROWS = 5
+# One step, one full step, a few with a part of one left; a step is 4,096 entries.
+VOCABS = (7, 4096, 9001)
+
+
+def check_all(device: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    cases = itertools.product((torch.float32, torch.bfloat16), VOCABS, (1.0, 0.6))
+    for dtype, vocab, temperature in cases:
+        logits = (torch.randn(NUM_ROWS, vocab, generator=generator) * 5).to(device, dtype)
+        logits[1] -= 300.0  # exp of these alone is 0
+        labels = torch.randint(vocab, (NUM_ROWS,), generator=generator).to(device)
+        labels[0], labels[1] = 0, vocab - 1
+        gradients = torch.randn(2, NUM_ROWS, generator=generator).to(device)
+        check_sums(logits, labels, temperature)
+        for with_entropy in (False, True):
+            check_gradient(logits, labels, gradients, with_entropy, temperature)
+    check_label_outside(device)
+    check_not_finite(device)
+
+
+def values_of(module, logits, labels, temperature) -> RowValues:  # type: ignore[no-untyped-def]
+    return RowValues.of(module.row_sums(logits, labels, temperature))
+
+
+def check_sums(logits, labels, temperature) -> None:  # type: ignore[no-untyped-def]
+    got = values_of(triton_logprob, logits, labels, temperature)
+    expected = values_of(vocab_softmax, logits.double(), labels, temperature)
+    for first, second in zip(got, expected, strict=True):
+        assert first.dtype == torch.float32
+        # fp32 sums of up to 9,001 terms; the shifted row's logits have 2^-15 at 500.
+        torch.testing.assert_close(first.double(), second, rtol=1e-6, atol=1e-4)
+
+
+def check_gradient(logits, labels, gradients, with_entropy, temperature) -> None:  # type: ignore[no-untyped-def]
+    values = values_of(vocab_softmax, logits.double(), labels, temperature)
+    by_logprob, by_entropy = gradients
+    by_label = by_logprob.clone()
+    by_label[2] = 0  # as where another process holds the label
+    sides = []
+    for module, dtype in ((triton_logprob, torch.float32), (vocab_softmax, torch.float64)):
+        grad = logits.to(logits.dtype if dtype == torch.float32 else dtype, copy=True)
+        module.softmax_gradient_(
+            grad,
+            labels,
+            values.logsumexp.to(dtype),
+            values.entropy.to(dtype),
+            by_logprob.to(dtype),
+            by_label.to(dtype),
+            by_entropy.to(dtype) if with_entropy else None,
+            temperature,
+        )
+        sides.append(grad)
+    # bf16: the one rounding of the result, which the interpreter does by cutting digits off;
+    # logsumexp of -500 in fp32 is 2^-15 off.
+    rtol = 2**-7 if logits.dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(sides[0].double(), sides[1], rtol=rtol, atol=3e-5)
+
+
+def check_label_outside(device: str) -> None:
+    logits = torch.randn(3, 100, device=device)
+    labels = torch.tensor([5, 100, -1], device=device)
+    sums = triton_logprob.row_sums(logits, labels, 1.0)
+    assert sums.label_logit.isnan().tolist() == [False, True, True]
+
+
+def check_not_finite(device: str) -> None:
+    logits = torch.randn(3, 5000, device=device)
+    logits[1, 4500] = torch.nan
+    logits[2, 17] = torch.inf
+    values = values_of(triton_logprob, logits, torch.zeros(3, dtype=torch.int64).to(device), 1.0)
+    assert values.logprobs.isfinite().tolist() == [True, False, False]
+
+
+if __name__ == "__main__":
+    check_all(*sys.argv[1:] or ["cpu"])
+    print("all checks passed")
