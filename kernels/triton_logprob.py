@@ -59,7 +59,7 @@ def softmax_gradient_(
     if logits.shape[0] == 0:
         return
     has_entropy = grad_entropy is not None
-    used = grad_entropy if has_entropy else grad_logprobs  # any pointer will do
+    used = grad_logprobs if grad_entropy is None else grad_entropy  # any pointer will do
     _softmax_gradient[(logits.shape[0],)](
         logits,
         labels,
@@ -78,7 +78,7 @@ def softmax_gradient_(
 
 
 @triton.jit
-def _row_sums(
+def _row_sums(  # type: ignore[no-untyped-def]
     logits_ptr,
     labels_ptr,
     sums_ptr,
@@ -122,7 +122,7 @@ def _row_sums(
 
 
 @triton.jit
-def _softmax_gradient(
+def _softmax_gradient(  # type: ignore[no-untyped-def]
     logits_ptr,
     labels_ptr,
     logsumexp_ptr,

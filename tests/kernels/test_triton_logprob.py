@@ -15,17 +15,25 @@ from easyrl.kernels.linear_token_loss import linear_token_loss
 from tests.kernels.test_linear_token_loss import of_both
 
 
-def test_mathematics_in_the_interpreter() -> None:
+def run_checks(*arguments: str, **environment: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_checks"],
+        [sys.executable, "-m", "tests.kernels.triton_checks", *arguments],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0 and "all checks passed" in done.stdout, done.stderr
+
+
+def test_mathematics_in_the_interpreter() -> None:
+    run_checks(TRITON_INTERPRET="1")
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    run_checks("compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """Triton's row kernels against plain torch in fp64, on a GPU or in Triton's interpreter.
 
-``TRITON_INTERPRET=1 python -m tests.kernels.triton_checks [cuda]``: the interpreter runs the
-kernels on CPU tensors, and has to be chosen before Triton is imported, so in a process of its own.
+``TRITON_INTERPRET=1 python -m tests.kernels.triton_checks``: the interpreter runs the kernels on
+CPU tensors, and has to be chosen before Triton is imported, so in a process of its own.
+``python -m tests.kernels.triton_checks compile`` compiles them for a GPU, and needs none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import itertools
 import sys
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from easyrl.kernels import triton_logprob, vocab_softmax
 from easyrl.kernels.vocab_softmax import RowValues
@@ -88,6 +92,33 @@ def check_not_finite(device: str) -> None:
     assert values.logprobs.isfinite().tolist() == [True, False, False]
 
 
+def check_compilation() -> None:
+    """To machine code for compute capability 9.0, with the options of a launch."""
+    scalars = {"vocab": "i32", "row_stride": "i32", "inverse_temperature": "fp32"}
+    for logits in ("*fp32", "*bf16", "*fp16"):
+        pointers = {"logits_ptr": logits, "labels_ptr": "*i64"}
+        signature = {**pointers, "sums_ptr": "*fp32", **scalars, "sums_stride": "i32"}
+        compile_kernel(triton_logprob._row_sums, signature, {})
+        for has_entropy in (False, True):
+            rows = ("logsumexp", "entropy", "grad_logprobs", "grad_label", "grad_entropy")
+            signature = {**pointers, **{f"{name}_ptr": "*fp32" for name in rows}, **scalars}
+            compile_kernel(
+                triton_logprob._softmax_gradient, signature, {"HAS_ENTROPY": has_entropy}
+            )
+
+
+def compile_kernel(kernel, signature: dict[str, str], constants: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+    constants = {**constants, "BLOCK": triton_logprob.BLOCK}
+    types = {**signature, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants)
+    options = {"num_warps": triton_logprob.NUM_WARPS}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert len(compiled.asm["cubin"]) > 0
+
+
 if __name__ == "__main__":
-    check_all(*sys.argv[1:] or ["cpu"])
+    if sys.argv[1:] == ["compile"]:
+        check_compilation()
+    else:
+        check_all("cpu")
     print("all checks passed")
