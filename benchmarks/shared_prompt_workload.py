@@ -15,8 +15,9 @@ from benchmarks.shared_prompt_sizes import Batch
 from easyrl.config import ModelConfig, ObjectiveConfig
 from easyrl.model_loading import load_policy_model
 from easyrl.objectives.losses import token_loss
-from easyrl.policy_model import PolicyModel, run_micro_batch
+from easyrl.policy_model import PolicyModel
 from easyrl.schema import FrozenLogprobs
+from easyrl.tri_model import TriModel
 
 OBJECTIVE = ObjectiveConfig(aggregation="sequence")  # GRPO's clipped loss, no KL, no entropy bonus
 OLD_POLICY_NOISE = 0.05  # nats between the policy and the old policy: the ratio is not 1
@@ -30,7 +31,7 @@ class Workload:
     """What a side computes: GRPO's loss of ``batch`` and its gradient in the policy's weights."""
 
     policy: PolicyModel
-    batch: Batch  # its micro-batch carries the log-probabilities of the old policy
+    batch: Batch  # the row on the device, with the log-probabilities of the old policy
     device: torch.device
     same_pass: bool  # the chunked projection forms its gradient with its values
 
@@ -62,7 +63,7 @@ class Workload:
         """The loss and, of the N trained tokens, log-probabilities and entropies."""
         head = self.model.get_output_embeddings()
         micro_batch = self.batch.micro_batch
-        labels = micro_batch.label_ids.to(self.device)
+        labels = micro_batch.label_ids
         losses = token_loss(micro_batch, self.frozen, OBJECTIVE, self.device)
         if self.same_pass:
             loss_sum, logprobs, entropy = head(hidden, labels, 1.0, losses)
@@ -115,10 +116,11 @@ def workload(
     policy: PolicyModel, batch: Batch, device: torch.device, *, same_pass: bool
 ) -> Workload:
     """Adds the log-probabilities of an old policy: the policy's own, disturbed a little."""
-    with torch.no_grad():
-        logprobs, _ = run_micro_batch(policy, batch.micro_batch, 1.0, device=device)
+    model = TriModel(policy, reference=None, old_policy=None, temperature=1.0, device=device)
+    row = batch.micro_batch.to(device)
+    logprobs = model.policy_logprobs(row)
     noise = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
     old = logprobs + OLD_POLICY_NOISE * noise.to(logprobs)
     frozen = FrozenLogprobs(reference=None, old_policy=old)
-    batch = replace(batch, micro_batch=replace(batch.micro_batch, frozen=frozen))
+    batch = replace(batch, micro_batch=replace(row, frozen=frozen))
     return Workload(policy, batch, device, same_pass)
