@@ -27,7 +27,7 @@ SEED = 13
 # by kind, the ZeRO stages and dtypes of a quick run and of all
 QUICK = {
     "gradient": ((1, "fp32"), (3, "fp32")),
-    "updates": ((3, "fp32"),),
+    "updates": ((2, "fp32"),),
     "behaviour": ((2, "bf16"), (3, "fp32")),
 }
 EVERY = {
