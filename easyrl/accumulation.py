@@ -80,6 +80,8 @@ class Accumulator:
             with the weights: an outage, a stop.
         max_tokens: packed tokens per micro-batch.
         synchronous: wait for all groups before training (``mode: sync``).
+        rows_per_take: of groups that are ready, so many micro-batches' worth are packed together:
+            fuller rows, of more even cost.
         look_ahead: while no group is complete, run the frozen models on responses that are
             finished; for an engine that can.
     """
@@ -92,6 +94,7 @@ class Accumulator:
     record: Record
     max_tokens: int
     synchronous: bool
+    rows_per_take: int = 1
     look_ahead: bool = False
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
@@ -152,14 +155,16 @@ class Accumulator:
             if self.synchronous:
                 self.record("waiting_for_batch")
                 groups.complete()
-            while ready := groups.take_ready(self.max_tokens, idle):
+            while ready := groups.take_ready(self.rows_per_take * self.max_tokens, idle):
                 self.stop.raise_if_requested()
                 for group in ready:
                     _refuse_off_policy(group, groups.accepted_versions)
                     totals.add_group(group, recovered=group.prompt.key in groups.recovered)
                 usable = [group for group in ready if group.excluded is None]
                 totals.denominator += functions.denominator(usable)
-                yield from functions.pack(usable, [functions.advantages(g) for g in usable])
+                for row in functions.pack(usable, [functions.advantages(g) for g in usable]):
+                    self.stop.raise_if_requested()
+                    yield row
         except Exception as error:
             if not self.is_interruption(error):
                 raise

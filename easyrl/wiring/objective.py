@@ -15,6 +15,10 @@ from easyrl.objectives.advantages import group_advantages
 from easyrl.schema import MicroBatch, RolloutGroup
 from easyrl.seeding import sample_seed
 
+# With groups of a third of a row, takes of 8 rows need 11 % fewer rows than takes of one (simulated
+# log-normal sizes), and the costs of rows vary half as much.
+ROWS_PER_TAKE = 8
+
 Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
 
 
@@ -30,6 +34,14 @@ def group_functions(config: Config) -> GroupFunctions:
         denominator=_denominator(config),
         dummy=dummy_micro_batch,
     )
+
+
+def rows_per_take(config: Config) -> int:
+    """Micro-batches' worth of ready groups that are packed together.
+
+    One in strict mode, where a take waits for each of its groups.
+    """
+    return 1 if is_strict(config) else ROWS_PER_TAKE
 
 
 def _advantages(config: Config) -> Callable[[RolloutGroup], np.ndarray]:

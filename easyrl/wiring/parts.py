@@ -47,7 +47,7 @@ from easyrl.wiring.endpoints import (
     warn_of_short_contexts,
 )
 from easyrl.wiring.lives import Due, SavedLives, open_notary, reference_identity
-from easyrl.wiring.objective import group_functions
+from easyrl.wiring.objective import group_functions, rows_per_take
 from easyrl.wiring.steps import total_steps, trained_before
 
 
@@ -167,6 +167,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             is_interruption=_is_interruption,
             record=record,
             max_tokens=config.trainer.max_tokens_per_micro_batch,
+            rows_per_take=rows_per_take(config),
             synchronous=config.run.mode == "sync",
             look_ahead=_looks_ahead(config, engine),
         ),
