@@ -15,7 +15,7 @@ their gradients: on a CPU the highest resident set of a fresh process, on a GPU 
 peak, less the bytes of inputs and gradients; the figure with them is printed beside it. Times: the
 sides take turns in one process pinned to as many cores as threads, after a warm-up each; a ratio is
 the median of the ratios within a turn. ``cpu_time_ratio`` is of the processors' seconds, which
-other work on the machine disturbs less. The last line printed is one JSON object.
+other work on the machine disturbs less. ``--repeats 0`` measures memory only. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -98,24 +98,23 @@ def main() -> None:
         )
         print(work, flush=True)
         memory = {side: _in_fresh_process(_peak_memory, work, side) for side in (WHOLE, *METHODS)}
-        seconds = _in_fresh_process(_times, work, arguments.repeats)
+        seconds = _in_fresh_process(_times, work, arguments.repeats) if arguments.repeats else {}
         held = 2 * work.gradient_bytes + 16 * tokens  # labels, coefficients
         for side in (WHOLE, *METHODS):
-            walls, cpus = zip(*seconds[side], strict=True)
             print(
                 f"  {side:10} {memory[side] / 2**20:7.0f} MiB, with inputs and gradients "
-                f"{(memory[side] + held) / 2**20:7.0f} MiB; {statistics.median(walls):.2f} s, "
-                f"of processors {statistics.median(cpus):.2f} s"
+                f"{(memory[side] + held) / 2**20:7.0f} MiB"
             )
+            if seconds:
+                wall, processors = (statistics.median(s) for s in zip(*seconds[side], strict=True))
+                print(f"  {'':10} {wall:7.2f} s, of processors {processors:.2f} s")
         for method in METHODS:
-            pairs = list(zip(seconds[method], seconds[WHOLE], strict=True))
-            row = {
-                "tokens": tokens,
-                "method": method,
-                "memory_ratio": round(memory[method] / memory[WHOLE], 4),
-                "time_ratio": round(statistics.median(a[0] / b[0] for a, b in pairs), 3),
-                "cpu_time_ratio": round(statistics.median(a[1] / b[1] for a, b in pairs), 3),
-            }
+            row: dict[str, object] = {"tokens": tokens, "method": method}
+            row["memory_ratio"] = round(memory[method] / memory[WHOLE], 4)
+            if seconds:
+                pairs = list(zip(seconds[method], seconds[WHOLE], strict=True))
+                row["time_ratio"] = round(statistics.median(a[0] / b[0] for a, b in pairs), 3)
+                row["cpu_time_ratio"] = round(statistics.median(a[1] / b[1] for a, b in pairs), 3)
             print("  " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             rows.append(row)
     print(json.dumps({"rows": rows}))
