@@ -15,7 +15,8 @@ their gradients: on a CPU the highest resident set of a fresh process, on a GPU 
 peak, less the bytes of inputs and gradients; the figure with them is printed beside it. Times: the
 sides take turns in one process pinned to as many cores as threads, after a warm-up each; a ratio is
 the median of the ratios within a turn. ``cpu_time_ratio`` is of the processors' seconds, which
-other work on the machine disturbs less. ``--repeats 0`` measures memory only. The last line printed is one JSON object.
+other work on the machine disturbs less. ``--repeats 0`` measures memory only. The last line printed
+is one JSON object.
 """
 
 from __future__ import annotations

@@ -195,6 +195,10 @@ def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
     if total.dtype == hidden.dtype:
         total.addmm_(grad_logits.t(), hidden)
         return
+    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device)[0] >= 8:
+        # Not rounded at all, and no pass of its own over the sum.
+        torch.addmm(total, grad_logits.t(), hidden, out_dtype=total.dtype, out=total)
+        return
     for start in range(0, total.shape[0], WEIGHT_ROWS):  # no second [V, H]
         vocab = slice(start, start + WEIGHT_ROWS)
         total[vocab].add_(grad_logits[:, vocab].t() @ hidden)
