@@ -50,7 +50,7 @@ def load_policy_model(
         add_adapter(hf_model, model.lora, seed)
     checkpoint_activations(hf_model, model.activation_checkpointing, model.checkpoint_every)
     # No dropout in these models: training mode only switches activation checkpointing on.
-    return PolicyModel(hf_model, model.logprob_chunk_size).train()
+    return PolicyModel(hf_model, model.logprob_chunk_size, model.attention).train()
 
 
 def _check_supported(config: PreTrainedConfig, model: ModelConfig) -> None:

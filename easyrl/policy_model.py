@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from easyrl.kernels.attention_check import CheckedAttention
 from easyrl.kernels.linear_logprob import linear_logprobs
 from easyrl.kernels.linear_token_loss import TokenLoss, linear_token_loss
 from easyrl.kernels.segment_layout import SegmentLayout
-from easyrl.kernels.shared_prompt_attention import shared_prompt_attention
 from easyrl.schema import MicroBatch
 
 ATTENTION = "easyrl_shared_prompt"
@@ -29,11 +29,14 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     layout: SegmentLayout | None = None,
+    checked_attention: CheckedAttention | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; ``layout`` comes through the model's keywords."""
-    assert layout is not None and attention_mask is None, "run this model through PolicyModel"
-    output = shared_prompt_attention(query, key, value, layout, scale=scaling)
+    """What transformers calls in every layer; the last two come through the model's keywords."""
+    assert layout is not None and checked_attention is not None and attention_mask is None, (
+        "run this model through PolicyModel"
+    )
+    output = checked_attention(query, key, value, layout, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -78,13 +81,16 @@ class PolicyModel(nn.Module):
     """Packed row in, log-probability and entropy of each trained token out.
 
     The Hugging Face model is ``self.model``: a parameter's name there is its name here without the
-    leading ``model.``.
+    leading ``model.``. ``attention`` is that of ``CheckedAttention``.
     """
 
-    def __init__(self, model: PreTrainedModel, logprob_chunk_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, logprob_chunk_size: int, attention: str = "auto"
+    ) -> None:
         super().__init__()
         assert model.config._attn_implementation == ATTENTION
         self.model = model
+        self.attention = CheckedAttention(attention)
         self.model.set_output_embeddings(
             LogprobHead(model.get_output_embeddings(), logprob_chunk_size)
         )
@@ -109,6 +115,7 @@ class PolicyModel(nn.Module):
             position_ids=position_ids[None],
             use_cache=False,
             layout=layout,
+            checked_attention=self.attention,
         ).last_hidden_state[0]  # [T, H]
         head = self.model.get_output_embeddings()
         return head(hidden.index_select(0, predictor_index), label_ids, temperature, token_loss)

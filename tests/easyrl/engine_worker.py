@@ -113,6 +113,7 @@ class Session:
                 path=self.folder / next(names),
                 dtype=dtype,
                 activation_checkpointing="selective" if checkpointing else "none",
+                attention="merged",  # auto takes the reference for rows as short as these
             )
         )
 

@@ -19,6 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from easyrl.config import ModelConfig
 from easyrl.dataloaders.packing import dummy_micro_batch, pack_groups
+from easyrl.kernels.attention_check import CheckedAttention
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.model_loading import load_policy_model
 from easyrl.policy_model import PolicyModel, run_micro_batch
@@ -103,7 +104,9 @@ def relative_errors(
 def load_both(
     path: Path, dtype: torch.dtype, attention: str = "sdpa"
 ) -> tuple[PolicyModel, PreTrainedModel]:
-    policy = load_policy_model(ModelConfig(path=path, logprob_chunk_size=16), dtype=dtype)
+    # these rows are so short that auto would take the reference
+    config = ModelConfig(path=path, logprob_chunk_size=16, attention="merged")
+    policy = load_policy_model(config, dtype=dtype)
     experts = "eager" if dtype == torch.float64 else None
     plain = AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation=attention, experts_implementation=experts
@@ -172,6 +175,9 @@ def test_plain_causal_mask_fails(path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "dense_mask",
         lambda self, device: torch.ones(self.num_tokens, self.num_tokens, dtype=torch.bool).tril(),
     )
+    with pytest.raises(RuntimeError, match="merged .* does not agree with the reference"):
+        packed_run(policy, 200)
+    policy.attention = CheckedAttention("reference")
     errors = relative_errors(packed_run(policy, 200), separate_run(plain))
     assert min(errors) > 1e-2, errors
 
@@ -192,7 +198,9 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path, family: Family
     path = save_tiny_model(tmp_path, family)
     counts, kept, runs = {}, {}, {}
     for mode, every in (("none", 1), ("layer", 1), ("layer", 2), ("selective", 1)):
-        config = ModelConfig(path=path, activation_checkpointing=mode, checkpoint_every=every)
+        config = ModelConfig(
+            path=path, activation_checkpointing=mode, checkpoint_every=every, attention="merged"
+        )
         model = load_policy_model(config, dtype=torch.float64)
         calls = [0] * len(model.model.model.layers)
         for index, layer in enumerate(model.model.model.layers):
@@ -248,8 +256,10 @@ def test_selective_checkpointing_keeps_products_and_attention(tmp_path: Path) ->
         with Products() as products:
             packed_run(model, 200)
         counts[mode] = products.counts
-    product, cheap = "aten.mm.default", "aten.silu.default"
-    assert counts["selective"][product] == counts["none"][product] < counts["layer"][product]
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    cheap = "aten.silu.default"
+    for dear in ("aten.mm.default", attention):
+        assert 0 < counts["selective"][dear] == counts["none"][dear] < counts["layer"][dear]
     assert counts["none"][cheap] < counts["selective"][cheap] == counts["layer"][cheap]
 
 
