@@ -218,5 +218,5 @@ class GroupStream:
 
 
 def packed_tokens(group: RolloutGroup) -> int:
-    """Tokens of a group packed with its prompt once: P + ΣR (paper §4.2)."""
+    """Tokens of a group packed with its prompt once: P + ΣR (paper §4.2). A tree has no more."""
     return len(group.prompt.token_ids) + sum(len(c.token_ids) for c in group.completions)
