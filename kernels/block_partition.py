@@ -35,13 +35,15 @@ class Block(NamedTuple):
 def partition(
     segments: Iterable[tuple[int, int, int]],
     rectangles: Iterable[tuple[int, int, int, int]],
-    longest: int | None,
+    longest: int | None = None,
+    most_queries: int | None = None,
 ) -> tuple[Block, ...]:
     """Blocks that hold each visible pair once: first the causal ones, which hold each position
     once as query and once as key, then the rectangles.
 
-    ``segments`` and ``rectangles`` are a ``SegmentLayout``'s. No causal block is longer than
-    ``longest``, if that is given.
+    ``segments`` and ``rectangles`` are a ``SegmentLayout``'s. If given, ``longest`` limits the
+    length of a causal block, ``most_queries`` the queries of a rectangle and of a whole batch,
+    unless that is a single causal block.
     """
     triangles: list[tuple[int, int]] = []  # start, length
     full: list[tuple[int, int, int, int]] = list(rectangles)
@@ -54,16 +56,17 @@ def partition(
     for start, length in triangles:
         by_length[length].append(start)
     by_shape: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for query_start, query_end, key_start, key_end in full:
+    pieces = (piece for rectangle in full for piece in _cut(*rectangle, most_queries))
+    for query_start, query_end, key_start, key_end in pieces:
         shape = (query_end - query_start, key_end - key_start, query_start - key_start)
         by_shape[shape].append(query_start)
     blocks = []
     for length, starts in by_length.items():
-        for first, count, step in _progressions(starts):
+        for first, count, step in _progressions(starts, length, most_queries):
             span = Span(first, length, count, step)
             blocks.append(Block(span, span, causal=True))
     for (query_length, key_length, offset), starts in by_shape.items():
-        for first, count, step in _progressions(starts):
+        for first, count, step in _progressions(starts, query_length, most_queries):
             queries = Span(first, query_length, count, step)
             blocks.append(Block(queries, Span(first - offset, key_length, count, step), False))
     return tuple(blocks)
@@ -89,13 +92,28 @@ def _halve(
     _halve(middle, length - left, longest, triangles, full)
 
 
-def _progressions(starts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _cut(
+    query_start: int, query_end: int, key_start: int, key_end: int, most_queries: int | None
+) -> Iterator[tuple[int, int, int, int]]:
+    """A rectangle in about equal parts of at most ``most_queries``."""
+    length = query_end - query_start
+    parts = 1 if most_queries is None else -(-length // most_queries)
+    for part in range(parts):
+        start = query_start + length * part // parts
+        end = query_start + length * (part + 1) // parts
+        yield start, end, key_start, key_end
+
+
+def _progressions(
+    starts: Sequence[int], length: int, most_queries: int | None
+) -> Iterator[tuple[int, int, int]]:
     """``starts`` as arithmetic progressions (first, count, step), greedily."""
     ordered = sorted(starts)
+    limit = len(ordered) if most_queries is None else max(1, most_queries // length)
     while ordered:
         first, count = ordered[0], 1
         step = ordered[1] - first if len(ordered) > 1 else 1
-        while count < len(ordered) and ordered[count] == first + count * step:
+        while count < min(len(ordered), limit) and ordered[count] == first + count * step:
             count += 1
         yield first, count, step
         ordered = ordered[count:]

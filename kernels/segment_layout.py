@@ -53,7 +53,7 @@ class SegmentLayout:
         self.num_tokens = sum(length for _, length, _ in segments)  # T
         self._dense_masks: dict[torch.device, Tensor] = {}
         self._paths: dict[torch.device, Paths] = {}
-        self._blocks: dict[int | None, tuple[Block, ...]] = {}
+        self._blocks: dict[tuple[int | None, int | None], tuple[Block, ...]] = {}
 
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:
@@ -94,11 +94,14 @@ class SegmentLayout:
             paths = self._paths[device] = _paths(self.segments, device)
         return paths
 
-    def blocks(self, longest: int | None = None) -> tuple[Block, ...]:
-        """The merge form of the row, no causal block longer than ``longest`` if given."""
-        blocks = self._blocks.get(longest)
+    def blocks(
+        self, longest: int | None = None, most_queries: int | None = None
+    ) -> tuple[Block, ...]:
+        """The merge form of the row, as ``partition`` cuts it with these limits."""
+        limits = (longest, most_queries)
+        blocks = self._blocks.get(limits)
         if blocks is None:
-            blocks = self._blocks[longest] = partition(self.segments, self.rectangles, longest)
+            blocks = self._blocks[limits] = partition(self.segments, self.rectangles, *limits)
         return blocks
 
 

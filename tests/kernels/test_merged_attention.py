@@ -56,14 +56,21 @@ def test_is_the_definition(forest: str, kv_heads: int, dtype: torch.dtype) -> No
     num_segments=st.integers(1, 12),
     longest=st.integers(1, 12),
     halved_from=st.sampled_from([1, 2, 3, 8]),
+    most_queries=st.sampled_from([1, 4, 20]),
     kv_heads=st.sampled_from([1, 2, 4]),
 )
 def test_random_forests(
-    seed: int, num_segments: int, longest: int, halved_from: int, kv_heads: int
+    seed: int,
+    num_segments: int,
+    longest: int,
+    halved_from: int,
+    most_queries: int,
+    kv_heads: int,
 ) -> None:
     layout = SegmentLayout(random_forest(seed, num_segments, longest))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merged, "_LONGEST_CAUSAL_ON_CPU", halved_from)
+        patch.setattr(merged, "_MOST_QUERIES_ON_CPU", most_queries)
         assert_is_dense(layout, random_inputs(layout, kv_heads=kv_heads))
 
 

@@ -10,19 +10,22 @@ from tests.kernels.forests import FORESTS, Triples, random_forest
 
 CPU = torch.device("cpu")
 ALL: dict[str, Triples] = FORESTS | {
-    f"random {seed}": random_forest(seed, num_segments=14, longest=9) for seed in range(6)
+    f"random {seed}": random_forest(seed, num_segments=14, longest=9) for seed in range(4)
 }
 
 
 @pytest.mark.parametrize("forest", ALL)
 @pytest.mark.parametrize("longest", [None, 1, 2, 3, 8])
-def test_blocks_hold_every_visible_pair_once(forest: str, longest: int | None) -> None:
+@pytest.mark.parametrize("most_queries", [None, 5])
+def test_blocks_hold_every_visible_pair_once(
+    forest: str, longest: int | None, most_queries: int | None
+) -> None:
     layout = SegmentLayout(ALL[forest])
     size = layout.num_tokens
     seen = torch.zeros(size, size, dtype=torch.int64)
     covered = torch.zeros(size, dtype=torch.int64)
     rectangles_began = False
-    for queries, keys, causal in layout.blocks(longest):
+    for queries, keys, causal in layout.blocks(longest, most_queries):
         assert queries.number == keys.number
         assert queries.number == 1 or min(queries.step, keys.step) >= 1
         for i in range(queries.number):
@@ -37,10 +40,13 @@ def test_blocks_hold_every_visible_pair_once(forest: str, longest: int | None) -
                 covered[rows][: queries.length] += 1
             else:
                 rectangles_began = True
+                assert most_queries is None or queries.length <= most_queries
+        if most_queries is not None and queries.number > 1:
+            assert queries.number * queries.length <= most_queries
     assert torch.equal(seen, layout.dense_mask(CPU).long())
     assert (covered == 1).all()
     assert layout.num_pairs == int(seen.sum())
-    assert layout.blocks(longest) is layout.blocks(longest)
+    assert layout.blocks(longest, most_queries) is layout.blocks(longest, most_queries)
 
 
 @pytest.mark.parametrize("forest", ALL)
@@ -66,6 +72,15 @@ def test_equal_responses_are_one_batch() -> None:
         (1, 40, 100, False),
         (1, 50, 50, False),
         (2, 25, 25, False),
+    ]
+    cut = [(q.start, q.number, q.length, k.length, c) for q, k, c in layout.blocks(None, 20)]
+    assert cut == [
+        (0, 1, 100, 100, True),
+        (100, 2, 8, 8, True),
+        (116, 2, 8, 8, True),
+        (132, 1, 8, 8, True),
+        (100, 1, 20, 100, False),
+        (120, 1, 20, 100, False),
     ]
 
 
