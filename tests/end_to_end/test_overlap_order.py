@@ -1,8 +1,9 @@
 """Training overlaps generation in async mode and follows it in sync mode: the run's own event log.
 
-A slow endpoint holds back the responses of one prompt. In async mode they are released only after
-the log shows that training has begun, so a trainer that waited for the whole batch would never
-finish; in sync mode they are released once the trainer waits and all other responses are scored.
+A slow endpoint holds back one response. In async mode it is released only after the log shows that
+training has begun and that the trainer, with nothing else to do, has looked ahead at the others of
+its group, so a trainer that waited for the whole batch or did nothing would never finish; in sync
+mode it is released once the trainer waits and all other responses are scored.
 """
 
 import time
@@ -16,7 +17,7 @@ from tests.end_to_end.conftest import ServedModel
 from tests.end_to_end.proxy import GatedProxy
 from tests.end_to_end.trainer_run import event_names, start_trainer, trainer_command
 
-NUM_PROMPTS, NUM_GENERATIONS, PROMPT_TOKENS = 4, 2, 12
+NUM_PROMPTS, NUM_GENERATIONS, PROMPT_TOKENS = 4, 4, 12
 
 
 def wait_for(condition, process, log, timeout_s=90.0):
@@ -28,30 +29,33 @@ def wait_for(condition, process, log, timeout_s=90.0):
 
 
 def run_gated(mode: str, run_dir: Path, served: ServedModel) -> None:
-    """One batch; the last prompt's responses are held back until the moment ``mode`` allows."""
+    """One batch; a response to the last prompt is held back until the moment ``mode`` allows."""
     prompts = write_prompts(run_dir.parent / "prompts.jsonl", NUM_PROMPTS, PROMPT_TOKENS)
     seen: list[list[int]] = []  # prompts in the order in which they were dispatched
 
     def held(token_ids: list[int]) -> bool:
         if len(token_ids) != PROMPT_TOKENS:  # a canary
             return False
-        if token_ids not in seen:
+        is_first = token_ids not in seen
+        if is_first:
             seen.append(token_ids)
-        return len(seen) == NUM_PROMPTS and token_ids == seen[-1]
+        return is_first and len(seen) == NUM_PROMPTS
 
     proxy = GatedProxy(served.url, held)
     options = [
         *(f"run.mode={mode}", f"trainer.batch_size={NUM_PROMPTS}"),
         *(f"rollout.num_generations={NUM_GENERATIONS}", "rollout.max_tokens=24"),
+        "objective.kl_coef=0.1",  # there is a reference to look ahead with
     ]
     log = run_dir.with_suffix(".log")
     command = trainer_command(run_dir, served.model, prompts, [proxy.url], *options)
     process = start_trainer(command, log)
-    others = (NUM_PROMPTS - 1) * NUM_GENERATIONS
+    others = NUM_PROMPTS * NUM_GENERATIONS - 1
     try:
-        wait_for(lambda: proxy.num_waiting == NUM_GENERATIONS, process, log)
+        wait_for(lambda: proxy.num_waiting == 1, process, log)
         if mode == "async":
-            wait_for(lambda: "micro_batch_end" in event_names(run_dir), process, log)
+            for event in ("micro_batch_end", "look_ahead_end"):
+                wait_for(lambda event=event: event in event_names(run_dir), process, log)
         else:
             wait_for(lambda: "waiting_for_batch" in event_names(run_dir), process, log)
             wait_for(lambda: event_names(run_dir).count("response_scored") == others, process, log)
@@ -79,6 +83,8 @@ def test_first_backward_and_last_response(mode, runs):
     assert order.count("response_scored") == NUM_PROMPTS * NUM_GENERATIONS
     assert (first_backward < last_response) == (mode == "async")
     assert ("waiting_for_batch" in order) == (mode == "sync")
+    ahead = read_metrics(runs[mode] / "metrics.jsonl")[1]["batch/look_ahead_tokens"]
+    assert (ahead > 0) == ("look_ahead_end" in order) == (mode == "async")
 
 
 def test_both_modes_take_the_same_step(runs):
