@@ -13,7 +13,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-slow test-vllm lint typecheck setup setup-vllm clean
+.PHONY: demo test test-slow test-triton test-vllm lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
@@ -27,6 +27,11 @@ test-slow: setup       ## the tests that take minutes
 
 test-vllm: setup $(VLLM_SETUP)   ## the tests that start real vLLM servers
 	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
+
+# Triton's interpreter runs GPU kernels on a CPU. Installed apart: the trainer on a CPU needs none.
+test-triton: setup   ## the GPU kernels that are written in Triton, interpreted
+	test -d .triton || $(BIN)/pip install --quiet --no-deps -c constraints.txt --target .triton triton
+	PYTHONPATH=.triton $(BIN)/python -m pytest tests/kernels/test_triton_logprob.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -61,4 +66,4 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt inference_client/vllm_plugin/pypro
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .typecheck build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .triton .typecheck build *.egg-info

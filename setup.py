@@ -46,6 +46,7 @@ setup(
         "numpy>=1.26",
         "omegaconf>=2.3",
         "orjson>=3.10",
+        "peft>=0.19",
         "pyarrow>=17",
         "pydantic>=2.9",
         "rich>=13.9",
@@ -61,7 +62,9 @@ setup(
     extras_require={
         "megatron": ["megatron-core==0.16.1"],
         "npu": ["torch-npu>=2.8"],
+        "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
         "wandb": ["wandb>=0.19"],
+        "bench": ["prefix-grouper==0.0.1.post1", "trl==1.16.0"],  # sides of benchmarks/shared_prompt
         "dev": [
             "build",
             "hypothesis>=6.100",

@@ -80,7 +80,7 @@ class ModelConfig(Section):
     # again in the backward pass: nothing, whole decoder layers, or all of them but matrix products
     # and attention
     checkpoint_every: PositiveInt = 1  # n: every n-th decoder layer only
-    logprob_chunk_size: PositiveInt = 1024  # positions projected to the vocabulary at a time
+    logprob_chunk_size: PositiveInt = 512  # positions projected to the vocabulary at a time
     logprob_backward: Literal["auto", "same_pass", "recompute"] = "auto"  # auto: the gradient of
     # the projection is formed with its values where the objective is a sum over tokens
     lora: LoraConfig | None = None

@@ -26,7 +26,7 @@ def linear_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_size: int = 1024,
+    chunk_size: int = 512,
     vocab_part: VocabPart | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of ``labels`` and entropies, both [N], of the distribution at

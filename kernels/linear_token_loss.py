@@ -33,7 +33,7 @@ def linear_token_loss(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_size: int = 1024,
+    chunk_size: int = 512,
     vocab_part: VocabPart | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of ``token_loss`` over the N positions, and what ``linear_logprobs`` gives, detached.

@@ -77,7 +77,7 @@ def vocab_parallel_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_size: int = 1024,
+    chunk_size: int = 512,
 ) -> tuple[Tensor, Tensor]:
     """``linear_logprobs`` with ``weight`` [V_p, H] and ``bias`` [V_p] the rows of ``shard``.
 
@@ -107,7 +107,7 @@ def vocab_parallel_token_loss(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    chunk_size: int = 1024,
+    chunk_size: int = 512,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``linear_token_loss`` in the same way; ``token_loss`` has to be the same in all processes."""
     _check_shard(weight, shard)
