@@ -46,7 +46,7 @@ setup(
         "numpy>=1.26",
         "omegaconf>=2.3",
         "orjson>=3.10",
-        "peft>=0.19",
+        "peft>=0.21.2,<0.22",  # lora.py uses two private names of it
         "pyarrow>=17",
         "pydantic>=2.9",
         "rich>=13.9",
