@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from easyrl.engines.base import TrainEngine
 
 # A piece of work repeats its prompts, unless their groups' last responses are in it. At least this
-# share of its tokens must save work later: it then pays if half of it falls into time in which the
-# trainer would have waited.
-MIN_USEFUL = 0.5
+# share of its tokens must save work later: it then pays if three quarters of it fall into time in
+# which the trainer would have waited, and a trainer that waits at all mostly waits for long.
+MIN_USEFUL = 0.25
 
 CPU = torch.device("cpu")
 Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]

@@ -174,11 +174,11 @@ def test_a_dummy_is_nobodys_row() -> None:
 # ---- what is chosen ------------------------------------------------------------------------------
 
 
-def test_the_prompt_is_not_repeated_for_less_than_its_own_length() -> None:
-    engine, samples, g = TellingEngine(), OpenSamples(4), group(0, 10, 4, 5, 1, 2)
+def test_the_prompt_is_not_repeated_for_less_than_a_third_of_its_length() -> None:
+    engine, samples, g = TellingEngine(), OpenSamples(4), group(0, 30, 4, 5, 1, 2)
     ahead = make(engine, samples)
     finish(samples, g, 0, 1)
-    assert not ahead.work() and engine.frozen == []  # 9 tokens for a prompt of 10
+    assert not ahead.work() and engine.frozen == []  # 9 tokens for a prompt of 30
     finish(samples, g, 2)
     assert ahead.work() and keys(engine.frozen[0]) == [(0, 0), (0, 1), (0, 2)]
     finish(samples, g, 3)
