@@ -1,12 +1,13 @@
 """What an idle trainer gains by looking ahead: sync, async and async with look-ahead in turn.
 
-``python -m benchmarks.look_ahead [--repeats 5] [--generation-over-training 1.0]``
+``python -m benchmarks.look_ahead [--repeats 5] [--frozen-models 1] [--slots 256]``
 
 Real training of a small model with a frozen reference on one core: open samples, packing, forward
-and backward, the optimizer step. Generation is played, as if on devices of its own: each response
-occupies one of ``--slots`` places for as long as its tokens take, its length log-normal as those of
+and backward, the optimizer step. With ``--frozen-models 2`` there is a lagged old policy, too: as
+much again that can be computed ahead. Generation is played, as if on devices of its own: each
+response occupies one of the slots for as long as its tokens take, its length log-normal as those of
 reasoning models are. The seconds per token are chosen so that the whole generation of a batch takes
-as long as its whole training (``--generation-over-training``), which is measured before each
+as long as its whole training (``--generation-over-training 1``), which is measured before each
 repeat. Every mode gets the same responses at the same times.
 
 Time is the trainer's own: it passes as the trainer's thread computes (its processor time, so that
@@ -65,6 +66,7 @@ class Workload:
     max_tokens: int = 400
     slots: int = 256  # all at once
     max_tokens_per_micro_batch: int = 2048
+    frozen_models: int = 1  # the reference; 2: and a lagged old policy
     hidden_size: int = 128
     num_layers: int = 3
     vocab_size: int = 2048
@@ -114,7 +116,10 @@ def main() -> None:
     logging.disable(logging.INFO)
     torch.set_num_threads(1)  # all of the work is this thread's
     work = Workload(
-        num_prompts=arguments.prompts, num_generations=arguments.generations, slots=arguments.slots
+        num_prompts=arguments.prompts,
+        num_generations=arguments.generations,
+        slots=arguments.slots,
+        frozen_models=arguments.frozen_models,
     )
     folder = Path(tempfile.mkdtemp(prefix="easyrl-look-ahead-"))
     try:
@@ -304,7 +309,10 @@ def _configuration(folder: Path, work: Workload) -> Config:
             "num_generations": work.num_generations,
             "max_tokens": work.max_tokens,
         },
-        "objective": {"kl_coef": 0.01},
+        "objective": {
+            "kl_coef": 0.01,
+            "old_policy": "lagged" if work.frozen_models == 2 else "auto",
+        },
         "trainer": {
             "zero_stage": 0,
             "batch_size": work.num_prompts,
@@ -342,6 +350,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=Workload.num_prompts)
     parser.add_argument("--generations", type=int, default=Workload.num_generations)
     parser.add_argument("--slots", type=int, default=Workload.slots)
+    parser.add_argument("--frozen-models", type=int, choices=(1, 2), default=Workload.frozen_models)
     return parser.parse_args()
 
 
