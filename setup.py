@@ -64,7 +64,8 @@ setup(
         "npu": ["torch-npu>=2.8"],
         "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
         "wandb": ["wandb>=0.19"],
-        "bench": ["prefix-grouper==0.0.1.post1", "trl==1.16.0"],  # sides of benchmarks/shared_prompt
+        # sides of benchmarks/shared_prompt.py
+        "bench": ["prefix-grouper==0.0.1.post1", "trl==1.16.0"],
         "dev": [
             "build",
             "hypothesis>=6.100",

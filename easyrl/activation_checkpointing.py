@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -23,14 +22,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Most of a layer's time and a small part of its memory; norms, activations and copies are redone.
 _KEPT = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._flash_attention_forward.default,
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "torch_attn._varlen_attn.default",
+    "flash_attn._flash_attn_varlen_forward.default",
 }
 
 
@@ -44,16 +43,15 @@ def checkpoint_activations(
     """
     if mode == "none":
         return
-    further: dict[str, Callable[[], Any]] = {}
+    again: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if mode == "selective":
-        further["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **further)
+        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _policy))
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     assert layers, f"{type(model).__name__} has no layers that transformers can checkpoint"
     for layer in layers[::every]:
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = again
+        setattr(layer, "_gradient_checkpointing_func", again)  # noqa: B010, for the type checker
 
 
 def _policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(op) in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -146,7 +146,7 @@ class LookAhead:
         )
 
         def of_whole_group(key: SampleKey) -> SampleKey:
-            return key._replace(sample=numbers[key.epoch, key.index][key.sample])
+            return key._replace(sample=numbers[key.epoch, key.prompt][key.sample])
 
         return [replace(row, sequences=tuple(map(of_whole_group, row.sequences))) for row in rows]
 

@@ -187,7 +187,7 @@ class SampleKey(NamedTuple):
     """Identifies a response in a run."""
 
     epoch: int
-    index: int  # of the prompt
+    prompt: int  # its index
     sample: int  # of its group's responses
 
 

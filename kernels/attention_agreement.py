@@ -141,7 +141,8 @@ def _run(
     grad_output: Tensor,
 ) -> tuple[Tensor, ...]:
     leaves = [x.detach().requires_grad_() for x in inputs]
-    output = backend(*leaves, layout, scale)
+    query, key, value = leaves
+    output = backend(query, key, value, layout, scale)
     return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
 
 

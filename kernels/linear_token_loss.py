@@ -76,7 +76,12 @@ class _LinearTokenLoss(torch.autograd.Function):
         part: VocabPart | None,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needed = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        needed = (
+            grad_enabled and need_hidden,
+            grad_enabled and need_weight,
+            grad_enabled and need_bias,
+        )
         head = ChunkedHead(hidden, weight, bias, labels, temperature, chunk_size, part)
         gradients = HeadGradients(hidden, weight, bias, needed, part)
         logprobs = hidden.new_empty(hidden.shape[0], dtype=softmax_dtype(hidden.dtype))

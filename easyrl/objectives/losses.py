@@ -7,7 +7,7 @@ not depend on how its groups are spread over micro-batches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,8 +51,14 @@ class TokenTerms:
         )
 
     def __getitem__(self, rows: slice) -> TokenTerms:
-        values = [getattr(self, field.name) for field in fields(self)]
-        return TokenTerms(*(None if value is None else value[rows] for value in values))
+        old, reference = self.old_logprobs, self.reference_logprobs
+        return TokenTerms(
+            advantages=self.advantages[rows],
+            loss_weights=self.loss_weights[rows],
+            inference_logprobs=self.inference_logprobs[rows],
+            old_logprobs=None if old is None else old[rows],
+            reference_logprobs=None if reference is None else reference[rows],
+        )
 
 
 def is_sum_over_tokens(config: ObjectiveConfig) -> bool:

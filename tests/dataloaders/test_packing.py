@@ -51,7 +51,7 @@ def test_groups_share_rows_in_order_up_to_the_budget() -> None:
 
 def samples_of(rows: list[MicroBatch]) -> list[list[tuple[int, int]]]:
     """Prompt and sample of each row's sequences."""
-    return [[(key.index, key.sample) for key in row.sequences] for row in rows]
+    return [[(key.prompt, key.sample) for key in row.sequences] for row in rows]
 
 
 def test_long_group_is_split_by_responses_with_its_prompt_repeated() -> None:

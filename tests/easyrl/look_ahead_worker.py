@@ -77,7 +77,7 @@ class Script:
     def computed(
         self, row: MicroBatch, frozen: FrozenLogprobs, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._awaited -= {(key.index, key.sample) for key in row.sequences}
+        self._awaited -= {(key.prompt, key.sample) for key in row.sequences}
         nothing = frozen.reference is None and frozen.old_policy is None  # it ends here
         if nothing or not self._awaited:
             loop.call_soon_threadsafe(self._rest.set)

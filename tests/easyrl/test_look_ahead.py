@@ -90,7 +90,7 @@ def finish(samples: OpenSamples, group: RolloutGroup, *numbers: int) -> None:
 
 
 def keys(row: MicroBatch) -> list[tuple[int, int]]:
-    return [(key.index, key.sample) for key in row.sequences]
+    return [(key.prompt, key.sample) for key in row.sequences]
 
 
 def assert_same(got: FrozenLogprobs | None, expected: FrozenLogprobs) -> None:

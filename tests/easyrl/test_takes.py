@@ -73,7 +73,7 @@ class Engine:
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> list[object]:
         for row in micro_batches:
-            self.rows.append([key.index for key in row.sequences[::2]])
+            self.rows.append([key.prompt for key in row.sequences[::2]])
             if len(self.rows) == self._last:
                 self._stop.request("test")
         return []
