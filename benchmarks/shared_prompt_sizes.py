@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from easyrl.dataloaders.packing import batch_denominator, pack_groups
+from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
 from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Score
 
 

@@ -35,7 +35,7 @@ from benchmarks.shared_prompt_sizes import model_config
 from benchmarks.shared_prompt_timing import Disagreement, check, compare, seconds_in_turns
 from benchmarks.shared_prompt_workload import OBJECTIVE, random_policy
 from benchmarks.tree_packing_groups import CASES, Planted, planted_groups
-from easyrl.dataloaders.packing import Packing, batch_denominator, pack_groups
+from easyrl.dataloaders.packing.groups import Packing, batch_denominator, pack_groups
 from easyrl.inference_client.servers.launch import pin_process, usable_cpus
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.policy_model import PolicyModel

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from easyrl.agreement import Agreement
 from easyrl.config import Config, ConfigError
-from easyrl.dataloaders.packing import dummy_micro_batch
+from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.determinism import is_strict
 from easyrl.engines.deepspeed import DeepSpeedEngine
 from easyrl.inference import Inference

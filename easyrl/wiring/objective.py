@@ -8,8 +8,9 @@ import numpy as np
 
 from easyrl.accumulation import GroupFunctions
 from easyrl.config import Config
-from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch, pack_groups
-from easyrl.dataloaders.packing_cost import cost_of_model_at
+from easyrl.dataloaders.packing.cost import cost_of_model_at
+from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
+from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.determinism import is_strict
 from easyrl.objectives.advantages import group_advantages
 from easyrl.schema import MicroBatch, RolloutGroup

@@ -8,7 +8,8 @@ from typing import Literal
 import numpy as np
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.packing import Aggregation, pack_groups
+from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.dataloaders.packing.row import Aggregation
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
 from tests.tiny_models import random_group
 

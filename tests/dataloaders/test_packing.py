@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch
+from easyrl.dataloaders.packing.groups import batch_denominator
+from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey, Segment
 from tests.dataloaders.packed_rows import MAX_TOKENS, pack
 from tests.tiny_models import random_group

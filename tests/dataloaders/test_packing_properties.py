@@ -12,7 +12,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.packing import Aggregation, batch_denominator
+from easyrl.dataloaders.packing.groups import batch_denominator
+from easyrl.dataloaders.packing.row import Aggregation
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.schema import RolloutGroup
 from tests.dataloaders.packed_rows import (

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.packed_row import TrainedSequence, packed_row
-from easyrl.dataloaders.prefix_tree import PrefixTree, SharedOrder, lexicographic
+from easyrl.dataloaders.packing.prefix_tree import PrefixTree, SharedOrder, lexicographic
+from easyrl.dataloaders.packing.row import TrainedSequence, packed_row
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey, Segment
 from tests.dataloaders.packed_rows import (
     expected_tokens,

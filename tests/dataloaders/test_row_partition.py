@@ -8,9 +8,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.packing_cost import RowCost
-from easyrl.dataloaders.prefix_tree import lexicographic
-from easyrl.dataloaders.row_partition import Item, Rows, balanced, in_order, neighbours, order_cost
+from easyrl.dataloaders.packing.cost import RowCost
+from easyrl.dataloaders.packing.partition import (
+    Item,
+    Rows,
+    balanced,
+    in_order,
+    neighbours,
+    order_cost,
+)
+from easyrl.dataloaders.packing.prefix_tree import lexicographic
 from tests.dataloaders.test_packing_properties import BUSY
 
 ITEMS = st.lists(

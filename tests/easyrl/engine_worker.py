@@ -31,7 +31,7 @@ from easyrl.agreement import Agreement
 from easyrl.checkpoints.checkpoints import Checkpoints
 from easyrl.config import Config, ModelConfig
 from easyrl.config_file import validate_config
-from easyrl.dataloaders.packing import dummy_micro_batch
+from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines import weight_names
 from easyrl.engines.base import NonFiniteLossError
 from easyrl.engines.deepspeed import DeepSpeedEngine

@@ -22,12 +22,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from easyrl.accumulation import Accumulator, GroupFunctions
 from easyrl.config import ModelConfig, ObjectiveConfig
-from easyrl.dataloaders.packing import (
-    Aggregation,
-    batch_denominator,
-    dummy_micro_batch,
-    pack_groups,
-)
+from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
+from easyrl.dataloaders.packing.row import Aggregation, dummy_micro_batch
 from easyrl.engines.base import MetricSums
 from easyrl.event_log import ignore
 from easyrl.model_loading import load_policy_model

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from easyrl.config import Config, ObjectiveConfig
 from easyrl.config_file import validate_config
-from easyrl.dataloaders.packing import pack_groups
+from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
 from easyrl.inference_client.embedded.engine import EmbeddedEngine, GenerationRequest
 from easyrl.inference_client.embedded.sampling import SamplingParams

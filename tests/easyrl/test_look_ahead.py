@@ -17,7 +17,8 @@ from easyrl.accumulation import Accumulator, GroupFunctions, OnPolicyViolation
 from easyrl.agreement import Agreement
 from easyrl.config import Config
 from easyrl.dataloaders.open_samples import OpenSamples
-from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch
+from easyrl.dataloaders.packing.groups import batch_denominator
+from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.base import MetricSums
 from easyrl.event_log import ignore
 from easyrl.look_ahead import LookAhead

@@ -18,7 +18,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from easyrl.config import ModelConfig
-from easyrl.dataloaders.packing import dummy_micro_batch, pack_groups
+from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.kernels.attention_check import CheckedAttention
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.model_loading import load_policy_model

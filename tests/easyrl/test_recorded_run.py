@@ -7,7 +7,7 @@ import orjson
 import pytest
 from blake3 import blake3
 
-from easyrl.dataloaders.packing import pack_groups
+from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.journal import Journal
 from easyrl.journal.codec import encode_taken
 from easyrl.journal.reading import file_name

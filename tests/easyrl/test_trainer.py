@@ -9,7 +9,8 @@ import pytest
 
 from easyrl.accumulation import Accumulator, GroupFunctions, OnPolicyViolation
 from easyrl.agreement import Agreement
-from easyrl.dataloaders.packing import batch_denominator, dummy_micro_batch, pack_groups
+from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
+from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.base import MetricSums, NonFiniteLossError, StepResult
 from easyrl.schema import (
     Completion,

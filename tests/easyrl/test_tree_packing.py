@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from easyrl.dataloaders.packing import pack_groups
-from easyrl.dataloaders.prefix_tree import PrefixTree
+from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.dataloaders.packing.prefix_tree import PrefixTree
 from easyrl.policy_model import PolicyModel, run_micro_batch
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey, Segment
 from tests.easyrl.test_policy_model import (  # noqa: F401 - a fixture

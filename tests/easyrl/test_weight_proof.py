@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from easyrl.agreement import Agreement
-from easyrl.dataloaders.packing import dummy_micro_batch, pack_groups
+from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.endpoints.endpoint import Endpoint
 from easyrl.inference_client.errors import EndpointUnavailable

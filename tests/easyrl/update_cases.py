@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from easyrl.dataloaders.packing import batch_denominator, pack_groups
+from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
 from easyrl.objectives.advantages import group_advantages
 from easyrl.schema import MicroBatch, RolloutGroup
 from tests.easyrl.engine_cases import (

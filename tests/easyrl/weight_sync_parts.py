@@ -16,7 +16,8 @@ import torch
 from easyrl.agreement import Agreement
 from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
 from easyrl.dataloaders.loop_thread import LoopThread
-from easyrl.dataloaders.packing import dummy_micro_batch, pack_groups
+from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.inference_client.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.embedded.server import EmbeddedServer, start_site
 from easyrl.inference_client.endpoints.pool import EndpointPool

@@ -82,7 +82,7 @@ def configuration(folder: Path) -> Any:
 
 def train(folder: Path) -> dict[str, Any]:
     """The run: by step its loss and what the objective counted, and a hash of the weights."""
-    from easyrl.dataloaders.packing import batch_denominator, pack_groups
+    from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
     from easyrl.determinism import make_deterministic
     from easyrl.engines.base import MetricSums
     from easyrl.engines.deepspeed import DeepSpeedEngine

@@ -11,7 +11,7 @@ from easyrl.inference_client.servers.server_process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    "easyrl.dataloaders.packing",
+    "easyrl.dataloaders.packing.groups",
     "easyrl.inference_client.weight_transfer.artifact",
     "easyrl.kernels.linear_logprob",
     "easyrl.trainer",

@@ -15,17 +15,10 @@ from typing import Literal
 
 import numpy as np
 
-from easyrl.dataloaders.packed_row import (
-    Aggregation,
-    TrainedSequence,
-    dummy_micro_batch,
-    packed_row,
-)
-from easyrl.dataloaders.packing_cost import DEFAULT_COST, RowCost
-from easyrl.dataloaders.row_plans import PromptRows, TreeRows
+from easyrl.dataloaders.packing.cost import DEFAULT_COST, RowCost
+from easyrl.dataloaders.packing.plans import PromptRows, TreeRows
+from easyrl.dataloaders.packing.row import Aggregation, TrainedSequence, packed_row
 from easyrl.schema import Completion, MicroBatch, RolloutGroup, SampleKey
-
-__all__ = ["Aggregation", "batch_denominator", "dummy_micro_batch", "pack_groups"]
 
 Packing = Literal["prompt", "tree"]
 _PLANS: dict[Packing, type[PromptRows] | type[TreeRows]] = {"prompt": PromptRows, "tree": TreeRows}

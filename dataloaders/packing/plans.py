@@ -10,10 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from easyrl.dataloaders.packed_row import TrainedSequence
-from easyrl.dataloaders.packing_cost import RowCost
-from easyrl.dataloaders.prefix_tree import SharedOrder, lexicographic
-from easyrl.dataloaders.row_partition import Item, Rows, balanced, in_order, neighbours, order_cost
+from easyrl.dataloaders.packing.cost import RowCost
+from easyrl.dataloaders.packing.partition import (
+    Item,
+    Rows,
+    balanced,
+    in_order,
+    neighbours,
+    order_cost,
+)
+from easyrl.dataloaders.packing.prefix_tree import SharedOrder, lexicographic
+from easyrl.dataloaders.packing.row import TrainedSequence
 
 
 class PromptRows:

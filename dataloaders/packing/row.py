@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from easyrl.dataloaders.prefix_tree import PrefixTree, SharedOrder
+from easyrl.dataloaders.packing.prefix_tree import PrefixTree, SharedOrder
 from easyrl.schema import MicroBatch, SampleKey, Segment
 
 Aggregation = Literal["sequence", "token", "constant"]

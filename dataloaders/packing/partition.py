@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from easyrl.dataloaders.packing_cost import RowCost
-from easyrl.dataloaders.prefix_tree import SharedOrder
+from easyrl.dataloaders.packing.cost import RowCost
+from easyrl.dataloaders.packing.prefix_tree import SharedOrder
 
 Rows = list[list[int]]  # of indices; each row in rising order
 
