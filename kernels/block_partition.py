@@ -62,11 +62,13 @@ def partition(
         by_shape[shape].append(query_start)
     blocks = []
     for length, starts in by_length.items():
-        for first, count, step in _progressions(starts, length, most_queries):
+        for first, count, step in _progressions(starts, length, length, most_queries):
             span = Span(first, length, count, step)
             blocks.append(Block(span, span, causal=True))
     for (query_length, key_length, offset), starts in by_shape.items():
-        for first, count, step in _progressions(starts, query_length, most_queries):
+        for first, count, step in _progressions(
+            starts, query_length, max(query_length, key_length), most_queries
+        ):
             queries = Span(first, query_length, count, step)
             blocks.append(Block(queries, Span(first - offset, key_length, count, step), False))
     return tuple(blocks)
@@ -105,15 +107,20 @@ def _cut(
 
 
 def _progressions(
-    starts: Sequence[int], length: int, most_queries: int | None
+    starts: Sequence[int], length: int, apart: int, most_queries: int | None
 ) -> Iterator[tuple[int, int, int]]:
-    """``starts`` as arithmetic progressions (first, count, step), greedily."""
+    """``starts`` as arithmetic progressions (first, count, step), greedily, in steps of at least
+    ``apart``. Parts of nested segments' rectangles may be equal and overlap."""
     ordered = sorted(starts)
     limit = len(ordered) if most_queries is None else max(1, most_queries // length)
     while ordered:
         first, count = ordered[0], 1
         step = ordered[1] - first if len(ordered) > 1 else 1
-        while count < min(len(ordered), limit) and ordered[count] == first + count * step:
+        while (
+            step >= apart
+            and count < min(len(ordered), limit)
+            and ordered[count] == first + count * step
+        ):
             count += 1
         yield first, count, step
         ordered = ordered[count:]
