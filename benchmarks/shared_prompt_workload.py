@@ -64,7 +64,7 @@ class Workload:
         head = self.model.get_output_embeddings()
         micro_batch = self.batch.micro_batch
         labels = micro_batch.label_ids
-        losses = token_loss(micro_batch, self.frozen, OBJECTIVE, self.device)
+        losses = token_loss(micro_batch, self.frozen, OBJECTIVE)
         if self.same_pass:
             loss_sum, logprobs, entropy = head(hidden, labels, 1.0, losses)
         else:

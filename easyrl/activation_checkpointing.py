@@ -25,11 +25,14 @@ _KEPT = {
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
+    "aten._grouped_mm.default",  # of a mixture's experts
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "torch_attn._varlen_attn.default",
     "flash_attn._flash_attn_varlen_forward.default",
+    "flash_attn_3._flash_attn_forward.default",
+    "npu.npu_fusion_attention.default",
 }
 
 
@@ -39,7 +42,9 @@ def checkpoint_activations(
     """Has every ``every``-th decoder layer of ``model`` compute again what it did not keep.
 
     ``layer`` keeps a layer's input alone; ``selective`` also the results of matrix products and
-    attention, which leaves little to compute again. Gradients do not change. Acts in training mode.
+    attention, which leaves little to compute again; of the attention backends ``flex`` alone is
+    computed again, being no operator of its own but one that takes functions. Gradients do not
+    change. Acts in training mode.
     """
     if mode == "none":
         return

@@ -164,8 +164,22 @@ class OpenGroup(NamedTuple):
 
     key: Key
     num_prompt_tokens: int
-    num_finished_tokens: int  # of responses that have returned and nobody has taken
+    finished: tuple[int, ...]  # tokens of each response that has returned and nobody has taken
     num_missing: int  # responses that have not returned
+
+    @property
+    def num_finished_tokens(self) -> int:
+        """Of all responses that could be taken."""
+        return sum(self.finished)
+
+    def within(self, max_tokens: int) -> list[int]:
+        """Places in ``finished`` of what fits into ``max_tokens``, in order of return."""
+        places = []
+        for place, num_tokens in enumerate(self.finished):
+            if num_tokens <= max_tokens:
+                places.append(place)
+                max_tokens -= num_tokens
+        return places
 
 
 class FinishedSamples(NamedTuple):
@@ -198,6 +212,13 @@ class FrozenLogprobs:
     reference: Tensor | None  # float32 [N]; None without a reference
     old_policy: Tensor | None  # float32 [N]; None where the policy itself is the old policy
 
+    def to(self, device: torch.device) -> FrozenLogprobs:
+        """The same on ``device``."""
+        return FrozenLogprobs(
+            reference=None if self.reference is None else self.reference.to(device),
+            old_policy=None if self.old_policy is None else self.old_policy.to(device),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -222,7 +243,7 @@ class MicroBatch:
     is_dummy: bool = False  # all weights zero; keeps collectives equal between ranks
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same with its tensors on ``device``, those of ``frozen`` where they are."""
+        """The same with its tensors on ``device``, those of ``frozen`` too."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: v.to(device) for n, v in values.items() if hasattr(v, "to")})
 

@@ -64,14 +64,20 @@ class FrozenModel:
         if not self._offload:
             yield
             return
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        on_host = [tensor.data for tensor in tensors]
-        self.module.to(self._device)
+        parameters = [(parameter, parameter.data) for parameter in self.module.parameters()]
+        buffers = [  # which a move replaces, whereas it changes a parameter
+            (owner, name, buffer)
+            for owner in self.module.modules()
+            for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
+        ]
         try:
+            self.module.to(self._device)
             yield
         finally:
-            for tensor, host_data in zip(tensors, on_host, strict=True):
-                tensor.data = host_data
+            for parameter, host_data in parameters:
+                parameter.data = host_data
+            for owner, name, buffer in buffers:
+                setattr(owner, name, buffer)
 
 
 class TriModel:
@@ -107,9 +113,7 @@ class TriModel:
 
     def __call__(self, micro_batch: MicroBatch) -> TriLogprobs:
         """The three log-probabilities of the N trained tokens; float32 [N] each."""
-        row, layout = self._on_device(micro_batch)
-        frozen = self._frozen(row, layout)
-        return TriLogprobs(TokenLogprobs(*self._policy(row, layout)), frozen)
+        return self._run(*self._on_device(micro_batch))
 
     def loss(
         self, micro_batch: MicroBatch, objective: ObjectiveConfig, *, same_pass: bool
@@ -119,11 +123,11 @@ class TriModel:
         ``same_pass``: the projection to the vocabulary forms its gradient with its values, for an
         objective that ``is_sum_over_tokens``; else the backward pass computes it again.
         """
-        if not same_pass:
-            return policy_loss(self(micro_batch), micro_batch, objective)
         row, layout = self._on_device(micro_batch)
+        if not same_pass:
+            return policy_loss(self._run(row, layout), row, objective)
         frozen = self._frozen(row, layout)
-        losses = token_loss(row, frozen, objective, self._device)
+        losses = token_loss(row, frozen, objective)
         loss_sum, logprobs, entropy = self._policy(row, layout, losses)
         tri = TriLogprobs(TokenLogprobs(logprobs, entropy), frozen)
         return loss_sum, loss_metrics(tri, row, objective, loss_sum, row.advantages)
@@ -141,6 +145,10 @@ class TriModel:
     def _on_device(self, micro_batch: MicroBatch) -> tuple[MicroBatch, SegmentLayout]:
         """What all models share of a row."""
         return micro_batch.to(self._device), SegmentLayout(micro_batch.segments)
+
+    def _run(self, row: MicroBatch, layout: SegmentLayout) -> TriLogprobs:
+        frozen = self._frozen(row, layout)
+        return TriLogprobs(TokenLogprobs(*self._policy(row, layout)), frozen)
 
     def _policy(
         self, row: MicroBatch, layout: SegmentLayout, losses: TokenLoss | None = None

@@ -72,10 +72,12 @@ def reward_to_go(values: Tensor, sequence_index: Tensor) -> Tensor:
     Returns:
         [N]
     """
+    # On the host: CUDA has no deterministic running sum of floats, and refuses it in strict mode.
+    sequence_index = sequence_index.cpu()
     assert bool((sequence_index.diff() >= 0).all()), "tokens of a sequence must be adjacent"
     if len(values) == 0:
         return values
-    exact = values.double()  # the running sum is over the whole row, its differences are small
+    exact = values.cpu().double()  # the sum is over the whole row, its differences are small
     after = exact.sum() - exact.cumsum(0)  # what follows each token, to the end of the row
     last = torch.searchsorted(sequence_index, sequence_index, right=True) - 1
-    return (exact + after - after[last]).to(values.dtype)
+    return (exact + after - after[last]).to(values)

@@ -39,15 +39,13 @@ class TokenTerms:
     reference_logprobs: Tensor | None  # None without a reference
 
     @classmethod
-    def of(
-        cls, micro_batch: MicroBatch, frozen: FrozenLogprobs, device: torch.device
-    ) -> TokenTerms:
+    def of(cls, micro_batch: MicroBatch, frozen: FrozenLogprobs) -> TokenTerms:
         return cls(
-            advantages=micro_batch.advantages.to(device),
-            loss_weights=micro_batch.loss_weights.to(device),
-            inference_logprobs=micro_batch.inference_logprobs.to(device),
-            old_logprobs=None if frozen.old_policy is None else frozen.old_policy.to(device),
-            reference_logprobs=None if frozen.reference is None else frozen.reference.to(device),
+            advantages=micro_batch.advantages,
+            loss_weights=micro_batch.loss_weights,
+            inference_logprobs=micro_batch.inference_logprobs,
+            old_logprobs=frozen.old_policy,
+            reference_logprobs=frozen.reference,
         )
 
     def __getitem__(self, rows: slice) -> TokenTerms:
@@ -72,7 +70,7 @@ def is_sum_over_tokens(config: ObjectiveConfig) -> bool:
 def policy_loss(
     tri: TriLogprobs, micro_batch: MicroBatch, config: ObjectiveConfig
 ) -> tuple[Tensor, MetricSums]:
-    """Sum over the N trained tokens of ``token_losses``.
+    """Sum over the N trained tokens of ``token_losses``; all tensors are on one device.
 
     Returns:
         The loss sum (scalar, carries the policy's gradient) and its metrics, summed over tokens.
@@ -80,24 +78,24 @@ def policy_loss(
     policy, entropy = tri.policy.logprobs, tri.policy.entropy
     if micro_batch.is_dummy:
         return _nothing(policy, entropy, config).sum(), MetricSums()
-    terms = TokenTerms.of(micro_batch, tri.frozen, policy.device)
+    terms = TokenTerms.of(micro_batch, tri.frozen)
     if terms.reference_logprobs is not None and config.kl_in_reward_coef != 0:
         k1 = policy.detach() - terms.reference_logprobs
-        penalty = reward_to_go(k1, micro_batch.sequence_index.to(policy.device))
+        penalty = reward_to_go(k1, micro_batch.sequence_index)
         terms = replace(terms, advantages=terms.advantages - config.kl_in_reward_coef * penalty)
     loss_sum = token_losses(policy, entropy, terms, config).sum()
     return loss_sum, loss_metrics(tri, micro_batch, config, loss_sum, terms.advantages)
 
 
 def token_loss(
-    micro_batch: MicroBatch, frozen: FrozenLogprobs, config: ObjectiveConfig, device: torch.device
+    micro_batch: MicroBatch, frozen: FrozenLogprobs, config: ObjectiveConfig
 ) -> TokenLoss:
     """The same in parts, for a projection that forms its gradient with its values.
 
     Only for an objective that ``is_sum_over_tokens``.
     """
     assert is_sum_over_tokens(config)
-    terms = TokenTerms.of(micro_batch, frozen, device)
+    terms = TokenTerms.of(micro_batch, frozen)
 
     def losses(policy: Tensor, entropy: Tensor, rows: slice) -> Tensor:
         if micro_batch.is_dummy:

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from easyrl.config import ObjectiveConfig
 from easyrl.engines.base import TokenLogprobs, TriLogprobs
@@ -161,7 +163,7 @@ def test_losses_of_parts_are_those_of_the_whole(
     )
     assert is_sum_over_tokens(config)
     whole, metrics = policy_loss(tri, micro_batch, config)
-    losses = token_loss(micro_batch, tri.frozen, config, torch.device("cpu"))
+    losses = token_loss(micro_batch, tri.frozen, config)
     policy, entropy = tri.policy.logprobs, tri.policy.entropy
     chunks = [slice(start, start + 3) for start in range(0, len(policy), 3)]
     parts = [losses(policy[rows], entropy[rows], rows) for rows in chunks]
@@ -180,7 +182,7 @@ def test_a_penalty_on_later_tokens_is_no_sum_over_tokens() -> None:
     assert not is_sum_over_tokens(config)
     tri, micro_batch = packed(padded_batch(), "token")
     with pytest.raises(AssertionError):
-        token_loss(micro_batch, tri.frozen, config, torch.device("cpu"))
+        token_loss(micro_batch, tri.frozen, config)
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:
@@ -256,6 +258,26 @@ def test_kl_in_the_reward_is_credited_to_the_tokens_before_it() -> None:
 
 def test_reward_to_go_of_nothing() -> None:
     assert reward_to_go(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_reward_to_go_sums_on_the_host() -> None:
+    """CUDA's running sum of floats is not deterministic; tensors there need no device here."""
+    on_device = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return True  # there are no values: the tokens are in order
+            if any(isinstance(x, Tensor) and x.is_cuda for x in args):
+                on_device.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        values = torch.empty(5, device="cuda")
+        with Recorder():
+            result = reward_to_go(values, torch.empty(5, dtype=torch.int64, device="cuda"))
+    assert result.is_cuda and result.dtype == values.dtype
+    assert set(on_device) <= {torch.ops.aten._to_copy, torch.ops.prim.device}
 
 
 @pytest.mark.parametrize("correction", ["none", "truncated", "masked"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from easyrl import tri_model as tri_model_module
 from easyrl.config import ModelConfig, ObjectiveConfig
+from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.model_loading import load_policy_model
+from easyrl.objectives import losses as losses_module
 from easyrl.objectives.losses import policy_loss
+from easyrl.schema import FrozenLogprobs, MicroBatch
 from easyrl.tri_model import FrozenModel, TriModel
 from tests.easyrl.engine_cases import (
     AGGREGATIONS,
@@ -140,13 +145,69 @@ def test_policy_logprobs_are_those_of_training(folder: Path) -> None:
     assert torch.equal(logprobs, tri(row).policy.logprobs) and not logprobs.requires_grad
 
 
-def test_offloaded_models_return_to_the_host(folder: Path) -> None:
-    """The same numbers; afterwards the parameters are the host's own storage again."""
-    row = streamed("token")[0]
+def storages(module: nn.Module) -> dict[str, int]:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor.data_ptr() for name, tensor in tensors}
+
+
+def test_offloaded_models_return_to_the_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers; afterwards parameters and buffers are the host's own storage again."""
     tri = tri_model(folder, offload=True)
-    assert tri.reference is not None
-    storage = [p.data_ptr() for p in tri.reference.module.parameters()]
+    assert isinstance(tri.reference, FrozenModel)
+    module, used = tri.reference.module, []
+
+    def copied(device: torch.device) -> nn.Module:
+        """A move to another device, as far as this one can show it."""
+        assert device == CPU
+        return module._apply(torch.clone)
+
+    def seen(*_: object) -> None:
+        used.append(storages(module))
+
+    monkeypatch.setattr(module, "to", copied)
+    module.register_forward_pre_hook(seen)
+    before, row = storages(module), streamed("token")[0]
+    assert any("inv_freq" in name for name in before)
     result, plain = tri(row), tri_model(folder)(row)
     assert result.reference_logprobs is not None and plain.reference_logprobs is not None
     assert torch.equal(result.reference_logprobs, plain.reference_logprobs)
-    assert [p.data_ptr() for p in tri.reference.module.parameters()] == storage
+    (at_use,) = used
+    assert not set(at_use.values()) & set(before.values())
+    assert storages(module) == before
+
+
+class OnAnyDevice(nn.Module):
+    """A policy that says nothing, on the device of its row."""
+
+    def forward(self, *arguments: object) -> tuple[Tensor, ...]:
+        label_ids, losses = arguments[4], arguments[6]
+        assert isinstance(label_ids, Tensor)
+        logprobs, entropy = torch.zeros((2, len(label_ids)), device=label_ids.device)
+        if losses is None:
+            return logprobs, entropy
+        assert callable(losses)
+        return losses(logprobs, entropy, slice(None)).sum(), logprobs, entropy
+
+
+@pytest.mark.parametrize("same_pass", [True, False])
+def test_what_was_computed_ahead_goes_to_the_device(
+    monkeypatch: pytest.MonkeyPatch, same_pass: bool
+) -> None:
+    """Row and frozen log-probabilities come in host memory; all that is counted is on the device,
+    which does not calculate with the host's tensors."""
+    counted = []
+
+    def metrics(tri: TriLogprobs, row: MicroBatch, *_: object) -> MetricSums:
+        counted.extend([tri.policy.logprobs, tri.reference_logprobs, tri.old_logprobs])
+        counted.extend([row.sequence_index, row.advantages, row.inference_logprobs])
+        return MetricSums()
+
+    for module in (tri_model_module, losses_module):
+        monkeypatch.setattr(module, "loss_metrics", metrics)
+    meta = torch.device("meta")
+    tri = TriModel(OnAnyDevice(), reference=None, old_policy=None, temperature=1.0, device=meta)
+    row = streamed("token")[0]
+    ahead = torch.zeros(row.num_loss_tokens)
+    row = replace(row, frozen=FrozenLogprobs(reference=ahead, old_policy=ahead))
+    loss_sum, _ = tri.loss(row, OBJECTIVE, same_pass=same_pass)
+    assert {tensor.device for tensor in (loss_sum, *counted)} == {meta} and len(counted) == 6

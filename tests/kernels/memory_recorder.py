@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class PeakMemory(TorchDispatchMode):
     """``peak``: most elements of storages alive at a time, besides those of ``held``.
 
-    What an operation allocates and frees inside itself is not seen.
+    ``alive``: those that are alive still. What an operation allocates and frees inside itself is not seen.
     """
 
     def __init__(self, *held: Tensor) -> None:
@@ -26,6 +26,10 @@ class PeakMemory(TorchDispatchMode):
                 storage = value.untyped_storage()
                 numel = storage.nbytes() // value.element_size()
                 self._alive[storage._cdata] = (StorageWeakRef(storage), numel)
-        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(numel for _, numel in self._alive.values()))
+        self.peak = max(self.peak, self.alive)
         return result
+
+    @property
+    def alive(self) -> int:
+        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
+        return sum(numel for _, numel in self._alive.values())
