@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class PeakMemory(TorchDispatchMode):
     """``peak``: most elements of storages alive at a time, besides those of ``held``.
 
-    ``alive``: those that are alive still. What an operation allocates and frees inside itself is not seen.
+    ``alive``: those that are alive still. What an operation allocates and frees inside itself is
+    not seen.
     """
 
     def __init__(self, *held: Tensor) -> None:
