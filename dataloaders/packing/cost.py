@@ -74,5 +74,5 @@ def cost_of_model_at(path: Path) -> RowCost:
     """Of the model in a folder, from its ``config.json``; ``DEFAULT_COST`` if that does not say."""
     try:
         return model_cost(json.loads((path / "config.json").read_text()))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):  # missing, null, a list
         return DEFAULT_COST

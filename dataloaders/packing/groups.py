@@ -40,9 +40,10 @@ def pack_groups(
 
     ``advantages`` has an array [G] for each group. Rows are a function of the arguments alone. With
     ``keep_order`` a row holds groups that follow each other as given; else any, so that there are
-    as few rows as can be found, of even ``cost``. A group that does not fit into a row of its own
-    is split by responses in that way, its prompt repeated; a prompt with one response that exceeds
-    the budget gets its own row. The list is empty if no token is trained. Weights of the loss sum:
+    few rows, of even ``cost``. A group that does not fit into a row of its own is split by
+    responses, its prompt repeated, and without ``keep_order`` also one that fits, where the rows
+    that this saves are worth it; a prompt with one response that exceeds the budget gets its own
+    row. The list is empty if no token is trained. Weights of the loss sum:
     1 / (trained tokens of the sequence) for ``sequence``, 1 for ``token``, 1 / ``max_tokens`` for
     ``constant``; see ``batch_denominator`` for the scalar that completes each.
     """

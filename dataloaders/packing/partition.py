@@ -6,7 +6,7 @@ alone exceeds it, which then has a row of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,10 @@ from easyrl.dataloaders.packing.cost import RowCost
 from easyrl.dataloaders.packing.prefix_tree import SharedOrder
 
 Rows = list[list[int]]  # of indices; each row in rising order
+
+# What a row takes whatever is in it (weights read, or gathered from other ranks; launches), set to
+# the linear layers' work on this share of a full row's tokens. An assumption: models differ.
+ROW_OVERHEAD = 1 / 8
 
 
 class Item(NamedTuple):
@@ -110,6 +114,19 @@ def neighbours(order: SharedOrder, num_labels: np.ndarray, budget: int, cost: Ro
         rows.append(sorted(order.index[begin_of[end] : end].tolist()))
         end = int(begin_of[end])
     return sorted(rows)
+
+
+def plan_price(
+    rows: Iterable[SharedOrder], num_labels: np.ndarray, budget: int, cost: RowCost
+) -> tuple[float, float]:
+    """The less, the better: cost of all rows with ``ROW_OVERHEAD`` for each, then of even rows.
+
+    A plan that repeats beginnings so as to fill its rows is worth it up to an eighth of a full row
+    for each row that it saves. ``num_labels`` is as in ``neighbours``.
+    """
+    costs = [order_cost(row, num_labels, cost) for row in rows]
+    overhead = len(costs) * ROW_OVERHEAD * budget * cost.per_token
+    return sum(costs) + overhead, sum(cost**2 for cost in costs)
 
 
 def order_cost(order: SharedOrder, num_labels: np.ndarray, cost: RowCost) -> float:

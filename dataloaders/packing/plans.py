@@ -18,6 +18,7 @@ from easyrl.dataloaders.packing.partition import (
     in_order,
     neighbours,
     order_cost,
+    plan_price,
 )
 from easyrl.dataloaders.packing.prefix_tree import SharedOrder, lexicographic
 from easyrl.dataloaders.packing.row import TrainedSequence
@@ -43,7 +44,21 @@ class PromptRows:
         self._group = np.repeat(np.arange(len(groups)), [len(members) for members in groups])
 
     def rows(self, keep_order: bool) -> Rows:
-        """Sequences of each row; with ``keep_order`` rows hold groups that follow each other."""
+        """Sequences of each row; with ``keep_order`` rows hold groups that follow each other.
+
+        Without, rows are also filled up with parts of groups, prompts repeated, where the rows that
+        this saves are worth that (``plan_price``): groups a little larger than half a row would
+        leave all rows half empty.
+        """
+        whole = self._rows_of_groups(keep_order)
+        if keep_order or len(whole) == 1:
+            return whole
+        order = self.order_of(np.arange(len(self._group)))
+        filled = neighbours(order, self._num_labels, self._budget, self._cost)
+        return min(whole, filled, key=self._price)
+
+    def _rows_of_groups(self, keep_order: bool) -> Rows:
+        """Groups are whole where they fit into a row."""
         parts = [part for group in range(len(self._groups)) for part in self.parts(group)]
         orders = [self.order_of(part) for part in parts]
         items = [
@@ -72,6 +87,10 @@ class PromptRows:
         goes_on = np.append(False, group[1:] == group[:-1])
         shared = np.where(goes_on, self._prompts[index], 0)
         return SharedOrder(index, self._lengths[index], shared)
+
+    def _price(self, rows: Rows) -> tuple[float, float]:
+        orders = [self.order_of(row) for row in rows]
+        return plan_price(orders, self._num_labels, self._budget, self._cost)
 
 
 class TreeRows:
@@ -114,7 +133,7 @@ class TreeRows:
 
     def _best(self, members: Sequence[int], prompt_rows: Rows) -> Rows:
         """One row if it holds ``members``; else neighbours in the tree together, or what is best
-        with prompts shared, where that needs fewer rows or costs less.
+        with prompts shared, whichever costs less (``plan_price``).
         """
         order = self.order_of(members)
         if order.num_tokens <= self._budget:
@@ -122,6 +141,6 @@ class TreeRows:
         stretches = neighbours(order, self._num_labels, self._budget, self._cost)
         return min(stretches, prompt_rows, key=self._price)
 
-    def _price(self, rows: Rows) -> tuple[int, float]:
-        costs = [order_cost(self.order_of(row), self._num_labels, self._cost) for row in rows]
-        return len(rows), sum(cost**2 for cost in costs)
+    def _price(self, rows: Rows) -> tuple[float, float]:
+        orders = [self.order_of(row) for row in rows]
+        return plan_price(orders, self._num_labels, self._budget, self._cost)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from easyrl.dataloaders.packing.groups import pack_groups
@@ -13,6 +14,7 @@ from easyrl.dataloaders.packing.row import Aggregation
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
 from tests.tiny_models import random_group
 
+BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine
 MAX_TOKENS = 50
 PACKINGS: tuple[Literal["prompt", "tree"], ...] = ("prompt", "tree")
 

@@ -9,7 +9,7 @@ import torch
 from easyrl.dataloaders.packing.groups import batch_denominator
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey, Segment
-from tests.dataloaders.packed_rows import MAX_TOKENS, pack
+from tests.dataloaders.packed_rows import MAX_TOKENS, PACKINGS, pack
 from tests.tiny_models import random_group
 
 
@@ -77,6 +77,20 @@ def test_rows_of_even_cost_from_groups_in_any_order() -> None:
     any_order = pack(groups, budget=14, keep_order=False)
     assert samples_of(any_order) == [[(0, 0), (2, 0)], [(1, 0), (3, 0)]]
     assert samples_of(pack(groups, budget=1000, keep_order=False)) == [[(i, 0) for i in range(4)]]
+
+
+def test_groups_fill_rows_in_parts_where_that_is_worth_the_repeated_prompts() -> None:
+    """Groups of more than half a row, whole in a row each, or six in four rows."""
+    short_prompt = [group_of(2, [7] * 4, i) for i in range(6)]
+    filled = pack(short_prompt, budget=56, keep_order=False)
+    samples = [sample for row in samples_of(filled) for sample in row]
+    assert len(filled) == 4 and max(row.num_tokens for row in filled) <= 56
+    assert sorted(samples) == [(i, sample) for i in range(6) for sample in range(4)]
+    long_prompt = [group_of(22, [2] * 4, i) for i in range(6)]
+    for packing in PACKINGS:  # else five rows, with four prompts more
+        assert len(pack(long_prompt, budget=56, packing=packing, keep_order=False)) == 6
+    in_order = pack(short_prompt, budget=56)
+    assert [row.num_tokens for row in in_order] == [30] * 6
 
 
 def test_too_long_a_response_gets_its_own_row() -> None:

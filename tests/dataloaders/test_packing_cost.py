@@ -55,6 +55,13 @@ def test_row_costs_add_up() -> None:
     assert total == 3.0 * 20 + 0.5 * layout.num_pairs + 7.0 * 14
 
 
+@pytest.mark.parametrize("hidden_size", [None, [8, 8], {}, "8"])
+def test_sizes_that_are_no_numbers(tmp_path: Path, hidden_size: object) -> None:
+    shape = {**tiny_config("qwen3").to_dict(), "hidden_size": hidden_size}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert cost_of_model_at(tmp_path) == DEFAULT_COST
+
+
 def test_cost_of_a_folder(tmp_path: Path) -> None:
     config = tiny_config("qwen3")
     config.save_pretrained(tmp_path)

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Literal
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.dataloaders.packing.groups import batch_denominator
@@ -17,6 +17,7 @@ from easyrl.dataloaders.packing.row import Aggregation
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.schema import RolloutGroup
 from tests.dataloaders.packed_rows import (
+    BUSY,
     PACKINGS,
     expected_tokens,
     pack,
@@ -24,7 +25,6 @@ from tests.dataloaders.packed_rows import (
     trained_tokens,
 )
 
-BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine
 PACKING = st.sampled_from(PACKINGS)
 AGGREGATIONS = st.sampled_from(["sequence", "token", "constant"])
 
@@ -77,7 +77,7 @@ def test_rows_that_keep_the_order_are_closed_only_when_full(
     groups: list[RolloutGroup], budget: int
 ) -> None:
     rows = pack(groups, budget=budget)
-    indices = [index for row in rows for index in dict.fromkeys(k.index for k in row.sequences)]
+    indices = [index for row in rows for index in dict.fromkeys(k.prompt for k in row.sequences)]
     assert indices == sorted(indices)
     for row, following in zip(rows, rows[1:], strict=False):
         roots = [i for i, segment in enumerate(following.segments) if segment.parent == -1]

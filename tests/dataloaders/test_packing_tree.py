@@ -15,13 +15,13 @@ from easyrl.dataloaders.packing.prefix_tree import PrefixTree, SharedOrder, lexi
 from easyrl.dataloaders.packing.row import TrainedSequence, packed_row
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey, Segment
 from tests.dataloaders.packed_rows import (
+    BUSY,
     expected_tokens,
     pack,
     random_groups,
     sequences_of,
     trained_tokens,
 )
-from tests.dataloaders.test_packing_properties import BUSY
 from tests.tiny_models import random_group
 
 

@@ -18,7 +18,7 @@ from easyrl.dataloaders.packing.partition import (
     order_cost,
 )
 from easyrl.dataloaders.packing.prefix_tree import lexicographic
-from tests.dataloaders.test_packing_properties import BUSY
+from tests.dataloaders.packed_rows import BUSY
 
 ITEMS = st.lists(
     st.builds(Item, st.integers(1, 12), st.integers(1, 50).map(float)), min_size=1, max_size=7

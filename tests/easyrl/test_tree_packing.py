@@ -135,8 +135,9 @@ def test_exact_in_fp64_without_casts(
     assert max(relative_errors(tree, packed_run(policy, pack("prompt", budget)))) < 1e-9
 
 
-def test_stock_model_in_fp32(tmp_path: Path) -> None:
-    policy, plain = load_both(save_tiny_model(tmp_path, "llama"), torch.float32, attention="eager")
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_stock_model_in_fp32(tmp_path: Path, family: Family) -> None:
+    policy, plain = load_both(save_tiny_model(tmp_path, family), torch.float32, attention="eager")
     errors = relative_errors(packed_run(policy, pack("tree", 300)), separate_run(plain))
     assert max(errors) < 1e-5, errors
 
