@@ -7,13 +7,13 @@ model that learns badly.
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from easyrl.kernels.attention_agreement import agreement_with_reference
-from easyrl.kernels.attention_choice import backends_in_order
+from easyrl.kernels.attention_choice import backends_in_order, is_tiny
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.kernels.shared_prompt_attention import (
     BACKENDS,
@@ -25,6 +25,13 @@ from easyrl.kernels.shared_prompt_attention import (
 logger = logging.getLogger(__name__)
 
 _REFERENCE = "reference"
+_Shape = Literal["alone", "chain", "group", "tree"]
+_SHAPES: dict[_Shape, str] = {
+    "alone": "segments without parents",
+    "chain": "one segment below another",
+    "group": "several segments below another",
+    "tree": "several levels of segments",
+}
 
 
 class _Use(NamedTuple):
@@ -36,11 +43,13 @@ class _Use(NamedTuple):
     query_heads: int
     key_heads: int
     head_size: int
+    shape: _Shape
 
     def __str__(self) -> str:
         return (
             f"attention backend {self.backend} on {self.device} in {self.dtype} with "
-            f"{self.query_heads} query and {self.key_heads} key heads of size {self.head_size}"
+            f"{self.query_heads} query and {self.key_heads} key heads of size {self.head_size} "
+            f"({_SHAPES[self.shape]})"
         )
 
 
@@ -48,10 +57,11 @@ class CheckedAttention:
     """``shared_prompt_attention`` with the backend that is wanted, checked at its first use.
 
     ``wanted`` is a name in ``BACKENDS`` or ``"auto"``, for the best one of the device, dtype and
-    row. At the first use with some dtype and heads a backend is compared with the reference on the
-    tensors of that call, forward and backward; one that is off, or raises, is not used again:
-    ``auto`` warns once and takes the next best, the reference at last. A backend that was named
-    raises ``RuntimeError`` instead.
+    row. At the first use with some dtype, heads and depth of row a backend is compared with the
+    reference on the tensors of that call, forward and backward; one that is off, or raises, is not
+    used again: ``auto`` warns once and takes the next best, the reference at last. A backend that
+    was named raises ``RuntimeError`` instead. Tiny rows, which would test little, take the
+    reference, a named backend's too.
 
     The first output is the backend's own, like all later ones. A call that is made again, as in
     activation checkpointing, runs what it ran before. One object belongs to one model.
@@ -77,20 +87,15 @@ class CheckedAttention:
         check_shapes(query, layout)
         names = self._candidates(query, layout)
         for name, next_best in zip(names, (*names[1:], None), strict=True):
-            use = _use(name, query, key)
+            use = _use(name, query, key, layout)
             if use not in self._trusted:
                 self._check(use, query, key, value, layout, scale, next_best)
             if self._trusted[use]:
                 return shared_prompt_attention(query, key, value, layout, scale, backend=name)
         raise AssertionError("the reference is the last candidate, and always trusted")
 
-    def backend_for(self, query: Tensor, key: Tensor, layout: SegmentLayout) -> str:
-        """The backend that such a call would use as far as is known by now."""
-        names = self._candidates(query, layout)
-        return next(n for n in names if self._trusted.get(_use(n, query, key), True))
-
     def _candidates(self, query: Tensor, layout: SegmentLayout) -> tuple[str, ...]:
-        if self.wanted != "auto":
+        if self.wanted != "auto" and not is_tiny(layout.num_tokens):
             return (self.wanted,)
         return backends_in_order(query.device, query.dtype, query.shape[-1], layout.num_tokens)
 
@@ -136,5 +141,19 @@ class CheckedAttention:
             logger.warning("%s %s; %s is used instead", use, problem, next_best)
 
 
-def _use(name: str, query: Tensor, key: Tensor) -> _Use:
-    return _Use(name, query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[3])
+def _use(name: str, query: Tensor, key: Tensor, layout: SegmentLayout) -> _Use:
+    heads, head_size = query.shape[1], query.shape[3]
+    return _Use(
+        name, query.device.type, query.dtype, heads, key.shape[1], head_size, _shape(layout)
+    )
+
+
+def _shape(layout: SegmentLayout) -> _Shape:
+    """What a simple row shows says little about one with more parts to it."""
+    parents = [parent for _, _, parent in layout.segments if parent >= 0]
+    if not parents:
+        return "alone"
+    if len(set(parents)) == len(parents):
+        return "chain"
+    flat = all(layout.segments[parent][2] < 0 for parent in parents)
+    return "group" if flat else "tree"

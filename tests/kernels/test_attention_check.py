@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 from easyrl.kernels import attention_check
 from easyrl.kernels.attention_agreement import Agreement, agreement_with_reference
 from easyrl.kernels.attention_check import CheckedAttention
-from easyrl.kernels.attention_choice import backends_in_order, choose_backend
+from easyrl.kernels.attention_choice import backends_in_order
 from easyrl.kernels.merged_attention import merged_attention
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.kernels.shared_prompt_attention import BACKENDS, Backend, reference_attention
@@ -136,12 +136,10 @@ def test_a_bad_backend_is_refused(
     calls = plant("merged", backend)
     inputs = random_inputs(GROUP, dtype=dtype)
     attention = CheckedAttention("auto")
-    assert attention.backend_for(*inputs[:2], GROUP) == "merged"
     for _ in range(2):
         output = attention(*inputs, GROUP, SCALE)
         assert torch.equal(output, reference_attention(*inputs, GROUP, SCALE))
     assert len(calls) == 1
-    assert attention.backend_for(*inputs[:2], GROUP) == "reference"
     (record,) = caplog.records  # once, not at every call
     assert record.levelno == logging.WARNING
     for part in (f"merged on cpu in {dtype}", message, "reference is used instead"):
@@ -282,15 +280,109 @@ def test_arguments_are_checked() -> None:
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     half, cuda = torch.bfloat16, torch.device("cuda", 0)
-    assert choose_backend(CPU, torch.float32, 64, 4096) == "merged"
-    assert choose_backend(CPU, torch.float32, 64, 64) == "reference"
     npu = cast(torch.device, types.SimpleNamespace(type="npu"))  # torch-npu makes the name known
+    mps = torch.device("mps")
+    assert backends_in_order(CPU, torch.float32, 64, 4096) == ("merged", "reference")
     assert backends_in_order(npu, half, 64, 4096) == ("npu", "merged", "reference")
-    assert backends_in_order(torch.device("mps"), half, 64, 4096) == ("merged", "reference")
+    assert backends_in_order(mps, half, 64, 4096) == ("merged", "reference")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert backends_in_order(cuda, half, 128, 64) == ("varlen", "flex", "merged", "reference")
-    assert backends_in_order(cuda, torch.float32, 128, 64) == ("flex", "merged", "reference")
-    assert backends_in_order(cuda, half, 100, 64) == ("flex", "merged", "reference")
-    assert backends_in_order(cuda, torch.float64, 64, 64) == ("merged", "reference")
+    assert backends_in_order(cuda, half, 128, 4096) == ("varlen", "flex", "merged", "reference")
+    assert backends_in_order(cuda, torch.float32, 128, 4096) == ("flex", "merged", "reference")
+    assert backends_in_order(cuda, half, 100, 4096) == ("flex", "merged", "reference")
+    assert backends_in_order(cuda, torch.float64, 64, 4096) == ("merged", "reference")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert backends_in_order(cuda, half, 128, 64) == ("merged", "reference")
+    assert backends_in_order(cuda, half, 128, 4096) == ("merged", "reference")
+    for device in (CPU, npu, mps, cuda):
+        assert backends_in_order(device, half, 64, 256) == ("reference",)
+        assert len(backends_in_order(device, half, 64, 257)) > 1
+
+
+def only_first_child_sees_its_parent(
+    query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
+) -> Tensor:
+    segments = [
+        (start, length, parent if index < 2 else -1)
+        for index, (start, length, parent) in enumerate(layout.segments)
+    ]
+    return reference_attention(query, key, value, SegmentLayout(segments), scale)
+
+
+def only_parents_are_seen(
+    query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
+) -> Tensor:
+    """Right for prompts and their responses; what is above a parent is forgotten."""
+    segments = layout.segments
+    mask = layout.dense_mask(CPU).clone()
+    for start, length, parent in segments:
+        while parent >= 0 and segments[parent][2] >= 0:
+            parent = segments[parent][2]
+            above, above_length, _ = segments[parent]
+            mask[start : start + length, above : above + above_length] = False
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = (query @ key.mT * scale).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+ALONE = SegmentLayout([(0, 300, -1), (300, 200, -1)])
+CHAIN = SegmentLayout([(0, 300, -1), (300, 200, 0)])
+TREE = SegmentLayout([(0, 200, -1), (200, 100, 0), (300, 40, 1), (340, 40, 1), (380, 40, 0)])
+
+
+@pytest.mark.parametrize("wanted", ["auto", "varlen"])
+@pytest.mark.parametrize(
+    ("backend", "before", "row"),
+    [
+        (only_first_child_sees_its_parent, SegmentLayout([(0, 1, -1), (1, 1, 0)]), GROUP),
+        (only_first_child_sees_its_parent, SegmentLayout([(0, 30, -1), (30, 2, 0)]), GROUP),
+        (only_first_child_sees_its_parent, ALONE, GROUP),
+        (only_first_child_sees_its_parent, CHAIN, GROUP),
+        (only_parents_are_seen, GROUP, TREE),
+    ],
+)
+def test_a_simpler_row_clears_nothing(
+    backend: Backend,
+    before: SegmentLayout,
+    row: SegmentLayout,
+    wanted: str,
+    plant: Plant,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run's first rows are a probe's or a stand-in's, of two tokens; choice as on a GPU."""
+    plant("varlen", backend)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(
+        attention_check,
+        "backends_in_order",
+        lambda _, *args: backends_in_order(torch.device("cuda", 0), *args),
+    )
+    attention = CheckedAttention(wanted)
+    inputs = random_inputs(before, dtype=torch.bfloat16)
+    output = attention(*inputs, before, SCALE)
+    expected = reference_attention(*inputs, before, SCALE)
+    torch.testing.assert_close(output, expected, rtol=0, atol=5e-2)
+    inputs = random_inputs(row, dtype=torch.bfloat16)
+    if wanted == "varlen":
+        with pytest.raises(RuntimeError, match="varlen on cpu .*does not agree"):
+            attention(*inputs, row, SCALE)
+    else:
+        output = attention(*inputs, row, SCALE)  # of merged
+        expected = reference_attention(*inputs, row, SCALE)
+        torch.testing.assert_close(output, expected, rtol=0, atol=5e-2)
+
+
+def test_a_named_backend_takes_the_reference_for_tiny_rows(plant: Plant) -> None:
+    calls = plant("merged", raising)
+    layout = SegmentLayout(FORESTS["ragged group"])
+    inputs = random_inputs(layout)
+    output = CheckedAttention("merged")(*inputs, layout, SCALE)
+    assert torch.equal(output, reference_attention(*inputs, layout, SCALE)) and not calls
+
+
+def test_each_shape_of_row_is_checked(plant: Plant) -> None:
+    calls = plant("merged", merged_attention)
+    attention = CheckedAttention()
+    for runs in (2, 1):  # with the check, and without
+        for layout in (ALONE, CHAIN, GROUP, TREE):
+            calls.clear()
+            attention(*random_inputs(layout, dtype=torch.float32), layout, SCALE)
+            assert len(calls) == runs
