@@ -25,7 +25,7 @@ from easyrl.look_ahead import LookAhead
 from easyrl.schema import FrozenLogprobs, MicroBatch, RolloutGroup, SampleKey, StopRequested
 from easyrl.stopping import StopRequest
 from easyrl.wiring.parts import _looks_ahead
-from tests.dataloaders.packed_rows import PACKINGS, branch, pack, random_groups
+from tests.dataloaders.packed_rows import BUSY, PACKINGS, branch, pack, random_groups
 from tests.tiny_models import random_group
 
 G = 4
@@ -108,7 +108,7 @@ def assert_same(got: FrozenLogprobs | None, expected: FrozenLogprobs) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@settings(max_examples=60, deadline=None)
+@settings(BUSY, max_examples=60)
 @given(data=st.data())
 def test_a_row_gets_what_it_would_get_without(packing: str, data: st.DataObject) -> None:
     """Any groups, order of return, and moments in which the trainer is idle; all exactly equal."""

@@ -17,7 +17,7 @@ from easyrl.model_loading import load_policy_model
 from easyrl.policy_model import PolicyModel, run_micro_batch
 from easyrl.row_parts import join_logprobs, restrict, split_logprobs
 from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey, Segment
-from tests.dataloaders.packed_rows import branch, trained_tokens
+from tests.dataloaders.packed_rows import BUSY, branch, trained_tokens
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_model
 
 
@@ -76,7 +76,7 @@ def kept_tokens(row: MicroBatch, keys: set[SampleKey]) -> list[int]:
     return [n for n, q in enumerate(row.sequence_index.tolist()) if row.sequences[q] in keys]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(BUSY, max_examples=150)
 @given(row=random_rows(), data=st.data())
 def test_a_restricted_row_has_the_same_tokens_behind_the_same_tokens(
     row: MicroBatch, data: st.DataObject
@@ -90,7 +90,7 @@ def test_a_restricted_row_has_the_same_tokens_behind_the_same_tokens(
     SegmentLayout(part.segments)  # raises where it is not depth first
 
 
-@settings(max_examples=100, deadline=None)
+@settings(BUSY, max_examples=100)
 @given(row=random_rows(), data=st.data())
 def test_nothing_is_in_it_that_no_token_depends_on(row: MicroBatch, data: st.DataObject) -> None:
     part = restrict(row, subset(data, row))
@@ -99,7 +99,7 @@ def test_nothing_is_in_it_that_no_token_depends_on(row: MicroBatch, data: st.Dat
         assert segment.start in seen
 
 
-@settings(max_examples=50, deadline=None)
+@settings(BUSY, max_examples=50)
 @given(row=random_rows(), data=st.data(), with_reference=st.booleans(), with_old=st.booleans())
 def test_parts_join_to_what_was_split(
     row: MicroBatch, data: st.DataObject, with_reference: bool, with_old: bool
@@ -139,7 +139,7 @@ def dense_logprobs(model: PreTrainedModel, row: MicroBatch) -> Tensor:
     return torch.stack(values)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(BUSY, max_examples=15)
 @given(row=random_rows(), data=st.data())
 def test_a_model_says_of_it_what_it_says_of_each_branch_alone(
     models: tuple[PolicyModel, PreTrainedModel], row: MicroBatch, data: st.DataObject
