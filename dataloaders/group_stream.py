@@ -25,8 +25,24 @@ class ReadyGroup(NamedTuple):
     group: RolloutGroup | StoredGroup
 
 
-# what goes from producer to consumer; None only wakes the consumer
-ReadyQueue = queue.SimpleQueue[ReadyGroup | BaseException | None]
+class ReadyQueue(queue.SimpleQueue[ReadyGroup | BaseException | None]):
+    """What goes from producer to consumer: groups, or why there are no more.
+
+    None only wakes the consumer.
+
+    Attributes:
+        num_groups: that were put. All of them by one thread at a time, the producer's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_groups = 0
+
+    def put_group(self, group: ReadyGroup) -> None:
+        self.num_groups += 1
+        self.put(group)
+
+
 Idle = Callable[[], bool]  # does one piece of other work; False if there was none
 
 
@@ -67,6 +83,7 @@ class GroupStream:
         self._here: OrderedDict[int, ReadyGroup] = OrderedDict()
         self._first_missing = 0  # position; all before it are handed out
         self._ahead: set[int] = set()  # positions behind it that are handed out
+        self._num_handed_out = 0
         self._closed = False
         self._failure: ProducerError | None = None
         self._interruption: BaseException | None = None
@@ -83,11 +100,8 @@ class GroupStream:
 
     @property
     def waiting(self) -> int:
-        """Groups that are finished and not handed out; a wake-up under way counts as one.
-
-        From any thread.
-        """
-        return self._ready.qsize() + len(self._here)
+        """Groups that are finished and not handed out. From any thread."""
+        return 0 if self._closed else self._ready.num_groups - self._num_handed_out
 
     def __iter__(self) -> Iterator[RolloutGroup]:
         while (position := self._next(block=True)) is not None:
@@ -96,8 +110,10 @@ class GroupStream:
     def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
         """Waits for one group, then adds those ready now, within ``max_tokens`` packed tokens.
 
-        While it would wait for that one it calls ``idle``, again and again until that has nothing
-        to do, and again when another response has returned. The time counts as no waiting.
+        While it would wait for that one it calls ``idle``, which does one piece of other work and
+        returns True, or returns False where there is none; then it waits for what comes next, a
+        group or another response of ``open_samples``, and asks again. A group that is ready is
+        seen between two pieces; the time they take does not count as waiting.
         In prompt order it waits for each next group instead, until one does not fit, so that what
         comes together is a matter of order and size alone. Empty when the batch is complete. The
         first group is returned whatever its size.
@@ -201,6 +217,7 @@ class GroupStream:
 
     def _hand_out(self, position: int) -> RolloutGroup:
         group = self._here.pop(position).group
+        self._num_handed_out += 1
         self._ahead.add(position)
         while self._first_missing in self._ahead:
             self._ahead.remove(self._first_missing)

@@ -13,8 +13,15 @@ from easyrl.schema import Completion, FinishedSamples, Key, OpenGroup, Prompt
 class _Group:
     prompt: Prompt
     num_missing: int  # responses that have not returned
-    finished: dict[int, Completion] = field(default_factory=dict)  # by sample number, not taken
-    num_tokens: int = 0  # of ``finished``
+    # by sample number, in order of return; not those that were taken
+    finished: dict[int, Completion] = field(default_factory=dict)
+
+    def seen(self) -> OpenGroup:
+        """As the consumer sees it."""
+        lengths = tuple(len(completion.token_ids) for completion in self.finished.values())
+        return OpenGroup(
+            self.prompt.key, len(self.prompt.token_ids), lengths, num_missing=self.num_missing
+        )
 
 
 class OpenSamples:
@@ -46,7 +53,6 @@ class OpenSamples:
             if group is None:
                 group = self._groups[prompt.key] = _Group(prompt, self._num_generations)
             group.finished[sample] = completion
-            group.num_tokens += len(completion.token_ids)
             group.num_missing -= 1
             wake, self._listening = self._listening, False
         if wake:
@@ -67,27 +73,20 @@ class OpenSamples:
     def groups(self) -> list[OpenGroup]:
         """Those that have finished responses which nobody has taken."""
         with self._lock:
-            return [
-                OpenGroup(key, len(group.prompt.token_ids), group.num_tokens, group.num_missing)
-                for key, group in self._groups.items()
-                if group.finished
-            ]
+            return [group.seen() for group in self._groups.values() if group.finished]
 
     def take(self, key: Key, max_tokens: int) -> FinishedSamples | None:
-        """Finished responses of the group, within ``max_tokens`` tokens of responses.
+        """Finished responses of the group that are ``OpenGroup.within`` ``max_tokens`` tokens.
 
         None where none fits, or where the group is no longer open.
         """
-        taken: dict[int, Completion] = {}
         with self._lock:
             group = self._groups.get(key)
             if group is None:
                 return None
-            for sample, completion in group.finished.items():
-                if len(completion.token_ids) <= max_tokens:
-                    taken[sample] = completion
-                    max_tokens -= len(completion.token_ids)
-            for sample, completion in taken.items():
-                del group.finished[sample]
-                group.num_tokens -= len(completion.token_ids)
+            samples = list(group.finished)
+            taken = {
+                samples[place]: group.finished.pop(samples[place])
+                for place in group.seen().within(max_tokens)
+            }
         return FinishedSamples(group.prompt, taken) if taken else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -137,14 +136,14 @@ class RolloutGenerator:
         """
         missing: list[tuple[int, Prompt]] = []
         recovered: list[Prompt] = []
-        ready: ReadyQueue = queue.SimpleQueue()
+        ready = ReadyQueue()
         for position, prompt in enumerate(prompts):
             stored = None if store is None else store.find(prompt)
             if stored is None:
                 missing.append((position, prompt))
             else:
                 recovered.append(prompt)
-                ready.put(ReadyGroup(position, stored.num_tokens, stored))
+                ready.put_group(ReadyGroup(position, stored.num_tokens, stored))
         self._record(
             "batch_dispatched",
             version=version,
@@ -181,7 +180,7 @@ class RolloutGenerator:
             finally:
                 batch.open_samples.close_group(prompt)
             self._record("group_ready", epoch=prompt.epoch, index=prompt.index)
-            batch.ready.put(ReadyGroup(position, packed_tokens(group), kept))
+            batch.ready.put_group(ReadyGroup(position, packed_tokens(group), kept))
 
         try:
             async with asyncio.TaskGroup() as tasks:

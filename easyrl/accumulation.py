@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +14,7 @@ from easyrl.batch_metrics import BatchTotals
 from easyrl.engines.base import NonFiniteLossError
 from easyrl.event_log import Record
 from easyrl.look_ahead import LookAhead, OpenGroups
-from easyrl.schema import Key, MicroBatch, RolloutGroup
+from easyrl.schema import FinishedSamples, Key, MicroBatch, RolloutGroup
 from easyrl.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -51,6 +51,13 @@ class GroupSource(Protocol):
     def take_ready(
         self, max_tokens: int, idle: Callable[[], bool] | None = None
     ) -> list[RolloutGroup]: ...
+    def note_ahead(self, piece: Sequence[FinishedSamples]) -> None:
+        """Keeps what was computed ahead, in this order, for another life of the run."""
+
+    def ahead_of_take(self, max_tokens: int) -> Iterable[Sequence[FinishedSamples]]:
+        """What an earlier life had computed ahead before it took what comes next."""
+        ...
+
     def complete(self) -> None: ...
     def interrupt(self, error: BaseException) -> None: ...
     def close(self) -> None: ...
@@ -135,7 +142,7 @@ class Accumulator:
         return totals
 
     def _ahead_of(self, groups: GroupSource) -> LookAhead | None:
-        if not self.look_ahead:
+        if not self.look_ahead or not self.engine.has_frozen_models:
             return None
         return LookAhead(
             self.engine,
@@ -143,6 +150,7 @@ class Accumulator:
             groups.open_samples,
             max_tokens=self.max_tokens,
             record=self.record,
+            note=groups.note_ahead,
         )
 
     def _micro_batches(
@@ -150,12 +158,11 @@ class Accumulator:
     ) -> Iterator[MicroBatch]:
         """Packed rows as groups arrive; ends early, noting it in ``totals``, when interrupted."""
         functions = self.functions
-        idle = None if ahead is None else ahead.work
         try:
             if self.synchronous:
                 self.record("waiting_for_batch")
                 groups.complete()
-            while ready := groups.take_ready(self.rows_per_take * self.max_tokens, idle):
+            while ready := self._take(groups, ahead):
                 self.stop.raise_if_requested()
                 for group in ready:
                     _refuse_off_policy(group, groups.accepted_versions)
@@ -169,6 +176,16 @@ class Accumulator:
             if not self.is_interruption(error):
                 raise
             totals.interruption = error
+
+    def _take(self, groups: GroupSource, ahead: LookAhead | None) -> list[RolloutGroup]:
+        """Groups that are ready, after what an earlier life computed ahead of them."""
+        max_tokens = self.rows_per_take * self.max_tokens
+        if ahead is None:
+            return groups.take_ready(max_tokens)
+        for piece in groups.ahead_of_take(max_tokens):
+            self.stop.raise_if_requested()
+            ahead.repeat(piece)
+        return groups.take_ready(max_tokens, ahead.work)
 
 
 def _refuse_off_policy(group: RolloutGroup, accepted: frozenset[str]) -> None:

@@ -352,7 +352,8 @@ class TrainerConfig(Section):
     # that responses and prompts have in common
     max_tokens_per_micro_batch: PositiveInt = 8192  # packed
     look_ahead: bool = True  # while no group is complete: reference and old log-probabilities of
-    # finished responses; not in strict mode
+    # finished responses; not in strict or sync mode, with offload_reference, or with ZeRO 2 or 3
+    # over several ranks
     learning_rate: PositiveFloat = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0

@@ -59,10 +59,29 @@ def contradictions(config: Config) -> list[str]:
             "trainer.offload_reference: has no effect with model.lora, whose reference is the "
             "policy without its adapter; remove it"
         )
+    if not config.trainer.look_ahead and (reason := no_look_ahead(config)) is not None:
+        problems.append(f"trainer.look_ahead: {reason}; remove it")
     labels = [reward.label for reward in config.rewards]
     if len(set(labels)) != len(labels):
         problems.append(f"rewards: two are called the same ({labels}); rename a function")
     return problems
+
+
+def no_look_ahead(config: Config) -> str | None:
+    """Why ``trainer.look_ahead`` has no effect; None where it has, as far as values tell."""
+    objective, trainer = config.objective, config.trainer
+    if config.run.mode == "sync":
+        return "has no effect with run.mode=sync, where training begins with complete groups"
+    if config.run.determinism == "strict":
+        # which responses are computed ahead is a matter of the clock, and decides the last bits
+        return "has no effect with run.determinism=strict, where nothing is computed ahead"
+    if not (
+        objective.has_reference or objective.old_policy == "lagged" or trainer.updates_per_batch > 1
+    ):
+        return "has no effect without a reference, a lagged old policy or several updates per batch"
+    if trainer.offload_reference:  # every piece of work would move the whole reference
+        return "has no effect with trainer.offload_reference"
+    return None
 
 
 # A value set to its default is never refused: a dumped tree names every key and must load again.

@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from easyrl.event_log import Record
-from easyrl.row_parts import join_logprobs, restrict, split_logprobs
+from easyrl.row_parts import join_logprobs, restrict, split_labels, split_logprobs
 from easyrl.schema import (
     FinishedSamples,
     FrozenLogprobs,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 MIN_USEFUL = 0.25
 
 CPU = torch.device("cpu")
+Piece = Sequence[FinishedSamples]  # what goes through the models together
 Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
 
 
@@ -46,21 +48,34 @@ class OpenGroups(Protocol):
     def take(self, key: Key, max_tokens: int) -> FinishedSamples | None: ...
 
 
+class _Known(NamedTuple):
+    """What the frozen models say of a response, in host memory."""
+
+    label_ids: Tensor  # int64 [N], the trained tokens
+    frozen: FrozenLogprobs  # [N] each
+
+
 class LookAhead:
     """Log-probabilities of the frozen models for one update's groups, before these are complete.
 
     One object for each update: its old policy is not that of the next, and nothing of an earlier
     update or batch can be met in it. Belongs to the trainer's thread.
 
+    Which responses are computed ahead, in which pieces, is a matter of the clock and decides the
+    last bits of what the models say of them. A piece alone is a function of its responses: who
+    ``notes`` the pieces can have them repeated before the same groups are trained, with equal bits.
+
     Args:
         engine: one that ``can_look_ahead``.
         pack: the objective's, that makes rows of groups.
         max_tokens: packed tokens of one piece of work.
         record: receives the events ``look_ahead_start`` and ``look_ahead_end``.
+        note: is told of each piece, before the groups that use it are asked for.
 
     Attributes:
-        work_s: seconds spent in ``work``.
-        num_tokens: trained tokens that were computed ahead when their row came.
+        work_s: seconds spent in ``work`` and ``repeat``.
+        num_tokens: trained tokens of the rows so far that had been computed ahead when their row
+            came; not those of responses whose row is still to come.
     """
 
     def __init__(
@@ -71,53 +86,68 @@ class LookAhead:
         *,
         max_tokens: int,
         record: Record,
+        note: Callable[[Piece], object] = lambda piece: None,
     ) -> None:
         self._engine = engine
+        self._note = note
         self._pack = pack
         self._open_groups = open_groups
         self._max_tokens = max_tokens
         self._record = record
-        self._known: dict[SampleKey, FrozenLogprobs] = {}  # in host memory
-        self._device = CPU  # the engine's
-        self._has_frozen = True  # False: the old policy is the policy and there is no reference
+        self._known: dict[SampleKey, _Known] = {}
         self.work_s = 0.0
         self.num_tokens = 0
 
     def work(self) -> bool:
         """Runs the frozen models on finished responses once; False if none are worth it."""
-        if not self._has_frozen:
-            return False
         start = time.monotonic()
         chosen = self._choose()
-        for row in self._rows(chosen):
-            self._record("look_ahead_start", num_tokens=row.num_tokens)
-            frozen = self._engine.frozen_logprobs(row)
-            self._has_frozen = frozen.reference is not None or frozen.old_policy is not None
-            if self._has_frozen:
-                # The copy waits for the device, so that this returns when the work is done and not
-                # when it is launched: a group may be complete by then.
-                self._known |= split_logprobs(row, self._on_host(frozen))
-            self._record("look_ahead_end")
+        self._compute(chosen)
         self.work_s += time.monotonic() - start
-        return bool(chosen) and self._has_frozen
+        return bool(chosen)
+
+    def repeat(self, piece: Piece) -> None:
+        """Runs the frozen models on what an earlier life had run them on."""
+        start = time.monotonic()
+        self._compute(piece)
+        self.work_s += time.monotonic() - start
 
     def complete(self, row: MicroBatch) -> MicroBatch:
         """``row`` with what the frozen models say of it, if some of it is known.
 
         What is not known of it is computed on a row of its own. What is known is then forgotten.
+        Raises ``RuntimeError`` if it is known of another response of the same name.
         """
         if row.is_dummy:  # its sequence is nobody's
             return row
-        parts = {key: self._known.pop(key) for key in row.sequences if key in self._known}
-        if not parts:
+        known = {key: self._known.pop(key) for key in row.sequences if key in self._known}
+        if not known:
             return row
+        labels = split_labels(row)
+        for key, (label_ids, _) in known.items():
+            if not torch.equal(label_ids, labels[key]):
+                raise RuntimeError(f"what was computed ahead for {key} is of another response")
+        parts = {key: frozen for key, (_, frozen) in known.items()}
         missing = [key for key in row.sequences if key not in parts]
         self.num_tokens += row.num_loss_tokens
         if missing:
             rest = restrict(row, missing)
             self.num_tokens -= rest.num_loss_tokens
-            parts |= split_logprobs(rest, self._on_host(self._engine.frozen_logprobs(rest)))
-        return replace(row, frozen=_moved(join_logprobs(row, parts), self._device))
+            parts |= split_logprobs(rest, self._engine.frozen_logprobs(rest).to(CPU))
+        return replace(row, frozen=join_logprobs(row, parts))
+
+    def _compute(self, piece: Piece) -> None:
+        rows = self._rows(piece)
+        for row in rows:
+            self._record("look_ahead_start", num_tokens=row.num_tokens)
+            # The copy waits for the device, so that this returns when the work is done and not
+            # when it is launched: a group may be complete by then.
+            said = split_logprobs(row, self._engine.frozen_logprobs(row).to(CPU))
+            labels = split_labels(row)
+            self._known |= {key: _Known(labels[key], frozen) for key, frozen in said.items()}
+            self._record("look_ahead_end")
+        if rows:
+            self._note(piece)
 
     def _choose(self) -> list[FinishedSamples]:
         """Responses for one row, from the groups that waste least first."""
@@ -137,7 +167,7 @@ class LookAhead:
                 room -= group.num_prompt_tokens + sum(lengths)
         return chosen
 
-    def _rows(self, chosen: Sequence[FinishedSamples]) -> list[MicroBatch]:
+    def _rows(self, chosen: Piece) -> list[MicroBatch]:
         """Packed as groups are; none where no token of theirs is trained."""
         numbers = {samples.prompt.key: list(samples.completions) for samples in chosen}
         rows = self._pack(
@@ -150,19 +180,14 @@ class LookAhead:
 
         return [replace(row, sequences=tuple(map(of_whole_group, row.sequences))) for row in rows]
 
-    def _on_host(self, frozen: FrozenLogprobs) -> FrozenLogprobs:
-        for logprobs in (frozen.reference, frozen.old_policy):
-            if logprobs is not None:
-                self._device = logprobs.device
-        return _moved(frozen, CPU)
-
 
 def _useful(group: OpenGroup, room: int) -> float:
-    """The share of the tokens of a piece of work that need not go through the models again."""
-    response_tokens = min(group.num_finished_tokens, room - group.num_prompt_tokens)
-    if response_tokens <= 0:
+    """The share of the tokens that need not go through the models again, of what fits."""
+    fitting = group.within(room - group.num_prompt_tokens)
+    response_tokens = sum(group.finished[place] for place in fitting)
+    if response_tokens == 0:
         return 0.0
-    if group.num_missing == 0 and response_tokens == group.num_finished_tokens:
+    if group.num_missing == 0 and len(fitting) == len(group.finished):
         return 1.0  # the prompt is not needed again either
     return response_tokens / (response_tokens + group.num_prompt_tokens)
 
@@ -176,12 +201,4 @@ def _group_of(samples: FinishedSamples) -> RolloutGroup:
         policy_version="",
         dispatched_s=0.0,
         completed_s=0.0,
-    )
-
-
-def _moved(frozen: FrozenLogprobs, device: torch.device) -> FrozenLogprobs:
-    reference, old_policy = frozen.reference, frozen.old_policy
-    return FrozenLogprobs(
-        reference=None if reference is None else reference.to(device),
-        old_policy=None if old_policy is None else old_policy.to(device),
     )

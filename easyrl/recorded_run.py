@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,14 @@ from easyrl.journal.reading import batch_folder, read_takes
 from easyrl.journal.takes import longest, num_groups, usable_takes
 from easyrl.metrics import read_metrics
 from easyrl.run_files import CERTIFICATE_FILE, CONFIG_FILE, METRICS_FILE, life_config_file
-from easyrl.schema import Key, PolicyVersion, Prompt, RolloutGroup, ServedWeights
+from easyrl.schema import (
+    FinishedSamples,
+    Key,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    ServedWeights,
+)
 
 
 class RecordedRun:
@@ -197,19 +203,20 @@ class RecordedRollouts:
         v = served.version.v
         keys = frozenset(prompt.key for prompt in prompts)
         groups, takes = self._run.groups(v, keys), self._run.takes(v, keys)
-        ready: ReadyQueue = queue.SimpleQueue()
+        ready = ReadyQueue()
         for position, prompt in enumerate(prompts):
             group = groups[prompt.key]
-            ready.put(ReadyGroup(position, packed_tokens(group), group))
+            ready.put_group(ReadyGroup(position, packed_tokens(group), group))
         stream = GroupStream(
             len(prompts), ready, _WholeBatch(), cancel=lambda: None, in_prompt_order=True
         )
-        positions = {prompt.key: position for position, prompt in enumerate(prompts)}
         return _RecordedStream(
             stream,
             frozenset(self._run.batch(v).accepted_versions),
-            [[positions[key] for key in take.keys] for take in takes],
-            {take.max_tokens for take in takes},
+            frozenset(),
+            positions={prompt.key: position for position, prompt in enumerate(prompts)},
+            takes=takes,
+            recover=groups.get,
         )
 
     def sync(self) -> None:
@@ -219,20 +226,17 @@ class RecordedRollouts:
 class _RecordedStream(JournalledStream):
     """Repeats what was trained together unless another ``max_tokens`` is to be tried."""
 
-    def __init__(
-        self,
-        stream: GroupStream,
-        accepted_versions: frozenset[str],
-        takes: Sequence[Sequence[int]],
-        max_tokens: set[int],
-    ) -> None:
-        super().__init__(stream, accepted_versions, frozenset(), takes=takes)
-        self._max_tokens = max_tokens
-
     def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
-        if self._max_tokens != {max_tokens}:
-            self._takes.clear()
+        self._forget_others(max_tokens)
         return super().take_ready(max_tokens, idle)
+
+    def ahead_of_take(self, max_tokens: int) -> Iterator[list[FinishedSamples]]:
+        self._forget_others(max_tokens)
+        return super().ahead_of_take(max_tokens)
+
+    def _forget_others(self, max_tokens: int) -> None:
+        if any(take.max_tokens != max_tokens for take in self._takes):
+            self._takes.clear()
 
 
 class _WholeBatch:

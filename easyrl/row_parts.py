@@ -61,6 +61,13 @@ def split_logprobs(row: MicroBatch, frozen: FrozenLogprobs) -> dict[SampleKey, F
     }
 
 
+def split_labels(row: MicroBatch) -> dict[SampleKey, Tensor]:
+    """Each sequence's trained tokens, in the order of ``split_logprobs``."""
+    order, counts = torch.unique_consecutive(row.sequence_index, return_counts=True)
+    labels = row.label_ids.split(counts.tolist())
+    return {row.sequences[q]: part for q, part in zip(order.tolist(), labels, strict=True)}
+
+
 def join_logprobs(row: MicroBatch, parts: Mapping[SampleKey, FrozenLogprobs]) -> FrozenLogprobs:
     """Inverse of ``split_logprobs``; ``parts`` has all sequences of ``row``."""
     order = torch.unique_consecutive(row.sequence_index).tolist()

@@ -110,6 +110,10 @@ class TrainEngine(Protocol):
     lockstep: bool  # all ranks must run equally many micro-batches (ZeRO 2 and 3)
     can_look_ahead: bool  # there are frozen models, and this rank can run them by itself
 
+    @property
+    def has_frozen_models(self) -> bool:
+        """Whether ``frozen_logprobs`` says anything: a reference, or an old policy that differs."""
+
     def begin_batch(self) -> None:
         """The weights as they are now are the old policy of the batch's updates, with
         ``updates_per_batch`` above 1; else without effect. All ranks call it before each batch.

@@ -174,6 +174,13 @@ class DeepSpeedEngine:
         assert self.can_look_ahead
         return self._tri_model.frozen_logprobs(micro_batch)
 
+    @property
+    def has_frozen_models(self) -> bool:
+        """Whether ``frozen_logprobs`` says anything: a reference, or an old policy that differs."""
+        models = self._tri_model
+        lags = models.old_policy is not None and not models.old_is_policy
+        return models.reference is not None or lags
+
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """Policy log-probabilities without gradient, float32 [N], on the CPU."""
         return self._tri_model.policy_logprobs(micro_batch).float().cpu()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from easyrl.journal.codec import (
     CodecError,
+    Piece,
     TakenRecord,
     decode_record,
     encode_group,
@@ -125,11 +126,14 @@ class BatchJournal:
         )
         return replace(group, digest=place.digest.hex()), stored
 
-    def add_taken(self, keys: Sequence[Key], max_tokens: int) -> None:
-        """Journals what the trainer took together. Raises ``JournalError``."""
+    def add_taken(self, keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> None:
+        """Journals what the trainer took together, and what it had computed ahead before.
+
+        Raises ``JournalError``.
+        """
         with self._lock:
             assert not self._closed, "the batch is over"
-            self._open_writer().append(encode_taken(keys, max_tokens))
+            self._open_writer().append(encode_taken(keys, max_tokens, ahead))
 
     def taken_before(self, prompts: Sequence[Prompt]) -> Sequence[TakenRecord]:
         """What an earlier life took together of ``prompts``, as far as it can be repeated."""

@@ -72,12 +72,26 @@ class GroupRecord(_Struct):
         return Prompt(index=self.index, token_ids=token_ids, text="", answer=None, epoch=self.epoch)
 
 
+# Responses that went through the frozen models in one piece: prompts and numbers of their samples.
+Piece = list[tuple[Key, list[int]]]
+
+
 class TakenRecord(_Struct):
     """What the trainer took together: groups of this or an earlier life, in this order."""
 
     keys: list[Key]
-    max_tokens: int  # packed, of a micro-batch then
+    max_tokens: int  # packed, that the trainer asked for: several micro-batches' worth
+    # What it had computed ahead since the take before, in order; of these groups or later ones.
+    ahead: list[Piece] = []
     # last, so that it does not end in a zero byte, nor as a group does: with a version
+    kind: Literal["taken"] = "taken"
+
+
+class _PlainTake(_Struct):
+    """A ``TakenRecord`` with nothing computed ahead."""
+
+    keys: list[Key]
+    max_tokens: int
     kind: Literal["taken"] = "taken"
 
 
@@ -134,8 +148,10 @@ def decode_record(payload: bytes) -> GroupRecord:
         raise CodecError(f"not a group: {error}") from error
 
 
-def encode_taken(keys: Sequence[Key], max_tokens: int) -> bytes:
-    return msgspec.msgpack.encode(TakenRecord(list(keys), max_tokens))
+def encode_taken(keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> bytes:
+    if not ahead:
+        return msgspec.msgpack.encode(_PlainTake(list(keys), max_tokens))
+    return msgspec.msgpack.encode(TakenRecord(list(keys), max_tokens, list(ahead)))
 
 
 def is_taken(payload: bytes) -> bool:
@@ -146,6 +162,9 @@ def is_taken(payload: bytes) -> bool:
 def decode_taken(payload: bytes) -> TakenRecord:
     """Raises ``CodecError``."""
     try:
+        if payload.startswith(_PLAIN_TAKE_START):
+            plain = _decode_plain_take(payload)
+            return TakenRecord(plain.keys, plain.max_tokens)
         return _decode_taken(payload)
     except msgspec.MsgspecError as error:
         raise CodecError(f"not what was taken together: {error}") from error
@@ -187,6 +206,8 @@ def token_digest(token_ids: bytes) -> bytes:
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_record = msgspec.msgpack.Decoder(GroupRecord).decode
 _decode_taken = msgspec.msgpack.Decoder(TakenRecord).decode
+_decode_plain_take = msgspec.msgpack.Decoder(_PlainTake).decode
+_PLAIN_TAKE_START = b"\x93"  # an array of three
 _TAKEN_END = msgspec.msgpack.encode("taken")
 
 

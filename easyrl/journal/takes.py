@@ -1,7 +1,8 @@
 """What the trainer took together in an earlier life, to be taken together again.
 
-The order in which groups are trained, and which of them share a row, decide the last bits of the
-weights; the weights of every later batch depend on them, and with them its journalled groups.
+The order in which groups are trained, which of them share a row, and which responses went through
+the frozen models ahead of it, in which pieces, decide the last bits of the weights; the weights of
+every later batch depend on them, and with them its journalled groups.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from easyrl.wiring.endpoints import (
     warn_of_short_contexts,
 )
 from easyrl.wiring.lives import Due, SavedLives, open_notary, reference_identity
+from easyrl.wiring.look_ahead import looks_ahead
 from easyrl.wiring.objective import group_functions, rows_per_take
 from easyrl.wiring.steps import total_steps, trained_before
 
@@ -129,7 +130,9 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     inference.pool.set_repair(weight_sync.repair)
     follow_membership(inference, output, urls, agreement, opened)
     rollouts = JournalledRollouts(
-        inference.rollouts(config.rollout, config.rollout.num_generations, config), journal
+        inference.rollouts(config.rollout, config.rollout.num_generations, config),
+        journal,
+        repeats_takes=not is_strict(config),
     )
     opened.callback(rollouts.close)
     notary = open_notary(config, output, version, batches, progress, agreement, opened)
@@ -169,7 +172,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             max_tokens=config.trainer.max_tokens_per_micro_batch,
             rows_per_take=rows_per_take(config),
             synchronous=config.run.mode == "sync",
-            look_ahead=_looks_ahead(config, engine),
+            look_ahead=looks_ahead(config, engine),
         ),
         notary=notary,
         save=lambda: lives.save_now(progress),
@@ -208,15 +211,6 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
 def _is_interruption(error: Exception) -> bool:
     """Whether the run ends for now with sound weights."""
     return is_outage(error) or isinstance(error, StopRequested | PeerOutage)
-
-
-def _looks_ahead(config: Config, engine: DeepSpeedEngine) -> bool:
-    """Not in strict mode: what is computed ahead depends on the clock, and with it the last bits.
-
-    In sync mode nothing is open any more when training begins.
-    """
-    wanted = config.trainer.look_ahead and config.run.mode == "async"
-    return wanted and not is_strict(config) and engine.can_look_ahead
 
 
 def _evaluation_hook(

@@ -22,6 +22,7 @@ from easyrl.schema import Confirmation, PolicyVersion, Published, ServedWeights
 from easyrl.stopping import StopRequest
 from easyrl.trainer import Progress, Trainer
 from easyrl.wiring.lives import NoNotary
+from easyrl.wiring.look_ahead import looks_ahead
 from easyrl.wiring.objective import group_functions, rows_per_take
 from easyrl.wiring.steps import total_steps
 
@@ -95,6 +96,7 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
                 max_tokens=config.trainer.max_tokens_per_micro_batch,
                 rows_per_take=rows_per_take(config),
                 synchronous=False,
+                look_ahead=looks_ahead(config, engine),
             ),
             notary=NoNotary(),
             save=lambda: None,

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -70,12 +71,12 @@ def test_a_response_is_there_once_and_only_while_its_group_is_open():
         generate.release(thread, (0, 2), (1, 0), (0, 1))
         wait_until(lambda: sum(group.num_finished_tokens for group in samples.groups()) == 18)
         assert sorted(samples.groups()) == [
-            OpenGroup((0, 0), 4, 7 + 6, num_missing=1),
-            OpenGroup((0, 1), 4, 5, num_missing=2),
+            OpenGroup((0, 0), 4, (7, 6), num_missing=1),
+            OpenGroup((0, 1), 4, (5,), num_missing=2),
         ]
         assert taken(samples, 0) == [2, 1]  # in order of return
         assert taken(samples, 0) == []
-        assert samples.groups() == [OpenGroup((0, 1), 4, 5, num_missing=2)]
+        assert samples.groups() == [OpenGroup((0, 1), 4, (5,), num_missing=2)]
         generate.release(thread, (1, 1), (1, 2))
         assert stream.take_ready(1000)[0].prompt.index == 1
         assert samples.groups() == [] and taken(samples, 1) == []
@@ -85,9 +86,12 @@ def test_what_is_taken_fits():
     samples = OpenSamples(4)
     for sample, length in enumerate((9, 3, 4, 2)):
         samples.add(prompt(0), sample, completion("v", length))
+    [group] = samples.groups()
+    assert group.within(8) == [1, 2] and group.within(100) == [0, 1, 2, 3]
+    assert group.num_finished_tokens == 18 and group.within(1) == []
     found = samples.take((0, 0), 8)
     assert found is not None and list(found.completions) == [1, 2]
-    assert samples.groups() == [OpenGroup((0, 0), 4, 9 + 2, num_missing=0)]
+    assert samples.groups() == [OpenGroup((0, 0), 4, (9, 2), num_missing=0)]
     assert samples.take((0, 0), 1) is None
 
 
@@ -225,12 +229,16 @@ def test_nobody_is_woken_who_does_not_listen():
         stream = batch(thread, generate)
         generate.release(thread, *((i, s) for i in range(2) for s in range(G - 1)))
         wait_until(lambda: sum(G - g.num_missing for g in stream.open_samples.groups()) == 2 * 2)
-        assert stream.waiting == 0
+        queued = stream._ready.qsize
+        assert stream.waiting == queued() == 0
         stream.open_samples.listen()
         generate.release(thread, (0, G - 1))
-        wait_until(lambda: stream.waiting == 2)  # the wake-up and the group
+        wait_until(lambda: queued() == 2)  # the wake-up and the group
+        assert stream.waiting == 1
         generate.release(thread, (1, G - 1))
-        wait_until(lambda: stream.waiting == 3)  # one wake-up for each time it listens
+        wait_until(lambda: queued() == 3)  # one wake-up for each time it listens
+        assert stream.waiting == 2 and len(stream.take_ready(1000)) == 2
+        assert stream.waiting == 0
 
 
 def test_recovered_groups_are_never_open():
@@ -273,17 +281,23 @@ def test_a_response_lives_no_longer_than_its_group(looks):
 
 def test_threads_that_add_take_and_close_lose_and_double_nothing():
     samples, wakes = OpenSamples(G, wake=lambda: wakes.append(None)), []
-    prompts = [prompt(index) for index in range(60)]
-    got, finished = [], threading.Event()
+    prompts = [prompt(index) for index in range(200)]
+    got, finished, start = [], threading.Event(), threading.Barrier(4)
+    moved_on = []  # how many responses the takers had when each adder was halfway
 
     def add(own):
-        for each in own:
+        start.wait(timeout=30)
+        for number, each in enumerate(own):
             for sample in range(G):
                 samples.add(each, sample, completion("v", 5 + sample))
             if each.index % 3 == 0:
                 samples.close_group(each)
+            if number == len(own) // 2:
+                wait_until(lambda: got)  # the takers are at work while the second half comes
+                moved_on.append(len(got))
 
     def take():
+        start.wait(timeout=30)
         while True:
             last = finished.is_set()
             samples.listen()
@@ -296,13 +310,21 @@ def test_threads_that_add_take_and_close_lose_and_double_nothing():
 
     adders = [threading.Thread(target=add, args=(prompts[i::2],)) for i in range(2)]
     takers = [threading.Thread(target=take) for _ in range(2)]
-    for thread in (*takers, *adders):
-        thread.start()
-    for thread in adders:
-        thread.join(timeout=30)
-    finished.set()
-    for thread in takers:
-        thread.join(timeout=30)
+    samples.listen()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in (*takers, *adders):
+            thread.start()
+        for thread in adders:
+            thread.join(timeout=30)
+        finished.set()
+        for thread in takers:
+            thread.join(timeout=30)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in (*adders, *takers))
+    assert len(moved_on) == 2 and min(moved_on) < len(got)
     assert len(got) == len(set(got))
     kept = {(p.index, s) for p in prompts if p.index % 3 for s in range(G)}
     assert kept <= set(got) and samples.groups() == []

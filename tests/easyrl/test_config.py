@@ -37,6 +37,7 @@ def test_the_minimal_config_loads_with_defaults(tmp_path):
 
 EVALUATION = "evaluation={data: {files: [x.jsonl]}"
 # name → (overrides of the minimal config, lines of the message)
+KL = ["objective.kl_coef=0.1"]
 BAD_VALUES = {
     "unknown section": (["trianer.batch_size=8"], "trianer: unknown key; did you mean 'trainer'?"),
     "unknown key": (
@@ -183,6 +184,22 @@ BAD_VALUES = {
         ["model.checkpoint_every=2"],
         "model.checkpoint_every: has no effect without checkpointing",
     ),
+    "not looking ahead in sync mode": (
+        [*KL, "trainer.look_ahead=false", "run.mode=sync"],
+        "trainer.look_ahead: has no effect with run.mode=sync",
+    ),
+    "not looking ahead in strict mode": (
+        [*KL, "trainer.look_ahead=false", "run.determinism=strict"],
+        "trainer.look_ahead: has no effect with run.determinism=strict",
+    ),
+    "not looking ahead without frozen models": (
+        ["trainer.look_ahead=false"],
+        "trainer.look_ahead: has no effect without a reference, a lagged old policy or several",
+    ),
+    "not looking ahead with a reference on the host": (
+        [*KL, "trainer.look_ahead=false", "trainer.offload_reference=true"],
+        "trainer.look_ahead: has no effect with trainer.offload_reference; remove it",
+    ),
     "engine to choose": (["trainer.engine=deepspeed"], "trainer.engine: unknown key"),
     "a group of one": (
         ["rollout.num_generations=1"],
@@ -325,6 +342,9 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ["rollout.truncated=mark", "rollout.truncated_reward=-1.0"],
         ["objective.kl_estimator=k2", "objective.kl_coef=0.1"],
         ["trainer.offload_reference=true", "objective.kl_in_reward_coef=0.1"],
+        ["trainer.look_ahead=false", *KL],
+        ["trainer.look_ahead=false", "objective.old_policy=lagged"],
+        ["trainer.look_ahead=false", "trainer.updates_per_batch=2"],
     ],
 )
 def test_the_remedies_are_accepted(tmp_path, overrides):

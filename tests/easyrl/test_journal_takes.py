@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +14,10 @@ from easyrl.dataloaders.loop_thread import LoopThread
 from easyrl.journal import JournalError, JournalledRollouts
 from easyrl.journal.codec import CodecError, TakenRecord, decode_taken, encode_taken, is_taken
 from easyrl.journal.reading import read_takes
+from easyrl.journal.rollouts import JournalledStream
 from easyrl.journal.takes import longest, usable_takes
-from tests.dataloaders.rollout_parts import completion, generator, prompt
+from easyrl.schema import FinishedSamples
+from tests.dataloaders.rollout_parts import completion, generator, prompt, wait_until
 from tests.easyrl.journal_groups import OTHER_WEIGHTS, WEIGHTS, group, journal, read, served, write
 
 Takes = list[list[int]]
@@ -165,6 +168,86 @@ def test_no_record_of_a_take_ends_in_a_zero_byte_or_passes_for_a_group():
         assert decode_taken(payload) == TakenRecord(keys, budget)
     with pytest.raises(CodecError, match="not what was taken together"):
         decode_taken(b"\x92\xa5taken")
+
+
+def test_what_was_computed_ahead_is_kept_with_the_take_and_older_records_have_none():
+    pieces = [[((0, 3), [2, 0]), ((1, 4), [1])], [((0, 3), [1])]]
+    payload = encode_taken([(0, 3)], 64, pieces)
+    assert payload[-1] != 0 and is_taken(payload)
+    assert decode_taken(payload) == TakenRecord([(0, 3)], 64, pieces)
+    plain = msgspec.msgpack.encode([[[0, 3]], 64, "taken"])
+    assert plain == encode_taken([(0, 3)], 64)
+    assert decode_taken(plain) == TakenRecord([(0, 3)], 64, [])
+
+
+def piece(*responses: tuple[int, list[int]]) -> list[FinishedSamples]:
+    found = [(group(index), numbers) for index, numbers in responses]
+    return [FinishedSamples(g.prompt, {n: g.completions[n] for n in ns}) for g, ns in found]
+
+
+def seen(pieces) -> list[list[tuple[int, list[int]]]]:
+    """And each response is its group's own."""
+    for each in (each for piece in pieces for each in piece):
+        own = group(each.prompt.index).completions
+        for number, found in each.completions.items():
+            assert (found.token_ids == own[number].token_ids).all()
+    return [[(each.prompt.index, list(each.completions)) for each in piece] for piece in pieces]
+
+
+def test_pieces_that_an_earlier_life_computed_ahead_are_given_back_before_its_take(tmp_path):
+    """Twice: a life that repeats them notes them again. One whose group was lost is dropped."""
+    prompts = [group(index).prompt for index in range(3)]
+    pieces = [piece((1, [1, 0]), (0, [0])), piece((2, [1])), piece((1, [2]))]
+
+    def begin(life: int, indices: list[int]) -> JournalledStream:
+        async def generate(prompt, sample, version):
+            assert prompt.index in indices
+            if prompt.index == 2:
+                await asyncio.Event().wait()  # never finished
+            return group(prompt.index).completions[sample]
+
+        rollouts = JournalledRollouts(generator(thread, generate), journal(tmp_path, life=life))
+        return rollouts.produce(prompts, served(life))
+
+    with LoopThread() as thread:
+        stream = begin(0, [0, 1, 2])
+        wait_until(lambda: stream.waiting == 2)
+        assert list(stream.ahead_of_take(1)) == []
+        for each in pieces[:2]:
+            stream.note_ahead(each)
+        (taken,) = stream.take_ready(1)
+        stream.note_ahead(pieces[2])
+        (later,) = stream.take_ready(1)
+    (takes,) = read_takes(tmp_path, 3, life=0)
+    assert [len(take.ahead) for take in takes] == [2, 1]
+    for life in (1, 2):
+        with LoopThread() as thread:
+            stream = begin(life, [2])
+            before = list(stream.ahead_of_take(1))
+            assert seen(before) == [[(1, [1, 0]), (0, [0])]]
+            for each in before:
+                stream.note_ahead(each)
+            assert [g.prompt for g in stream.take_ready(1)] == [taken.prompt]
+            before = list(stream.ahead_of_take(1))
+            assert seen(before) == [[(1, [2])]]
+            for each in before:
+                stream.note_ahead(each)
+            assert [g.prompt for g in stream.take_ready(1)] == [later.prompt]
+            assert list(stream.ahead_of_take(1)) == []
+
+
+def test_where_prompt_order_gives_the_takes_none_is_repeated(tmp_path):
+    lives = Lives(tmp_path, 4)
+    (closed,) = lives.begin(1, seed=1)
+    assert closed != sorted(closed)
+    with LoopThread() as thread:
+        rollouts = JournalledRollouts(
+            generator(thread, None, in_prompt_order=True),
+            journal(tmp_path, life=1),
+            repeats_takes=False,
+        )
+        stream = rollouts.produce(lives.prompts, served(1))
+        assert [[g.prompt.index for g in stream.take_ready(1)] for _ in closed] == sorted(closed)
 
 
 def test_a_journal_that_cannot_be_written_is_told_to_the_trainer(tmp_path):

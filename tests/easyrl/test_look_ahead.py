@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,17 +16,30 @@ from hypothesis import strategies as st
 
 from easyrl.accumulation import Accumulator, GroupFunctions, OnPolicyViolation
 from easyrl.agreement import Agreement
-from easyrl.config import Config
+from easyrl.config import Config, ObjectiveConfig, TrainerConfig
+from easyrl.dataloaders.group_stream import GroupStream
+from easyrl.dataloaders.loop_thread import LoopThread
 from easyrl.dataloaders.open_samples import OpenSamples
 from easyrl.dataloaders.packing.groups import batch_denominator
 from easyrl.dataloaders.packing.row import dummy_micro_batch
+from easyrl.dataloaders.rollout_generator import RolloutGenerator
 from easyrl.engines.base import MetricSums
 from easyrl.event_log import ignore
+from easyrl.journal.rollouts import JournalledStream
 from easyrl.look_ahead import LookAhead
-from easyrl.schema import FrozenLogprobs, MicroBatch, RolloutGroup, SampleKey, StopRequested
+from easyrl.schema import (
+    Completion,
+    FrozenLogprobs,
+    MicroBatch,
+    Prompt,
+    RolloutGroup,
+    SampleKey,
+    StopRequested,
+)
 from easyrl.stopping import StopRequest
-from easyrl.wiring.parts import _looks_ahead
+from easyrl.wiring.look_ahead import looks_ahead
 from tests.dataloaders.packed_rows import BUSY, PACKINGS, branch, pack, random_groups
+from tests.dataloaders.rollout_parts import SumScorer, at_once, wait_until
 from tests.tiny_models import random_group
 
 G = 4
@@ -41,6 +55,7 @@ class TellingEngine:
 
     def __init__(self, *, reference: bool = True, old_policy: bool = True) -> None:
         self._has = reference, old_policy
+        self.has_frozen_models = reference or old_policy
         self.weights = 0
         self.frozen: list[MicroBatch] = []
         self.trained: list[MicroBatch] = []
@@ -68,15 +83,33 @@ class TellingEngine:
         return [MetricSums() for _ in micro_batches]
 
 
+class ShapedEngine(TellingEngine):
+    """What it says depends on the whole row, too, as the last bits of real models do."""
+
+    def frozen_logprobs(self, row: MicroBatch) -> FrozenLogprobs:
+        frozen = super().frozen_logprobs(row)
+        shape = hash(tuple(row.input_ids.tolist())) % 1_000_003
+        return FrozenLogprobs(
+            *(None if v is None else v + shape for v in (frozen.reference, frozen.old_policy))
+        )
+
+
 def make(
-    engine: TellingEngine, samples: OpenSamples, *, max_tokens: int = 100, **settings: Any
+    engine: TellingEngine,
+    samples: OpenSamples,
+    *,
+    max_tokens: int = 100,
+    note: Callable[[Any], object] = lambda piece: None,
+    **settings: Any,
 ) -> LookAhead:
     def packed(
         groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray]
     ) -> list[MicroBatch]:
         return pack(groups, advantages, budget=max_tokens, **settings)
 
-    return LookAhead(cast(Any, engine), packed, samples, max_tokens=max_tokens, record=ignore)
+    return LookAhead(
+        cast(Any, engine), packed, samples, max_tokens=max_tokens, record=ignore, note=note
+    )
 
 
 def group(index: int, prompt: int, *lengths: int, **settings: Any) -> RolloutGroup:
@@ -136,6 +169,68 @@ def test_a_row_gets_what_it_would_get_without(packing: str, data: st.DataObject)
             assert replace(completed, frozen=None) == row
     asked = [key for row in engine.frozen for key in row.sequences]
     assert len(asked) == len(set(asked))  # no response goes through the models twice
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_pieces_that_are_repeated_give_the_same_bits(packing: str, data: st.DataObject) -> None:
+    """By an engine that says something else of a token in a row of another shape."""
+    groups = data.draw(random_groups())
+    samples = OpenSamples(max((len(g.completions) for g in groups), default=0))
+    masks, budget = data.draw(st.booleans()), data.draw(st.integers(10, 100))
+    options: dict[str, Any] = {
+        "max_tokens": budget, "packing": packing, "mask_truncated": masks
+    }  # fmt: skip
+    pieces: list[Any] = []
+    ahead = make(ShapedEngine(), samples, note=pieces.append, **options)
+    for each, number in data.draw(
+        st.permutations([(g, n) for g in groups for n in range(len(g.completions))])
+    ):
+        finish(samples, each, number)
+        if data.draw(st.booleans()):
+            ahead.work()
+    again_engine = ShapedEngine()
+    again = make(again_engine, OpenSamples(0), **options)
+    for piece in pieces:
+        again.repeat(piece)
+    assert len(again_engine.frozen) >= len(pieces)
+    for row in pack(groups, mask_truncated=masks, packing=packing, budget=budget):
+        first, second = ahead.complete(row), again.complete(row)
+        assert (first.frozen is None) == (second.frozen is None)
+        if first.frozen is not None:
+            assert_same(second.frozen, first.frozen)
+
+
+def test_pieces_that_are_not_repeated_give_other_bits() -> None:
+    """What the test above compares does depend on the pieces."""
+    g, pieces = group(0, 5, 6, 7, 8), list[Any]()
+    found = []
+    for first in (0, 1):
+        samples = OpenSamples(3)
+        ahead = make(ShapedEngine(), samples, note=pieces.append)
+        finish(samples, g, first)
+        assert ahead.work()
+        finish(samples, g, *({0, 1, 2} - {first}))
+        assert ahead.work()
+        frozen = ahead.complete(pack([g])[0]).frozen
+        assert frozen is not None and frozen.reference is not None
+        found.append(frozen.reference)
+    assert not torch.equal(*found)
+    numbers = [[(p.prompt.index, list(p.completions)) for p in piece] for piece in pieces]
+    assert numbers == [[(0, [0])], [(0, [1, 2])], [(0, [1])], [(0, [0, 2])]]
+
+
+def test_values_of_another_response_of_that_name_are_refused() -> None:
+    samples, g = OpenSamples(2), group(0, 5, 6, 7)
+    ahead = make(TellingEngine(), samples)
+    finish(samples, g, 0)
+    assert ahead.work()
+    other = replace(g.completions[0], token_ids=g.completions[0].token_ids[::-1].copy())
+    assert (other.token_ids != g.completions[0].token_ids).any()
+    [row] = pack([replace(g, completions=(other, g.completions[1]))])
+    with pytest.raises(RuntimeError, match=r"SampleKey\(epoch=0, prompt=0, sample=0\).*another"):
+        ahead.complete(row)
 
 
 def test_what_is_known_does_not_go_through_the_models_again() -> None:
@@ -202,6 +297,16 @@ def test_groups_that_waste_least_come_first_in_one_row_within_the_budget() -> No
     assert not ahead.work()
 
 
+def test_responses_that_do_not_fit_make_no_piece_worth_it() -> None:
+    """900 tokens that wait for a larger budget do not pay for a prompt of 300 and 5 that fit."""
+    engine, samples, g = TellingEngine(), OpenSamples(3), group(0, 300, 900, 5, 200)
+    ahead = make(engine, samples, max_tokens=1000)
+    finish(samples, g, 0, 1)
+    assert not ahead.work() and engine.frozen == []
+    finish(samples, g, 2)
+    assert ahead.work() and keys(engine.frozen[0]) == [(0, 1), (0, 2)]
+
+
 def test_a_group_longer_than_the_budget_is_done_in_parts() -> None:
     engine, samples, g = TellingEngine(), OpenSamples(4), group(0, 4, 8, 8, 8, 60)
     ahead = make(engine, samples, max_tokens=20)
@@ -220,18 +325,6 @@ def test_responses_that_are_not_trained_are_not_computed() -> None:
     assert ahead.work() and not ahead.work() and engine.frozen == []
 
 
-def test_an_update_without_frozen_models_is_left_alone_after_one_look() -> None:
-    """The first of several without a reference: its old policy is the policy."""
-    engine, samples = TellingEngine(reference=False, old_policy=False), OpenSamples(1)
-    ahead = make(engine, samples)
-    groups = [group(0, 3, 5), group(1, 3, 5)]
-    for each in groups:
-        finish(samples, each, 0)
-        assert not ahead.work()
-    assert len(engine.frozen) == 1
-    assert all(ahead.complete(row) is row for row in pack(groups)) and ahead.num_tokens == 0
-
-
 # ---- one update after another --------------------------------------------------------------------
 
 Step = Callable[[OpenSamples], object] | list[RolloutGroup]
@@ -246,8 +339,10 @@ class Scripted:
     recovered: frozenset[Any] = frozenset()
     discarded: frozenset[Any] = frozenset()
 
-    def __init__(self, *script: Step) -> None:
+    def __init__(self, *script: Step, before: Sequence[Sequence[Any]] = ()) -> None:
         self._script = list(script)
+        self._before = list(before)  # of each take
+        self.noted: list[Any] = []
         self._error: BaseException | None = None
         self.open_samples = OpenSamples(G)
         self.was_idle = False
@@ -264,6 +359,12 @@ class Scripted:
             if self._error is not None:
                 raise self._error
         return []
+
+    def note_ahead(self, piece: Any) -> None:
+        self.noted.append(piece)
+
+    def ahead_of_take(self, max_tokens: int) -> Sequence[Any]:
+        return self._before.pop(0) if self._before else ()
 
     def complete(self) -> None: ...
     def close(self) -> None: ...
@@ -354,17 +455,65 @@ def test_a_sample_of_another_version_is_refused_all_the_same() -> None:
 
 
 def test_a_stop_ends_the_update_between_two_pieces_of_work() -> None:
-    engine, g = TellingEngine(), group(0, 3, 5, 5, 5, 5)
+    """A real stream with responses for two pieces; the stop comes during the first."""
+    first, second = group(0, 3, 40, 40, 5, 5), group(1, 3, 40, 40, 5, 5)
     with_stop = StopRequest(grace_s=60.0)
 
-    def stopped(samples: OpenSamples) -> None:
-        source.interrupt(StopRequested("SIGTERM"))
+    class Stopping(TellingEngine):
+        def frozen_logprobs(self, row: MicroBatch) -> FrozenLogprobs:
+            stream.interrupt(StopRequested("SIGTERM"))
+            return super().frozen_logprobs(row)
 
-    source = Scripted(has(g, 0, 1), stopped, [g])
-    totals = accumulator(engine, stop=with_stop).accumulate(source)
+    async def answers(prompt: Prompt, sample: int, version: str | None) -> Completion:
+        if sample >= 2:
+            await asyncio.Event().wait()
+        return (first, second)[prompt.index].completions[sample]
+
+    with LoopThread() as thread:
+        rollouts = RolloutGenerator(thread, at_once(answers), SumScorer(), num_generations=G)
+
+        def begin() -> GroupStream:
+            stream = rollouts.produce([first.prompt, second.prompt], "run:0:0")
+            wait_until(lambda: sum(g.num_missing for g in stream.open_samples.groups()) == 4)
+            return stream
+
+        stream = begin()
+        ahead = make(TellingEngine(), stream.open_samples)
+        assert ahead.work() and ahead.work() and not ahead.work()  # two pieces
+        stream = begin()
+        source = JournalledStream(stream, frozenset({"run:0:0"}), frozenset())
+        totals = accumulator(engine := Stopping(), stop=with_stop).accumulate(source)
     with_stop.close()
     assert isinstance(totals.interruption, StopRequested)
     assert len(engine.frozen) == 1 and engine.trained == []
+
+
+def test_an_update_without_frozen_models_does_not_look_ahead() -> None:
+    """The first of several without a reference: its old policy is the policy."""
+    engine, g = TellingEngine(reference=False, old_policy=False), group(0, 3, 5, 5, 5, 5)
+    source, events = Scripted(has(g, 0, 1, 2, 3), [g]), list[str]()
+    record = lambda event, **fields: events.append(event)  # noqa: E731
+    totals = accumulator(engine, record=record).accumulate(source)
+    assert engine.frozen == [] and [row.frozen for row in engine.trained] == [None]
+    assert events == ["micro_batch_start", "micro_batch_end"] and totals.look_ahead_s == 0
+    assert not source.was_idle
+
+
+def test_what_an_earlier_life_computed_ahead_is_repeated_before_its_take() -> None:
+    """Both groups are there from the start, in one take each; the pieces cross."""
+    groups = [group(0, 3, 5, 5, 5, 5), group(1, 3, 5, 5, 5, 5)]
+    first = Scripted(has(groups[0], 0, 1), has(groups[1], 3, 0), [groups[0]], [groups[1]])
+    engine, again = ShapedEngine(), ShapedEngine()
+    accumulator(engine).accumulate(first)
+    second = Scripted([groups[0]], [groups[1]], before=[first.noted, []])
+    totals = accumulator(again).accumulate(second)
+    assert totals.num_look_ahead_tokens == 4 * 5 and second.noted == first.noted
+    assert len(again.trained) == 2
+    for mine, theirs in zip(again.trained, engine.trained, strict=True):
+        assert theirs.frozen is not None
+        assert_same(mine.frozen, theirs.frozen)
+    accumulator(plain := ShapedEngine()).accumulate(Scripted([groups[0]], [groups[1]]))
+    assert [row.frozen for row in plain.trained] == [None, None]
 
 
 # ---- when it is on -------------------------------------------------------------------------------
@@ -376,15 +525,24 @@ def test_a_stop_ends_the_update_between_two_pieces_of_work() -> None:
         ({}, True),
         ({"mode": "sync"}, False),
         ({"determinism": "strict"}, False),
-        ({"wanted": False}, False),
+        ({"look_ahead": False}, False),
         ({"can": False}, False),
+        ({"lockstep": True}, False),  # a rank's piece of work would have all others wait
+        ({"offload_reference": True}, False),
+        ({"kl_coef": 0.0}, False),
+        ({"kl_coef": 0.0, "old_policy": "lagged"}, True),
+        ({"kl_coef": 0.0, "updates_per_batch": 2}, True),
     ],
 )
 def test_when_an_update_looks_ahead(changed: dict[str, Any], expected: bool) -> None:
-    given = {"mode": "async", "determinism": "none", "wanted": True, "can": True} | changed
+    given = {"mode": "async", "determinism": "none", "can": True, "lockstep": False} | changed
+    trainer = ("look_ahead", "offload_reference", "updates_per_batch")
     config = SimpleNamespace(
         run=SimpleNamespace(mode=given["mode"], determinism=given["determinism"]),
-        trainer=SimpleNamespace(look_ahead=given["wanted"]),
+        trainer=TrainerConfig(**{name: given[name] for name in trainer if name in given}),
+        objective=ObjectiveConfig(
+            kl_coef=given.get("kl_coef", 0.1), old_policy=given.get("old_policy", "auto")
+        ),
     )
-    engine = SimpleNamespace(can_look_ahead=given["can"])
-    assert _looks_ahead(cast(Config, config), cast(Any, engine)) is expected
+    engine = SimpleNamespace(can_look_ahead=given["can"], lockstep=given["lockstep"])
+    assert looks_ahead(cast(Config, config), cast(Any, engine)) is expected
