@@ -12,7 +12,7 @@ saves its result alone, ``gather``, and the entropy as a dot product of it with 
 
 Memory is what a side needs at its peak beyond what every side has to hold, namely the inputs and
 their gradients: on a CPU the highest resident set of a fresh process, on a GPU the allocator's
-peak, less the bytes of inputs and gradients; the figure with them is printed beside it. Times: the
+peak, less the bytes of inputs and gradients; the figure with them stands beside it. Times: the
 sides take turns in one process pinned to as many cores as threads, after a warm-up each; a ratio is
 the median of the ratios within a turn. ``cpu_time_ratio`` is of the processors' seconds, which
 other work on the machine disturbs less. ``--repeats 0`` measures memory only. The last line printed
@@ -112,6 +112,8 @@ def main() -> None:
         for method in METHODS:
             row: dict[str, object] = {"tokens": tokens, "method": method}
             row["memory_ratio"] = round(memory[method] / memory[WHOLE], 4)
+            with_inputs = (memory[method] + held) / (memory[WHOLE] + held)
+            row["memory_ratio_with_inputs"] = round(with_inputs, 4)
             if seconds:
                 pairs = list(zip(seconds[method], seconds[WHOLE], strict=True))
                 row["time_ratio"] = round(statistics.median(a[0] / b[0] for a, b in pairs), 3)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
-from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from easyrl.kernels import vocab_softmax
+from easyrl.kernels.row_functions import RowFunctions, checked
 from easyrl.kernels.vocab_softmax import RowSums, RowValues, row_blocks, softmax_dtype
 
-USE_TRITON = True  # on a GPU where Triton is installed; benchmarks look at the other way too
+USE_TRITON = True  # where it is installed and agrees; benchmarks look at the other way too
+TRITON_DEVICES = ("cuda",)
 WEIGHT_ROWS = 8192  # of a rounded product that is added to the weight's gradient at a time
 
 
@@ -66,15 +67,27 @@ def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _row_wise(logits: Tensor) -> ModuleType:
-    """The module whose ``row_sums`` and ``softmax_gradient_`` take these logits."""
-    if not USE_TRITON or not logits.is_cuda or logits.dtype == torch.float64:
-        return vocab_softmax
-    if not _triton_is_installed():
-        return vocab_softmax
+def _load_triton() -> RowFunctions:
     from easyrl.kernels import triton_logprob
 
     return triton_logprob
+
+
+@cache  # the verdict, and the warning, once in a process
+def _triton_or_torch(device: torch.device, dtype: torch.dtype, vocab: int) -> RowFunctions:
+    return checked(_load_triton, device, dtype, vocab)
+
+
+def _row_wise(logits: Tensor) -> RowFunctions:
+    """What computes along the rows of these logits."""
+    if (
+        not USE_TRITON
+        or logits.device.type not in TRITON_DEVICES
+        or logits.dtype == torch.float64
+        or not _triton_is_installed()
+    ):
+        return vocab_softmax
+    return _triton_or_torch(logits.device, logits.dtype, logits.shape[1])
 
 
 class ChunkedHead:
@@ -141,7 +154,10 @@ class ChunkedHead:
 
 
 class HeadGradients:
-    """Sums over the chunks; those of weight and bias in the softmax's precision, rounded once."""
+    """Sums over the chunks; those of weight and bias in the softmax's precision, rounded once.
+
+    A chunk's part of the weight's may be rounded before; see ``_add_product_``.
+    """
 
     def __init__(
         self,
@@ -199,6 +215,7 @@ def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
         # Not rounded at all, and no pass of its own over the sum.
         torch.addmm(total, grad_logits.t(), hidden, out_dtype=total.dtype, out=total)
         return
+    # Elsewhere a product's result has its factors' dtype, so that each is rounded.
     for start in range(0, total.shape[0], WEIGHT_ROWS):  # no second [V, H]
         vocab = slice(start, start + WEIGHT_ROWS)
         total[vocab].add_(grad_logits[:, vocab].t() @ hidden)

@@ -35,9 +35,11 @@ def linear_logprobs(
     ``hidden`` [N, H], ``weight`` [V, H], ``bias`` [V], ``labels`` int64 [N] in [0, V); nats. The
     product is done in the inputs' dtype, the softmax and the results are float32 (float64 for
     float64 inputs). Both results are differentiable once in ``hidden``, ``weight`` and ``bias``; a
-    weight's gradient is summed over the chunks in the softmax's precision and rounded once. With a
-    ``vocab_part``, ``weight`` and ``bias`` are this process's rows; see ``vocab_parallel``. Raises
-    ``ValueError`` for shapes, a temperature or a chunk size that cannot be.
+    weight's gradient is summed over the chunks in the softmax's precision and rounded once. What is
+    summed is each chunk's product, which 16-bit inputs have rounded already on a CPU, and on a GPU
+    before Ampere (compute capability 8.0). With a ``vocab_part``, ``weight`` and ``bias`` are this
+    process's rows; see ``vocab_parallel``. Raises ``ValueError`` for shapes, a temperature or a
+    chunk size that cannot be.
     """
     check_arguments(hidden, weight, bias, labels, temperature, chunk_size)
     return _LinearLogprobs.apply(hidden, weight, bias, labels, temperature, chunk_size, vocab_part)
