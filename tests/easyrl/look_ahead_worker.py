@@ -33,7 +33,7 @@ from easyrl.journal.rollouts import JournalledStream
 from easyrl.model_loading import load_policy_model
 from easyrl.schema import Completion, FrozenLogprobs, MicroBatch, Prompt, RolloutGroup
 from easyrl.stopping import StopRequest
-from easyrl.wiring.objective import group_functions
+from easyrl.wiring.objective import group_functions, rows_per_take
 from tests.dataloaders.rollout_parts import SumScorer, at_once
 from tests.easyrl.engine_cases import CLIP, KL_COEF, MAX_TOKENS, TEMPERATURE
 from tests.tiny_models import random_group
@@ -48,6 +48,11 @@ CASES = {
     "lagged": {"objective": {"kl_coef": KL_COEF, "old_policy": "lagged"}},
     "two-updates": {"objective": {"kl_coef": KL_COEF}, "trainer": {"updates_per_batch": 2}},
     "two-updates-alone": {"trainer": {"updates_per_batch": 2}},  # without a reference
+    "lora": {  # the reference is the policy with its adapter off, between two backwards
+        "objective": {"kl_coef": KL_COEF},
+        "model": {"lora": {"rank": 4, "alpha": 8}},
+    },
+    "truncated-masked": {"objective": {"kl_coef": KL_COEF}, "rollout": {"truncated": "mask"}},
 }
 NUM_BATCHES = 2
 
@@ -55,7 +60,7 @@ NUM_BATCHES = 2
 class Script:
     """Answers early requests at once and the others when all early ones were computed ahead."""
 
-    def __init__(self, groups: Sequence[RolloutGroup], *, holds: bool) -> None:
+    def __init__(self, groups: Sequence[RolloutGroup], *, holds: bool, masked: bool) -> None:
         self._groups = {group.prompt.index: group for group in groups}
         self._early = {
             (group.prompt.index, sample)
@@ -65,6 +70,10 @@ class Script:
         # a group that is complete may be trained before anybody could look ahead
         whole = {i for i, _ in self._early if all((i, s) in self._early for s in range(G))}
         self._awaited = {key for key in self._early if key[0] not in whole}
+        if masked:  # not trained, so not computed
+            self._awaited -= {
+                (i, s) for i, s in self._early if self._groups[i].completions[s].truncated
+            }
         self._rest = asyncio.Event()
         if not holds:
             self._rest.set()
@@ -74,12 +83,9 @@ class Script:
             await self._rest.wait()
         return self._groups[prompt.index].completions[sample]
 
-    def computed(
-        self, row: MicroBatch, frozen: FrozenLogprobs, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def computed(self, row: MicroBatch, loop: asyncio.AbstractEventLoop) -> None:
         self._awaited -= {(key.prompt, key.sample) for key in row.sequences}
-        nothing = frozen.reference is None and frozen.old_policy is None  # it ends here
-        if nothing or not self._awaited:
+        if not self._awaited:
             loop.call_soon_threadsafe(self._rest.set)
 
 
@@ -94,13 +100,14 @@ class Watched:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         self.lockstep = engine.lockstep
-        self.seen: Callable[[MicroBatch, FrozenLogprobs], object] = lambda row, frozen: None
+        self.has_frozen_models = engine.has_frozen_models
+        self.seen: Callable[[MicroBatch], object] = lambda row: None
         self.without_old_policy: list[bool] = []
 
     def frozen_logprobs(self, row: MicroBatch) -> FrozenLogprobs:
         frozen = self._engine.frozen_logprobs(row)
         self.without_old_policy.append(frozen.old_policy is None)
-        self.seen(row, frozen)
+        self.seen(row)
         return frozen
 
     def forward_backward(self, rows: Sequence[MicroBatch]) -> list[MetricSums]:
@@ -110,11 +117,12 @@ class Watched:
 def configuration(folder: Path, case: dict[str, Any]) -> Config:
     return validate_config(
         {
-            "model": {"path": str(folder / "policy"), "dtype": "fp32"},
+            "model": {"path": str(folder / "policy"), "dtype": "fp32"} | case.get("model", {}),
             "data": {"files": [str(folder / "prompts.jsonl")]},
             "inference": {"endpoints": ["http://127.0.0.1:1"]},
             "rewards": [{"name": "exact"}],
-            "rollout": {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS},
+            "rollout": {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
+            | case.get("rollout", {}),
             "objective": {"clip_eps_low": CLIP, "clip_eps_high": CLIP} | case.get("objective", {}),
             "trainer": {
                 "zero_stage": 1,
@@ -139,6 +147,7 @@ def make_groups(batch: int, update: int) -> list[RolloutGroup]:
             rng.integers(6, MAX_TOKENS, G).tolist(),
             index=100 * batch + 10 * update + number,
             masked=0.2,
+            truncated=(1,) if number % 2 else (),
         )
         for number in range(GROUPS)
     ]
@@ -151,10 +160,16 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
     engine = DeepSpeedEngine(
         config,
         load_model=lambda: load_policy_model(
-            ModelConfig(path=folder / next(names), dtype="fp32", logprob_chunk_size=16)
+            ModelConfig(
+                path=folder / next(names),
+                dtype="fp32",
+                logprob_chunk_size=16,
+                lora=config.model.lora,
+            )
         ),
     )
     watched = Watched(engine)
+    masks = config.rollout.truncated == "mask"
     stop = StopRequest(grace_s=60.0)
     accumulator = Accumulator(
         engine=watched,  # type: ignore[arg-type]
@@ -164,6 +179,7 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
         is_interruption=lambda error: False,
         record=ignore,
         max_tokens=BUDGET,
+        rows_per_take=rows_per_take(config),
         synchronous=False,
         look_ahead=look_ahead and engine.can_look_ahead,
     )
@@ -173,7 +189,12 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
             engine.begin_batch()
             for update in range(config.trainer.updates_per_batch):
                 groups = make_groups(batch, update)
-                script = Script(groups, holds=look_ahead)
+                watched.has_frozen_models = engine.has_frozen_models
+                script = Script(
+                    groups,
+                    holds=look_ahead and engine.has_frozen_models,
+                    masked=masks,
+                )
                 watched.seen = partial(script.computed, loop=thread.loop)
                 watched.without_old_policy = []
                 generator = RolloutGenerator(
@@ -193,7 +214,7 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
                             int(c.loss_mask.sum())
                             for number, group in enumerate(groups)
                             for c in group.completions[: EARLY[number]]
-                            if EARLY[number] < G
+                            if EARLY[number] < G and not (masks and c.truncated)
                         ),
                         "trained": totals.metrics.sums["num_loss_tokens"],
                         "without_old_policy": watched.without_old_policy,
@@ -207,10 +228,14 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
 
 
 def difference(got: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor]):
-    """The worst of a parameter, of how far it has moved."""
+    """The worst of a parameter, of how far it has moved; those that stayed are equal."""
+    moved = {name: float((expected[name] - start[name]).norm()) for name in expected}
+    assert max(moved.values()) > 0
+    assert all(torch.equal(got[name], start[name]) for name in moved if not moved[name])
     return max(
-        float((got[name] - expected[name]).norm() / (expected[name] - start[name]).norm())
-        for name in expected
+        float((got[name] - expected[name]).norm()) / length
+        for name, length in moved.items()
+        if length
     )
 
 

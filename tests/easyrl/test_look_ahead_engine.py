@@ -14,7 +14,10 @@ import pytest
 from tests.easyrl.engine_cases import prepare
 
 ROOT = Path(__file__).parents[2]
-CASES = ("reference", "reference-tree", "lagged", "two-updates", "two-updates-alone")
+CASES = (
+    *("reference", "reference-tree", "lagged", "two-updates", "two-updates-alone"),
+    *("lora", "truncated-masked"),
+)
 Results = dict[str, dict[str, Any]]
 
 
@@ -66,7 +69,7 @@ def test_all_that_came_early_was_computed_ahead(results: Results, case: str) -> 
         if case == "two-updates-alone" and number % 2 == 0:
             assert with_["ahead"] == 0
         else:
-            assert 0 < with_["early"] <= with_["ahead"] < with_["trained"]
+            assert 0 < with_["early"] <= with_["ahead"] <= with_["trained"]
 
 
 @pytest.mark.parametrize("case", ["two-updates", "two-updates-alone"])
@@ -74,7 +77,8 @@ def test_the_old_policy_of_a_second_update_is_the_snapshot(results: Results, cas
     """Though in the first it was the policy, whose forward needs no other."""
     for number, (without, with_) in enumerate(updates(results, case)):
         is_first = number % 2 == 0
-        assert set(with_["without_old_policy"]) == {is_first}
+        nothing_frozen = is_first and case == "two-updates-alone"
+        assert set(with_["without_old_policy"]) == (set() if nothing_frozen else {is_first})
         for update in (without, with_):
             ratio = update["sums"]["ratio_sum"] / update["trained"]
             assert (ratio == 1.0) is is_first
