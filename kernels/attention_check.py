@@ -44,12 +44,13 @@ class _Use(NamedTuple):
     key_heads: int
     head_size: int
     shape: _Shape
+    tiny: bool
 
     def __str__(self) -> str:
         return (
             f"attention backend {self.backend} on {self.device} in {self.dtype} with "
             f"{self.query_heads} query and {self.key_heads} key heads of size {self.head_size} "
-            f"({_SHAPES[self.shape]})"
+            f"({'tiny rows, ' * self.tiny}{_SHAPES[self.shape]})"
         )
 
 
@@ -60,8 +61,8 @@ class CheckedAttention:
     row. At the first use with some dtype, heads and depth of row a backend is compared with the
     reference on the tensors of that call, forward and backward; one that is off, or raises, is not
     used again: ``auto`` warns once and takes the next best, the reference at last. A backend that
-    was named raises ``RuntimeError`` instead. Tiny rows, which would test little, take the
-    reference, a named backend's too.
+    was named raises ``RuntimeError`` instead. Tiny rows would test little: ``auto`` takes the
+    reference for them, and what they show of a named backend holds for tiny rows alone.
 
     The first output is the backend's own, like all later ones. A call that is made again, as in
     activation checkpointing, runs what it ran before. One object belongs to one model.
@@ -95,7 +96,7 @@ class CheckedAttention:
         raise AssertionError("the reference is the last candidate, and always trusted")
 
     def _candidates(self, query: Tensor, layout: SegmentLayout) -> tuple[str, ...]:
-        if self.wanted != "auto" and not is_tiny(layout.num_tokens):
+        if self.wanted != "auto":
             return (self.wanted,)
         return backends_in_order(query.device, query.dtype, query.shape[-1], layout.num_tokens)
 
@@ -142,9 +143,15 @@ class CheckedAttention:
 
 
 def _use(name: str, query: Tensor, key: Tensor, layout: SegmentLayout) -> _Use:
-    heads, head_size = query.shape[1], query.shape[3]
     return _Use(
-        name, query.device.type, query.dtype, heads, key.shape[1], head_size, _shape(layout)
+        name,
+        query.device.type,
+        query.dtype,
+        query.shape[1],
+        key.shape[1],
+        query.shape[3],
+        _shape(layout),
+        is_tiny(layout.num_tokens),
     )
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from easyrl.kernels.path_gather import gather_tokens
+from easyrl.kernels.path_gather import attend_over_paths
 from easyrl.kernels.segment_layout import Paths, SegmentLayout
 
 _BOTTOM_RIGHT_CAUSAL = 3  # sparse_mode
@@ -50,9 +50,10 @@ def npu_attention_backend(
     """Attention of ``query`` [1, Hq, T, D] over ``key`` and ``value`` [1, Hkv, T, D]; the result is
     [1, Hq, T, D].
 
-    Keys and values are copied once for each path they are on. Rows of more segments or keys than
-    the operator takes are split into several calls. Raises ``ImportError`` without torch-npu, and
-    ``ValueError`` for a dtype or a head size that the operator does not take.
+    Keys and values are copied once for each path they are on, in each pass anew. Rows of more
+    segments or keys than the operator takes are split into several calls. Raises ``ImportError``
+    without torch-npu, and ``ValueError`` for a dtype or a head size that the operator does not
+    take.
     """
     torch_npu = _torch_npu()
     _check_supported(query)
@@ -73,21 +74,30 @@ def _attend(
     scale: float,
 ) -> Tensor:
     """One call of the operator: [query_end - query_start, Hq, D]."""
-    key_index = paths.key_index[call.key_start : call.key_end]
-    output: Tensor = torch_npu.npu_fusion_attention(
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output: Tensor = torch_npu.npu_fusion_attention(
+            query,
+            key,
+            value,
+            head_num=query.shape[1],
+            input_layout="TND",
+            atten_mask=_dropped(query.device),
+            scale=scale,
+            keep_prob=1.0,
+            actual_seq_qlen=call.query_ends,
+            actual_seq_kvlen=call.key_ends,
+            sparse_mode=_BOTTOM_RIGHT_CAUSAL,
+        )[0]
+        return output
+
+    return attend_over_paths(
+        kernel,
         queries[call.query_start : call.query_end].contiguous(),
-        gather_tokens(keys, key_index),
-        gather_tokens(values, key_index),
-        head_num=queries.shape[1],
-        input_layout="TND",
-        atten_mask=_dropped(queries.device),
-        scale=scale,
-        keep_prob=1.0,
-        actual_seq_qlen=call.query_ends,
-        actual_seq_kvlen=call.key_ends,
-        sparse_mode=_BOTTOM_RIGHT_CAUSAL,
-    )[0]
-    return output
+        keys,
+        values,
+        paths.key_index[call.key_start : call.key_end],
+    )
 
 
 def _calls(paths: Paths) -> Iterator[_Call]:

@@ -16,15 +16,16 @@ and value heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from easyrl.kernels.path_gather import gather_tokens
+from easyrl.kernels.path_gather import attend_over_paths
 from easyrl.kernels.segment_layout import SegmentLayout
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -69,18 +70,15 @@ def varlen_attention_backend(
     [1, Hq, T, D].
 
     ``kernel`` is flash attention unless given. Keys and values are copied once for each path they
-    are on. Deterministic where ``torch.use_deterministic_algorithms`` asks for it. Raises
-    ``ValueError`` for a device, a dtype or a head size that flash attention does not take, and
-    ``ImportError`` if there is no kernel.
+    are on, in each pass anew. Deterministic where ``torch.use_deterministic_algorithms`` asks for
+    it. Raises ``ValueError`` for a device, a dtype or a head size that flash attention does not
+    take, and ``ImportError`` if there is no kernel.
     """
     kernel = flash_kernel(query) if kernel is None else kernel
-    key_index = layout.paths(query.device).key_index
-    output = kernel(
-        query[0].transpose(0, 1),
-        gather_tokens(key[0].transpose(0, 1), key_index),
-        gather_tokens(value[0].transpose(0, 1), key_index),
-        varlen_batch(layout, query.device),
-        scale,
+    output = attend_over_paths(
+        partial(kernel, batch=varlen_batch(layout, query.device), scale=scale),
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        index=layout.paths(query.device).key_index,
     )
     return output.transpose(0, 1)[None]
 
@@ -141,7 +139,7 @@ def installed_kernel(capability: int) -> VarlenKernel:
             module = import_module(name)
         except ImportError:  # not installed, or built for another version of torch
             continue
-        if _aligns_at_bottom_right(module):
+        if _is_recent(module.flash_attn_varlen_func):
             return _PackagedKernel(module.flash_attn_varlen_func)
     _check_torch_kernel()
     return torch_kernel
@@ -155,8 +153,8 @@ def _check_torch_kernel() -> None:
         enough = False
     if not enough:
         raise ImportError(
-            "varlen needs the package flash-attn 2.1 or later, or a PyTorch whose varlen_attn has "
-            "enable_gqa, as 2.13's has; install one of them, or choose merged or flex"
+            "varlen needs the package flash-attn 2.4.1 or later, or a PyTorch whose varlen_attn "
+            "has enable_gqa, as 2.13's has; install one of them, or choose merged or flex"
         )
 
 
@@ -208,7 +206,7 @@ class _PackagedKernel:
         return output[0] if isinstance(output, tuple) else output
 
 
-def _aligns_at_bottom_right(module: object) -> bool:
-    """FlashAttention before 2.1 aligned causal masks at the top left."""
-    version = getattr(module, "__version__", "3")
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) >= (2, 1)
+def _is_recent(function: Callable[..., Any]) -> bool:
+    """``deterministic`` came with FlashAttention 2.4.1; before 2.1 causal masks were aligned at the
+    top left."""
+    return "deterministic" in signature(function).parameters

@@ -370,12 +370,17 @@ def test_a_simpler_row_clears_nothing(
         torch.testing.assert_close(output, expected, rtol=0, atol=5e-2)
 
 
-def test_a_named_backend_takes_the_reference_for_tiny_rows(plant: Plant) -> None:
-    calls = plant("merged", raising)
-    layout = SegmentLayout(FORESTS["ragged group"])
-    inputs = random_inputs(layout)
-    output = CheckedAttention("merged")(*inputs, layout, SCALE)
-    assert torch.equal(output, reference_attention(*inputs, layout, SCALE)) and not calls
+def test_tiny_rows_of_a_named_backend_are_judged_apart(plant: Plant) -> None:
+    calls = plant("merged", merged_attention)
+    tiny = SegmentLayout([(0, 5, -1), (5, 3, 0), (8, 1, 0)])
+    attention = CheckedAttention("merged")
+    for layout, runs in ((tiny, 2), (GROUP, 2), (tiny, 1), (GROUP, 1)):
+        calls.clear()
+        attention(*random_inputs(layout), layout, SCALE)
+        assert len(calls) == runs
+    plant("merged", wrong_forward)
+    with pytest.raises(RuntimeError, match="tiny rows.*output is off by"):
+        CheckedAttention("merged")(*random_inputs(tiny), tiny, SCALE)
 
 
 def test_each_shape_of_row_is_checked(plant: Plant) -> None:

@@ -126,6 +126,33 @@ def test_flex_attention_itself_agrees_with_the_reference(
     assert_agrees_with_the_reference(layout, kv_heads)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("traced", [False, True])
+def test_other_dtypes(
+    traced: bool,
+    kv_heads: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The expansion and PyTorch's operator against float64, relative to the largest entry where
+    that is above 1."""
+    if traced:
+        validate = "_validate_device"
+        monkeypatch.setattr(torch.nn.attention.flex_attention, validate, lambda *tensors: None)
+        monkeypatch.setattr(flex_module, "expanded_attention", compiled_attention("aot_eager"))
+    layout = SegmentLayout(LONG_FORESTS["two groups"])
+    inputs = random_inputs(layout, kv_heads=kv_heads, dtype=dtype)
+    output = flex_attention_backend(*inputs, layout, SCALE)
+    assert output.dtype == dtype
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = output_and_gradients(reference_attention(*exact, layout, SCALE), exact)
+    for tensor, right in zip(output_and_gradients(output, inputs), expected, strict=True):
+        limit = tolerance * max(1.0, float(right.abs().max()))
+        torch.testing.assert_close(tensor, right, rtol=0, atol=limit)
+
+
 @pytest.mark.slow
 def test_the_cpu_kernel_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled forward pass, which goes through the occupied blocks alone."""

@@ -8,11 +8,14 @@ True a score is dropped; without a mask none is.
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import inspect
+import os
 import re
 import sys
 import types
+import zipfile
 from collections.abc import Callable
 
 import pytest
@@ -24,12 +27,14 @@ from easyrl.kernels.npu_attention import npu_attention_backend
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.kernels.shared_prompt_attention import reference_attention
 from tests.kernels.forests import FORESTS, output_and_gradients, random_forest, random_inputs
+from tests.kernels.memory_recorder import PeakMemory
 
 SCALE = 0.3
 ALL_FORESTS = FORESTS | {
     f"random {seed}": random_forest(seed, num_segments=15, longest=6) for seed in range(4)
 }
 # torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml of torch-npu 2.13.0's wheel.
+WHEEL = "EASYRL_TORCH_NPU_WHEEL"
 SIGNATURE_FILE = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 SIGNATURE = (
     "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
@@ -67,7 +72,8 @@ class Operator:
         for name, value in call.arguments.items():
             self._check_type(name, value)
         self.calls.append(call.arguments)
-        output = fusion_attention(**call.arguments)
+        tensors = [call.arguments[name] for name in ("query", "key", "value")]
+        output = Fused.apply(*tensors, call.arguments)
         return (output, *torch.zeros(3, 1).unbind(0), 0, 0, 0)
 
     def _check_type(self, name: str, value: object) -> None:
@@ -80,6 +86,23 @@ class Operator:
             assert all(type(entry) is int for entry in value), name
         else:
             assert isinstance(value, PYTHON_TYPES[kind]), name
+
+
+class Fused(torch.autograd.Function):
+    """Keeps what the operator does for its backward pass, but for its softmax's statistics."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, arguments):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(query, key, value)
+        ctx.others = {k: v for k, v in arguments.items() if k not in ("query", "key", "value")}
+        return fusion_attention(query, key, value, **ctx.others)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        with torch.enable_grad():
+            tensors = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            output = fusion_attention(*tensors, **ctx.others)
+        return (*torch.autograd.grad(output, tensors, grad), None)
 
 
 def fusion_attention(
@@ -157,6 +180,38 @@ def test_agrees_with_the_reference(operator: Operator, name: str, kv_heads: int)
     """Forward and backward, float64."""
     assert_agrees_with_the_reference(SegmentLayout(ALL_FORESTS[name]), kv_heads)
     assert len(operator.calls) == 1
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("name", ["ragged group", "depth three", "random 0"])
+@pytest.mark.usefixtures("operator")
+def test_other_dtypes(name: str, kv_heads: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Against float64; relative to the largest entry where that is above 1."""
+    layout = SegmentLayout(ALL_FORESTS[name])
+    inputs = random_inputs(layout, kv_heads=kv_heads, dtype=dtype)
+    output = npu_attention_backend(*inputs, layout, SCALE)
+    assert output.dtype == dtype
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = output_and_gradients(reference_attention(*exact, layout, SCALE), exact)
+    for tensor, right in zip(output_and_gradients(output, inputs), expected, strict=True):
+        limit = tolerance * max(1.0, float(right.abs().max()))
+        torch.testing.assert_close(tensor, right, rtol=0, atol=limit)
+
+
+def test_nothing_of_the_paths_length_is_kept(operator: Operator) -> None:
+    layout = SegmentLayout([(0, 40, -1), *((40 + i, 1, 0) for i in range(20))])
+    inputs = random_inputs(layout)
+    cpu = torch.device("cpu")
+    with PeakMemory(*inputs, npu_attention._dropped(cpu), layout.paths(cpu).key_index) as memory:
+        output = npu_attention_backend(*inputs, layout, SCALE)
+        assert operator.calls.pop()["actual_seq_kvlen"][-1] == 860  # type: ignore[index]
+        gc.collect()
+        alive = memory.alive
+    assert memory.peak > 2 * 860 * 2 * 8
+    # Queries as the operator wants them and the output.
+    assert alive <= 2 * layout.num_tokens * 4 * 8
+    assert output.requires_grad
 
 
 def test_segments_longer_than_the_compressed_mask(operator: Operator) -> None:
@@ -245,13 +300,19 @@ def test_what_the_operator_does_not_take_is_refused(
             npu_attention_backend(*random_inputs(layout, **shape), layout, SCALE)  # type: ignore
 
 
-def test_the_signature_is_the_installed_wheels() -> None:
-    try:
-        files = importlib.metadata.files("torch-npu") or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("torch-npu is not installed")
-    (path,) = (file for file in files if str(file) == SIGNATURE_FILE)
-    assert f"func: {SIGNATURE}\n" in path.read_text()
+def test_the_signature_is_the_wheels() -> None:
+    """The package cannot be imported without CANN: a wheel will do, where ``WHEEL`` names one."""
+    if WHEEL in os.environ:
+        with zipfile.ZipFile(os.environ[WHEEL]) as wheel:
+            declarations = wheel.read(SIGNATURE_FILE).decode()
+    else:
+        try:
+            files = importlib.metadata.files("torch-npu") or []
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"torch-npu is not installed, and {WHEEL} names no wheel of it")
+        (path,) = (file for file in files if str(file) == SIGNATURE_FILE)
+        declarations = path.read_text()
+    assert f"func: {SIGNATURE}\n" in declarations
 
 
 @pytest.mark.npu

@@ -29,6 +29,7 @@ from easyrl.kernels.varlen_attention import (
     varlen_batch,
 )
 from tests.kernels.forests import FORESTS, output_and_gradients, random_forest, random_inputs
+from tests.kernels.memory_recorder import PeakMemory
 
 CPU = torch.device("cpu")
 SCALE = 0.3
@@ -160,6 +161,38 @@ def test_torch_kernel_through_pytorchs_own_function(name: str, kv_heads: int) ->
     assert_agrees_with_the_reference(SegmentLayout(ALL_FORESTS[name]), torch_kernel, kv_heads)
 
 
+@pytest.mark.usefixtures("flash_attention_on_cpu")
+def test_nothing_of_the_paths_length_is_kept() -> None:
+    layout = SegmentLayout([(0, 40, -1), *((40 + i, 1, 0) for i in range(20))])
+    inputs = random_inputs(layout)
+    with PeakMemory(*inputs) as memory:
+        output = varlen_attention_backend(*inputs, layout, SCALE, kernel=torch_kernel)
+        gc.collect()
+        alive = memory.alive
+    tokens, paths = layout.num_tokens, layout.paths(CPU)
+    assert memory.peak > 2 * len(paths.key_index) * 2 * 8
+    # The output, and what goes with the layout: the index and lengths.
+    assert alive <= tokens * 4 * (8 + 1) + len(paths.key_index) + 4 * len(layout.segments)
+    assert output.requires_grad
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 6e-2)])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("name", ["ragged group", "depth three", "random 0"])
+@pytest.mark.usefixtures("flash_attention_on_cpu")
+def test_other_dtypes(name: str, kv_heads: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Against float64; relative to the largest entry where that is above 1."""
+    layout = SegmentLayout(ALL_FORESTS[name])
+    inputs = random_inputs(layout, kv_heads=kv_heads, dtype=dtype)
+    output = varlen_attention_backend(*inputs, layout, SCALE, kernel=torch_kernel)
+    assert output.dtype == dtype
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = output_and_gradients(reference_attention(*exact, layout, SCALE), exact)
+    for tensor, right in zip(output_and_gradients(output, inputs), expected, strict=True):
+        limit = tolerance * max(1.0, float(right.abs().max()))
+        torch.testing.assert_close(tensor, right, rtol=0, atol=limit)
+
+
 Documented = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
@@ -227,9 +260,22 @@ def test_pytorchs_own_without_a_package_that_will_do(
     packages: Callable[..., dict[str, object]],
 ) -> None:
     assert installed_kernel(9) is torch_kernel
-    installed_kernel.cache_clear()
-    packages("flash_attn", "2.0.9")  # aligned at the top left
+
+
+def test_a_package_without_deterministic_is_too_old(
+    packages: Callable[..., dict[str, object]],
+) -> None:
+    """As FlashAttention up to 2.4.0, which was never told, and 2.0, aligned at the top left."""
+    packages("flash_attn", "2.4.0")
+    recent = sys.modules["flash_attn"].flash_attn_varlen_func
+
+    def flash_attn_varlen_func(q: Tensor, *, causal: bool = False) -> Tensor: ...
+
+    sys.modules["flash_attn"].flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore
     assert installed_kernel(8) is torch_kernel
+    installed_kernel.cache_clear()
+    sys.modules["flash_attn"].flash_attn_varlen_func = recent  # type: ignore
+    assert installed_kernel(8) is not torch_kernel
 
 
 def test_without_any_kernel_the_error_says_what_to_do(
@@ -241,7 +287,9 @@ def test_without_any_kernel_the_error_says_what_to_do(
     older.varlen_attn = varlen_attn  # type: ignore[attr-defined]
     for module in (None, older):
         monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
-        with pytest.raises(ImportError, match="flash-attn 2.1 or later.* or choose merged or flex"):
+        with pytest.raises(
+            ImportError, match="flash-attn 2.4.1 or later.* or choose merged or flex"
+        ):
             installed_kernel(8)
 
 
