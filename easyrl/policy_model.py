@@ -15,6 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 from easyrl.kernels.attention_check import CheckedAttention
 from easyrl.kernels.linear_logprob import linear_logprobs
 from easyrl.kernels.linear_token_loss import TokenLoss, linear_token_loss
+from easyrl.kernels.path_gather import gather_tokens
 from easyrl.kernels.segment_layout import SegmentLayout
 from easyrl.schema import MicroBatch
 
@@ -118,7 +119,7 @@ class PolicyModel(nn.Module):
             checked_attention=self.attention,
         ).last_hidden_state[0]  # [T, H]
         head = self.model.get_output_embeddings()
-        return head(hidden.index_select(0, predictor_index), label_ids, temperature, token_loss)
+        return head(gather_tokens(hidden, predictor_index), label_ids, temperature, token_loss)
 
 
 def run_micro_batch(
