@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +191,14 @@ class RecordedRollouts:
     """Hands out journalled groups as they were trained; nothing is generated.
 
     On another number of ranks, or with another ``max_tokens``, in the order of their prompts.
+
+    Attributes:
+        in_prompt_order: batches that were handed out so.
     """
 
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
+        self.in_prompt_order: set[int] = set()
 
     def produce(
         self, prompts: Sequence[Prompt], served: ServedWeights, *, priority: int = 0
@@ -203,6 +207,8 @@ class RecordedRollouts:
         v = served.version.v
         keys = frozenset(prompt.key for prompt in prompts)
         groups, takes = self._run.groups(v, keys), self._run.takes(v, keys)
+        if prompts and not takes:
+            self.in_prompt_order.add(v)
         ready = ReadyQueue()
         for position, prompt in enumerate(prompts):
             group = groups[prompt.key]
@@ -217,6 +223,7 @@ class RecordedRollouts:
             positions={prompt.key: position for position, prompt in enumerate(prompts)},
             takes=takes,
             recover=groups.get,
+            forget=lambda: self.in_prompt_order.add(v),
         )
 
     def sync(self) -> None:
@@ -224,7 +231,15 @@ class RecordedRollouts:
 
 
 class _RecordedStream(JournalledStream):
-    """Repeats what was trained together unless another ``max_tokens`` is to be tried."""
+    """Repeats what was trained together unless another ``max_tokens`` is to be tried.
+
+    Args:
+        forget: is told that another is.
+    """
+
+    def __init__(self, *parts: Any, forget: Callable[[], object], **takes: Any) -> None:
+        super().__init__(*parts, **takes)
+        self._forget = forget
 
     def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
         self._forget_others(max_tokens)
@@ -237,6 +252,7 @@ class _RecordedStream(JournalledStream):
     def _forget_others(self, max_tokens: int) -> None:
         if any(take.max_tokens != max_tokens for take in self._takes):
             self._takes.clear()
+            self._forget()
 
 
 class _WholeBatch:

@@ -146,6 +146,13 @@ def _reasons(
             "run.determinism=none: groups are trained in the run's order, but nothing keeps the "
             "arithmetic itself the same"
         )
+        if replayed.in_prompt_order:  # in strict mode it is the run's
+            batches = ", ".join(map(str, sorted(replayed.in_prompt_order)))
+            reasons[-1] = (
+                f"run.determinism=none: the groups of batch {batches} are trained in the order of "
+                "their prompts, not in the run's, which was not journalled or cannot be repeated "
+                "on other ranks or with another trainer.max_tokens_per_micro_batch"
+            )
     others = {run.batch(v).num_ranks for v in range(replayed.first, replayed.last + 1)}
     if others != {replayed.num_ranks}:
         ranks = " and ".join(map(str, sorted(others)))

@@ -38,6 +38,7 @@ class Replayed:
     weights: dict[int, str]  # digests by closed batches: before ``first`` ... behind ``last``
     rank: int
     num_ranks: int
+    in_prompt_order: frozenset[int] = frozenset()  # batches not trained in the run's order
 
 
 class HashedWeights:
@@ -77,13 +78,14 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         progress = _restore(run, v, engine, agreement)
         first, from_step = progress.closed_batches, progress.step
         run.require_journal(first, v)
+        rollouts = RecordedRollouts(run)
         weights = HashedWeights(engine, agreement)
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)
         trainer = Trainer(
             engine=engine,
             batches=RecordedPrompts(run, first, v),
-            rollouts=RecordedRollouts(run),
+            rollouts=rollouts,
             weight_sync=weights,
             agreement=agreement,
             accumulator=Accumulator(
@@ -108,7 +110,16 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
             progress=progress,
         )
         trainer.fit()
-    return Replayed(first, v, from_step, metrics, weights.digests, engine.rank, agreement.num_ranks)
+    return Replayed(
+        first,
+        v,
+        from_step,
+        metrics,
+        weights.digests,
+        engine.rank,
+        agreement.num_ranks,
+        frozenset(rollouts.in_prompt_order),
+    )
 
 
 def _restore(run: RecordedRun, v: int, engine: DeepSpeedEngine, agreement: Agreement) -> Progress:

@@ -1,5 +1,6 @@
 """What a replay is given of a run's folder: what is in the weights, and what was trained."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from blake3 import blake3
 
 from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.journal import Journal
-from easyrl.journal.codec import encode_taken
+from easyrl.journal.codec import Piece, encode_taken
 from easyrl.journal.reading import file_name
 from easyrl.recorded_run import RecordedPrompts, RecordedRollouts, RecordedRun
 from easyrl.schema import PolicyVersion, Prompt, ServedWeights
@@ -43,6 +44,25 @@ def run(tmp_path: Path) -> CertifiedRun:
     killed.begin(first_batch=1, num_ranks=2)
     killed.train_all()
     return killed
+
+
+def test_what_was_computed_ahead_comes_with_its_take(run: CertifiedRun) -> None:
+    """A response of a later take too; and nothing of it where takes are not repeated."""
+    own = run.batches[1][0::2]
+    pieces = [[(own[1].key, [1, 0]), (own[0].key, [1])]]
+    note_taken(run, 1, 0, [[2], [0]], ahead=pieces)
+    rollouts = RecordedRollouts(recorded(run))
+    for budget in (64, 63):
+        stream = rollouts.produce(own, ServedWeights(PolicyVersion(RUN, 0, 1), ""))
+        found = list(stream.ahead_of_take(budget))
+        if budget == 64:
+            [piece] = found
+            assert [(s.prompt.key, list(s.completions)) for s in piece] == pieces[0]
+            [group] = stream.take_ready(budget)
+            assert np.array_equal(piece[0].completions[1].token_ids, group.completions[1].token_ids)
+            assert rollouts.in_prompt_order == set()
+        else:
+            assert found == [] and rollouts.in_prompt_order == {1}
 
 
 def handed_out(run: RecordedRun, v: int, prompts: list[Prompt], budget: int) -> list[list[int]]:
@@ -88,12 +108,15 @@ def test_groups_come_in_prompt_order_within_the_budget(run: CertifiedRun) -> Non
     assert row.num_sequences == 2 * len(batch)
 
 
-def note_taken(run: CertifiedRun, life: int, rank: int, takes: list[list[int]]) -> None:
+def note_taken(
+    run: CertifiedRun, life: int, rank: int, takes: list[list[int]], ahead: Sequence[Piece] = ()
+) -> None:
     """Behind the rank's groups of batch 1: what was taken together, by place in the batch."""
     path = run.journal_path / "batch-000001" / file_name(life, rank)
     with path.open("ab") as file:
         for take in takes:
-            payload = encode_taken([run.batches[1][place].key for place in take], 64)
+            payload = encode_taken([run.batches[1][place].key for place in take], 64, ahead)
+            ahead = ()  # before the first
             digest = blake3(payload).digest(length=16)
             file.write(FRAME.pack(len(payload), len(payload) ^ 0xFFFFFFFF, digest) + payload)
 

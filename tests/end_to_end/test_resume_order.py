@@ -1,45 +1,55 @@
 """A run in the default mode, killed some batches behind its start, comes to the same bits again.
 
-Groups were trained as they arrived. The second life trains them in that order and in those rows, so
-that the weights of every closed batch are the first life's to the bit, and no group is made twice.
+Groups were trained as they arrived, and with a reference the trainer looked ahead while it waited.
+The second life trains them in that order and in those rows, and computes ahead what the first did,
+so that the weights of every closed batch are the first life's to the bit, and no group is made
+twice.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import orjson
 import pytest
 
 from benchmarks.random_model import write_prompts
+from easyrl.journal.codec import TakenRecord
 from easyrl.journal.reading import read_takes
 from easyrl.verify import verify
 from tests.end_to_end.held_batch import MarkedRun
 from tests.end_to_end.proxy import GENERATE, Proxy
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
 
-BATCH, NUM_BATCHES, CLOSED = 6, 4, 3
+BATCH, NUM_BATCHES, CLOSED, G = 6, 3, 2, 4
+LATE_S = 1.2
 OPTIONS = (
-    *(f"trainer.batch_size={BATCH}", "rollout.num_generations=4", "rollout.max_tokens=8"),
+    *(f"trainer.batch_size={BATCH}", f"rollout.num_generations={G}", "rollout.max_tokens=8"),
     *("trainer.max_tokens_per_micro_batch=90", "trainer.learning_rate=1e-2"),  # two groups in a row
     *("checkpoint.every_steps=0", "journal.keep=all"),
 )
 
 
 class SlowProxy(Proxy):
-    """Every response takes its own time."""
+    """Of each batch the first half comes long after the second, all but one response of a group
+    well before that one.
+    """
 
     def __init__(self, upstream: str) -> None:
-        self._rng = random.Random(0)
+        self._asked: Counter[tuple[int, ...]] = Counter()  # in the order of the prompts
         super().__init__(upstream)
 
     async def answer(self, request, body):
-        if request.path == GENERATE:
-            await asyncio.sleep(self._rng.random() * 0.2)
+        if request.path != GENERATE:
+            return
+        prompt = tuple(orjson.loads(body)["token_ids"])
+        self._asked[prompt] += 1
+        if list(self._asked).index(prompt) % BATCH < BATCH // 2:
+            await asyncio.sleep(LATE_S if self._asked[prompt] % G == 0 else LATE_S / 4)
 
 
 def batch_lines(run_dir: Path) -> list[dict]:
@@ -60,14 +70,20 @@ def kill_behind(run_dir: Path, command: list[str], log: Path, num_closed: int) -
         run.kill()
 
 
+@pytest.fixture(scope="module", params=["reference", pytest.param("alone", marks=pytest.mark.slow)])
+def objective(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def run_dir(served, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(served, objective: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("order")
     run_dir = folder / f"order-{time.monotonic_ns()}"
     prompts = write_prompts(folder / "prompts.jsonl", BATCH * NUM_BATCHES, 12)
     proxy = SlowProxy(served.url)
     try:
-        command = trainer_command(run_dir, served.model, prompts, [proxy.url], *OPTIONS)
+        options = [*OPTIONS, *(["objective.kl_coef=0.5"] if objective == "reference" else [])]
+        command = trainer_command(run_dir, served.model, prompts, [proxy.url], *options)
         kill_behind(run_dir, command, folder / "log", CLOSED)
         run_trainer([*command, "--resume"])
     finally:
@@ -75,10 +91,10 @@ def run_dir(served, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def taken(run_dir: Path, v: int, life: int) -> list[list[int]]:
-    """Indices of the prompts that were trained together."""
+def taken(run_dir: Path, v: int, life: int) -> list[TakenRecord]:
+    """What was trained together."""
     (takes,) = read_takes(run_dir / "journal", v, life)
-    return [[index for _, index in take.keys] for take in takes]
+    return takes
 
 
 def test_closed_batches_are_trained_again_to_the_same_bits(run_dir: Path) -> None:
@@ -93,10 +109,23 @@ def test_closed_batches_are_trained_again_to_the_same_bits(run_dir: Path) -> Non
 
 
 def test_they_had_come_in_another_order_than_asked_for(run_dir: Path) -> None:
+    lines, others = batch_lines(run_dir), 0
     for v in range(CLOSED):
         takes = taken(run_dir, v, life=0)
-        assert sum(takes, []) != sorted(sum(takes, [])) and len(takes) > 1
+        order = [tuple(key) for take in takes for key in take.keys]
+        dispatched = [tuple(key) for update in lines[v]["updates"] for key in update]
+        assert sorted(order) == sorted(dispatched)
         assert taken(run_dir, v, life=1) == takes
+        others += order != dispatched and len(takes) > 1
+    assert others > 0
+
+
+def test_what_was_computed_ahead_was_so_again(run_dir: Path, objective: str) -> None:
+    first, again = (
+        [[take.ahead for take in taken(run_dir, v, life)] for v in range(CLOSED)] for life in (0, 1)
+    )
+    assert first == again
+    assert any(piece for batch in first for piece in batch) == (objective == "reference")
 
 
 def test_the_run_is_on_policy(run_dir: Path) -> None:
