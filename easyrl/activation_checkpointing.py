@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -50,12 +51,46 @@ def checkpoint_activations(
         return
     again: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if mode == "selective":
-        again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+        again = partial(again, context_fn=_contexts)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     assert layers, f"{type(model).__name__} has no layers that transformers can checkpoint"
     for layer in layers[::every]:
         layer.gradient_checkpointing = True
         setattr(layer, "_gradient_checkpointing_func", again)  # noqa: B010, for the type checker
+
+
+def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    keep, reuse = create_selective_checkpoint_contexts(_policy)
+    return _OnlyKept(keep), _OnlyKept(reuse)
+
+
+class _OnlyKept(TorchDispatchMode):
+    """Shows ``mode`` nothing but what is kept.
+
+    It refuses a backward pass with operations that its forward did not have. ZeRO-3 has such: it
+    gathers a layer's weights in the layer or ahead of it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if str(func) in _KEPT:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

@@ -27,11 +27,13 @@ SEED = 13
 # by kind, the ZeRO stages and dtypes of a quick run and of all
 QUICK = {
     "gradient": ((1, "fp32"), (3, "fp32")),
+    "recomputed": ((3, "fp32"),),
     "updates": ((2, "fp32"),),
     "behaviour": ((2, "bf16"), (3, "fp32")),
 }
 EVERY = {
     "gradient": tuple((stage, "fp32") for stage in range(4)),
+    "recomputed": ((2, "fp32"), (3, "fp32")),
     "updates": ((0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")),
     "behaviour": ((0, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")),
 }

@@ -42,13 +42,15 @@ Weights = dict[str, Tensor]
 class LoraSession(Session):
     """Engines of a policy with an adapter, whose values peft wrote."""
 
+    model_settings: Results = {}
+
     @cached_property
     def gold(self) -> Gold:
         return dense_gold(self.folder, MAX_GRAD_NORM)
 
     def config(self, stage: int, dtype: str, trainer: Results, model: str = "base") -> Config:
         config = super().config(stage, dtype, trainer, "base")
-        return config.model_copy(update={"model": self.model(dtype)})
+        return config.model_copy(update={"model": self.model(dtype, **self.model_settings)})
 
     def model(self, dtype: str, **settings: Any) -> Any:
         return model_config(self.folder, dtype=dtype, **settings)
@@ -112,6 +114,17 @@ def check_gradient(session: LoraSession, stage: int, dtype: str) -> Results:
         "clipped": gold.grad_norm > MAX_GRAD_NORM,
         "base_unchanged": base_hash(engine) == base,
     }
+
+
+def check_recomputed(session: LoraSession, stage: int, dtype: str) -> Results:
+    """The gradient where layers and projection compute again in the backward what ZeRO-3 has let go
+    of."""
+    found = {}
+    for checkpointing, projection in (("layer", "recompute"), ("selective", "same_pass")):
+        settings = {"activation_checkpointing": checkpointing, "logprob_backward": projection}
+        with mock.patch.object(session, "model_settings", settings):
+            found[checkpointing] = check_gradient(session, stage, dtype)
+    return found
 
 
 def check_behaviour(session: LoraSession, stage: int, dtype: str) -> Results:
@@ -211,7 +224,12 @@ def check_resumed(session: LoraSession, stage: int, dtype: str) -> Results:
     }
 
 
-CHECKS = {"gradient": check_gradient, "updates": check_updates, "behaviour": check_behaviour}
+CHECKS = {
+    "gradient": check_gradient,
+    "recomputed": check_recomputed,
+    "updates": check_updates,
+    "behaviour": check_behaviour,
+}
 
 
 def run(folder: Path, phase: str) -> None:

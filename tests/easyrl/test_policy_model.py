@@ -278,6 +278,32 @@ def test_selective_checkpointing_keeps_products_and_attention(
     assert counts["none"][cheap] < counts["selective"][cheap] == counts["layer"][cheap]
 
 
+@pytest.mark.parametrize("attention", ["merged", "flex"])
+def test_selective_checkpointing_with_other_operations_in_the_backward(
+    tmp_path: Path, attention: str
+) -> None:
+    """ZeRO-3 gathers weights in a layer's backward that another layer had prefetched."""
+    path = save_tiny_model(tmp_path, "qwen3")
+    runs = []
+    for mode in ("none", "selective"):
+        config = ModelConfig(path=path, activation_checkpointing=mode, attention=attention)
+        model = load_policy_model(config, dtype=torch.float32)
+        calls = [0]
+        for layer in model.model.model.layers[1:]:
+            layer.mlp.register_forward_pre_hook(partial(_gather_again, calls))
+        runs.append(packed_run(model, 200))
+        assert calls == [1 if mode == "none" else 2]
+    assert torch.equal(runs[0][0], runs[1][0])
+    for name, gradient in runs[0][1].items():
+        assert torch.equal(gradient, runs[1][1][name]), name
+
+
+def _gather_again(calls: list[int], *_: object) -> None:
+    calls[0] += 1
+    if calls[0] == 2:
+        torch.cat([torch.zeros(2), torch.ones(2)], out=torch.empty(4))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_head_shares_the_weight_and_names_stay(tmp_path: Path, tied: bool) -> None:
     path = save_tiny_model(tmp_path, "qwen3", tied=tied)
