@@ -7,14 +7,15 @@ and backward, the optimizer step. With ``--frozen-models 2`` there is a lagged o
 much again that can be computed ahead. Generation is played, as if on devices of its own: each
 response occupies one of the slots for as long as its tokens take, its length log-normal as those of
 reasoning models are. The seconds per token are chosen so that the whole generation of a batch takes
-as long as its whole training (``--generation-over-training 1``), which is measured before each
-repeat. Every mode gets the same responses at the same times.
+as long as its whole training, or half of that (``--generation-over-training 0.5 1``), which is
+measured before each repeat. Where generation is the shorter, the trainer waits for little and what
+it looks ahead at must pay all the same. Every mode gets the same responses at the same times.
 
 Time is the trainer's own: it passes as the trainer's thread computes (its processor time, so that
 what else the machine does counts for nothing) and jumps to the next response where the trainer
 waits. ``async_over_sync`` is sync's time over async's for a whole batch, without weight sync; 2 is
-what no schedule can beat. Medians over repeats whose modes take turns. The last line printed is one
-JSON object.
+what no schedule can beat with equal times. Medians over repeats whose modes take turns. The last
+line printed is one JSON object, with figures for each ratio.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from easyrl.dataloaders.group_stream import packed_tokens
 from easyrl.dataloaders.open_samples import OpenSamples
 from easyrl.engines.deepspeed import DeepSpeedEngine
 from easyrl.event_log import ignore
-from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
+from easyrl.schema import Completion, FinishedSamples, Key, Prompt, RolloutGroup, Score, VersionSpan
 from easyrl.stopping import StopRequest
-from easyrl.wiring.objective import group_functions
+from easyrl.wiring.objective import group_functions, rows_per_take
 
 MODES = ("sync", "async", "async_with_look_ahead")
 VERSION = "run:0:0"
@@ -123,12 +124,14 @@ def main() -> None:
     )
     folder = Path(tempfile.mkdtemp(prefix="easyrl-look-ahead-"))
     try:
-        rows = measure(
-            Trainer(folder, work), work, arguments.repeats, arguments.generation_over_training
-        )
+        trainer = Trainer(folder, work)
+        rows = {
+            f"generation_over_training_{ratio:g}": measure(trainer, work, arguments.repeats, ratio)
+            for ratio in arguments.generation_over_training
+        }
     finally:
         shutil.rmtree(folder)
-    print(json.dumps({name: _median(rows, name) for name in rows[0]}))
+    print(json.dumps({ratio: {n: _median(own, n) for n in own[0]} for ratio, own in rows.items()}))
 
 
 def measure(
@@ -228,6 +231,10 @@ class PlayedStream:
             groups.append(self._ready.popleft())
         return groups
 
+    def note_ahead(self, piece: Sequence[FinishedSamples]) -> None: ...
+    def ahead_of_take(self, max_tokens: int) -> Sequence[Sequence[FinishedSamples]]:
+        return ()
+
     def complete(self) -> None:
         while self._returns:
             self._wait()
@@ -275,6 +282,7 @@ class Trainer:
             is_interruption=lambda error: False,
             record=ignore,
             max_tokens=work.max_tokens_per_micro_batch,
+            rows_per_take=rows_per_take(config),
             synchronous=False,
         )
 
@@ -346,7 +354,7 @@ def _median(rows: Sequence[dict[str, float]], name: str) -> float:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--generation-over-training", type=float, default=1.0)
+    parser.add_argument("--generation-over-training", type=float, nargs="+", default=[0.5, 1.0])
     parser.add_argument("--prompts", type=int, default=Workload.num_prompts)
     parser.add_argument("--generations", type=int, default=Workload.num_generations)
     parser.add_argument("--slots", type=int, default=Workload.slots)
