@@ -2,18 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import orjson
 import pytest
 from blake3 import blake3
 
+from easyrl.config import Config
 from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.journal import Journal
 from easyrl.journal.codec import Piece, encode_taken
 from easyrl.journal.reading import file_name
 from easyrl.recorded_run import RecordedPrompts, RecordedRollouts, RecordedRun
+from easyrl.replay import _reasons
 from easyrl.schema import PolicyVersion, Prompt, ServedWeights
+from easyrl.wiring.replay import Replayed
 from tests.easyrl.certified_run import (
     FRAME,
     RUN,
@@ -63,6 +68,28 @@ def test_what_was_computed_ahead_comes_with_its_take(run: CertifiedRun) -> None:
             assert rollouts.in_prompt_order == set()
         else:
             assert found == [] and rollouts.in_prompt_order == {1}
+
+
+@pytest.mark.parametrize(
+    ("determinism", "in_prompt_order", "told"),
+    [
+        ("none", set(), ["are trained in the run's order, but nothing keeps the arithmetic"]),
+        (
+            "none",
+            {2, 1},
+            ["batch 1, 2 are trained in the order of their prompts, not in the run's"],
+        ),
+        ("strict", {1}, []),  # there it is the run's
+    ],
+)
+def test_a_replay_says_whether_groups_come_in_the_runs_order(
+    run: CertifiedRun, determinism: str, in_prompt_order: set[int], told: list[str]
+) -> None:
+    config = SimpleNamespace(run=SimpleNamespace(determinism=determinism))
+    replayed = Replayed(1, 2, 1, {}, {}, 0, 2, frozenset(in_prompt_order))
+    reasons = _reasons(recorded(run), cast(Config, config), replayed, [])
+    assert len(reasons) == len(told)
+    assert all(part in reason for part, reason in zip(told, reasons, strict=True))
 
 
 def handed_out(run: RecordedRun, v: int, prompts: list[Prompt], budget: int) -> list[list[int]]:
