@@ -197,7 +197,7 @@ def seen(pieces) -> list[list[tuple[int, list[int]]]]:
 def test_pieces_that_an_earlier_life_computed_ahead_are_given_back_before_its_take(tmp_path):
     """Twice: a life that repeats them notes them again. One whose group was lost is dropped."""
     prompts = [group(index).prompt for index in range(3)]
-    pieces = [piece((1, [1, 0]), (0, [0])), piece((2, [1])), piece((1, [2]))]
+    pieces = [piece((1, [1, 0]), (0, [0])), piece((2, [1]), (0, [1])), piece((1, [2]))]
 
     def begin(life: int, indices: list[int]) -> JournalledStream:
         async def generate(prompt, sample, version):
