@@ -153,6 +153,7 @@ PLAIN = {
     "dataclasses",
     "functools",
     "importlib",
+    "inspect",
     "logging",
     "math",
     "types",
