@@ -75,10 +75,13 @@ def varlen_attention_backend(
     take, and ``ImportError`` if there is no kernel.
     """
     kernel = flash_kernel(query) if kernel is None else kernel
+    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     output = attend_over_paths(
         partial(kernel, batch=varlen_batch(layout, query.device), scale=scale),
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
-        index=layout.paths(query.device).key_index,
+        queries,
+        keys,
+        values,
+        layout.paths(query.device).key_index,
     )
     return output.transpose(0, 1)[None]
 
