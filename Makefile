@@ -13,7 +13,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-slow test-triton test-vllm lint typecheck setup setup-vllm clean
+.PHONY: demo test test-runs test-slow test-triton test-vllm lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
@@ -21,6 +21,9 @@ demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo mod
 
 test: setup lint typecheck   ## lint, types and all fast tests
 	$(BIN)/python -m pytest
+
+test-runs: setup       ## whole runs and several ranks, two minutes more
+	$(BIN)/python -m pytest -m "runs and not slow"
 
 test-slow: setup       ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

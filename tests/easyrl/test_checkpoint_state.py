@@ -18,6 +18,8 @@ from tests.easyrl.checkpoint_cases import CASES
 from tests.easyrl.engine_cases import prepare
 from tests.easyrl.test_deepspeed_engine import ROOT, run
 
+pytestmark = pytest.mark.runs
+
 Phase = list[dict[str, Any]]  # by rank
 
 

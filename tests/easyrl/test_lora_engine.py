@@ -16,6 +16,8 @@ from easyrl.inference_client.servers.server_process import free_port
 from tests.easyrl.lora_cases import EVERY, LORA, QUICK, prepare
 from tests.easyrl.test_deepspeed_engine import ROOT, run
 
+pytestmark = pytest.mark.runs
+
 MLP = ("gate_proj", "up_proj", "down_proj")
 SHAPES = {  # of the tiny Qwen3's linear layers: inputs and outputs
     **{"q_proj": (32, 64), "k_proj": (32, 32), "v_proj": (32, 32), "o_proj": (64, 32)},

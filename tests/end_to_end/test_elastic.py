@@ -15,6 +15,8 @@ from tests.end_to_end.conftest import MAX_MODEL_LEN
 from tests.end_to_end.held_batch import BATCH, HeldBatch
 from tests.end_to_end.trainer_run import run_trainer
 
+pytestmark = pytest.mark.runs
+
 ENGINE = ("trainer.zero_stage=2", "trainer.learning_rate=1e-3")
 
 

@@ -18,6 +18,8 @@ from easyrl.metrics import read_metrics
 from tests.end_to_end.proxy import GatedProxy
 from tests.end_to_end.trainer_run import ROOT, start_trainer, trainer_command
 
+pytestmark = pytest.mark.runs
+
 NUM_PROMPTS, BATCH, NUM_GENERATIONS, PROMPT_TOKENS = 18, 6, 4, 12
 MAX_INFLIGHT = 4
 OPTIONS = ["--num-threads", "1", "--max-model-len", "160"]

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from benchmarks.ledger import dataset_order, read_ledger
 from benchmarks.random_model import write_prompts, write_random_model
@@ -20,6 +21,8 @@ from tests.end_to_end.trainer_run import (
     start_trainer,
     trainer_command,
 )
+
+pytestmark = pytest.mark.runs
 
 NUM_PROMPTS, BATCH, NUM_GENERATIONS, PROMPT_TOKENS = 16, 8, 4, 12
 SERVER = ["--num-threads=1", "--max-model-len=160"]

@@ -46,7 +46,6 @@ async def test_wait_finishes_what_is_in_flight(
 async def test_keep_freezes_what_is_in_flight(
     server: Server, client: EndpointClient, http: aiohttp.ClientSession
 ) -> None:
-    (undisturbed,) = await sample(client, seed=0, **long_response(LENGTH))
     tasks = await in_flight(client, http, 2, LENGTH)
     await client.pause("keep")
     frozen = await gauge(http, server.url, GENERATED_TOKENS)
@@ -55,7 +54,8 @@ async def test_keep_freezes_what_is_in_flight(
     assert not any(task.done() for task in tasks)
     await client.resume()
     (first,), _ = await asyncio.gather(*tasks)
-    assert first.token_ids.tolist() == undisturbed.token_ids.tolist()
+    # Not the tokens of a response that was alone: decoded together, rounding may choose another.
+    assert len(first.token_ids) == LENGTH
     assert logprob_error(server.model, PROMPT, first) < LOGPROB_TOLERANCE
 
 
