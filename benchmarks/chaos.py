@@ -36,8 +36,8 @@ from benchmarks.ledger import Ledger, dataset_order, read_ledger
 from benchmarks.random_model import write_prompts, write_random_model
 from benchmarks.run_phase import PHASES
 from benchmarks.run_watch import RunStuck
-from easyrl.event_log import read_events
-from easyrl.inference_client.servers.server_process import ServerProcess
+from easyrl.inference_client.servers.managed.server_process import ServerProcess
+from easyrl.metrics.event_log import read_events
 
 CONFIG = "benchmarks/chaos.yaml"
 NUM_RANKS, NUM_SERVERS = 2, 2

@@ -13,7 +13,7 @@ from benchmarks.chaos_plan import Strike
 from benchmarks.fault_injection import Victim
 from benchmarks.run_phase import RunPhase
 from benchmarks.run_watch import RunStuck, RunWatch
-from easyrl.inference_client.servers.server_process import ServerProcess
+from easyrl.inference_client.servers.managed.server_process import ServerProcess
 
 TICK_S = 0.03
 END_TIMEOUT_S = 60.0  # from a strike until no process of the life is left

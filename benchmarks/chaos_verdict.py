@@ -10,9 +10,9 @@ from pathlib import Path
 from blake3 import blake3
 from safetensors import safe_open
 
-from easyrl.determinism import reproducible
-from easyrl.metrics import read_metrics
-from easyrl.run_folder import METRICS_FILE
+from easyrl.metrics.trackers import read_metrics
+from easyrl.runtime.determinism import reproducible
+from easyrl.runtime.run_folder import METRICS_FILE
 
 SHOWN = 10
 

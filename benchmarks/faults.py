@@ -32,8 +32,8 @@ from benchmarks.launched_run import start_servers, start_trainer
 from benchmarks.ledger import Ledger, dataset_order, read_ledger
 from benchmarks.random_model import write_prompts, write_random_model
 from benchmarks.run_watch import RunStuck, RunWatch
-from easyrl.event_log import read_events
-from easyrl.inference_client.servers.server_process import ServerProcess
+from easyrl.inference_client.servers.managed.server_process import ServerProcess
+from easyrl.metrics.event_log import read_events
 
 CONFIG = "benchmarks/faults.yaml"
 NUM_SERVERS = 2

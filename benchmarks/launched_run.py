@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from easyrl.demo.servers import vllm_python
-from easyrl.inference_client.servers.launch import (
+from easyrl.inference_client.servers.managed.launch import (
     EmbeddedServerProcess,
     ServerProcess,
     VllmServerProcess,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from easyrl.event_log import read_events
+from easyrl.metrics.event_log import read_events
 from easyrl.schema import PolicyVersion
 
 Event = Mapping[str, Any]

@@ -38,18 +38,18 @@ import numpy as np
 import torch
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.accumulation import Accumulator
-from easyrl.agreement import Agreement
-from easyrl.batch_metrics import BatchTotals
+from easyrl.build.recipe import group_functions, rows_per_take
 from easyrl.config import Config
-from easyrl.config_file import validate_config
-from easyrl.dataloaders.group_stream import packed_tokens
-from easyrl.dataloaders.open_samples import OpenSamples
-from easyrl.engines.deepspeed import DeepSpeedEngine
-from easyrl.event_log import ignore
+from easyrl.config.file import validate_config
+from easyrl.dataloaders.producer.group_stream import packed_tokens
+from easyrl.dataloaders.producer.open_samples import OpenSamples
+from easyrl.engines.deepspeed.engine import DeepSpeedEngine
+from easyrl.metrics.batch_metrics import BatchTotals
+from easyrl.metrics.event_log import ignore
+from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, FinishedSamples, Key, Prompt, RolloutGroup, Score, VersionSpan
-from easyrl.stopping import StopRequest
-from easyrl.wiring.objective import group_functions, rows_per_take
+from easyrl.trainer.accumulation import Accumulator
 
 MODES = ("sync", "async", "async_with_look_ahead")
 VERSION = "run:0:0"

@@ -24,8 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.event_log import read_events
-from easyrl.inference_client.servers.launch import EmbeddedServerProcess, pin_process, usable_cpus
+from easyrl.inference_client.servers.managed.launch import (
+    EmbeddedServerProcess,
+    pin_process,
+    usable_cpus,
+)
+from easyrl.metrics.event_log import read_events
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.producer_load import MAX_INFLIGHT, VERSION, VOCABULARY, Load
+from easyrl.build.inference import Inference, open_inference
 from easyrl.config import Config
-from easyrl.dataloaders.rollout_generator import RolloutGenerator
-from easyrl.event_log import EventLog
-from easyrl.inference import Inference, open_inference
+from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
+from easyrl.metrics.event_log import EventLog
 from easyrl.schema import Prompt
 
 REWARD = Path(__file__).with_name("parity_reward.py")

@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.producer_load import VERSION, Load, cpus, pin_threads, servers
 from benchmarks.producer_rollouts import producer, prompts, wait_until_warm
-from easyrl.dataloaders.rollout_generator import RolloutGenerator
+from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 
 GROUPS_PER_S = 5.0
 NUM_SAMPLES = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from benchmarks.shared_prompt_workload import OBJECTIVE, Forward, Workload
-from easyrl.tri_model import TriModel
+from easyrl.models.tri_model import TriModel
 
 
 def ours(work: Workload) -> Forward:

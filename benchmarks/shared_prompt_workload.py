@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.shared_prompt_sizes import Batch
 from easyrl.config import ModelConfig, ObjectiveConfig
-from easyrl.model_loading import load_policy_model
-from easyrl.objectives.losses import token_loss
-from easyrl.policy_model import PolicyModel
+from easyrl.models.loading import load_policy_model
+from easyrl.models.policy_model import PolicyModel
+from easyrl.models.tri_model import TriModel
+from easyrl.recipes.losses import token_loss
 from easyrl.schema import FrozenLogprobs
-from easyrl.tri_model import TriModel
 
 OBJECTIVE = ObjectiveConfig(aggregation="sequence")  # GRPO's clipped loss, no KL, no entropy bonus
 OLD_POLICY_NOISE = 0.05  # nats between the policy and the old policy: the ratio is not 1

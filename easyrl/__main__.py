@@ -35,7 +35,7 @@ def train(context: typer.Context) -> None:
 @app.command(context_settings=PASS_ON)
 def serve(context: typer.Context) -> None:
     """Serve MODEL with the embedded inference server (vLLM's routes over transformers)."""
-    from easyrl.inference_client.embedded import server
+    from easyrl.inference_client.servers.embedded import server
 
     raise typer.Exit(server.main(context.args))
 
@@ -46,7 +46,7 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
 ) -> None:
     """Evaluate what the endpoints serve now on the held-out prompts; prints one JSON object."""
-    from easyrl.evaluate import evaluate_endpoints
+    from easyrl.commands.evaluate import evaluate_endpoints
 
     raise typer.Exit(evaluate_endpoints(config, overrides or []))
 
@@ -54,7 +54,7 @@ def evaluate(
 @app.command()
 def verify(run_dir: RunDir) -> None:
     """Check a run's certificate and journal; exits with 1, naming it, at the first violation."""
-    from easyrl.verify import verify
+    from easyrl.ledger.verify import verify
 
     try:
         verdict = verify(run_dir)
@@ -68,7 +68,7 @@ def verify(run_dir: RunDir) -> None:
 @app.command(context_settings=PASS_ON)
 def replay(context: typer.Context) -> None:
     """Train a step of RUN_DIR again from its journal, without inference, and compare."""
-    from easyrl import replay
+    from easyrl.commands import replay
 
     raise typer.Exit(replay.main(context.args))
 
@@ -76,7 +76,7 @@ def replay(context: typer.Context) -> None:
 @endpoints.command("add")
 def add_endpoint(run_dir: RunDir, url: Url) -> None:
     """Take in a server: it is given the current weights, proves them, and is used."""
-    from easyrl.endpoints import add_endpoint
+    from easyrl.commands.endpoints import add_endpoint
 
     _tell(lambda: add_endpoint(run_dir, url))
 
@@ -88,7 +88,7 @@ def remove_endpoint(
     force: Annotated[bool, typer.Option(help="even if it is the last: the run waits")] = False,
 ) -> None:
     """Let a server go: what it has in flight finishes, nothing new is sent."""
-    from easyrl.endpoints import remove_endpoint
+    from easyrl.commands.endpoints import remove_endpoint
 
     _tell(lambda: remove_endpoint(run_dir, url, force=force))
 
@@ -96,7 +96,7 @@ def remove_endpoint(
 @endpoints.command("list")
 def list_endpoints(run_dir: RunDir) -> None:
     """Show the run's servers and how they are."""
-    from easyrl.endpoints import endpoint_table
+    from easyrl.commands.endpoints import endpoint_table
 
     _tell(lambda: endpoint_table(run_dir))
 

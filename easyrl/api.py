@@ -13,9 +13,9 @@ import orjson
 from omegaconf import OmegaConf
 
 from easyrl.config import Config
-from easyrl.config_checks import check_paths
-from easyrl.config_file import validate_config
-from easyrl.inference_client.servers.launch import EmbeddedServerProcess, usable_cpus
+from easyrl.config.checks import check_paths
+from easyrl.config.file import validate_config
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, usable_cpus
 
 Reward = Callable[..., Any]  # (prompt, texts, token_ids) -> one float per response
 

@@ -14,15 +14,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from easyrl.config import Config, ConfigError
-from easyrl.config_checks import check_paths
-from easyrl.config_file import dump_config, load_config
-from easyrl.launcher_watch import end_with_launcher
+from easyrl.config.checks import check_paths
+from easyrl.config.file import dump_config, load_config
+from easyrl.runtime.launcher_watch import end_with_launcher
+from easyrl.runtime.signals import RunSignals
+from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import InterruptedRun
-from easyrl.signals import RunSignals
-from easyrl.stopping import StopRequest
 
 if TYPE_CHECKING:
-    from easyrl.wiring.parts import Parts
+    from easyrl.build.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def run(config: Config, *, resume: bool = False, signals: RunSignals | None = No
 
     Raises ``InterruptedRun`` in an outage, and when a stop was asked for by ``signals``.
     """
-    from easyrl.wiring.parts import build_parts
+    from easyrl.build.parts import build_parts
 
     with ExitStack() as open_parts:
         if signals is None:
@@ -74,10 +74,10 @@ def run(config: Config, *, resume: bool = False, signals: RunSignals | None = No
 
 def _finish(config: Config, parts: Parts) -> None:
     """Exports the trained model, and the adapter if there is one; draws the reward curve."""
-    from easyrl.checkpoints.export import export_adapter, export_model
-    from easyrl.metrics import read_metrics
-    from easyrl.plot import plot_reward_curve
-    from easyrl.run_folder import METRICS_FILE
+    from easyrl.ledger.checkpoints.export import export_adapter, export_model
+    from easyrl.metrics.plot import plot_reward_curve
+    from easyrl.metrics.trackers import read_metrics
+    from easyrl.runtime.run_folder import METRICS_FILE
 
     output, lora = config.run.output_dir, config.model.lora
     if parts.engine.rank != 0:

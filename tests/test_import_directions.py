@@ -10,82 +10,90 @@ PLUGIN = ROOT / "inference_client/vllm_plugin"
 LEAVES = {
     "easyrl.schema",
     "easyrl.config",
-    "easyrl.event_log",
-    "easyrl.seeding",
-    "easyrl.numerics",
-    "easyrl.durable",
-    "easyrl.workers.child_process",
+    "easyrl.metrics.event_log",
+    "easyrl.runtime.seeding",
+    "easyrl.runtime.numerics",
+    "easyrl.runtime.durable_files",
+    "easyrl.runtime.workers.child_process",
 }
 # room → what of ours it may import besides itself
 ALLOWED = {
     "easyrl.kernels": set(),
     "easyrl.dataloaders": LEAVES,
     "easyrl.inference_client": LEAVES,
-    "easyrl.rewards": LEAVES | {"easyrl.workers.worker_pool"},
-    "easyrl.certificate": LEAVES | {"easyrl.journal", "easyrl.dataloaders.prompts"},
-    "easyrl.objectives": LEAVES | {"easyrl.engines.base", "easyrl.kernels.linear_token_loss"},
+    "easyrl.rewards": LEAVES | {"easyrl.runtime.workers.worker_pool"},
+    "easyrl.ledger.certificate": LEAVES
+    | {
+        "easyrl.ledger.checkpoints.manifest",
+        "easyrl.ledger.journal",
+        "easyrl.dataloaders.prompts.dataset",
+    },
+    "easyrl.recipes": LEAVES | {"easyrl.engines.base", "easyrl.kernels.logprobs.linear_token_loss"},
     "easyrl.engines": LEAVES
     | {
         "easyrl.kernels",
-        "easyrl.lora",
-        "easyrl.model_loading",
-        "easyrl.objectives",
-        "easyrl.policy_model",
-        "easyrl.tri_model",
+        "easyrl.models.lora",
+        "easyrl.models.loading",
+        "easyrl.recipes",
+        "easyrl.models.policy_model",
+        "easyrl.models.tri_model",
     },
-    "easyrl.trainer": LEAVES
+    "easyrl.trainer.loop": LEAVES
     | {
-        "easyrl.accumulation",
-        "easyrl.agreement",
-        "easyrl.batch_metrics",
-        "easyrl.certificate.records",
-        "easyrl.closed_batch",
+        "easyrl.trainer.accumulation",
+        "easyrl.runtime.collectives",
+        "easyrl.metrics.batch_metrics",
+        "easyrl.ledger.certificate.records",
+        "easyrl.ledger.closed_batch",
         "easyrl.engines.base",
     },
-    "easyrl.accumulation": LEAVES
+    "easyrl.trainer.accumulation": LEAVES
     | {
-        "easyrl.agreement",
-        "easyrl.batch_metrics",
+        "easyrl.runtime.collectives",
+        "easyrl.metrics.batch_metrics",
         "easyrl.engines.base",
-        "easyrl.look_ahead",
-        "easyrl.stopping",
+        "easyrl.trainer.look_ahead",
+        "easyrl.runtime.stopping",
     },
-    "easyrl.look_ahead": LEAVES | {"easyrl.engines.base", "easyrl.row_parts"},
-    "easyrl.row_parts": LEAVES,
-    "easyrl.closed_batch": LEAVES | {"easyrl.batch_metrics", "easyrl.certificate.records"},
-    "easyrl.journal": LEAVES
+    "easyrl.trainer.look_ahead": LEAVES | {"easyrl.engines.base", "easyrl.trainer.row_split"},
+    "easyrl.trainer.row_split": LEAVES,
+    "easyrl.ledger.closed_batch": LEAVES
+    | {"easyrl.metrics.batch_metrics", "easyrl.ledger.certificate.records"},
+    "easyrl.ledger.journal": LEAVES
     | {
-        "easyrl.dataloaders.group_stream",
-        "easyrl.dataloaders.open_samples",
-        "easyrl.dataloaders.rollout_generator",
+        "easyrl.dataloaders.producer.group_stream",
+        "easyrl.dataloaders.producer.open_samples",
+        "easyrl.dataloaders.producer.rollout_generator",
     },
     "easyrl.schema": set(),
-    "easyrl.config": {"easyrl.config_checks"},
-    "easyrl.config_checks": {"easyrl.config"},  # for its types
-    "easyrl.event_log": set(),
-    "easyrl.numerics": set(),
-    "easyrl.workers.child_process": set(),
-    "easyrl.workers.worker_process": {"easyrl.workers.child_process"},
-    "easyrl.workers.worker_pool": {"easyrl.workers.child_process", "easyrl.workers.worker_process"},
+    "easyrl.config": set(),
+    "easyrl.metrics.event_log": set(),
+    "easyrl.runtime.numerics": set(),
+    "easyrl.runtime.workers.child_process": set(),
+    "easyrl.runtime.workers.worker_process": {"easyrl.runtime.workers.child_process"},
+    "easyrl.runtime.workers.worker_pool": {
+        "easyrl.runtime.workers.child_process",
+        "easyrl.runtime.workers.worker_process",
+    },
 }
-WIRING = {"easyrl.wiring", "easyrl.train"}
+WIRING = {"easyrl.build", "easyrl.train"}
 HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
 LIGHT = {
     "easyrl",
     "easyrl.schema",
     "easyrl.config",
-    "easyrl.config_checks",
-    "easyrl.config_file",
-    "easyrl.launcher_watch",
-    "easyrl.notices",
-    "easyrl.signals",
-    "easyrl.stacks",
-    "easyrl.stopping",
+    "easyrl.config.checks",
+    "easyrl.config.file",
+    "easyrl.runtime.launcher_watch",
+    "easyrl.runtime.notices",
+    "easyrl.runtime.signals",
+    "easyrl.runtime.stacks",
+    "easyrl.runtime.stopping",
     "easyrl.train",
-    "easyrl.watchdog",
-    "easyrl.workers.child_process",
-    "easyrl.workers.worker_pool",
-    "easyrl.workers.worker_process",
+    "easyrl.runtime.watchdog",
+    "easyrl.runtime.workers.child_process",
+    "easyrl.runtime.workers.worker_pool",
+    "easyrl.runtime.workers.worker_process",
     "easyrl.rewards.worker",
     "easyrl.inference_client.client",
     "easyrl.inference_client.responses",
@@ -163,7 +171,7 @@ PLAIN = {
 
 
 # modules that are imported only where their package is: a kernel is compiled from module level
-LAZY_KERNELS = {"easyrl.kernels.triton_logprob": {"triton"}}
+LAZY_KERNELS = {"easyrl.kernels.logprobs.triton_logprob": {"triton"}}
 
 
 def test_kernels_import_only_torch_at_module_level():
@@ -181,7 +189,7 @@ def test_only_the_wiring_knows_all_rooms():
             for room in (
                 "easyrl.dataloaders",
                 "easyrl.inference_client",
-                "easyrl.engines.deepspeed",
+                "easyrl.engines.deepspeed.engine",
             )
             if any(within(i, room) for i in imports(path)) and not within(name, room)
         }

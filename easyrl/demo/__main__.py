@@ -23,13 +23,17 @@ from typing import cast, get_args
 from transformers.utils.logging import disable_progress_bar
 
 from easyrl.config import Config
-from easyrl.config_file import load_config
+from easyrl.config.file import load_config
 from easyrl.demo.accuracy import held_out_accuracy
 from easyrl.demo.build_model import build_model
 from easyrl.demo.servers import Engine, start_server, vllm_python
 from easyrl.demo.task import write_splits
-from easyrl.inference_client.servers.launch import ServerStartError, pin_process, usable_cpus
-from easyrl.metrics import read_metrics
+from easyrl.inference_client.servers.managed.launch import (
+    ServerStartError,
+    pin_process,
+    usable_cpus,
+)
+from easyrl.metrics.trackers import read_metrics
 
 CONFIG = "configs/demo.yaml"
 PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from easyrl.inference_client.servers.launch import (
+from easyrl.inference_client.servers.managed.launch import (
     EmbeddedServerProcess,
     ServerProcess,
     VllmServerProcess,

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from easyrl.lora import adapter_layers, factors, merged_weight
+from easyrl.models.lora import adapter_layers, factors, merged_weight
 
 
 def saved_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[str, Tensor]]:

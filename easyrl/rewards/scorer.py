@@ -12,8 +12,8 @@ import numpy as np
 from easyrl.config import RewardConfig, ScoringConfig
 from easyrl.rewards import worker
 from easyrl.rewards.user_function import RewardFunctionError
+from easyrl.runtime.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
 from easyrl.schema import Completion, Prompt, Score
-from easyrl.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
 
 
 class RewardError(RuntimeError):

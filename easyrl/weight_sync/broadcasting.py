@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
-from easyrl.inference_client.endpoints.pool import Endpoint
-from easyrl.inference_client.servers.server_process import free_port
-from easyrl.inference_client.weight_transfer.broadcast import (
+from easyrl.inference_client.pool.pool import Endpoint
+from easyrl.inference_client.servers.managed.server_process import free_port
+from easyrl.inference_client.transfer.broadcast import (
     EndpointRoutes,
     EndpointsClient,
     WeightMeta,
 )
-from easyrl.inference_client.weight_transfer.hccl import open_hccl
-from easyrl.inference_client.weight_transfer.nccl import open_nccl
+from easyrl.inference_client.transfer.hccl import open_hccl
+from easyrl.inference_client.transfer.nccl import open_nccl
 from easyrl.weight_sync.delivery import WATCH_INTERVAL_S
 from easyrl.weight_sync.feed import Feed, FeedClosed
 from easyrl.weight_sync.store import local_address_towards

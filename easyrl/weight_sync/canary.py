@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from easyrl.agreement import Agreement
 from easyrl.config import SamplingConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.runtime.collectives import Agreement
 from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Score
 
 Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]

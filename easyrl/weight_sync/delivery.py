@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any, Protocol, TypeVar
 
 from easyrl.inference_client.client import EndpointClient
-from easyrl.inference_client.endpoints.pool import Endpoint
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
-from easyrl.inference_client.weight_transfer.artifact import Chunk
+from easyrl.inference_client.pool.pool import Endpoint
+from easyrl.inference_client.transfer.artifact import Chunk
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

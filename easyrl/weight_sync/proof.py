@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from easyrl.inference_client.client import WorkerProof
-from easyrl.inference_client.endpoints.pool import Endpoint
 from easyrl.inference_client.errors import EndpointError
+from easyrl.inference_client.pool.pool import Endpoint
 from easyrl.schema import Completion
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.delivery import ANSWER_TIMEOUT_S, WeightStream

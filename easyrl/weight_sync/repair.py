@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from easyrl.inference_client.endpoints.pool import Endpoint, EndpointPool
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
-from easyrl.inference_client.weight_transfer.artifact import Chunk
+from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
+from easyrl.inference_client.transfer.artifact import Chunk
 from easyrl.schema import Confirmation
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.delivery import ANSWER_TIMEOUT_S, Superseded, WeightStream

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from easyrl.inference_client.endpoints.pool import Endpoint
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.pool.pool import Endpoint
 from easyrl.schema import Completion
 from easyrl.weight_sync.broadcasting import Broadcaster, BroadcastFailed
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expected

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.errors import EndpointUnavailable
-from easyrl.inference_client.weight_transfer.announcement import Announcement
-from easyrl.inference_client.weight_transfer.artifact import Chunk, WeightArtifact, write_artifact
-from easyrl.inference_client.weight_transfer.chunk_server import ChunkServer
+from easyrl.inference_client.transfer.announcement import Announcement
+from easyrl.inference_client.transfer.artifact import Chunk, WeightArtifact, write_artifact
+from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from easyrl.weight_sync.delivery import WeightStream
 
 logger = logging.getLogger(__name__)

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from easyrl.agreement import Agreement
 from easyrl.config import WeightSyncConfig
-from easyrl.dataloaders.loop_thread import LoopThread
+from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.engines.base import TrainEngine
-from easyrl.inference_client.endpoints.pool import Endpoint, EndpointPool
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
     NoEndpointError,
     Outage,
 )
-from easyrl.inference_client.weight_transfer.artifact import weights_digest
+from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
+from easyrl.inference_client.transfer.artifact import weights_digest
+from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Completion,
     Confirmation,
@@ -33,7 +34,6 @@ from easyrl.schema import (
     ServedWeights,
     StopRequested,
 )
-from easyrl.stopping import StopRequest
 from easyrl.weight_sync.broadcasting import Broadcaster, OpenGroup, device_broadcast
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
 from easyrl.weight_sync.delivery import WeightPusher, WeightStream, still_answers

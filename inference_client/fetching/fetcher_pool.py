@@ -28,8 +28,8 @@ from easyrl.inference_client.fetching.fetcher_messages import (
     encode,
 )
 from easyrl.inference_client.responses import parse_generate_response
+from easyrl.runtime.workers.child_process import Child, FrameSplitter, frame, start_child
 from easyrl.schema import Completion
-from easyrl.workers.child_process import Child, FrameSplitter, frame, start_child
 
 Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 

@@ -26,7 +26,7 @@ from easyrl.inference_client.fetching.fetcher_messages import (
     failed,
 )
 from easyrl.inference_client.fetching.fetcher_pool import Fetch, local_fetch
-from easyrl.workers.child_process import FrameSplitter, frame
+from easyrl.runtime.workers.child_process import FrameSplitter, frame
 
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again

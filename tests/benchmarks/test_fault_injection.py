@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from benchmarks.fault_injection import FaultInjector, Schedule, Victim
-from easyrl.inference_client.servers.process_guard import session_members
-from easyrl.inference_client.servers.server_process import ServerProcess, free_port
+from easyrl.inference_client.servers.managed.process_guard import session_members
+from easyrl.inference_client.servers.managed.server_process import ServerProcess, free_port
 
 # answers /health; has a child, as vLLM has its engine core
 SERVER = """

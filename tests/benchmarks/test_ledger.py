@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.ledger import dataset_order, keep_ledger, read_ledger
-from easyrl.event_log import EventLog
+from easyrl.metrics.event_log import EventLog
 
 NUM_PROMPTS, EPOCHS, BATCH = 3, 2, 2
 EXPECTED = dataset_order(NUM_PROMPTS, EPOCHS)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import run_watch
 from benchmarks.run_watch import RunStuck, RunWatch
-from easyrl.event_log import EventLog
+from easyrl.metrics.event_log import EventLog
 
 
 @pytest.fixture

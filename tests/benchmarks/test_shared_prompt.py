@@ -22,7 +22,7 @@ from benchmarks.shared_prompt_timing import (
     seconds_in_turns,
 )
 from benchmarks.shared_prompt_workload import Forward, Workload, random_policy, workload
-from easyrl.policy_model import PolicyModel
+from easyrl.models.policy_model import PolicyModel
 from tests.tiny_models import tiny_config
 
 CPU = torch.device("cpu")

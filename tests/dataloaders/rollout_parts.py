@@ -8,8 +8,8 @@ from threading import Event
 
 import numpy as np
 
-from easyrl.dataloaders.loop_thread import LoopThread
-from easyrl.dataloaders.rollout_generator import RolloutGenerator, packed_tokens
+from easyrl.dataloaders.producer.loop_thread import LoopThread
+from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, packed_tokens
 from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
 
 G = 3

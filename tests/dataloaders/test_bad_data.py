@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from easyrl.config import DatasetConfig
-from easyrl.dataloaders.prompts import BadRecordError, load_prompts
+from easyrl.dataloaders.prompts.dataset import BadRecordError, load_prompts
 from tests.tiny_tokenizer import tiny_tokenizer
 
 GOOD = '{"prompt": "1+1?", "answer": "2"}'

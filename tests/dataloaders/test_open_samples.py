@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import pytest
 
-from easyrl.dataloaders import group_stream
-from easyrl.dataloaders.loop_thread import LoopThread
-from easyrl.dataloaders.open_samples import OpenSamples
-from easyrl.dataloaders.rollout_generator import ProducerError, packed_tokens
+from easyrl.dataloaders.producer import group_stream
+from easyrl.dataloaders.producer.loop_thread import LoopThread
+from easyrl.dataloaders.producer.open_samples import OpenSamples
+from easyrl.dataloaders.producer.rollout_generator import ProducerError, packed_tokens
 from easyrl.schema import OpenGroup
 from tests.dataloaders.rollout_parts import (
     G,

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from easyrl.dataloaders.packing.cost import DEFAULT_COST, RowCost, cost_of_model_at, model_cost
-from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.kernels.attention.segment_layout import SegmentLayout
 from tests.dataloaders.packed_rows import pack
 from tests.tiny_models import Family, random_group, tiny_config, tiny_model
 

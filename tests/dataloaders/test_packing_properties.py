@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from easyrl.dataloaders.packing.groups import batch_denominator
 from easyrl.dataloaders.packing.row import Aggregation
-from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.schema import RolloutGroup
 from tests.dataloaders.packed_rows import (
     BUSY,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from easyrl.config import DatasetConfig
-from easyrl.config_file import load_config
-from easyrl.dataloaders.prompts import PromptBatches, load_prompts
+from easyrl.config.file import load_config
+from easyrl.dataloaders.prompts.dataset import PromptBatches, load_prompts
 from easyrl.schema import Prompt
 from tests.tiny_tokenizer import tiny_tokenizer
 

@@ -8,8 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from easyrl.dataloaders.loop_thread import LoopThread
-from easyrl.dataloaders.rollout_generator import ProducerError, RolloutGenerator, packed_tokens
+from easyrl.dataloaders.producer.loop_thread import LoopThread
+from easyrl.dataloaders.producer.rollout_generator import (
+    ProducerError,
+    RolloutGenerator,
+    packed_tokens,
+)
 from tests.dataloaders.rollout_parts import (
     G,
     ScriptedGenerate,

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.random_model import write_random_model
-from tests.easyrl.weight_sync_parts import serve
+from tests.easyrl.weight_sync.weight_sync_parts import serve
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.random_model import write_prompts
-from easyrl.event_log import read_events
+from easyrl.metrics.event_log import read_events
 from tests.end_to_end.proxy import GatedProxy
 from tests.end_to_end.trainer_run import start_trainer, trainer_command
 

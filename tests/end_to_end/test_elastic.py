@@ -9,8 +9,8 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from easyrl.inference_client.servers.launch import EmbeddedServerProcess
-from easyrl.verify import verify
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
+from easyrl.ledger.verify import verify
 from tests.end_to_end.conftest import MAX_MODEL_LEN
 from tests.end_to_end.held_batch import BATCH, HeldBatch
 from tests.end_to_end.trainer_run import run_trainer

@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.ledger import dataset_order, read_ledger
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.event_log import read_events
-from easyrl.inference_client.endpoints.membership import read_wanted
-from easyrl.inference_client.servers.launch import EmbeddedServerProcess
-from easyrl.metrics import read_metrics
+from easyrl.inference_client.pool.membership import read_wanted
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
+from easyrl.metrics.event_log import read_events
+from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.proxy import GatedProxy
 from tests.end_to_end.trainer_run import ROOT, start_trainer, trainer_command
 

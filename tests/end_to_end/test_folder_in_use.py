@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.run_files import CERTIFICATE_FILE, LIFE_FILE, LOCK_FILE
+from easyrl.runtime.run_files import CERTIFICATE_FILE, LIFE_FILE, LOCK_FILE
 from tests.end_to_end.held_batch import BATCH, HeldBatch
 from tests.end_to_end.trainer_run import start_ranks, start_trainer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_model import write_prompts
-from easyrl.metrics import read_metrics
+from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.conftest import ServedModel
 from tests.end_to_end.proxy import GatedProxy
 from tests.end_to_end.trainer_run import event_names, start_trainer, trainer_command

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.random_model import write_random_model
 from easyrl import train_policy
-from easyrl.metrics import read_metrics
+from easyrl.metrics.trackers import read_metrics
 
 SCRIPT = """
 from easyrl import train_policy

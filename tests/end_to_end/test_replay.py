@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl import replay
-from easyrl.inference_client.servers.launch import EmbeddedServerProcess
-from easyrl.inference_client.servers.server_process import free_port
-from easyrl.journal import Journal
+from easyrl.commands import replay
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
+from easyrl.inference_client.servers.managed.server_process import free_port
+from easyrl.ledger.journal import Journal
 from tests.end_to_end.trainer_run import ROOT, run_trainer, trainer_command, trainer_environment
 
 BATCH, NUM_BATCHES, UPDATES = 4, 3, 2
@@ -21,7 +21,7 @@ SERVER = ["--num-threads", "1", "--max-model-len", "160", "--batch-invariant"]
 # Replays in one process, since half of a short one is imports; prints status and output of each.
 REPLAYS = """
 import contextlib, io, json, sys
-from easyrl import replay
+from easyrl.commands import replay
 for arguments in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         status = replay.main(arguments)
@@ -31,7 +31,7 @@ for arguments in json.loads(sys.argv[1]):
 LIVES = """
 import json, sys
 from easyrl.config import ConfigError
-from easyrl.config_file import load_config
+from easyrl.config.file import load_config
 from easyrl.train import run
 file, lives = json.loads(sys.argv[1])
 for resume, overrides in enumerate(lives):
@@ -127,9 +127,9 @@ def test_two_ranks_are_replayed_on_two(tmp_path: Path) -> None:
     replayed = [str(tmp_path / "run"), "--step", "2"]
     launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed"))]
     launcher += ["--num_accelerators", "2", "--master_port", str(free_port())]
-    printed = run_trainer([*launcher, "--module", "easyrl.replay", *replayed])
+    printed = run_trainer([*launcher, "--module", "easyrl.commands.replay", *replayed])
     assert printed.count("equal to the bit:") == 1  # rank 0 alone speaks
-    printed = run_trainer([sys.executable, "-m", "easyrl.replay", *replayed])
+    printed = run_trainer([sys.executable, "-m", "easyrl.commands.replay", *replayed])
     assert "trained on 2 ranks, replayed on 1" in printed
 
 

@@ -14,9 +14,9 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.event_log import read_events
-from easyrl.inference_client.servers.launch import EmbeddedServerProcess
-from easyrl.metrics import read_metrics
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
+from easyrl.metrics.event_log import read_events
+from easyrl.metrics.trackers import read_metrics
 from easyrl.schema import PolicyVersion
 from tests.end_to_end.proxy import GatedProxy
 from tests.end_to_end.trainer_run import start_trainer, trainer_command

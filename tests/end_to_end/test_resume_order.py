@@ -18,9 +18,9 @@ import orjson
 import pytest
 
 from benchmarks.random_model import write_prompts
-from easyrl.journal.codec import TakenRecord
-from easyrl.journal.reading import read_takes
-from easyrl.verify import verify
+from easyrl.ledger.journal.codec import TakenRecord
+from easyrl.ledger.journal.reading import read_takes
+from easyrl.ledger.verify import verify
 from tests.end_to_end.held_batch import MarkedRun
 from tests.end_to_end.proxy import GENERATE, Proxy
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
@@ -137,7 +137,7 @@ def test_the_run_is_on_policy(run_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_a_step_is_replayed_to_the_bit(run_dir: Path) -> None:
-    command = [sys.executable, "-m", "easyrl.replay", str(run_dir), "--step", str(CLOSED)]
+    command = [sys.executable, "-m", "easyrl.commands.replay", str(run_dir), "--step", str(CLOSED)]
     printed = run_trainer(command)
     assert f"step {CLOSED}: {CLOSED} batches trained from the start" in printed
     assert "equal to the bit:" in printed and "and the weights behind them" in printed

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from safetensors.torch import load_file
 
-from easyrl.event_log import read_events
+from easyrl.metrics.event_log import read_events
 from tests.end_to_end.proxy import GENERATE, Proxy, reply
 from tests.end_to_end.trainer_run import start_trainer
 from tests.golden.whole_run import (

@@ -4,8 +4,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.random_model import write_prompts
-from easyrl.event_log import read_events
-from easyrl.metrics import read_metrics
+from easyrl.metrics.event_log import read_events
+from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
 
 NUM_PROMPTS, BATCH = 7, 3  # the last batch has one prompt: a rank has nothing to do

@@ -48,7 +48,7 @@ def write_model(folder: Path, *, seed: int, distance: float = 0.0) -> Path:
 
 
 def configuration(folder: Path) -> Any:
-    from easyrl.config_file import validate_config
+    from easyrl.config.file import validate_config
 
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     return validate_config(
@@ -83,13 +83,13 @@ def configuration(folder: Path) -> Any:
 def train(folder: Path) -> dict[str, Any]:
     """The run: by step its loss and what the objective counted, and a hash of the weights."""
     from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
-    from easyrl.determinism import make_deterministic
     from easyrl.engines.base import MetricSums
-    from easyrl.engines.deepspeed import DeepSpeedEngine
-    from easyrl.inference_client.weight_transfer.artifact import tensor_checksum
-    from easyrl.model_loading import load_policy_model
-    from easyrl.numerics import arithmetic
-    from easyrl.objectives.advantages import group_advantages
+    from easyrl.engines.deepspeed.engine import DeepSpeedEngine
+    from easyrl.inference_client.transfer.artifact import tensor_checksum
+    from easyrl.models.loading import load_policy_model
+    from easyrl.recipes.advantages import group_advantages
+    from easyrl.runtime.determinism import make_deterministic
+    from easyrl.runtime.numerics import arithmetic
     from tests.tiny_models import random_group
 
     config = configuration(folder)

@@ -11,9 +11,9 @@ from typing import Any
 from blake3 import blake3
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.determinism import ARITHMETIC_FILE, reproducible
-from easyrl.inference_client.servers.launch import EmbeddedServerProcess
-from easyrl.metrics import read_metrics
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
+from easyrl.metrics.trackers import read_metrics
+from easyrl.runtime.determinism import ARITHMETIC_FILE, reproducible
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
 
 KEPT = Path(__file__).with_name("whole_run.json")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.inference_client.weight_transfer.announcement import OWNER, Announcement
+from easyrl.inference_client.transfer.announcement import OWNER, Announcement
 
 TRAINER = """
 import sys, time
 from pathlib import Path
-from easyrl.inference_client.weight_transfer.announcement import Announcement
+from easyrl.inference_client.transfer.announcement import Announcement
 announcement = Announcement.create(Path(sys.argv[1]), "other")
 print("announced", flush=True)
 time.sleep(600)

@@ -17,12 +17,12 @@ import pytest
 import requests
 import torch
 
-from easyrl.inference_client.embedded.engine import EmbeddedEngine
-from easyrl.inference_client.embedded.requests import GeneratedSample, GenerationRequest
-from easyrl.inference_client.embedded.sampling import SamplingParams
-from easyrl.inference_client.embedded.server import main
-from easyrl.inference_client.servers.launch import EmbeddedServerProcess
-from easyrl.numerics import arithmetic
+from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
+from easyrl.inference_client.servers.embedded.requests import GeneratedSample, GenerationRequest
+from easyrl.inference_client.servers.embedded.sampling import SamplingParams
+from easyrl.inference_client.servers.embedded.server import main
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
+from easyrl.runtime.numerics import arithmetic
 from tests.tiny_models import VOCAB_SIZE, Family, tiny_model
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_moe")

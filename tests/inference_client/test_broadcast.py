@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from easyrl.inference_client.weight_transfer.broadcast import (
+from easyrl.inference_client.transfer.broadcast import (
     EndpointRoutes,
     EndpointsClient,
 )
-from easyrl.inference_client.weight_transfer.hccl import open_hccl
-from easyrl.inference_client.weight_transfer.nccl import open_nccl
+from easyrl.inference_client.transfer.hccl import open_hccl
+from easyrl.inference_client.transfer.nccl import open_nccl
 
 CHECKOUT = Path(__file__).parents[2]
 VLLM_PYTHON = os.environ.get("EASYRL_VLLM_PYTHON")
@@ -138,8 +138,8 @@ import json, sys
 import torch
 from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
-from easyrl.inference_client.weight_transfer.broadcast import *
-from easyrl.inference_client.weight_transfer.nccl import open_nccl
+from easyrl.inference_client.transfer.broadcast import *
+from easyrl.inference_client.transfer.nccl import open_nccl
 
 sent, opened = {}, []
 nccl_engine.open_trainer_endpoint = opened.append

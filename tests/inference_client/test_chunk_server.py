@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.inference_client.weight_transfer.chunk_server import ChunkServer
+from easyrl.inference_client.transfer.chunk_server import ChunkServer
 
 TOKEN = "right"
 CHUNK = "chunk-00000.safetensors"
@@ -154,7 +154,7 @@ def test_it_outlives_the_thread_that_started_it(root: Path) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from easyrl.inference_client.weight_transfer.chunk_server import ChunkServer
+from easyrl.inference_client.transfer.chunk_server import ChunkServer
 server = ChunkServer(Path(sys.argv[1]), "t")
 print(server.pid, flush=True)
 time.sleep(60)

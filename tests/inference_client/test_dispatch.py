@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.inference_client.endpoints.dispatch import Dispatcher
-from easyrl.inference_client.endpoints.endpoint import Endpoint
-from easyrl.inference_client.endpoints.expected_lengths import ExpectedLengths
-from easyrl.inference_client.endpoints.group_place import GroupPlace, Rank
-from easyrl.inference_client.endpoints.waiting_line import Waiting, WaitingLine
+from easyrl.inference_client.pool.dispatch import Dispatcher
+from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
+from easyrl.inference_client.pool.group_assignment import GroupPlace, Rank
+from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 
 V1 = "run:0:1"
 G = 4

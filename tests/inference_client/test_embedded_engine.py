@@ -25,14 +25,14 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from easyrl.inference_client.embedded.engine import EmbeddedEngine
-from easyrl.inference_client.embedded.requests import (
+from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
+from easyrl.inference_client.servers.embedded.requests import (
     BadRequestError,
     GeneratedSample,
     GenerationRequest,
     UnavailableError,
 )
-from easyrl.inference_client.embedded.sampling import (
+from easyrl.inference_client.servers.embedded.sampling import (
     SamplingParams,
     UniformStream,
     apply_min_p,
@@ -41,7 +41,7 @@ from easyrl.inference_client.embedded.sampling import (
     inverse_cdf,
     penalize,
 )
-from easyrl.inference_client.weight_transfer.artifact import (
+from easyrl.inference_client.transfer.artifact import (
     WeightArtifact,
     tensor_checksum,
     write_artifact,

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from easyrl.inference_client.embedded.engine import EmbeddedEngine
-from easyrl.inference_client.embedded.server import EmbeddedServer, main, start_site
-from easyrl.inference_client.weight_transfer.announcement import Announcement
-from easyrl.inference_client.weight_transfer.artifact import write_artifact
-from easyrl.inference_client.weight_transfer.chunk_server import ChunkServer
+from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
+from easyrl.inference_client.servers.embedded.server import EmbeddedServer, main, start_site
+from easyrl.inference_client.transfer.announcement import Announcement
+from easyrl.inference_client.transfer.artifact import write_artifact
+from easyrl.inference_client.transfer.chunk_server import ChunkServer
 
 EOS = 62
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -420,7 +420,12 @@ async def test_abort_by_id_over_http(model_dir: Path) -> None:
 
 
 def test_command_serves_and_ends_on_sigterm(model_dir: Path) -> None:
-    command = [sys.executable, "-m", "easyrl.inference_client.embedded.server", str(model_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "easyrl.inference_client.servers.embedded.server",
+        str(model_dir),
+    ]
     process = subprocess.Popen(
         [*command, "--port", "0", "--dtype", "float32", "--num-threads", "1"],
         stdout=subprocess.PIPE,

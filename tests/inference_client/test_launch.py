@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import requests
 
-from easyrl.inference_client.servers.launch import (
+from easyrl.inference_client.servers.managed.launch import (
     EmbeddedServerProcess,
     ServerProcess,
     ServerStartError,
     VllmServerProcess,
     free_port,
 )
-from easyrl.inference_client.servers.process_guard import (
+from easyrl.inference_client.servers.managed.process_guard import (
     _is_resource_tracker,
     kill_session,
     session_members,

@@ -10,16 +10,16 @@ from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncat
 from pool_cases import PROMPT, SAMPLING, V1, V2, ask, open_all, pool_of, seeds, servers, until
 
 from easyrl.config import InferenceConfig, SamplingConfig
-from easyrl.inference_client.endpoints.endpoint import Endpoint
-from easyrl.inference_client.endpoints.expected_lengths import ExpectedLengths
-from easyrl.inference_client.endpoints.idle_time import IdleTime
-from easyrl.inference_client.endpoints.pool import EndpointPool, NoEndpointError
 from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointUnavailable,
     PromptTooLong,
     RequestRejected,
 )
+from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
+from easyrl.inference_client.pool.idle_time import IdleTime
+from easyrl.inference_client.pool.pool import EndpointPool, NoEndpointError
 
 # -- spread, limits, order ---------------------------------------------------------------
 
@@ -322,7 +322,7 @@ async def never_fetch(*_: Any) -> Any:
 
 async def test_idle_time_counts_only_what_has_nothing_in_flight(monkeypatch):
     clock = 100.0
-    monkeypatch.setattr("easyrl.inference_client.endpoints.endpoint.time.monotonic", lambda: clock)
+    monkeypatch.setattr("easyrl.inference_client.pool.endpoint.time.monotonic", lambda: clock)
     busy, idle = Endpoint(FakeClient(), 8), Endpoint(FakeClient(), 8)
     clock = 103.0
     busy.begin(1)
@@ -337,7 +337,7 @@ async def test_idle_time_counts_only_what_has_nothing_in_flight(monkeypatch):
 
 async def test_idle_time_never_falls_when_endpoints_come_and_go(monkeypatch):
     clock = 0.0
-    monkeypatch.setattr("easyrl.inference_client.endpoints.endpoint.time.monotonic", lambda: clock)
+    monkeypatch.setattr("easyrl.inference_client.pool.endpoint.time.monotonic", lambda: clock)
     first, times = Endpoint(FakeClient(), 8), IdleTime()
     clock = 10.0
     assert times.mean_s([first]) == 10.0

@@ -12,8 +12,6 @@ import pytest
 from fake_endpoint import FakeEndpoint, break_off, hang, status, truncate
 from pool_cases import PROMPT, SAMPLING, V1, V2, ask, open_all, pool_of, repairer, servers, until
 
-from easyrl.inference_client.endpoints.endpoint import Endpoint
-from easyrl.inference_client.endpoints.pool import EndpointPool
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
@@ -21,6 +19,8 @@ from easyrl.inference_client.errors import (
     Outage,
     PromptRejected,
 )
+from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.pool import EndpointPool
 from easyrl.schema import Completion
 
 
@@ -261,7 +261,7 @@ async def test_when_all_are_dead_requests_wait_and_go_on_when_one_returns(caplog
 async def test_an_outage_that_lasts_is_told_every_half_minute_and_then_ends_the_waiting(
     caplog, monkeypatch
 ):
-    monkeypatch.setattr("easyrl.inference_client.endpoints.outage.SAY_INTERVAL_S", 0.2)
+    monkeypatch.setattr("easyrl.inference_client.pool.outage.SAY_INTERVAL_S", 0.2)
     (server,) = servers(1)
     async with pool_of(server, max_outage_s=0.7) as pool:
         await server.stop()

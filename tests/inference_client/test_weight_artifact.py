@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from easyrl.config import SHARED_MEMORY
-from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import is_memory
-from easyrl.inference_client.weight_transfer.artifact import (
+from easyrl.inference_client.transfer.artifact import (
     Chunk,
     WeightArtifact,
     load_artifact,
     tensor_checksum,
     write_artifact,
 )
-from easyrl.inference_client.weight_transfer.reuse import ReusedMemory
+from easyrl.inference_client.transfer.reuse import ReusedMemory
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import is_memory
 
 WEIGHTS = {
     "embed.weight": torch.randn(16, 8),
@@ -195,7 +195,7 @@ FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
 import torch
-from easyrl.inference_client.weight_transfer.artifact import write_artifact
+from easyrl.inference_client.transfer.artifact import write_artifact
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 weights = {"a": torch.zeros(10_000), "b": torch.zeros(100_000)}

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.kernels.attention.segment_layout import SegmentLayout
 
 Triples = list[tuple[int, int, int]]
 

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from easyrl.kernels import attention_check
-from easyrl.kernels.attention_agreement import Agreement, agreement_with_reference
-from easyrl.kernels.attention_check import CheckedAttention
-from easyrl.kernels.attention_choice import backends_in_order
-from easyrl.kernels.merged_attention import merged_attention
-from easyrl.kernels.segment_layout import SegmentLayout
-from easyrl.kernels.shared_prompt_attention import BACKENDS, Backend, reference_attention
+from easyrl.kernels.attention import attention_check
+from easyrl.kernels.attention.attention_agreement import Agreement, agreement_with_reference
+from easyrl.kernels.attention.attention_check import CheckedAttention
+from easyrl.kernels.attention.attention_choice import backends_in_order
+from easyrl.kernels.attention.merged_attention import merged_attention
+from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.shared_prompt_attention import BACKENDS, Backend, reference_attention
 from tests.kernels.forests import FORESTS, random_forest, random_inputs
 
 SCALE = 0.3

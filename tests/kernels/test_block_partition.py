@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from easyrl.kernels.block_partition import Block, Span
-from easyrl.kernels.merged_attention import merged_attention
-from easyrl.kernels.segment_layout import SegmentLayout
-from easyrl.kernels.shared_prompt_attention import reference_attention
+from easyrl.kernels.attention.block_partition import Block, Span
+from easyrl.kernels.attention.merged_attention import merged_attention
+from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.shared_prompt_attention import reference_attention
 from tests.kernels.forests import Triples, output_and_gradients, random_forest, random_inputs
 
 # Responses nested in others: parts of their rectangles are of one shape and offset.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from easyrl.kernels import flex_attention as flex_module
-from easyrl.kernels.flex_attention import (
+from easyrl.kernels.attention import flex_attention as flex_module
+from easyrl.kernels.attention.flex_attention import (
     BLOCK_SIZE,
     compiled_attention,
     flex_attention_backend,
@@ -18,9 +18,9 @@ from easyrl.kernels.flex_attention import (
     padded_length,
     subtree_ends,
 )
-from easyrl.kernels.flex_attention import _block_masks as block_masks
-from easyrl.kernels.segment_layout import SegmentLayout
-from easyrl.kernels.shared_prompt_attention import reference_attention
+from easyrl.kernels.attention.flex_attention import _block_masks as block_masks
+from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.shared_prompt_attention import reference_attention
 from tests.kernels.forests import (
     FORESTS,
     Triples,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from easyrl.kernels.linear_logprob import linear_logprobs
+from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
+from tests.kernels.memory_recorder import LargestTensor
 
 NUM_TOKENS, HIDDEN, VOCAB = 37, 12, 301
 
@@ -90,21 +90,6 @@ def test_bf16_weight_gradient_is_rounded_once() -> None:
     # Each token's product is bf16 on its own, errors of 2^-9 average out; measured 0.002.
     error = (gradients[1] - gradients[512]).norm() / gradients[512].norm()
     assert error < 5e-3
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, Tensor):
-                self.numel = max(self.numel, value.numel())
-        return result
 
 
 def test_logits_are_never_held_whole() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.linear_logprob import linear_logprobs
-from easyrl.kernels.linear_token_loss import TokenLoss, linear_token_loss
+from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
+from easyrl.kernels.logprobs.linear_token_loss import TokenLoss, linear_token_loss
 from tests.kernels.memory_recorder import PeakMemory
 from tests.kernels.test_linear_logprob import NUM_TOKENS, VOCAB, inputs, whole
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from easyrl.kernels import merged_attention as merged
-from easyrl.kernels import partial_attention
-from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.kernels.attention import merged_attention as merged
+from easyrl.kernels.attention import partial_attention
+from easyrl.kernels.attention.segment_layout import SegmentLayout
 from tests.kernels.forests import FORESTS, output_and_gradients, random_forest, random_inputs
+from tests.kernels.memory_recorder import LargestTensor
 
 SCALE = 0.3
 # Rows with segments beyond the length from which causal squares are halved on a CPU, 256.
@@ -147,21 +147,6 @@ def test_inputs_are_left_alone_and_gradients_are_taken_once() -> None:
         assert torch.equal(now, then)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(value, Tensor):
-                self.numel = max(self.numel, value.numel())
-        return result
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "rows"])

@@ -22,10 +22,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels import npu_attention
-from easyrl.kernels.npu_attention import npu_attention_backend
-from easyrl.kernels.segment_layout import SegmentLayout
-from easyrl.kernels.shared_prompt_attention import reference_attention
+from easyrl.kernels.attention import npu_attention
+from easyrl.kernels.attention.npu_attention import npu_attention_backend
+from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.shared_prompt_attention import reference_attention
 from tests.kernels.forests import FORESTS, output_and_gradients, random_forest, random_inputs
 from tests.kernels.memory_recorder import PeakMemory
 

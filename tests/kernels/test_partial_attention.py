@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from easyrl.kernels import merged_attention as merged
-from easyrl.kernels import partial_attention
-from easyrl.kernels.segment_layout import SegmentLayout
-from easyrl.kernels.shared_prompt_attention import reference_attention
+from easyrl.kernels.attention import merged_attention as merged
+from easyrl.kernels.attention import partial_attention
+from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.shared_prompt_attention import reference_attention
 from tests.kernels.forests import FORESTS, output_and_gradients, random_inputs
 
 SCALE = 0.3

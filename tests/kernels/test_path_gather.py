@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from easyrl.kernels.path_gather import attend_over_paths, gather_tokens
+from easyrl.kernels.attention.path_gather import attend_over_paths, gather_tokens
 from tests.kernels.memory_recorder import PeakMemory
 
 TOKENS, HEADS, SIZE = 40, 2, 8

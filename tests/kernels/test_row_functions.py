@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels import chunked_head, vocab_softmax
-from easyrl.kernels.linear_logprob import linear_logprobs
-from easyrl.kernels.linear_token_loss import linear_token_loss
-from easyrl.kernels.row_functions import RowFunctions
-from easyrl.kernels.vocab_softmax import RowSums
+from easyrl.kernels.logprobs import chunked_head, vocab_softmax
+from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
+from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
+from easyrl.kernels.logprobs.row_functions import RowFunctions
+from easyrl.kernels.logprobs.vocab_softmax import RowSums
 
 VOCAB = 9001
 

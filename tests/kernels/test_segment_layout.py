@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from easyrl.kernels.segment_layout import SegmentLayout
+from easyrl.kernels.attention.segment_layout import SegmentLayout
 from tests.kernels.forests import FORESTS, Triples, random_forest
 
 CPU = torch.device("cpu")

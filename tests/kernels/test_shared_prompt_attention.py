@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.segment_layout import SegmentLayout
-from easyrl.kernels.shared_prompt_attention import (
+from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.shared_prompt_attention import (
     BACKENDS,
     load_backend,
     shared_prompt_attention,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from easyrl.kernels import chunked_head, vocab_softmax
-from easyrl.kernels.linear_token_loss import linear_token_loss
+from easyrl.kernels.logprobs import chunked_head, vocab_softmax
+from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
 from tests.kernels.test_linear_token_loss import of_both
 
 

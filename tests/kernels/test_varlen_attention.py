@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.path_gather import gather_tokens
-from easyrl.kernels.segment_layout import SegmentLayout
-from easyrl.kernels.shared_prompt_attention import reference_attention
-from easyrl.kernels.varlen_attention import (
+from easyrl.kernels.attention.path_gather import gather_tokens
+from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.shared_prompt_attention import reference_attention
+from easyrl.kernels.attention.varlen_attention import (
     VarlenBatch,
     VarlenKernel,
     flash_kernel,

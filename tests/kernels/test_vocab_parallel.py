@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from easyrl.kernels.vocab_parallel import (
+from easyrl.kernels.logprobs.vocab_parallel import (
     VocabShard,
     vocab_parallel_logprobs,
     vocab_parallel_token_loss,

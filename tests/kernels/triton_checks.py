@@ -15,9 +15,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from easyrl.kernels import triton_logprob, vocab_softmax
-from easyrl.kernels.row_functions import RowFunctions, checked
-from easyrl.kernels.vocab_softmax import RowValues
+from easyrl.kernels.logprobs import triton_logprob, vocab_softmax
+from easyrl.kernels.logprobs.row_functions import RowFunctions, checked
+from easyrl.kernels.logprobs.vocab_softmax import RowValues
 
 NUM_ROWS = 5
 # One step, one full step, a few with a part of one left; a step is 4,096 entries.

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.inference_client.servers.server_process import free_port
+from easyrl.inference_client.servers.managed.server_process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
     "easyrl.dataloaders.packing.groups",
-    "easyrl.inference_client.weight_transfer.artifact",
-    "easyrl.kernels.linear_logprob",
-    "easyrl.trainer",
+    "easyrl.inference_client.transfer.artifact",
+    "easyrl.kernels.logprobs.linear_logprob",
+    "easyrl.trainer.loop",
 )
 SHOW_FILES = (
     "import importlib, kernels\n"

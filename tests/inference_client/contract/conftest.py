@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from easyrl.inference_client.client import EndpointClient
-from easyrl.inference_client.servers.launch import (
+from easyrl.inference_client.servers.managed.launch import (
     EmbeddedServerProcess,
     ServerProcess,
     VllmServerProcess,

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from easyrl.inference_client.client import EndpointClient
-from easyrl.inference_client.weight_transfer.announcement import Announcement
-from easyrl.inference_client.weight_transfer.artifact import WeightArtifact, write_artifact
-from easyrl.inference_client.weight_transfer.chunk_server import ChunkServer
+from easyrl.inference_client.transfer.announcement import Announcement
+from easyrl.inference_client.transfer.artifact import WeightArtifact, write_artifact
+from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from tests.inference_client.contract.conftest import Server
 from tests.inference_client.contract.served_models import contract_model, named_weights
 

@@ -16,7 +16,7 @@ import torch
 
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError
-from easyrl.inference_client.weight_transfer.artifact import WeightArtifact
+from easyrl.inference_client.transfer.artifact import WeightArtifact
 from tests.inference_client.contract.calls import (
     LOGPROB_TOLERANCE,
     PROMPT,

@@ -15,9 +15,9 @@ import pytest
 import requests
 
 from easyrl.config import LaunchConfig
-from easyrl.inference_client.servers.launch import ServerStartError, VllmServerProcess
-from easyrl.inference_client.servers.managed import ManagedServers
-from easyrl.inference_client.servers.process_guard import session_members
+from easyrl.inference_client.servers.managed.launch import ServerStartError, VllmServerProcess
+from easyrl.inference_client.servers.managed.managed import ManagedServers
+from easyrl.inference_client.servers.managed.process_guard import session_members
 from tests.inference_client.test_launch import answers, eventually
 from tests.tiny_models import save_tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -79,7 +79,7 @@ def test_engine_cores_do_not_survive_a_kill_of_the_trainer(model_dir: Path) -> N
     program = """
         import sys, time
         from pathlib import Path
-        from easyrl.inference_client.servers.launch import VllmServerProcess
+        from easyrl.inference_client.servers.managed.launch import VllmServerProcess
         model, python, *options = sys.argv[1:]
         server = VllmServerProcess(Path(model), Path(python), options)
         print(server.process.pid, flush=True)

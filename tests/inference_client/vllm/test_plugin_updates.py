@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from easyrl.inference_client.weight_transfer.chunk_server import ChunkServer
+from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from tests.inference_client.vllm.plugin_server import (
     Answer,
     Artifact,

@@ -1,0 +1,39 @@
+"""The accumulator as the configuration wants it: the same for a run and for its replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from easyrl.build.look_ahead import looks_ahead
+from easyrl.build.recipe import group_functions, rows_per_take
+from easyrl.config import Config
+from easyrl.engines.base import TrainEngine
+from easyrl.metrics.event_log import Record
+from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.stopping import StopRequest
+from easyrl.trainer.accumulation import Accumulator
+
+
+def build_accumulator(
+    config: Config,
+    engine: TrainEngine,
+    agreement: Agreement,
+    stop: StopRequest,
+    *,
+    is_interruption: Callable[[Exception], bool],
+    record: Record,
+    synchronous: bool,
+) -> Accumulator:
+    """What is left to the caller is who may interrupt, who listens, and what is waited for."""
+    return Accumulator(
+        engine=engine,
+        agreement=agreement,
+        functions=group_functions(config),
+        stop=stop,
+        is_interruption=is_interruption,
+        record=record,
+        max_tokens=config.trainer.max_tokens_per_micro_batch,
+        rows_per_take=rows_per_take(config),
+        synchronous=synchronous,
+        look_ahead=looks_ahead(config, engine),
+    )

@@ -1,0 +1,37 @@
+"""Tokenizer and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from easyrl.config import Config, ConfigError, DatasetConfig, EvaluationConfig
+from easyrl.dataloaders.prompts.dataset import PromptDataset, load_prompts
+from easyrl.schema import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of the policy, from disk."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(config.model.tokenizer_path, local_files_only=True)
+
+
+def load_data(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> PromptDataset:
+    """The prompts of one section. Raises ``ConfigError`` naming file, line and remedy."""
+    try:
+        return load_prompts(config, tokenizer, source_key=key)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def load_held_out(
+    evaluation: EvaluationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> Sequence[Prompt]:
+    """The evaluation's prompts; none without an evaluation."""
+    if evaluation is None:
+        return []
+    return load_data(evaluation.data, tokenizer, "evaluation.data")

@@ -1,0 +1,148 @@
+"""Servers of the run's own, who joins and leaves, how weights reach the endpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from easyrl.build.inference import Inference
+from easyrl.build.recipe import pack_function
+from easyrl.config import Config, ConfigError
+from easyrl.dataloaders.packing.row import dummy_micro_batch
+from easyrl.engines.deepspeed.engine import DeepSpeedEngine
+from easyrl.inference_client.pool.membership import (
+    MembershipFollower,
+    Wanted,
+    begin_membership,
+)
+from easyrl.inference_client.pool.pool import Endpoint
+from easyrl.inference_client.pool.startup import read_api_key
+from easyrl.inference_client.servers.managed.managed import ManagedServers
+from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.determinism import is_strict
+from easyrl.runtime.stopping import StopRequest
+from easyrl.schema import Prompt
+from easyrl.weight_sync.canary import Canary, canary_prompts
+from easyrl.weight_sync.sync import WeightSync
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}  # mean |Δ log-prob|; bf16 noise is 3e-3
+
+
+def max_model_len(endpoint: Endpoint) -> int | None:
+    """Prompt and response tokens together that ``endpoint`` serves, if it says so."""
+    return None if endpoint.served is None else endpoint.served.max_model_len
+
+
+def start_servers(config: Config, opened: ExitStack) -> list[str]:
+    """Starts the servers of ``inference.launch``, on the first rank; the URLs of all endpoints.
+
+    They come up while the model loads.
+    """
+    urls = list(config.inference.endpoints)
+    if config.inference.launch is None:
+        return urls
+    if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_SIZE", "1")):
+        raise ConfigError(
+            "inference.launch: starts servers for one machine, this run has several; start them "
+            "with vllm serve and name their URLs in inference.endpoints"
+        )
+    if int(os.environ.get("RANK", "0")) > 0:
+        return urls
+    servers = ManagedServers(
+        config.inference.launch,
+        config.model.path,
+        config.run.output_dir / "servers",
+        config.model.dtype,
+        batch_invariant=is_strict(config),
+    )
+    opened.callback(servers.close)
+    try:
+        return urls + servers.start()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def follow_membership(
+    inference: Inference, output: Path, urls: list[str], agreement: Agreement, opened: ExitStack
+) -> None:
+    """From now on ``easyrl endpoints`` adds and removes endpoints."""
+    begun = asdict(begin_membership(output, urls)) if agreement.rank == 0 else None
+    wanted = Wanted(**agreement.from_rank_zero(begun))
+    follower = MembershipFollower(inference.pool, output, wanted, writes_state=agreement.rank == 0)
+    inference.thread.run(follower.start())
+    opened.callback(lambda: inference.thread.run(follower.close()))
+
+
+def warn_of_short_contexts(config: Config, inference: Inference, *, rollout: bool) -> None:
+    """Warns where an endpoint's context ends before the longest prompt with its response."""
+    needs: dict[str, int] = {}
+    if rollout:
+        key = "data.max_prompt_tokens + rollout.max_tokens"
+        needs[key] = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if config.evaluation is not None:
+        key = "evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens"
+        evaluation = config.evaluation
+        needs[key] = evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens
+    for endpoint in inference.pool.endpoints:
+        limit = max_model_len(endpoint)
+        for key, needed in needs.items():
+            if limit is not None and needed > limit:
+                logger.warning(
+                    "%s is %d, but %s serves at most %d tokens: longer responses are cut there and "
+                    "count as truncated, prompts without room for a token are excluded; lower one "
+                    "of them or raise the server's --max-model-len",
+                    key,
+                    needed,
+                    endpoint.url,
+                    limit,
+                )
+
+
+def build_weight_sync(
+    config: Config,
+    run: str,
+    engine: DeepSpeedEngine,
+    agreement: Agreement,
+    inference: Inference,
+    prompts: Sequence[Prompt],
+    stop: StopRequest,
+) -> WeightSync:
+    limits = [max_model_len(endpoint) for endpoint in inference.pool.endpoints]
+    known = [limit for limit in limits if limit is not None]
+    try:
+        asked = canary_prompts(prompts, min(known) if known else None)
+    except ValueError as error:
+        raise ConfigError(f"weight_sync.canary: {error}") from error
+    canary = Canary(
+        asked,
+        config.rollout.temperature,
+        # its responses all end at max_tokens; it reads the rows' tokens in their order
+        pack_function(config, mask_truncated=False, keep_order=True),
+        inference.fetchers,
+        config.weight_sync.timeout_s,
+    )
+    try:
+        return WeightSync(
+            config=config.weight_sync,
+            tolerance=config.weight_sync.canary_tolerance
+            or DEFAULT_CANARY_TOLERANCE[config.model.dtype],
+            run_name=run,
+            startup_timeout_s=config.inference.startup_timeout_s,
+            max_outage_s=config.inference.max_outage_s,
+            engine=engine,
+            pool=inference.pool,
+            thread=inference.thread,
+            agreement=agreement,
+            canary=canary,
+            dummy=dummy_micro_batch,
+            stop=stop,
+            api_key=read_api_key(config.inference),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

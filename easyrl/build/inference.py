@@ -1,0 +1,171 @@
+"""The producer's side of a run: fetchers, worker processes, the loop thread, the endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
+from easyrl.dataloaders.producer.loop_thread import LoopThread
+from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
+from easyrl.inference_client.errors import NoEndpointError, PromptRejected, RequestRejected
+from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
+from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
+from easyrl.inference_client.pool.pool import EndpointPool
+from easyrl.inference_client.pool.startup import read_api_key
+from easyrl.metrics.event_log import Record, ignore
+from easyrl.rewards import worker as reward_worker
+from easyrl.rewards.scorer import Scorer
+from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.determinism import is_strict
+from easyrl.runtime.seeding import sample_seed
+from easyrl.runtime.stopping import StopRequest
+from easyrl.runtime.workers.worker_pool import WorkerPool
+from easyrl.schema import Completion, Prompt
+from easyrl.trainer.evaluation import Evaluator
+
+
+@dataclass
+class Inference:
+    """The producer's thread, its processes and the endpoints."""
+
+    thread: LoopThread
+    workers: WorkerPool
+    fetchers: FetcherPool
+    pool: EndpointPool
+    record: Record
+
+    def rollouts(
+        self, sampling: SamplingConfig, num_generations: int, config: Config
+    ) -> RolloutGenerator:
+        """A producer of training groups."""
+        scorer = self._scorer(config, truncated=config.rollout.truncated)
+        return self._generator(
+            sampling,
+            num_generations,
+            config,
+            scorer,
+            self.record,
+            in_prompt_order=is_strict(config),
+        )
+
+    def evaluator(
+        self,
+        evaluation: EvaluationConfig,
+        prompts: Sequence[Prompt],
+        config: Config,
+        agreement: Agreement,
+        stop: StopRequest,
+        record: Record = ignore,
+    ) -> Evaluator:
+        """Evaluates on ``prompts`` with the same rewards; its events are not the run's own."""
+        scorer = self._scorer(config, truncated="keep")
+        generator = self._generator(
+            evaluation.sampling, evaluation.num_samples, config, scorer, record
+        )
+        return Evaluator(
+            prompts=prompts,
+            rollouts=generator,
+            agreement=agreement,
+            stop=stop,
+            num_samples=evaluation.num_samples,
+            pass_at=evaluation.pass_at,
+            threshold=evaluation.threshold,
+            reward_name=config.rewards[0].label,
+        )
+
+    def _scorer(self, config: Config, truncated: Literal["keep", "mark", "mask"]) -> Scorer:
+        return Scorer(
+            config.rewards,
+            config.scoring,
+            self.workers,
+            truncated=truncated,
+            truncated_reward=config.rollout.truncated_reward,
+        )
+
+    def _generator(
+        self,
+        sampling: SamplingConfig,
+        num_generations: int,
+        config: Config,
+        scorer: Scorer,
+        record: Record,
+        *,
+        in_prompt_order: bool = False,
+    ) -> RolloutGenerator:
+        lengths = ExpectedLengths(sampling.max_tokens)
+
+        @asynccontextmanager
+        async def begin_group(
+            prompt: Prompt, version: str | None, priority: int
+        ) -> AsyncIterator[Sample]:
+            async with self.pool.group(
+                len(prompt.token_ids),
+                sampling,
+                version,
+                num_samples=num_generations,
+                lengths=lengths,
+                index=prompt.index,
+                priority=priority,
+            ) as place:
+
+                def sample(number: int) -> Awaitable[Completion]:
+                    seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)
+                    return self.pool.generate(
+                        prompt.token_ids, sampling, seed, version, group=place
+                    )
+
+                yield sample
+
+        return RolloutGenerator(
+            self.thread,
+            begin_group,
+            scorer,
+            num_generations=num_generations,
+            queue_size=config.rollout.queue_size,
+            excluded_by=(PromptRejected,),
+            in_prompt_order=in_prompt_order,
+            record=record,
+        )
+
+
+def open_inference(
+    config: Config,
+    opened: ExitStack,
+    *,
+    urls: Sequence[str] | None = None,
+    num_shares: int = 1,
+    record: Record = ignore,
+) -> Inference:
+    """Starts fetchers, worker processes and the producer's thread, and waits for an endpoint.
+
+    Args:
+        urls: of the endpoints; default: the configuration's.
+        num_shares: ranks that share them.
+    """
+    workers = WorkerPool(
+        config.scoring.num_workers,
+        initializer=reward_worker.initialize,
+        initargs=(config.rewards, config.model.tokenizer_path),
+    )
+    opened.callback(workers.close)
+    thread = opened.enter_context(LoopThread())
+    fetchers = FetcherPool(config.inference.num_fetchers, api_key=read_api_key(config.inference))
+    thread.run(fetchers.start())
+    opened.callback(lambda: thread.run(fetchers.close()))
+    pool = EndpointPool(
+        config.inference,
+        fetchers,
+        urls=urls,
+        num_shares=num_shares,
+        update_timeout_s=config.weight_sync.timeout_s,
+    )
+    thread.run(pool.start())
+    opened.callback(lambda: thread.run(pool.close()))
+    try:
+        thread.run(pool.wait_until_healthy())
+    except (NoEndpointError, RequestRejected) as error:
+        raise ConfigError(f"inference.endpoints: {error}") from error
+    return Inference(thread, workers, fetchers, pool, record)

@@ -1,0 +1,134 @@
+"""``easyrl endpoints``: the endpoints of a run, changed and shown while it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rich.table import Table
+
+from easyrl.config import endpoint_url
+from easyrl.inference_client.pool.membership import (
+    WANTED_FILE,
+    EndpointState,
+    MembershipError,
+    RunState,
+    Wanted,
+    change_wanted,
+    read_state,
+    read_wanted,
+)
+
+
+class EndpointsCommandError(ValueError):
+    """The command cannot be done; the message says why and what would do."""
+
+
+def add_endpoint(run_dir: Path, url: str) -> str:
+    """Wants ``url`` too; the run takes it in within seconds. What to tell the user."""
+    url = _checked_url(url)
+
+    def change(wanted: Wanted) -> Wanted:
+        if url in wanted.added:
+            raise EndpointsCommandError(
+                f"{url} is an endpoint of {run_dir} already; to have an excluded one tried again, "
+                "remove it first"
+            )
+        return wanted.with_added(url)
+
+    _change(run_dir, change)
+    return f"{url} is added: it is given the weights, then used{_unless_running(run_dir)}"
+
+
+def remove_endpoint(run_dir: Path, url: str, *, force: bool = False) -> str:
+    """No longer wants ``url``: what it has in flight finishes. What to tell the user."""
+    url = _checked_url(url)
+
+    def change(wanted: Wanted) -> Wanted:
+        if url not in wanted.added:
+            known = ", ".join(wanted.added) or "none"
+            raise EndpointsCommandError(f"{url} is no endpoint of {run_dir}; there are: {known}")
+        if len(wanted.added) == 1 and not force:
+            raise EndpointsCommandError(
+                f"{url} is the last endpoint of {run_dir}: the run would wait until another is "
+                "added, for inference.max_outage_s at most; add that one first, or use --force"
+            )
+        return wanted.without(url)
+
+    _change(run_dir, change)
+    return f"{url} is removed: what it has in flight finishes{_unless_running(run_dir)}"
+
+
+def endpoint_table(run_dir: Path) -> Table:
+    """What is wanted and how it is. Raises ``EndpointsCommandError``."""
+    wanted, state = _read(run_dir), _read_state(run_dir)
+    seen = {} if state is None else {endpoint.url: endpoint for endpoint in state.endpoints}
+    table = Table(title=f"{run_dir}: {_describe_run(state)}", title_justify="left")
+    for name in ("endpoint", "state", "confirmed version"):
+        table.add_column(name, overflow="fold")
+    for name in ("in flight", "served", "failures"):
+        table.add_column(name, justify="right")
+    for url in dict.fromkeys([*wanted.added, *seen]):
+        table.add_row(url, *_row(seen.get(url), is_wanted=url in wanted.added))
+    return table
+
+
+def _row(endpoint: EndpointState | None, *, is_wanted: bool) -> tuple[str, ...]:
+    if endpoint is None:
+        return "not taken in yet", "", "", "", ""
+    state = endpoint.state if is_wanted else f"leaving: {endpoint.state}"
+    counts = (endpoint.in_flight, endpoint.served, endpoint.failures)
+    return state, endpoint.confirmed_version or "none", *map(str, counts)
+
+
+def _describe_run(state: RunState | None) -> str:
+    if state is None:
+        return "has not started yet"
+    if state.is_alive:
+        return "running"
+    seconds = time.time() - state.updated_s
+    ago = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"NOT RUNNING, last seen {ago} ago"
+
+
+def _unless_running(run_dir: Path) -> str:
+    state = _read_state(run_dir)
+    if state is None or state.is_alive:
+        return ""
+    return "; but the run is not running, and its next start takes inference.endpoints"
+
+
+def _checked_url(url: str) -> str:
+    try:
+        url = endpoint_url(url)
+        parts = urlsplit(url)
+        if not parts.hostname or parts.query or parts.fragment or parts.port == 0:
+            raise ValueError(f"{url!r} names no server")
+    except ValueError as error:
+        raise EndpointsCommandError(f"{error}; write it as http://HOST:PORT") from error
+    return url
+
+
+def _change(run_dir: Path, change: Callable[[Wanted], Wanted]) -> None:
+    _read(run_dir)
+    change_wanted(run_dir, change)
+
+
+def _read(run_dir: Path) -> Wanted:
+    try:
+        return read_wanted(run_dir)
+    except MembershipError as error:
+        if (run_dir / WANTED_FILE).exists():
+            raise EndpointsCommandError(str(error)) from error
+        raise EndpointsCommandError(
+            f"no run in {run_dir}, it has no {WANTED_FILE}; give the run's run.output_dir"
+        ) from error
+
+
+def _read_state(run_dir: Path) -> RunState | None:
+    try:
+        return read_state(run_dir)
+    except MembershipError:
+        return None  # it has not written any yet

@@ -1,0 +1,45 @@
+"""``easyrl eval``: pass@k and avg@k of whatever the endpoints serve, without a trainer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from easyrl.config import Config, ConfigError, EvaluationConfig
+from easyrl.config.checks import check_paths
+from easyrl.config.file import load_config
+
+
+def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
+    """Prints one JSON object; returns the exit status."""
+    try:
+        config = load_config(path, overrides)
+        check_paths(config)
+        if config.evaluation is None:
+            raise ConfigError(f"{path}: evaluation: is required for easyrl eval")
+        _evaluate(config, config.evaluation)
+    except ConfigError as error:
+        print(f"easyrl: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
+    from easyrl.build.data import load_held_out, load_tokenizer
+    from easyrl.build.endpoints import start_servers, warn_of_short_contexts
+    from easyrl.build.inference import open_inference
+    from easyrl.runtime.collectives import Agreement
+    from easyrl.runtime.stopping import StopRequest
+
+    prompts = load_held_out(evaluation, load_tokenizer(config))
+    with ExitStack() as opened:
+        inference = open_inference(config, opened, urls=start_servers(config, opened))
+        warn_of_short_contexts(config, inference, rollout=False)
+        nobody_stops = StopRequest(config.trainer.grace_s)
+        opened.callback(nobody_stops.close)
+        evaluator = inference.evaluator(evaluation, prompts, config, Agreement(0, 1), nobody_stops)
+        metrics = evaluator.evaluate(version=None)
+    print(json.dumps({"num_prompts": len(prompts), **metrics}))

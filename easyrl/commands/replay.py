@@ -1,0 +1,214 @@
+"""Trains a step again from the journal, without inference: ``easyrl replay RUN_DIR --step N``.
+
+On several devices: ``deepspeed --module easyrl.commands.replay RUN_DIR --step N [key=value …]``.
+For debugging a loss, comparing settings, profiling. In strict mode, on as many ranks as the run
+had, every metric and every weight is the run's to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from easyrl.config.file import load_config
+from easyrl.ledger.recorded_run import RecordedRun
+
+if TYPE_CHECKING:
+    from easyrl.build.replay import Replayed
+    from easyrl.config import Config
+
+DIFFERENT, UNUSABLE = 1, 2  # exit statuses
+
+
+class Row(NamedTuple):
+    """A metric of the step, as recorded and as replayed."""
+
+    name: str
+    recorded: float
+    replayed: float
+
+    @property
+    def is_same(self) -> bool:
+        return self.recorded == self.replayed or (
+            math.isnan(self.recorded) and math.isnan(self.replayed)
+        )
+
+    @property
+    def difference(self) -> float:
+        """Of the larger of the two; infinite where one is not finite."""
+        if self.is_same:
+            return 0.0
+        relative = abs(self.recorded - self.replayed) / max(abs(self.recorded), abs(self.replayed))
+        return relative if math.isfinite(relative) else math.inf
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    arguments = _parse(argv)
+    try:
+        run = RecordedRun(arguments.run_dir)
+        v = run.batch_of_step(arguments.step)
+        config = load_config(run.config_file(run.life_of(v)), arguments.overrides)
+        run.require_journal(v, v)  # before the model is loaded
+        recorded = run.metrics_of(v)
+        from easyrl.build.replay import replay_batch
+
+        replayed = replay_batch(run, v, config)
+        reasons = _reasons(run, config, replayed, arguments.overrides)
+    except (ValueError, OSError) as error:  # ConfigError and JournalError among them
+        print(f"easyrl: {error}", file=sys.stderr)
+        return UNUSABLE
+    rows = compare(recorded, replayed.metrics)
+    same_weights = _same_weights(run, replayed)
+    is_same = same_weights is not False and all(row.is_same for row in rows)
+    if replayed.rank == 0:
+        print(_table(rows))
+        print(_account(run, replayed, arguments.overrides))
+        print(_verdict(rows, same_weights))
+        for line in reasons if is_same else [*reasons, *_other_machine(run)]:
+            print(f"  {line}")
+    return DIFFERENT if not is_same and not reasons else 0
+
+
+def compare(recorded: Mapping[str, Any], replayed: Mapping[str, float]) -> list[Row]:
+    """The reproducible metrics that both have."""
+    from easyrl.runtime.determinism import reproducible
+
+    rows = [
+        Row(name, math.nan if recorded[name] is None else float(recorded[name]), value)
+        for name, value in reproducible(replayed).items()
+        if name in recorded
+    ]
+    assert rows, "a step without metrics"
+    return rows
+
+
+def _same_weights(run: RecordedRun, replayed: Replayed) -> bool | None:
+    """Whether the batch came to the weights that the run had; None: the run did not say."""
+    after = run.weights_after(replayed.last)
+    return None if after is None else replayed.weights[replayed.last + 1] == after
+
+
+def _table(rows: Sequence[Row]) -> str:
+    width = max(len(row.name) for row in rows)
+    lines = [f"{'':{width}}  {'recorded':>16}  {'replayed':>16}  difference"]
+    for row in rows:
+        difference = "" if row.is_same else f"{row.difference:.1e}"
+        lines.append(
+            f"{row.name:{width}}  {row.recorded:16.9g}  {row.replayed:16.9g}  {difference}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _account(run: RecordedRun, replayed: Replayed, overrides: Sequence[str]) -> str:
+    """What was trained."""
+    count = replayed.last - replayed.first + 1
+    begun = f"the checkpoint of step {replayed.from_step}" if replayed.from_step else "the start"
+    batches = f"{count} batches" if count > 1 else "1 batch"
+    text = f"step {run.batch(replayed.last).step}: {batches} trained from {begun}"
+    if replayed.weights[replayed.first] != run.batch(replayed.first).weights:
+        text += ", which is not what the run went on from: other weights"
+    elif overrides and count > 1:
+        text += (
+            "; the earlier ones too with the settings given here, while the samples are of the "
+            "run's policy: set checkpoint.every_steps lower to compare single steps"
+        )
+    return text
+
+
+def _verdict(rows: Sequence[Row], same_weights: bool | None) -> str:
+    told = {True: ", and the weights behind them", None: ""}
+    differing = [row for row in rows if not row.is_same]
+    if not differing and same_weights is not False:
+        return f"equal to the bit: {len(rows)} metrics{told[same_weights]}"
+    if not differing:
+        return f"{len(rows)} metrics are equal to the bit, the weights behind them are not"
+    largest = max(differing, key=lambda row: row.difference)
+    return (
+        f"not equal: {len(differing)} of {len(rows)} metrics; the largest difference is that of "
+        f"{largest.name}, {largest.difference:.1e} of its value"
+    )
+
+
+def _reasons(
+    run: RecordedRun, config: Config, replayed: Replayed, overrides: Sequence[str]
+) -> list[str]:
+    """Why the run's bits cannot be expected."""
+    reasons = []
+    if overrides:
+        reasons.append(f"with other settings: {' '.join(overrides)}")
+    if config.run.determinism != "strict":
+        reasons.append(
+            "run.determinism=none: groups are trained in the run's order, but nothing keeps the "
+            "arithmetic itself the same"
+        )
+        if replayed.in_prompt_order:  # in strict mode it is the run's
+            batches = ", ".join(map(str, sorted(replayed.in_prompt_order)))
+            reasons[-1] = (
+                f"run.determinism=none: the groups of batch {batches} are trained in the order of "
+                "their prompts, not in the run's, which was not journalled or cannot be repeated "
+                "on other ranks or with another trainer.max_tokens_per_micro_batch"
+            )
+    others = {run.batch(v).num_ranks for v in range(replayed.first, replayed.last + 1)}
+    if others != {replayed.num_ranks}:
+        ranks = " and ".join(map(str, sorted(others)))
+        reasons.append(f"trained on {ranks} ranks, replayed on {replayed.num_ranks}")
+    return [*reasons, *_settings_of_other_lives(run, config, replayed, overrides)]
+
+
+def _settings_of_other_lives(
+    run: RecordedRun, config: Config, replayed: Replayed, overrides: Sequence[str]
+) -> list[str]:
+    """What lives that trained the batches before the last one did otherwise."""
+    own = run.life_of(replayed.last)
+    others = {run.life_of(v) for v in range(replayed.first, replayed.last)} - {own}
+    reasons = []
+    for life in sorted(others):
+        theirs = load_config(run.config_file(life), overrides)
+        if keys := _differing(theirs, config):
+            reasons.append(
+                f"its earlier batches are of life {life}, which had other settings than life "
+                f"{own}, whose are used here: {', '.join(keys)}"
+            )
+    return reasons
+
+
+def _differing(one: Config, other: Config) -> list[str]:
+    """Keys of what decides how given groups are trained."""
+    keys = []
+    ours, theirs = one.model_dump(), other.model_dump()
+    for section in ("model", "objective", "rollout", "scoring", "trainer"):
+        for key, value in ours[section].items():
+            if value != theirs[section][key]:
+                keys.append(f"{section}.{key}")
+    return keys
+
+
+def _other_machine(run: RecordedRun) -> list[str]:
+    """What a strict run remembers of how it computed, where that is not how this process does."""
+    from easyrl.runtime.determinism import ARITHMETIC_FILE
+    from easyrl.runtime.numerics import arithmetic
+
+    file = run.folder / ARITHMETIC_FILE
+    if not file.is_file() or (then := file.read_text().strip()) == arithmetic():
+        return []
+    return [f"the run computed with {then}, this is {arithmetic()}: the last bits may differ"]
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="easyrl replay", description="Trains one step again from the journal, and compares."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's run.output_dir")
+    parser.add_argument("--step", type=int, required=True, help="optimizer step, from 1")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="other settings")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the launcher
+    return parser.parse_intermixed_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

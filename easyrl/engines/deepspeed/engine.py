@@ -1,0 +1,385 @@
+"""DeepSpeed behind ``TrainEngine``: ZeRO 0 to 3, any supported Hugging Face causal LM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from easyrl.config import Config
+from easyrl.engines.base import (
+    EngineState,
+    MetricSums,
+    NonFiniteLossError,
+    SavedState,
+    StepResult,
+)
+from easyrl.engines.deepspeed.config import (
+    frozen_config,
+    parameter_groups,
+    schedule_factor,
+    training_config,
+)
+from easyrl.engines.deepspeed.late_denominator import LateScalarAdamW, step_divided
+from easyrl.engines.deepspeed.state import (
+    MASTER,
+    optimizer_pieces,
+    restore_optimizer,
+    restore_schedule,
+    schedule_position,
+    zero_3_fragment,
+)
+from easyrl.engines.process_group import quiet, start_process_group
+from easyrl.engines.shard_state import Fragment, copy_pieces, key_of, own_part, read_pieces
+from easyrl.engines.shards import copy_of, local_tensors, perturb, restore
+from easyrl.engines.weight_names import adapter_weights, saved_weights
+from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.models.loading import load_policy_model
+from easyrl.models.lora import OLD_POLICY as OLD_ADAPTER
+from easyrl.models.lora import TRAINED, FrozenAdapter, add_old_policy
+from easyrl.models.policy_model import PolicyModel
+from easyrl.models.tri_model import Frozen, FrozenModel, TriModel
+from easyrl.recipes.losses import is_sum_over_tokens
+from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
+
+OLD_POLICY, SCHEDULE = "old_policy", "schedule"  # in a checkpoint
+
+
+class DeepSpeedEngine:
+    """A policy trained by DeepSpeed; see ``TrainEngine`` for what each method promises.
+
+    One process per device, started by the ``deepspeed`` launcher or alone. All processes are
+    data-parallel ranks.
+
+    Args:
+        config: the whole tree.
+        total_steps: optimizer steps of the run, where a decaying schedule ends.
+        load_model: makes the policy, and again its frozen copies.
+    Raises:
+        ConfigError: a combination that DeepSpeed cannot do.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        total_steps: int | None = None,
+        load_model: Callable[[], PolicyModel] | None = None,
+    ) -> None:
+        local_rank = start_process_group()
+        self.rank = self.dp_rank = dist.get_rank()
+        self.dp_size = dist.get_world_size()
+        self._config = config
+        self._stage = config.trainer.zero_stage
+        self.lockstep = self._stage >= 2 and self.dp_size > 1
+        self._device = torch.device(get_accelerator().device_name(local_rank))
+        load = load_model or (lambda: load_policy_model(config.model, seed=config.run.seed))
+        factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
+        objective = config.objective
+        with_reference = objective.has_reference
+        self._is_lagged = objective.old_policy == "lagged"
+        self._has_snapshot = config.trainer.updates_per_batch > 1  # never lagged too
+        with_old_policy = self._is_lagged or self._has_snapshot
+        self._policy = policy = load()
+        if config.model.lora is not None and with_old_policy:
+            add_old_policy(policy.model)
+        self._engine = _initialize(config, policy, factor)
+        self._old_parameters: dict[str, nn.Parameter] = {}  # by the trained one's name
+        self._tri_model = TriModel(
+            self._engine,
+            reference=self._reference(load) if with_reference else None,
+            old_policy=self._old_policy(load) if with_old_policy else None,
+            temperature=config.rollout.temperature,
+            device=self._device,
+        )
+        self.can_look_ahead = (with_reference or with_old_policy) and not (
+            self._stage == 3 and self.dp_size > 1  # the frozen models are sharded too
+        )
+        self._same_pass = _same_pass(config)
+        self._num_backwards = 0
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """The weights as they are now are the old policy of the batch's updates. All ranks call it.
+
+        Without effect with one update per batch, where the policy itself is the old policy, as it
+        still is in the first of several: that one needs no forward of the snapshot.
+        """
+        if self._has_snapshot:
+            self._set_old_policy(self._local(self._parameters().values()))
+            self._tri_model.old_is_policy = True
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
+        """Accumulates the gradients of the objective's sums.
+
+        Raises ``NonFiniteLossError`` after the backwards of all ``micro_batches``, so that ranks in
+        lock-step are not left waiting; the accumulated gradient is then NaN, and ``optimizer_step``
+        would skip on every rank.
+        """
+        metrics = []
+        problem = None
+        for index, micro_batch in enumerate(micro_batches):
+            loss_sum, sums = self._tri_model.loss(
+                micro_batch, self._config.objective, same_pass=self._same_pass
+            )
+            if not bool(torch.isfinite(loss_sum)):
+                problem = f"micro-batch {index}: loss sum is {loss_sum.item()}"
+                loss_sum = loss_sum * math.nan  # an infinite loss may have a finite gradient
+            self._backward(loss_sum)
+            metrics.append(sums)
+        if problem is not None:
+            raise NonFiniteLossError(problem)
+        return metrics
+
+    def optimizer_step(self, denominator: float) -> StepResult:
+        """Divides by ``denominator`` (of all ranks together), clips, steps, clears. Collective."""
+        assert denominator > 0
+        learning_rate = float(self._engine.get_lr()[0])
+        if self._backwards_of_all_ranks() == 0:
+            return StepResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
+        if self._num_backwards == 0:  # other ranks had rows; DeepSpeed reduces only what exists
+            self._backward_of_nothing(scale=0.0)
+        before = copy_of(self._local(self._parameters().values())) if self._is_lagged else []
+        # DeepSpeed averages over ranks, the denominator is of all ranks' sums.
+        grad_norm, applied = step_divided(self._engine, denominator / self.dp_size)
+        self._num_backwards = 0
+        if applied and self._is_lagged:
+            self._set_old_policy(before)
+        if applied:
+            self._tri_model.old_is_policy = False
+        return StepResult(grad_norm, learning_rate, skipped=not applied)
+
+    def discard_gradients(self) -> None:
+        """Forgets what was accumulated. Collective.
+
+        A step that cannot be taken is the one way of clearing that all of DeepSpeed's optimizers
+        have in common.
+        """
+        self._backward_of_nothing(scale=math.nan)
+        _, applied = step_divided(self._engine, 1.0)
+        assert not applied
+        self._num_backwards = 0
+
+    def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
+        """What ``forward_backward`` would have the frozen models say of ``micro_batch``."""
+        assert self.can_look_ahead
+        return self._tri_model.frozen_logprobs(micro_batch)
+
+    @property
+    def has_frozen_models(self) -> bool:
+        """Whether ``frozen_logprobs`` says anything: a reference, or an old policy that differs."""
+        models = self._tri_model
+        lags = models.old_policy is not None and not models.old_is_policy
+        return models.reference is not None or lags
+
+    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """Policy log-probabilities without gradient, float32 [N], on the CPU."""
+        return self._tri_model.policy_logprobs(micro_batch).float().cpu()
+
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+        self._num_backwards += 1
+
+    def _backward_of_nothing(self, scale: float) -> None:
+        """A backward through all parameters whose gradient is ``scale`` times something."""
+        logprobs, _ = self._engine(*_smallest_row(self._device))
+        self._backward(logprobs.sum() * scale)
+
+    def _backwards_of_all_ranks(self) -> int:
+        count = torch.tensor([self._num_backwards], device=self._device)
+        dist.all_reduce(count)
+        return int(count)
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def named_weights(
+        self, kind: Literal["full", "adapter"] = "full"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Names and CPU tensors as ``save_pretrained`` writes them, one module at a time.
+
+        ``full``: the model's, with the adapter merged if there is one; ``adapter``: only that one's
+        own, as peft writes them. Ranks other than 0 get tensors without data (device ``meta``).
+        Collective.
+        """
+        self._release_gathered()
+        weights = {"full": saved_weights, "adapter": adapter_weights}[kind]
+        return weights(self._policy.model, is_writer=self.rank == 0)
+
+    @contextmanager
+    def perturbed_weights(self) -> Iterator[None]:
+        """Inside, every weight tensor is scaled by a factor between 0.95 and 1.05 of its own."""
+        model = self._policy.model
+        tensors = self._local(model.parameters())
+        saved = copy_of(tensors)
+        perturb(model, tensors)
+        try:
+            yield
+        finally:
+            restore(self._local(model.parameters()), saved)
+
+    def _local(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Parameters as this rank holds them, nothing gathered."""
+        self._release_gathered()
+        return local_tensors(parameters, sharded=self._stage == 3)
+
+    def _release_gathered(self) -> None:
+        """After this, ZeRO-3's shards are the only copy of the policy."""
+        if self._stage == 3:
+            self._engine.optimizer.empty_partition_cache()  # the engine's own also collects garbage
+
+    # ---- frozen models ---------------------------------------------------------------------------
+
+    def _reference(self, load: Callable[[], PolicyModel]) -> Frozen:
+        if self._config.model.lora is not None:
+            return FrozenAdapter(self._engine, self._policy, None)
+        return self._frozen(load(), offload=self._config.trainer.offload_reference)
+
+    def _old_policy(self, load: Callable[[], PolicyModel]) -> Frozen:
+        """Also remembers the parameters that ``_set_old_policy`` writes."""
+        if self._config.model.lora is not None:
+            own = dict(self._policy.model.named_parameters())
+            self._old_parameters = {
+                name: own[name.replace(f".{TRAINED}.", f".{OLD_ADAPTER}.")]
+                for name in self._parameters()
+            }
+            return FrozenAdapter(self._engine, self._policy, OLD_ADAPTER)
+        old_policy = self._frozen(load(), offload=False)
+        parameters = old_policy.module.parameters()
+        self._old_parameters = dict(zip(self._parameters(), parameters, strict=True))
+        return old_policy
+
+    def _set_old_policy(self, values: list[Tensor]) -> None:
+        """``values`` as this rank holds the trained parameters."""
+        restore(self._local(self._old_parameters.values()), values)
+
+    def _frozen(self, model: PolicyModel, *, offload: bool) -> FrozenModel:
+        if self._stage < 3:
+            if not offload:
+                model.to(self._device)
+            return FrozenModel(model, self._device, offload=offload)
+        model.requires_grad_(False)
+        with quiet():
+            sharded, *_ = deepspeed.initialize(
+                model=model, config=frozen_config(self._config, offload=offload)
+            )
+        return FrozenModel(sharded, self._device)
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def snapshot(self) -> EngineState:
+        """This rank's share of masters, moments, step counts and, if lagged, the old policy.
+
+        Host memory: 12 bytes per trained parameter, divided by the number of ranks; with a lagged
+        old policy its own size more.
+        """
+        pieces = list(optimizer_pieces(self._engine.optimizer, self._parameters()))
+        if self._is_lagged:
+            for tensor, _, own in self._old_policy_fragments():
+                pieces += copy_pieces(OLD_POLICY, tensor, [own])
+        position = schedule_position(self._engine.lr_scheduler)
+        return EngineState(pieces, self._description() | {SCHEDULE: position})
+
+    def restore(self, saved: SavedState) -> None:
+        """Inverse of ``snapshot``, also for another number of ranks or ZeRO stage. Collective.
+
+        Raises ``ValueError`` if the checkpoint is of another model, dtype or kind of old policy.
+        """
+        mine = self._description()
+        wrong = [
+            f"{key} is {saved.description.get(key)}, now {mine[key]}"
+            for key in mine
+            if saved.description.get(key) != mine[key]
+        ]
+        for name, parameter in self._parameters().items():
+            numel = saved.numel(key_of(MASTER, name))
+            if not wrong and numel != _numel(parameter):
+                wrong.append(f"{name} has {numel} elements, now {_numel(parameter)}")
+        if wrong:
+            raise ValueError(
+                f"the checkpoint does not fit: {'; '.join(wrong)}; resume with the settings it was "
+                "written with"
+            )
+        restore_optimizer(self._engine.optimizer, self._parameters(), saved)
+        if self._is_lagged:
+            with torch.no_grad():
+                for tensor, held, _ in self._old_policy_fragments():
+                    read_pieces(OLD_POLICY, tensor, [held], saved)
+        restore_schedule(self._engine.lr_scheduler, saved.description[SCHEDULE])
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by a name that depends on neither ranks nor ZeRO stage."""
+        return {n: p for n, p in self._policy.model.named_parameters() if p.requires_grad}
+
+    def _old_policy_fragments(self) -> Iterator[tuple[Tensor, Fragment, Fragment]]:
+        """The old policy's flattened tensors on this rank: what they hold, what is saved of it."""
+        tensors = self._local(self._old_parameters.values())
+        for (name, parameter), tensor in zip(self._old_parameters.items(), tensors, strict=True):
+            if self._stage == 3:
+                held = zero_3_fragment(name, parameter, 0, tensor.numel())
+                own = held
+            else:
+                held = Fragment(name, 0, tensor.numel(), 0)
+                own = own_part(held, self.dp_rank, self.dp_size)
+            if held.numel > 0:
+                yield tensor.view(-1), held, own
+
+    def _description(self) -> dict[str, Any]:
+        lora = self._config.model.lora
+        return {
+            "engine": "deepspeed",
+            "model.dtype": self._config.model.dtype,
+            "model.lora": None if lora is None else lora.model_dump(),
+            "objective.old_policy": self._config.objective.old_policy,
+            "number of parameters": sum(_numel(p) for p in self._parameters().values()),
+        }
+
+
+def _initialize(
+    config: Config, policy: nn.Module, factor: Callable[[int], float]
+) -> deepspeed.DeepSpeedEngine:
+    trainer = config.trainer
+
+    def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        return LambdaLR(optimizer, factor)
+
+    settings: dict[str, Any] = {
+        "lr": trainer.learning_rate,
+        "betas": trainer.adam_betas,
+        "eps": trainer.adam_eps,
+    }
+    groups = parameter_groups(policy, trainer.weight_decay)
+    optimizer: torch.optim.Optimizer
+    if trainer.zero_stage == 0:
+        optimizer = LateScalarAdamW(groups, max_norm=trainer.max_grad_norm, **settings)
+    else:
+        optimizer = torch.optim.AdamW(groups, fused=trainer.offload_optimizer or None, **settings)
+    with quiet():
+        engine, *_ = deepspeed.initialize(
+            model=policy, optimizer=optimizer, lr_scheduler=schedule, config=training_config(config)
+        )
+    return engine
+
+
+def _same_pass(config: Config) -> bool:
+    wanted = config.model.logprob_backward
+    return is_sum_over_tokens(config.objective) if wanted == "auto" else wanted == "same_pass"
+
+
+def _smallest_row(device: torch.device) -> tuple[Any, ...]:
+    """Arguments of ``PolicyModel.forward``: one token that predicts itself."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return zero, zero, SegmentLayout([Segment(0, 1, -1)]), zero, zero
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter; a ZeRO-3 parameter's own tensor is empty between uses."""
+    return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()

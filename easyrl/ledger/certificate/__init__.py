@@ -1,0 +1,14 @@
+"""``RUN_DIR/certificate.jsonl``: what each batch was made by and trained on (DESIGN §2.6)."""
+
+from easyrl.ledger.certificate.errors import CertificateError
+from easyrl.ledger.certificate.records import BatchRecord, CertifiedGroup, LifeRecord, RunRecord
+from easyrl.ledger.certificate.writer import Certificate
+
+__all__ = [
+    "BatchRecord",
+    "Certificate",
+    "CertificateError",
+    "CertifiedGroup",
+    "LifeRecord",
+    "RunRecord",
+]

@@ -1,0 +1,183 @@
+"""What the lines of a certificate say together: lives, and the batches that are in the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from easyrl.ledger.certificate.chain import ChainReader, Line
+from easyrl.ledger.certificate.errors import CertificateError
+from easyrl.ledger.certificate.records import BatchRecord, EndRecord, LifeRecord, Record, RunRecord
+from easyrl.ledger.certificate.rules import Context, examine
+from easyrl.schema import Key
+
+
+@dataclass(frozen=True, slots=True)
+class CertifiedBatch:
+    """A batch that is in the weights, and where its line is."""
+
+    line: Line
+    first_position: int  # prompts of the batches before it
+    num_prompts: int
+    last_step: int
+    epochs: int  # of the life that trained it
+    num_unconfirmed: int  # groups of lives whose endpoints' confirmations nobody has certified
+
+
+class History:
+    """Takes the lines in their order and refuses one that cannot stand where it does.
+
+    Args:
+        read: reads a batch's line again; only what needs comparing is held in memory.
+    """
+
+    def __init__(self, read: Callable[[Line], BatchRecord]) -> None:
+        self._read = read
+        self.run: RunRecord | None = None
+        self.life: LifeRecord | None = None
+        self.batches: list[CertifiedBatch] = []  # effective ones; batches[v] is batch v
+        self.num_lives = 0
+        self.num_superseded = 0
+        self.last_step = 0  # the highest that was ever certified
+        self.ended = False
+        self.open_batches: dict[int, int] = {}  # by life, the one behind its last certified one
+        self._lines: dict[int, list[Line]] = {}  # by batch, of all lives
+        self._owners = np.full(0, -1, np.int32)  # position of a key → batch that dispatched it
+
+    @property
+    def num_certified(self) -> int:
+        """The most batches that were ever in the weights, superseded ones included."""
+        return max(self.open_batches.values(), default=0)
+
+    @property
+    def num_dispatched(self) -> int:
+        """Prompts of the effective batches."""
+        last = self.batches[-1:]
+        return sum(batch.first_position + batch.num_prompts for batch in last)
+
+    def take_all(self, chain: ChainReader) -> None:
+        """Adds every line of a file. Raises ``CertificateError`` naming the line."""
+        for line, record in chain:
+            try:
+                self.take(line, record)
+            except CertificateError as error:
+                raise error.at_line(line.number) from None
+
+    def take(self, line: Line, record: Record) -> None:
+        """Adds ``record``, which ``line`` says. Raises ``CertificateError``."""
+        match record:
+            case RunRecord():
+                if self.run is not None:
+                    raise CertificateError("is a second run in the certificate of one")
+                self.run = record
+            case LifeRecord():
+                self._begin_life(record)
+            case BatchRecord():
+                self._add(line, record, self.examine(record))
+            case EndRecord():
+                self._end(record)
+
+    def examine(self, record: BatchRecord) -> int:
+        """Raises ``CertificateError`` if ``record`` cannot be the next batch.
+
+        Returns how many of its groups no confirmation is known of (``rules.examine``).
+        """
+        if self.run is None or self.life is None:
+            raise CertificateError("is a batch before any life of the run", batch=record.batch)
+        self._refuse_out_of_order(record)
+        earlier = [self._read(line) for line in self._lines.get(record.batch, [])]
+        num_unconfirmed = examine(record, Context(self.run.run, self.life, earlier))
+        self._refuse_dispatched_before(record)
+        return num_unconfirmed
+
+    def _begin_life(self, life: LifeRecord) -> None:
+        if self.run is None:
+            raise CertificateError("is a life without a run: the first line is missing")
+        if self.life is not None and life.life <= self.life.life:
+            raise CertificateError(f"is life {life.life} after life {self.life.life}")
+        if life.first_batch > len(self.batches):
+            raise CertificateError(
+                f"life {life.life} starts at batch {life.first_batch}, but only "
+                f"{len(self.batches)} are certified"
+            )
+        self.num_superseded += len(self.batches) - life.first_batch
+        del self.batches[life.first_batch :]
+        size = max(len(self._owners), life.epochs * self.run.num_prompts)
+        owners = np.full(size, -1, np.int32)
+        owners[: len(self._owners)] = self._owners
+        owners[owners >= life.first_batch] = -1
+        self._owners = owners
+        self.life = life
+        self.open_batches[life.life] = life.first_batch
+        self.num_lives += 1
+        self.ended = False
+
+    def _add(self, line: Line, record: BatchRecord, num_unconfirmed: int) -> None:
+        assert self.life is not None
+        first, count = self.num_dispatched, len(record.groups)
+        epochs = self.life.epochs
+        self.batches.append(
+            CertifiedBatch(line, first, count, record.step, epochs, num_unconfirmed)
+        )
+        self.open_batches[self.life.life] = record.batch + 1
+        self._owners[self._positions(record)] = record.batch
+        self._lines.setdefault(record.batch, []).append(line)
+        self.last_step = max(self.last_step, record.step)
+
+    def _end(self, end: EndRecord) -> None:
+        if self.life is None:
+            raise CertificateError("is the end of a run that has no life")
+        if end.batches != len(self.batches):
+            raise CertificateError(
+                f"says that the run ended after {end.batches} batches, "
+                f"{len(self.batches)} are certified"
+            )
+        self.ended = True
+
+    def _refuse_out_of_order(self, record: BatchRecord) -> None:
+        following = len(self.batches)
+        if self.ended:
+            raise CertificateError("comes after the end of the run", batch=record.batch)
+        if record.batch > following:
+            missing = f"{following}" + (f" to {record.batch - 1}" * (record.batch - 1 > following))
+            raise CertificateError(f"batch {missing} is missing before it", batch=record.batch)
+        if record.batch < following:
+            line = self.batches[record.batch].line.number
+            raise CertificateError(
+                f"is certified already, in line {line}, and no life has started since at or "
+                "before it",
+                batch=record.batch,
+            )
+        before = self.batches[-1].last_step if self.batches else 0
+        if record.step <= before:
+            raise CertificateError(
+                f"step {record.step} is not behind step {before} of the batch before",
+                batch=record.batch,
+            )
+
+    def _refuse_dispatched_before(self, record: BatchRecord) -> None:
+        owners = self._owners[self._positions(record)]
+        for place in np.flatnonzero(owners >= 0)[:1]:
+            raise CertificateError(
+                f"is in batch {owners[place]} already: it would be trained twice",
+                batch=record.batch,
+                key=record.groups[place].key,
+            )
+
+    def _positions(self, record: BatchRecord) -> np.ndarray:
+        """int64 [groups]. Raises ``CertificateError`` for a key that the run does not have."""
+        positions = [self._position(group.key) for group in record.groups]
+        for group, position in zip(record.groups, positions, strict=True):
+            if position is None:
+                raise CertificateError("no such prompt", batch=record.batch, key=group.key)
+        return np.array(positions, np.int64)
+
+    def _position(self, key: Key) -> int | None:
+        """Of ``key`` among all prompts of all epochs; None: the run has no such prompt."""
+        assert self.run is not None and self.life is not None
+        epoch, index = key
+        if 0 <= epoch < self.life.epochs and 0 <= index < self.run.num_prompts:
+            return epoch * self.run.num_prompts + index
+        return None

@@ -1,0 +1,146 @@
+"""Writes a run's certificate. On rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from easyrl.ledger.certificate.chain import ChainReader, Line, read_record, seal
+from easyrl.ledger.certificate.errors import CertificateError, OtherSettings
+from easyrl.ledger.certificate.history import History
+from easyrl.ledger.certificate.records import BatchRecord, EndRecord, LifeRecord, Record, RunRecord
+from easyrl.runtime.durable_files import fsync_folder
+
+# What has to stay as it was when a run is resumed: the setting that it comes from, if it is one.
+SETTINGS = {"seed": "run.seed", "shuffle": "data.shuffle", "batch_size": "trainer.batch_size"}
+DATA = ("num_prompts", "data")
+MUST_STAY = ("run", "format", *SETTINGS, *DATA)
+
+
+class Certificate:
+    """Appends lines and refuses what breaks the contract; each line is on the disk on return."""
+
+    def __init__(self, path: Path, file: BinaryIO, history: History, chain: ChainReader) -> None:
+        self._path = path
+        self._file = file
+        self._history = history
+        self._end = chain.end  # bytes
+        self._num_lines = chain.num_lines
+        self._last_hash = chain.last_hash
+
+    @classmethod
+    def open(cls, path: Path, run: RunRecord, life: LifeRecord) -> Certificate:
+        """Begins ``life`` of ``run``, whose folder is there.
+
+        A last line that a crash cut off is dropped. Raises ``CertificateError`` if what is there
+        is broken, of another run, or has no place for this life; ``OtherSettings`` if the run was
+        begun with others.
+        """
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", 0)
+        try:
+            history = History(lambda line: _batch(file, line))
+            chain = ChainReader(path)
+            history.take_all(chain)
+            file.truncate(chain.end)
+            certificate = cls(path, file, history, chain)
+            certificate._begin(run, life)
+            fsync_folder(path.parent)
+        except OtherSettings as error:
+            file.close()
+            raise OtherSettings(f"{path.parent}: {error}") from error
+        except CertificateError as error:
+            file.close()
+            remedy = "restore the file, or start a new run in another folder"
+            raise CertificateError(f"{path.parent}: {error}; {remedy}") from error
+        except BaseException:
+            file.close()
+            raise
+        return certificate
+
+    def check(self, record: BatchRecord) -> None:
+        """Whether the next batch may be trained on; asked before its optimizer step.
+
+        With several updates per batch ``record`` may hold the updates until now. Raises
+        ``CertificateError`` naming batch, prompt or endpoint.
+        """
+        self._history.examine(record)
+
+    def close_batch(self, record: BatchRecord) -> None:
+        """Certifies a batch before its steps count as done. Same errors as ``check``."""
+        self._append(record)
+
+    def end(self, weights: str) -> None:
+        """The run is complete and has the ``weights`` with this hash."""
+        self._append(EndRecord(weights, len(self._history.batches)))
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._file.close()
+
+    def _begin(self, run: RunRecord, life: LifeRecord) -> None:
+        if self._history.run is None:
+            self._append(run)
+        assert self._history.run is not None
+        _refuse_other_settings(self._history.run, run)
+        self._append(
+            msgspec.structs.replace(
+                life, epochs=run.epochs, updates_per_batch=run.updates_per_batch
+            )
+        )
+
+    def _append(self, record: Record) -> None:
+        """One line, on the disk when this returns. Nothing can be added after one that failed.
+
+        Raises ``OSError`` naming the file and the remedy.
+        """
+        data = seal(record, self._last_hash)
+        line = Line.of(self._num_lines + 1, self._end, data[:-1])
+        self._history.take(line, record)
+        try:
+            self._file.seek(self._end)
+            _write(self._file, data)
+            os.fsync(self._file.fileno())
+        except OSError as error:  # what is there of the line is dropped when the run goes on
+            self.close()
+            message = (
+                f"a line of the certificate cannot be written ({error.strerror}); make room or "
+                "give permission and go on with --resume"
+            )
+            raise OSError(error.errno, message, str(self._path)) from error
+        self._end += len(data)
+        self._num_lines += 1
+        self._last_hash = line.hash
+
+
+def _refuse_other_settings(began: RunRecord, now: RunRecord) -> None:
+    """Raises ``OtherSettings`` with all that has to be put back."""
+    was, new = msgspec.structs.asdict(began), msgspec.structs.asdict(now)
+    changed = [name for name in MUST_STAY if was[name] != new[name]]
+    if not changed:
+        return
+    remedies = [f"put back {SETTINGS[name]}={json.dumps(was[name])}"
+                for name in changed if name in SETTINGS]  # fmt: skip
+    if set(changed) & set(DATA):
+        remedies.append("put back data.* and the files that it names, as they were")
+    problems = [f"{name} was {was[name]!r} when the run began and is {new[name]!r} now"
+                for name in changed]  # fmt: skip
+    last = "or start" if remedies else "start"
+    remedy = ", ".join([*remedies, f"{last} a new run in another folder"])
+    raise OtherSettings(f"{', '.join(problems)}; {remedy}", line=1)
+
+
+def _batch(file: BinaryIO, line: Line) -> BatchRecord:
+    record = read_record(file, line)
+    assert isinstance(record, BatchRecord)
+    return record
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    """All of ``data``; one call to the system unless it takes less."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

@@ -1,0 +1,239 @@
+"""Saves and restores a run: a copy to the host at once, the writing beside the training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from easyrl.engines.base import EngineState, TrainEngine
+from easyrl.ledger.checkpoints.background import Background
+from easyrl.ledger.checkpoints.folder import CheckpointFolder, problems_of, state_files
+from easyrl.ledger.checkpoints.manifest import Damaged, read_manifest
+from easyrl.ledger.checkpoints.random_state import random_state, restore_random_state
+from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
+from easyrl.metrics.event_log import Record, ignore
+from easyrl.runtime.collectives import Agreement
+
+CLOSE_TIMEOUT_S = 60.0  # for the writing that is under way when a run ends by an error
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class Checkpoints:
+    """``<directory>/step-N`` (``folder.py``): each rank's share of the state and a manifest.
+
+    A context manager: left without an error it waits for what is being written.
+
+    Args:
+        keep: as many stay, the newest.
+        background: write in a thread while training goes on; else ``save`` returns when all is
+            on disk.
+        record: receives ``checkpoint_copied`` and ``checkpoint_written`` with step and seconds.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        engine: TrainEngine,
+        agreement: Agreement,
+        background: bool,
+        *,
+        record: Record = ignore,
+    ) -> None:
+        self.directory = directory
+        self._folder = CheckpointFolder(directory)
+        self._keep = keep
+        self._engine = engine
+        self._agreement = agreement
+        # The training's own collectives go on meanwhile, so the writers have a group of their own.
+        self._between_writers = Agreement(agreement.rank, agreement.num_ranks)
+        self._background = Background("checkpoint", enabled=background)
+        self._record = record
+        self._is_tidy = False
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Copies the run to host memory and begins to write it. All ranks call it.
+
+        Waits for the one before. ``state`` is JSON, rank 0's counts. Raises ``CheckpointError`` if
+        the one before, or without ``background`` this one, could not be written on some rank.
+        """
+        self.wait()
+        start = time.monotonic()
+        state = json.loads(json.dumps(state))  # as it is now
+        snapshot = self._engine.snapshot()
+        random = random_state()
+        self._record("checkpoint_copied", step=step, seconds=time.monotonic() - start)
+        self._background.start(lambda: self._write(step, state, snapshot, random))
+
+    def wait(self) -> None:
+        """Until the last ``save`` is on disk. Raises ``CheckpointError`` if it is not."""
+        self._background.wait()
+
+    def load_latest(self, *, at_most: int | None = None) -> dict[str, Any] | None:
+        """Restores engine and random state from the newest good checkpoint. Collective.
+
+        Damaged ones are skipped with a warning that names the file. The random state is restored if
+        the number of ranks is that of the checkpoint.
+
+        Args:
+            at_most: of this step or an earlier one.
+        Returns:
+            The saved ``state``; None if there is no checkpoint.
+        Raises:
+            ValueError: all are damaged, or the newest good one does not fit the engine.
+        """
+        steps = [s for s in self.steps() if at_most is None or s <= at_most]
+        steps = self._agreement.from_rank_zero(steps)
+        skipped = []
+        for step in reversed(steps):
+            folder = self._folder.path(step)
+            record, problems = self._checked(folder)
+            if record is not None and not problems:
+                self._restore(folder, record)
+                return record["state"]
+            skipped += problems
+            if self._agreement.rank == 0:
+                logger.warning("%s is damaged, it is skipped: %s", folder, "; ".join(problems))
+        if skipped:
+            raise ValueError(
+                f"no checkpoint in {self.directory} can be used: {'; '.join(skipped)}; bring one "
+                "back from a copy, or remove them all to begin with the initial model"
+            )
+        return None
+
+    def steps(self) -> list[int]:
+        """Steps with a finished checkpoint, ascending."""
+        return self._folder.steps()
+
+    def oldest_kept(self) -> dict[str, Any] | None:
+        """The ``state`` of the oldest checkpoint that can be read; None if there is none."""
+        for step in self.steps():
+            try:
+                return read_manifest(self._folder.path(step))["state"]
+            except Damaged:  # whoever resumes is told
+                continue
+        return None
+
+    def close(self) -> None:
+        """Gives what is being written some time; tells of a failure in the log only."""
+        try:
+            if not self._background.wait(CLOSE_TIMEOUT_S):
+                logger.warning("a checkpoint was not written within %.0f s", CLOSE_TIMEOUT_S)
+        except RuntimeError as error:  # also what the group says when another rank is gone
+            logger.error("the last checkpoint: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.wait()
+        else:
+            self.close()
+
+    # ---- writing: in the thread ------------------------------------------------------------------
+
+    def _write(
+        self, step: int, state: dict[str, Any], snapshot: EngineState, random: dict[str, Any]
+    ) -> None:
+        """All ranks write, then rank 0 gives the folder its name."""
+        start = time.monotonic()
+        rank, num_ranks = self._between_writers.rank, self._between_writers.num_ranks
+        name = f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+        def begin() -> None:
+            if rank == 0:
+                if not self._is_tidy:
+                    self._folder.tidy()
+                    self._is_tidy = True
+                self._folder.begin(step)
+
+        def write() -> dict[str, Any]:
+            written = write_state_file(self._folder.unfinished(step) / name, snapshot.pieces)
+            return {"num_bytes": written.num_bytes, "blake3": written.blake3, "name": name}
+
+        def finish() -> None:
+            if rank == 0:
+                self._folder.finish(
+                    step,
+                    {
+                        "step": step,
+                        "state": state,
+                        "engine": snapshot.description,
+                        "files": {file.pop("name"): file for file in files},
+                        "random_states": random_states,
+                    },
+                )
+                self._folder.prune(step, self._keep)
+
+        try:
+            self._on_all_ranks(step, begin)
+            files = self._on_all_ranks(step, write)
+            random_states = self._between_writers.exchange(random)
+            self._on_all_ranks(step, finish)
+        except CheckpointError:
+            if rank == 0:
+                self._folder.discard(step)
+            raise
+        num_bytes = sum(file["num_bytes"] for file in files)
+        seconds = time.monotonic() - start
+        self._record("checkpoint_written", step=step, num_bytes=num_bytes, seconds=seconds)
+
+    def _on_all_ranks(self, step: int, work: Callable[[], Any]) -> list[Any]:
+        """Every rank's result. Raises ``CheckpointError`` on all ranks if one of them fails."""
+        result, problem = None, None
+        try:
+            result = work()
+        except OSError as error:
+            problem = error
+        outcomes = self._between_writers.exchange(
+            [None if problem is None else str(problem), result]
+        )
+        failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
+        if failed:
+            good = self.steps()
+            raise CheckpointError(
+                f"checkpoint of step {step} was not written: {'; '.join(failed)}; make room or "
+                "give permission and go on with --resume, from "
+                + (f"step {good[-1]}" if good else "the start")
+            ) from problem
+        return [result for _, result in outcomes]
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def _checked(self, folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+        """The manifest and what is wrong with the checkpoint; each rank reads some of its files."""
+        rank, num_ranks = self._agreement.rank, self._agreement.num_ranks
+        record, problems = None, []
+        try:
+            record = read_manifest(folder)
+        except Damaged as error:
+            problems = [str(error)]
+        else:
+            problems = problems_of(folder, record, sorted(record["files"])[rank::num_ranks])
+        return record, sorted({p for found in self._agreement.exchange(problems) for p in found})
+
+    def _restore(self, folder: Path, record: dict[str, Any]) -> None:
+        reader = StateReader(state_files(folder, record), record["engine"])
+        try:
+            self._engine.restore(reader)
+        finally:
+            reader.close()
+        states = record["random_states"]
+        if len(states) == self._agreement.num_ranks:
+            restore_random_state(states[self._agreement.rank])

@@ -1,0 +1,25 @@
+"""Finished groups on disk as they arrive, so that a killed run loses none and repeats none.
+
+A batch *v* is a folder ``journal/batch-<v>``. Each life of each rank writes its own file there:
+the version and the hash of the weights that its groups are made by, then a record per group, and
+one for all that the trainer took together. A later life trains what earlier ones finished *for the
+same weights*, in the order in which they did, and asks for the rest.
+"""
+
+from easyrl.ledger.journal.batch import BatchJournal, Journal
+from easyrl.ledger.journal.reading import JournalledGroup, read_batch
+from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError
+from easyrl.ledger.journal.rollouts import JournalledRollouts, JournalledStream
+from easyrl.ledger.journal.settings import group_settings
+
+__all__ = [
+    "BatchJournal",
+    "FsyncPolicy",
+    "Journal",
+    "JournalError",
+    "JournalledGroup",
+    "JournalledRollouts",
+    "JournalledStream",
+    "group_settings",
+    "read_batch",
+]

@@ -1,0 +1,220 @@
+"""The open batch's journal: what earlier lives left of it, and what this life adds."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from easyrl.dataloaders.producer.group_stream import packed_tokens
+from easyrl.ledger.journal.codec import (
+    CodecError,
+    Piece,
+    TakenRecord,
+    decode_record,
+    encode_group,
+    encode_header,
+    encode_taken,
+    to_group,
+    token_bytes,
+    token_digest,
+)
+from easyrl.ledger.journal.earlier_lives import read_earlier_lives
+from easyrl.ledger.journal.reading import batch_folder, file_name
+from easyrl.ledger.journal.record_file import (
+    FsyncPolicy,
+    JournalError,
+    RecordPlace,
+    RecordWriter,
+    read_record,
+)
+from easyrl.ledger.journal.takes import longest, usable_takes
+from easyrl.schema import Key, Prompt, RolloutGroup, ServedWeights
+
+PRUNED = ".gone"  # suffix of a batch that is being removed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """A journalled group that is read back when it is wanted."""
+
+    place: RecordPlace
+    num_tokens: int  # packed: P + ΣR
+    prompt: Prompt
+    dispatched_s: float | None = None  # None: in an earlier life
+    completed_s: float | None = None
+
+    def load(self) -> RolloutGroup:
+        """Raises ``JournalError`` if the record is no longer what it was."""
+        payload = read_record(self.place)
+        try:
+            return to_group(
+                decode_record(payload),
+                self.prompt,
+                self.place.digest.hex(),
+                self.dispatched_s,
+                self.completed_s,
+            )
+        except CodecError as error:
+            raise JournalError(f"{self.place.path}: byte {self.place.offset}: {error}") from error
+
+
+class BatchJournal:
+    """A ``GroupStore`` for one batch, bound to the weights that it is served with.
+
+    ``add``, ``add_taken``, ``flush`` and ``sync`` may be called from any thread.
+
+    Attributes:
+        accepted_versions: those a token of this batch may be stamped with: this life's, and those
+            of earlier lives that came to the same weights.
+        discarded: prompts whose journalled groups were made by other weights, or with other
+            settings: they are generated again.
+    """
+
+    def __init__(
+        self, folder: Path, served: ServedWeights, rank: int, fsync: FsyncPolicy, settings: str
+    ) -> None:
+        earlier = read_earlier_lives(folder, served, settings, rank)
+        self.served = served
+        self.accepted_versions = frozenset({str(served.version)} | earlier.versions)
+        self.discarded = frozenset(earlier.made_otherwise - earlier.finished.keys())
+        self._finished = earlier.finished
+        self._takes = earlier.takes
+        self._path = folder / file_name(served.version.attempt, rank)
+        self._fsync = fsync
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._writer: RecordWriter | None = None
+        self._added: set[Key] = set()
+        self._closed = False
+
+    def find(self, prompt: Prompt) -> StoredRecord | None:
+        """The prompt's group if an earlier life finished it, by these very weights.
+
+        Raises ``JournalError`` if it was another prompt then.
+        """
+        finished = self._finished.get(prompt.key)
+        if finished is None:
+            return None
+        if finished.prompt_digest != token_digest(token_bytes(prompt)):
+            raise JournalError(
+                f"{finished.place.path}: byte {finished.place.offset}: prompt {prompt.index} of "
+                f"epoch {prompt.epoch} had other tokens when this was journalled; resume with the "
+                "same data, chat template and tokenizer, or start a new run"
+            )
+        return StoredRecord(finished.place, finished.num_tokens, prompt)
+
+    def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredRecord]:
+        """Journals a group; it outlives this process when this returns. Raises ``JournalError``."""
+        key = group.prompt.key
+        assert group.policy_version == str(self.served.version), "a group of another batch"
+        payload = encode_group(group, self.served.digest)
+        with self._lock:
+            assert not self._closed, "the batch is over"
+            assert key not in self._added | self._finished.keys(), f"{key} was journalled before"
+            self._added.add(key)
+            place = self._open_writer().append(payload)
+            if self._fsync == "group":
+                self._open_writer().sync()
+        stored = StoredRecord(
+            place, packed_tokens(group), group.prompt, group.dispatched_s, group.completed_s
+        )
+        return replace(group, digest=place.digest.hex()), stored
+
+    def add_taken(self, keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> None:
+        """Journals what the trainer took together, and what it had computed ahead before.
+
+        Raises ``JournalError``.
+        """
+        with self._lock:
+            assert not self._closed, "the batch is over"
+            self._open_writer().append(encode_taken(keys, max_tokens, ahead))
+
+    def taken_before(self, prompts: Sequence[Prompt]) -> Sequence[TakenRecord]:
+        """What an earlier life took together of ``prompts``, as far as it can be repeated."""
+        keys = {prompt.key for prompt in prompts}
+        return longest(usable_takes(takes, keys, self._finished.keys()) for takes in self._takes)
+
+    def flush(self) -> None:
+        """``sync`` early, while the trainer is busy with the last groups."""
+        self.sync()
+
+    def sync(self) -> None:
+        """What was added outlives the machine going down, unless the policy is never.
+
+        Raises ``JournalError``, also for an earlier ``flush`` that had failed.
+        """
+        with self._lock:
+            if self._writer is not None and self._fsync != "never":
+                self._writer.sync()
+
+    def close(self) -> None:
+        """Nothing more is added; what was can still be loaded. Safe to call twice."""
+        with self._lock:
+            if self._writer is not None and not self._closed:
+                self._writer.close()
+            self._closed = True
+
+    def _open_writer(self) -> RecordWriter:
+        if self._writer is None:  # here and not before: making files takes long
+            self._writer = RecordWriter(self._path, durable=self._fsync != "never")
+            self._writer.append(encode_header(self.served, self._settings))
+        return self._writer
+
+
+class Journal:
+    """The journal of one rank of one life of a run.
+
+    Args:
+        directory: of the run's journal, the same for all ranks and lives.
+        life: how often the run was started before; the attempt of its versions.
+        fsync: after each ``group``, once per ``batch``, or ``never``. A killed process loses
+            nothing with any of them; a machine that goes down may lose what was not written.
+        settings: tells what groups are made with (``group_settings``): those that were made with
+            others are discarded.
+    """
+
+    def __init__(
+        self, directory: Path, life: int, rank: int, fsync: FsyncPolicy, settings: str = ""
+    ) -> None:
+        self._directory = directory
+        self._life = life
+        self._rank = rank
+        self._fsync: FsyncPolicy = fsync
+        self._settings = settings
+
+    def open_batch(self, served: ServedWeights) -> BatchJournal:
+        """The journal of the batch that is generated by ``served``, with what was left of it.
+
+        Raises ``JournalError`` naming file and byte where an earlier life's record was changed.
+        """
+        assert served.version.attempt == self._life
+        folder = batch_folder(self._directory, served.version.v)
+        return BatchJournal(folder, served, self._rank, self._fsync, self._settings)
+
+    def prune(self, before_v: int) -> None:
+        """Removes the batches before ``before_v``. For one rank to call.
+
+        One that cannot be removed (somebody reads it) is told in the log and tried again next time.
+        """
+        for left in self._directory.glob(f"*{PRUNED}"):  # also by a life that died here
+            _remove(left)
+        for folder in sorted(self._directory.glob("batch-*")):
+            number = folder.name.removeprefix("batch-")
+            if number.isdecimal() and int(number) < before_v:
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Never leaves half a batch under its name."""
+    try:
+        if folder.suffix != PRUNED:
+            folder = folder.rename(folder.with_name(folder.name + PRUNED))
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s is not needed any more and cannot be removed yet: %s", folder, error)

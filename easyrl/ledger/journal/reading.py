@@ -1,0 +1,146 @@
+"""A batch's journal read back: all lives, all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from easyrl.ledger.journal.codec import (
+    CodecError,
+    GroupRecord,
+    Header,
+    TakenRecord,
+    decode_header,
+    decode_record,
+    decode_taken,
+    is_taken,
+    to_group,
+)
+from easyrl.ledger.journal.record_file import JournalError, RecordPlace, read_records
+from easyrl.schema import Key, PolicyVersion, RolloutGroup
+
+_FILE = re.compile(r"life(\d+)-rank(\d+)\.journal")
+
+
+class JournalFile(NamedTuple):
+    """What one life of one rank wrote of a batch."""
+
+    life: int
+    rank: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class JournalledGroup:
+    """A group as a life finished it, and what it was made by."""
+
+    life: int
+    rank: int
+    version: str  # run:attempt:v
+    weights: str  # digest, 64 hex digits
+    digest: str  # of the record, 32 hex digits
+    group: RolloutGroup  # its prompt has neither text, answer nor metadata
+
+    @property
+    def key(self) -> Key:
+        return self.group.prompt.key
+
+
+def read_batch(directory: Path, v: int) -> Iterator[JournalledGroup]:
+    """Every group of batch ``v`` in the journal ``directory``, by life, rank and arrival.
+
+    One at a time, for a batch may be large. A prompt may come several times: of several lives.
+    Raises ``JournalError`` naming file and byte where something is not as it was written.
+    """
+    for file in journal_files(batch_folder(directory, v)):
+        header, records = read_file(file, v)
+        if header is None:
+            continue
+        for place, record in records:
+            if isinstance(record, TakenRecord):
+                continue
+            digest = place.digest.hex()
+            try:
+                group = to_group(record, record.prompt(), digest)
+            except CodecError as error:
+                raise JournalError(f"{file.path}: byte {place.offset}: {error}") from error
+            yield JournalledGroup(
+                file.life, file.rank, record.version, header.weights, digest, group
+            )
+
+
+def read_takes(directory: Path, v: int, life: int) -> Iterator[list[TakenRecord]]:
+    """What was taken together of batch ``v`` in ``life``: for each rank, in order.
+
+    Raises ``JournalError`` like ``read_batch``.
+    """
+    for file in journal_files(batch_folder(directory, v)):
+        if file.life == life:
+            _, records = read_file(file, v)
+            yield [record for _, record in records if isinstance(record, TakenRecord)]
+
+
+def batch_folder(directory: Path, v: int) -> Path:
+    """Where the groups of batch ``v`` are."""
+    return directory / f"batch-{v:06d}"
+
+
+def file_name(life: int, rank: int) -> str:
+    return f"life{life}-rank{rank}.journal"
+
+
+def journal_files(folder: Path) -> list[JournalFile]:
+    """The files of a batch, by life and rank; none if the folder is not there."""
+    found = []
+    for path in folder.glob("*.journal"):
+        match = _FILE.fullmatch(path.name)
+        if match is None:
+            raise JournalError(f"{path}: no rank writes a file of this name; remove it")
+        found.append(JournalFile(int(match[1]), int(match[2]), path))
+    return sorted(found)
+
+
+def read_file(
+    file: JournalFile, v: int
+) -> tuple[Header | None, Iterator[tuple[RecordPlace, GroupRecord | TakenRecord]]]:
+    """What a file is bound to and its records; no header if its life ended before it was written.
+
+    Raises ``JournalError`` if the file is not one of this life and of batch ``v``.
+    """
+    records = read_records(file.path)
+    first = next(records, None)
+    if first is None:
+        return None, iter(())
+    try:
+        header = decode_header(first[1])
+        version = PolicyVersion.parse(header.version)
+    except ValueError as error:
+        raise JournalError(f"{file.path}: byte {first[0].offset}: {error}") from error
+    if (version.attempt, version.v) != (file.life, v):
+        raise JournalError(
+            f"{file.path}: is of version {header.version}; it was moved or renamed, put it back"
+        )
+    return header, _decoded(file, header, records)
+
+
+def _decoded(
+    file: JournalFile, header: Header, records: Iterator[tuple[RecordPlace, bytes]]
+) -> Iterator[tuple[RecordPlace, GroupRecord | TakenRecord]]:
+    for place, payload in records:
+        try:
+            if is_taken(payload):
+                yield place, decode_taken(payload)
+                continue
+            record = decode_record(payload)
+        except CodecError as error:
+            raise JournalError(f"{file.path}: byte {place.offset}: {error}") from error
+        if (record.version, record.weights) != (header.version, header.weights):
+            raise JournalError(
+                f"{file.path}: byte {place.offset}: this group is of version {record.version} and "
+                f"of weights {record.weights[:12]}, its file of {header.version} and "
+                f"{header.weights[:12]}; it was changed after it was written"
+            )
+        yield place, record

@@ -1,0 +1,271 @@
+"""A run's folder read back: its closed batches, what they were trained on, what was measured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from easyrl.dataloaders.producer.group_stream import (
+    GroupStream,
+    Idle,
+    ReadyGroup,
+    ReadyQueue,
+    packed_tokens,
+)
+from easyrl.ledger.certificate.chain import ChainReader, Line, read_record
+from easyrl.ledger.certificate.errors import CertificateError
+from easyrl.ledger.certificate.history import History
+from easyrl.ledger.certificate.records import BatchRecord, EndRecord, LifeRecord, RunRecord
+from easyrl.ledger.journal import JournalledStream, read_batch
+from easyrl.ledger.journal.codec import TakenRecord
+from easyrl.ledger.journal.reading import batch_folder, read_takes
+from easyrl.ledger.journal.takes import longest, num_groups, usable_takes
+from easyrl.metrics.trackers import read_metrics
+from easyrl.runtime.run_files import CERTIFICATE_FILE, CONFIG_FILE, METRICS_FILE, life_config_file
+from easyrl.schema import (
+    FinishedSamples,
+    Key,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    ServedWeights,
+)
+
+
+class RecordedRun:
+    """What a run has left: only batches that are in its weights count.
+
+    Raises ``ValueError`` where the folder holds no run or its certificate is broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        for name in (CONFIG_FILE, CERTIFICATE_FILE, METRICS_FILE):
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder}: has no {name}; name the run.output_dir of a run")
+        self.folder = folder
+        self._final_weights: str | None = None
+        self._begun: dict[int, tuple[int, int]] = {}  # life → steps and prompts before it
+        self._history = History(self._read)
+        try:
+            self._take_all()
+        except CertificateError as error:
+            raise ValueError(f"{folder}: {error}; see easyrl verify {folder}") from error
+
+    @property
+    def run(self) -> RunRecord:
+        """What fixes the order of the prompts."""
+        assert self._history.run is not None
+        return self._history.run
+
+    def batch_of_step(self, step: int) -> int:
+        """The batch that optimizer step ``step`` belongs to. Raises ``ValueError``."""
+        last_steps = [batch.last_step for batch in self._history.batches]
+        if not last_steps:
+            raise ValueError(f"{self.folder}: no batch of this run was closed")
+        if not 1 <= step <= last_steps[-1]:
+            raise ValueError(f"--step: the run has steps 1 to {last_steps[-1]}, {step} is not one")
+        return bisect_left(last_steps, step)
+
+    def batch(self, v: int) -> BatchRecord:
+        """The account of batch ``v``."""
+        return self._read(self._history.batches[v].line)
+
+    def life_of(self, v: int) -> int:
+        """The life that trained batch ``v``."""
+        return PolicyVersion.parse(self.batch(v).version).attempt
+
+    def config_file(self, life: int) -> Path:
+        """The settings of life ``life``; those of the newest, if its own were not kept."""
+        own = self.folder / life_config_file(life)
+        return own if own.is_file() else self.folder / CONFIG_FILE
+
+    def begun(self, life: int) -> tuple[int, int]:
+        """Steps that were taken and prompts that were trained before life ``life``."""
+        return self._begun[life]
+
+    def weights_after(self, v: int) -> str | None:
+        """Digest of the weights that batch ``v`` came to, if they were ever published."""
+        if v + 1 < len(self._history.batches):
+            return self.batch(v + 1).weights
+        return self._final_weights
+
+    def metrics_of(self, v: int) -> dict[str, Any]:
+        """What was measured at the end of batch ``v``; a number that is not finite is None.
+
+        Raises ``ValueError``.
+        """
+        step = self.batch(v).step
+        lines = [m for m in read_metrics(self.folder / METRICS_FILE) if m["step"] == step]
+        if not lines:
+            raise ValueError(f"{self.folder / METRICS_FILE}: has no line of step {step}")
+        return {name: value for name, value in lines[-1].items() if name != "step"}
+
+    def require_journal(self, first: int, last: int) -> None:
+        """Raises ``ValueError`` if a batch from ``first`` to ``last`` is no longer journalled."""
+        journal = self.folder / "journal"
+        for v in range(first, last + 1):
+            if not batch_folder(journal, v).is_dir():
+                kept = [u for u in range(v, len(self._history.batches))
+                        if batch_folder(journal, u).is_dir()]  # fmt: skip
+                there = f"goes back to step {self._first_step(kept[0])}" if kept else "is empty"
+                raise ValueError(
+                    f"{journal}: batch {v}, which step {self.batch(last).step} builds on, was "
+                    f"removed as nothing resumes from it; the journal {there}. Choose a later "
+                    "step, or set journal.keep=all in the next run"
+                )
+
+    def groups(self, v: int, keys: frozenset[Key]) -> dict[Key, RolloutGroup]:
+        """The groups of ``keys`` that batch ``v`` was trained on, without their prompts' text.
+
+        Raises ``ValueError`` where the journal is not what the certificate says.
+        """
+        trained = {g.key: g.digest for g in self.batch(v).groups if g.key in keys}
+        found = {
+            each.key: each.group
+            for each in read_batch(self.folder / "journal", v)
+            if trained.get(each.key) == each.digest
+        }
+        if missing := sorted(keys - found.keys()):
+            epoch, index = missing[0]
+            raise ValueError(
+                f"{batch_folder(self.folder / 'journal', v)}: has not the group of prompt {index} "
+                f"of epoch {epoch} that was trained; see easyrl verify {self.folder}"
+            )
+        return found
+
+    def takes(self, v: int, keys: frozenset[Key]) -> Sequence[TakenRecord]:
+        """What of ``keys`` was trained together in batch ``v``, in order.
+
+        Nothing if no rank of the run took just these, or it did not journal it. Raises
+        ``JournalError``.
+        """
+        ranks = read_takes(self.folder / "journal", v, self.life_of(v))
+        takes = longest(usable_takes(takes, keys, keys) for takes in ranks)
+        return takes if num_groups(takes) == len(keys) else ()
+
+    def _first_step(self, v: int) -> int:
+        return self._history.batches[v - 1].last_step + 1 if v else 1
+
+    def _take_all(self) -> None:
+        for line, record in ChainReader(self.folder / CERTIFICATE_FILE):
+            try:
+                self._history.take(line, record)
+            except CertificateError as error:
+                raise error.at_line(line.number) from None
+            if isinstance(record, LifeRecord):
+                step = self._history.batches[-1].last_step if self._history.batches else 0
+                self._begun[record.life] = step, self._history.num_dispatched
+            self._final_weights = record.weights if isinstance(record, EndRecord) else None
+        if self._history.run is None:
+            raise CertificateError("is empty", file=CERTIFICATE_FILE)
+
+    def _read(self, line: Line) -> BatchRecord:
+        with (self.folder / CERTIFICATE_FILE).open("rb") as file:
+            record = read_record(file, line)
+        assert isinstance(record, BatchRecord)
+        return record
+
+
+class RecordedPrompts:
+    """The prompts of batches ``first`` to ``last``, as the run dispatched them; without tokens."""
+
+    def __init__(self, run: RecordedRun, first: int, last: int) -> None:
+        self._run = run
+        self._range = range(first, last + 1)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        nothing = np.zeros(0, np.int32)
+        for v in self._range:
+            keys = [key for update in self._run.batch(v).updates for key in update]
+            yield [Prompt(index, nothing, "", None, epoch=epoch) for epoch, index in keys]
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+
+class RecordedRollouts:
+    """Hands out journalled groups as they were trained; nothing is generated.
+
+    On another number of ranks, or with another ``max_tokens``, in the order of their prompts.
+
+    Attributes:
+        in_prompt_order: batches that were handed out so.
+    """
+
+    def __init__(self, run: RecordedRun) -> None:
+        self._run = run
+        self.in_prompt_order: set[int] = set()
+
+    def produce(
+        self, prompts: Sequence[Prompt], served: ServedWeights, *, priority: int = 0
+    ) -> JournalledStream:
+        """The groups of ``prompts``, all of them ready."""
+        v = served.version.v
+        keys = frozenset(prompt.key for prompt in prompts)
+        groups, takes = self._run.groups(v, keys), self._run.takes(v, keys)
+        if prompts and not takes:
+            self.in_prompt_order.add(v)
+        ready = ReadyQueue()
+        for position, prompt in enumerate(prompts):
+            group = groups[prompt.key]
+            ready.put_group(ReadyGroup(position, packed_tokens(group), group))
+        stream = GroupStream(
+            len(prompts), ready, _WholeBatch(), cancel=lambda: None, in_prompt_order=True
+        )
+        return _RecordedStream(
+            stream,
+            frozenset(self._run.batch(v).accepted_versions),
+            frozenset(),
+            positions={prompt.key: position for position, prompt in enumerate(prompts)},
+            takes=takes,
+            recover=groups.get,
+            forget=lambda: self.in_prompt_order.add(v),
+        )
+
+    def sync(self) -> None:
+        pass
+
+
+class _RecordedStream(JournalledStream):
+    """Repeats what was trained together unless another ``max_tokens`` is to be tried.
+
+    Args:
+        forget: is told that another is.
+    """
+
+    def __init__(self, *parts: Any, forget: Callable[[], object], **takes: Any) -> None:
+        super().__init__(*parts, **takes)
+        self._forget = forget
+
+    def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
+        self._forget_others(max_tokens)
+        return super().take_ready(max_tokens, idle)
+
+    def ahead_of_take(self, max_tokens: int) -> Iterator[list[FinishedSamples]]:
+        self._forget_others(max_tokens)
+        return super().ahead_of_take(max_tokens)
+
+    def _forget_others(self, max_tokens: int) -> None:
+        if any(take.max_tokens != max_tokens for take in self._takes):
+            self._takes.clear()
+            self._forget()
+
+
+class _WholeBatch:
+    """A ``GroupMemory`` without a bound: nothing is produced."""
+
+    async def keep(self, group: RolloutGroup) -> RolloutGroup:
+        return group
+
+    async def finish(self) -> None:
+        pass
+
+    def received(self) -> None:
+        pass
+
+    def handed_out(self) -> None:
+        pass

@@ -1,0 +1,168 @@
+"""Policy, old policy and reference on one micro-batch (paper §4.1, DESIGN §5).
+
+The three share one architecture and one layout, so one packed row and one attention mask serve all.
+What is not needed does not exist: the reference is there only with a KL coefficient, the old policy
+only when it is lagged or a batch has several updates; else it is the policy itself, with ratio 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
+from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.models.policy_model import run_micro_batch
+from easyrl.recipes.loss_metrics import loss_metrics
+from easyrl.recipes.losses import TokenLoss, policy_loss, token_loss
+from easyrl.schema import FrozenLogprobs, MicroBatch
+
+if TYPE_CHECKING:
+    from easyrl.config import ObjectiveConfig
+
+
+class Frozen(Protocol):
+    """A model that is only run without gradient."""
+
+    def logprobs(
+        self, micro_batch: MicroBatch, layout: SegmentLayout, temperature: float
+    ) -> Tensor: ...
+
+
+class FrozenModel:
+    """A model that is only run without gradient, kept on the host between uses if asked.
+
+    Args:
+        module: a ``PolicyModel`` or an engine around one; on ``device`` unless ``offload``.
+        device: where it runs.
+        offload: the weights are in host memory and are copied over for each use; they never change
+            on the device, so nothing is copied back.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
+        module.requires_grad_(False)
+        module.eval()
+        self.module = module
+        self._device = device
+        self._offload = offload
+
+    @torch.no_grad()
+    def logprobs(
+        self, micro_batch: MicroBatch, layout: SegmentLayout, temperature: float
+    ) -> Tensor:
+        """Log-probabilities float32 [N], of a micro-batch on the device."""
+        with self._on_device():
+            logprobs, _ = run_micro_batch(self.module, micro_batch, temperature, layout=layout)
+        return logprobs
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if not self._offload:
+            yield
+            return
+        parameters = [(parameter, parameter.data) for parameter in self.module.parameters()]
+        buffers = [  # which a move replaces, whereas it changes a parameter
+            (owner, name, buffer)
+            for owner in self.module.modules()
+            for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
+        ]
+        try:
+            self.module.to(self._device)
+            yield
+        finally:
+            for parameter, host_data in parameters:
+                parameter.data = host_data
+            for owner, name, buffer in buffers:
+                setattr(owner, name, buffer)
+
+
+class TriModel:
+    """Runs the models of the objective; only the policy's result carries gradient.
+
+    The frozen models run first: the policy's activations, which live until the backward, are then
+    not there yet. All see the same packed row, its positions and its attention layout.
+
+    Args:
+        policy: the model being trained, an engine around it where one intercepts the forward.
+        reference: frozen at the start of the run; None without a KL coefficient.
+        old_policy: the weights before the previous update (``old_policy: lagged``), or those at the
+            start of the batch (``updates_per_batch`` above 1); None where the policy itself is the
+            old policy.
+        temperature: the sampling temperature, at which all log-probabilities are taken.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        *,
+        reference: Frozen | None,
+        old_policy: Frozen | None,
+        temperature: float,
+        device: torch.device,
+    ) -> None:
+        self.policy = policy
+        self.reference = reference
+        self.old_policy = old_policy
+        self.old_is_policy = False  # for now their weights are the same: one forward serves both
+        self._temperature = temperature
+        self._device = device
+
+    def __call__(self, micro_batch: MicroBatch) -> TriLogprobs:
+        """The three log-probabilities of the N trained tokens; float32 [N] each."""
+        return self._run(*self._on_device(micro_batch))
+
+    def loss(
+        self, micro_batch: MicroBatch, objective: ObjectiveConfig, *, same_pass: bool
+    ) -> tuple[Tensor, MetricSums]:
+        """The objective's loss sum, a scalar that carries the policy's gradient, and its metrics.
+
+        ``same_pass``: the projection to the vocabulary forms its gradient with its values, for an
+        objective that ``is_sum_over_tokens``; else the backward pass computes it again.
+        """
+        row, layout = self._on_device(micro_batch)
+        if not same_pass:
+            return policy_loss(self._run(row, layout), row, objective)
+        frozen = self._frozen(row, layout)
+        losses = token_loss(row, frozen, objective)
+        loss_sum, logprobs, entropy = self._policy(row, layout, losses)
+        tri = TriLogprobs(TokenLogprobs(logprobs, entropy), frozen)
+        return loss_sum, loss_metrics(tri, row, objective, loss_sum, row.advantages)
+
+    def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
+        """Those of reference and old policy, as far as the objective needs them; no gradient."""
+        return self._frozen(*self._on_device(micro_batch))
+
+    @torch.no_grad()
+    def policy_logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """The policy's log-probabilities without gradient, float32 [N]."""
+        logprobs, _ = self._policy(*self._on_device(micro_batch))
+        return logprobs
+
+    def _on_device(self, micro_batch: MicroBatch) -> tuple[MicroBatch, SegmentLayout]:
+        """What all models share of a row."""
+        return micro_batch.to(self._device), SegmentLayout(micro_batch.segments)
+
+    def _run(self, row: MicroBatch, layout: SegmentLayout) -> TriLogprobs:
+        frozen = self._frozen(row, layout)
+        return TriLogprobs(TokenLogprobs(*self._policy(row, layout)), frozen)
+
+    def _policy(
+        self, row: MicroBatch, layout: SegmentLayout, losses: TokenLoss | None = None
+    ) -> tuple[Tensor, ...]:
+        return run_micro_batch(
+            self.policy, row, self._temperature, layout=layout, token_loss=losses
+        )
+
+    def _frozen(self, row: MicroBatch, layout: SegmentLayout) -> FrozenLogprobs:
+        if row.frozen is not None:
+            return row.frozen
+
+        def of(model: Frozen | None) -> Tensor | None:
+            return None if model is None else model.logprobs(row, layout, self._temperature)
+
+        old_policy = None if self.old_is_policy else self.old_policy
+        return FrozenLogprobs(reference=of(self.reference), old_policy=of(old_policy))

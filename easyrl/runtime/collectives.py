@@ -1,0 +1,140 @@
+"""What the data-parallel ranks tell each other, over a CPU group and in JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import orjson
+import torch
+import torch.distributed as dist
+
+from easyrl.runtime.notices import Notices
+from easyrl.schema import StopRequested
+
+T = TypeVar("T")
+
+LONGEST_WAIT = timedelta(days=7)  # a rank may wait hours for the slowest group of another
+STORE_TIMEOUT = timedelta(seconds=30)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
+
+
+class Status(IntEnum):
+    """What a rank has for the next round of micro-batches (DESIGN §7)."""
+
+    WORK = 0
+    FINISHED = 1
+    FAILED = 2
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed; its own log has the traceback."""
+
+
+class PeerOutage(RuntimeError):
+    """Another rank has no endpoint left."""
+
+
+class Agreement:
+    """Exchanges small values between ranks. With one rank everything is local."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self._group: dist.ProcessGroup | None = None
+        if num_ranks > 1:
+            self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able ``value``, in rank order. Collective."""
+        if self._group is None:
+            return [value]
+        payload = torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
+        self._gather(sizes, torch.tensor([len(payload)]))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(payload)] = payload
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
+        self._gather(rows, padded)
+        return [
+            orjson.loads(row[: int(size)].numpy().tobytes())
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def from_rank_zero(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank. Collective."""
+        return self.exchange(value if self.rank == 0 else None)[0]
+
+    def open_notices(self) -> Notices:
+        """A board for what cannot wait for a collective. Collective."""
+        if self.num_ranks == 1:
+            return Notices(None, self.rank)
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        store: dist.TCPStore | None = None
+        if self.rank == 0:
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        port = self.from_rank_zero(None if store is None else store.port)
+        if store is None:
+            store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
+        return Notices(store, self.rank)
+
+    def end_together(self, error: Exception | None) -> None:
+        """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
+
+        A stop goes first: the run ends well then, whatever else has happened. A rank raises its
+        own, the others ``StopRequested`` or ``PeerOutage`` with what the first one said.
+        """
+        mine = None if error is None else [isinstance(error, StopRequested), str(error)]
+        told = list(enumerate(self.exchange(mine)))
+        stops = [f"rank {rank}: {e[1]}" for rank, e in told if e is not None and e[0]]
+        outages = [f"rank {rank}: {e[1]}" for rank, e in told if e is not None and not e[0]]
+        if error is not None and (not stops or isinstance(error, StopRequested)):
+            raise error
+        if stops:
+            raise StopRequested(stops[0])
+        if outages:
+            raise PeerOutage(outages[0])
+
+    def in_lockstep(self, work: Iterator[T], dummy: Callable[[], T]) -> Iterator[T]:
+        """Yields equally often on all ranks: own work while there is some, then ``dummy()``.
+
+        Ranks agree before each item, so that a rank without work still joins the collectives of the
+        others, and all stop together. Raises ``PeerFailed`` if another rank's ``work`` raised.
+        """
+        while True:
+            try:
+                item = next(work, None)
+                status = Status.FINISHED if item is None else Status.WORK
+            except BaseException:
+                self.exchange(Status.FAILED)
+                raise
+            statuses = self.exchange(status)
+            if Status.FAILED in statuses:
+                raise PeerFailed(f"rank {statuses.index(Status.FAILED)} failed")
+            if all(s == Status.FINISHED for s in statuses):
+                return
+            yield dummy() if item is None else item
+
+    def _gather(self, outputs: list[torch.Tensor], mine: torch.Tensor) -> None:
+        """``all_gather`` that lets Python's signal handlers run, which a wait in C would defer."""
+        work = dist.all_gather(outputs, mine, group=self._group, async_op=True)
+        pause_s = FIRST_PAUSE_S
+        try:
+            while not work.is_completed():
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except BaseException:
+            self._abandon_group()
+            raise
+        work.wait()  # raises what went wrong
+
+    def _abandon_group(self) -> None:
+        # Its destructor joins a thread that still waits for the other ranks, and the process would
+        # not end. Gloo's abort() and shutdown() do not wake that thread: keep the group for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))

@@ -1,0 +1,156 @@
+"""The run's folder: who may use it, life count, resolved configuration, event log, metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeVar
+
+from easyrl.config import Config, ConfigError
+from easyrl.config.file import dump_config
+from easyrl.metrics.console import ConsoleView
+from easyrl.metrics.event_log import EventLog, Record, ignore
+from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.durable_files import write_durably
+from easyrl.runtime.folder_lock import FolderLock
+from easyrl.runtime.run_files import (
+    CERTIFICATE_FILE,
+    CONFIG_FILE,
+    LIFE_FILE,
+    METRICS_FILE,
+    life_config_file,
+)
+from easyrl.schema import PolicyVersion
+
+T = TypeVar("T")
+
+
+def prepare_output(
+    config: Config, agreement: Agreement, opened: ExitStack, *, resume: bool
+) -> Path:
+    """The folder, which is this run's alone until ``opened`` closes. Collective.
+
+    Nothing may be written there, or be read to go on from, before this returns. Raises
+    ``ConfigError`` on every rank if it holds a run that is not to be resumed, or if another process
+    still uses it after ``trainer.grace_s``.
+    """
+    output = config.run.output_dir
+
+    def prepare() -> None:
+        if not resume:
+            _refuse_earlier_run(output)  # before waiting for it
+        output.mkdir(parents=True, exist_ok=True)
+        opened.enter_context(FolderLock(output, config.trainer.grace_s))
+        if not resume:
+            _refuse_earlier_run(output)  # of the process that was waited for
+
+    _on_rank_zero(agreement, prepare)
+    return output
+
+
+def begin_life(config: Config, output: Path, agreement: Agreement) -> PolicyVersion:
+    """Which run and which of its lives this is, with v 0. Collective.
+
+    The run is its name and a hash of the folder that it began in, so that runs of one name share
+    neither versions nor files; a folder that was moved since keeps its run. Lives are counted, so
+    that no two share a version. Raises ``ConfigError`` on every rank if the count cannot be read.
+    """
+
+    def count() -> tuple[str, int]:
+        file = output / LIFE_FILE
+        if file.exists():
+            run, last = _read_life(file)
+            life = last + 1
+        else:
+            folder = str(output.resolve()).encode()
+            run, life = f"{config.run.name}-{blake2b(folder, digest_size=4).hexdigest()}", 0
+        write_durably(file, json.dumps({"run": run, "life": life}))
+        return run, life
+
+    run, life = _on_rank_zero(agreement, count)
+    return PolicyVersion(run, life, 0)
+
+
+def keep_config(config: Config, output: Path, life: int) -> None:
+    """Keeps the configuration as resolved, for the life and as the newest; rank 0 only.
+
+    Only of a life that is in the certificate: one that was refused has trained nothing.
+    """
+    text = dump_config(config)
+    write_durably(output / life_config_file(life), text)
+    write_durably(output / CONFIG_FILE, text)
+
+
+def open_event_log(config: Config, output: Path, agreement: Agreement, opened: ExitStack) -> Record:
+    """Where this rank's events go."""
+    if not config.run.event_log:
+        return ignore
+    log = EventLog(output / f"events-rank{agreement.rank}.jsonl")
+    opened.callback(log.close)
+    return log.record
+
+
+def open_trackers(config: Config, output: Path, from_step: int, total_steps: int) -> list[Tracker]:
+    """All back ends that the configuration names; their figures go on after ``from_step``."""
+    trackers: list[Tracker] = [JsonlTracker(output / METRICS_FILE, from_step)]
+    if "tensorboard" in config.run.trackers:
+        trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
+    if "wandb" in config.run.trackers:
+        plain = config.model_dump(mode="json")
+        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, plain))
+    if config.run.console:
+        trackers.append(ConsoleView(total_steps))
+    return trackers
+
+
+def _refuse_earlier_run(output: Path) -> None:
+    if (output / METRICS_FILE).exists() or (output / CERTIFICATE_FILE).exists():
+        raise ConfigError(
+            f"run.output_dir: {output} holds an earlier run; add --resume to go on with it, or "
+            "name another folder"
+        )
+
+
+def _read_life(file: Path) -> tuple[str, int]:
+    """The run, and its newest life."""
+    try:
+        said = json.loads(file.read_text())
+        run, life = said["run"], said["life"]
+        if not isinstance(run, str) or not isinstance(life, int):
+            raise TypeError("run has to be a text and life a number")
+    except (ValueError, KeyError, TypeError) as error:
+        certificate = file.with_name(CERTIFICATE_FILE)
+        raise ConfigError(
+            f"{file}: cannot be read ({type(error).__name__}: {error}); "
+            + (
+                'write {"run": "RUN", "life": N} into it, RUN from the first line and N from the '
+                f'last line with "kind":"life" of {certificate}'
+                if certificate.exists()
+                else "remove it: this run has no certificate yet, so nothing depends on it"
+            )
+        ) from error
+    return run, life
+
+
+def _on_rank_zero(agreement: Agreement, work: Callable[[], T]) -> T:
+    """What ``work()`` of rank 0 returns, a JSON-able value. Collective.
+
+    Raises what it raises; the other ranks raise ``ConfigError`` for ``ConfigError`` and ``OSError``
+    of rank 0.
+    """
+    if agreement.rank != 0:
+        problem, value = agreement.from_rank_zero(None)
+        if problem is not None:
+            raise ConfigError(f"rank 0: {problem}")
+        return value
+    try:
+        value = work()
+    except (ConfigError, OSError) as error:
+        agreement.from_rank_zero([str(error), None])
+        raise
+    agreement.from_rank_zero([None, value])
+    return value

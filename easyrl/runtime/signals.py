@@ -1,0 +1,102 @@
+"""What SIGTERM and Ctrl-C do to a run.
+
+Python runs a signal's handler on the main thread when that is back from C, which a stuck collective
+never is. So each signal also wakes a thread, through the descriptor that the C handler writes to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from typing import Any
+
+from easyrl.runtime.stopping import StopRequest
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+UNWIND_S = 5.0  # for closing what a start has opened
+
+
+class RunSignals:
+    """Ends the run as its signals say. Not installed, it leaves all signals to the caller.
+
+    SIGINT unwinds at once, so that every part closes what it opened. SIGTERM does too before
+    ``begin_training``; from then on it asks for a stop, and further ones change nothing: a
+    scheduler and a launcher may both send it.
+    """
+
+    def __init__(self, stop: StopRequest) -> None:
+        self.stop = stop
+        self._is_installed = False
+        self._is_training = False
+        self._raise: BaseException | None = None
+
+    def install(self) -> None:
+        """From now on, for good, signals come here. Call it on the main thread."""
+        self._is_installed = True
+        self._bytes, written = socket.socketpair()
+        written.setblocking(False)
+        signal.set_wakeup_fd(written.detach(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="easyrl-signals", daemon=True).start()
+        for number in ENDING:
+            signal.signal(number, self._handle)
+
+    def begin_training(self) -> None:
+        """From now on there is something to save."""
+        self._is_training = True
+
+    def terminate(self, reason: str) -> None:
+        """The same as SIGTERM, for a reason that the log will name. From any thread."""
+        if self._is_training:
+            self.stop.request(reason)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def end(self, status: int, within_s: float) -> None:
+        """The main thread unwinds with ``status``; if it does not, the process ends. Any thread.
+
+        Not installed: the process is somebody else's, its main thread is sent Ctrl-C.
+        """
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        if not self._is_installed:
+            signal.pthread_kill(main_thread, signal.SIGINT)
+            return
+        self._raise = SystemExit(status)
+        self._exit_after(within_s, status)
+        signal.pthread_kill(main_thread, signal.SIGTERM)  # ends a blocking call, too
+
+    def finish(self) -> None:
+        """The stopped run has ended: one more signal must not change its exit status.
+
+        Python gives signals back to the system before the process is gone, ignored ones not.
+        """
+        if self.stop.requested:
+            self._ignore_all()
+
+    def _handle(self, number: int, _: Any) -> None:
+        if self._raise is None:
+            if number == signal.SIGTERM and self._is_training:
+                self.stop.request("SIGTERM")
+                return
+            self._raise = SystemExit(128 + number)
+        self._ignore_all()  # a launcher sends both: the second must not interrupt the closing
+        raise self._raise
+
+    def _ignore_all(self) -> None:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _listen(self) -> None:
+        while numbers := self._bytes.recv(64):
+            if not self._is_training:  # it may wait in C for ranks that never come
+                self._exit_after(UNWIND_S, 128 + numbers[0])
+            elif signal.SIGTERM in numbers and self._raise is None:
+                self.stop.request("SIGTERM")
+
+    @staticmethod
+    def _exit_after(seconds: float, status: int) -> None:
+        last_resort = threading.Timer(seconds, os._exit, args=(status,))
+        last_resort.daemon = True
+        last_resort.start()

@@ -1,0 +1,129 @@
+"""Child interpreters that answer this process over a socket: what workers and fetchers share.
+
+A child imports only what it is told to run. It leads a session of its own: Ctrl-C does not reach
+it, and what it started is killed with it. It ends by its parent alone: DeepSpeed's launcher sends
+SIGTERM to all below it, and the parent may need its children to end well. A message is a *frame*:
+four bytes of length, then bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+HEADER_BYTES = 4
+# Set before the child's first import: several processes are the parallelism.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+CODE = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from easyrl.runtime.workers.child_process import child_main; "
+    "child_main({entry!r}, {descriptor}, {parent})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A running interpreter and this process's end of the socket to it."""
+
+    process: subprocess.Popen
+    socket: socket.socket
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """With all that it started; returns when it is gone. The socket stays open."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def ending(self, patience_s: float = 1.0) -> str:
+        """How it ended, in words; for one that closed its socket. Kills what is left of it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience_s)  # the socket closes a moment before there is an exit code
+        code = self.process.returncode
+        self.kill()
+        if code is None or code >= 0:
+            return "its socket was closed" if code is None else f"exit code {code}"
+        out_of_memory = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return signal.Signals(-code).name + out_of_memory
+
+
+def start_child(entry: str, environment: Mapping[str, str] | None = None) -> Child:
+    """Starts an interpreter that runs ``entry`` (``module:function``) with its socket as argument.
+
+    ``environment`` is added to this process's own.
+
+    On Linux the kernel kills the child when the *thread* that called this ends: call it from one
+    that lives as long as the child is needed.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:  # the child's is the only one afterwards, so that its death reads as end of file
+        code = CODE.format(
+            path=[str(folder) for folder in sys.path],
+            entry=entry,
+            descriptor=theirs.fileno(),
+            parent=os.getpid(),
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return Child(process, ours)
+
+
+def child_main(entry: str, descriptor: int, parent_pid: int) -> None:
+    """What a child runs."""
+    _die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # unlike SIG_IGN, not for what it starts
+    module, function = entry.split(":")
+    vars(importlib.import_module(module))[function](socket.socket(fileno=descriptor))
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Elsewhere than on Linux an orphan ends when it next reads or writes its socket."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before we asked
+        os._exit(1)
+
+
+# -- frames --------------------------------------------------------------------------------
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(HEADER_BYTES, "little") + payload
+
+
+class FrameSplitter:
+    """Cuts a stream of bytes into the payloads of its frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
+        """The payloads that are complete with ``data``."""
+        buffer = self._buffer
+        buffer += data
+        payloads, start = [], 0
+        while (body := start + HEADER_BYTES) <= len(buffer):
+            end = body + int.from_bytes(buffer[start:body], "little")
+            if end > len(buffer):
+                break
+            payloads.append(bytes(memoryview(buffer)[body:end]))
+            start = end
+        del buffer[:start]
+        return payloads

@@ -1,0 +1,62 @@
+"""Evaluation on held-out prompts: pass@k and avg@k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, fsum
+
+from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
+from easyrl.inference_client.errors import is_outage
+from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.stopping import StopRequest
+from easyrl.schema import Prompt, StopRequested
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of P(one of k samples is correct) (Chen et al. 2021, eq. 1)."""
+    assert 1 <= k <= num_samples and 0 <= num_correct <= num_samples
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Samples every held-out prompt ``num_samples`` times and counts the correct responses."""
+
+    prompts: Sequence[Prompt]
+    rollouts: RolloutGenerator
+    agreement: Agreement
+    stop: StopRequest
+    num_samples: int
+    pass_at: Sequence[int]
+    threshold: float
+    reward_name: str  # the component that decides
+
+    def evaluate(self, version: str | None) -> dict[str, float]:
+        """``eval/avg@k`` (also ``eval/accuracy``) and ``eval/pass@k``, all ranks. Collective.
+
+        Raises on all ranks what keeps one of them from going on: an outage, ``StopRequested``.
+        """
+        share = self.prompts[self.agreement.rank :: self.agreement.num_ranks]
+        correct: list[int] = []
+        interruption: Exception | None = None
+        groups = self.rollouts.produce(share, version)
+        try:
+            with self.stop.wakes(groups.interrupt):
+                for group in groups:
+                    scores = [score.components[self.reward_name] for score in group.scores]
+                    correct.append(sum(score >= self.threshold for score in scores))
+        except Exception as error:
+            groups.close()
+            if not (is_outage(error) or isinstance(error, StopRequested)):
+                raise
+            interruption = error
+        self.agreement.end_together(interruption)
+        everyone = [c for rank in self.agreement.exchange(correct) for c in rank]
+        num_prompts = len(everyone)
+        accuracy = sum(everyone) / (num_prompts * self.num_samples)
+        metrics = {"eval/accuracy": accuracy, f"eval/avg@{self.num_samples}": accuracy}
+        for k in self.pass_at:
+            total = fsum(pass_at_k(self.num_samples, c, k) for c in everyone)  # in any order
+            metrics[f"eval/pass@{k}"] = total / num_prompts
+        return metrics

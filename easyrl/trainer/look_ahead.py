@@ -1,0 +1,204 @@
+"""What an idle trainer does: it runs the frozen models on responses whose group is not complete.
+
+Reference and old policy do not change while a batch is open, and a token's log-probability depends
+on the tokens before it alone. So what they say of a finished response can be computed before its
+group is there, and is the same up to rounding: rows of another shape are summed in another order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from easyrl.metrics.event_log import Record
+from easyrl.schema import (
+    FinishedSamples,
+    FrozenLogprobs,
+    Key,
+    MicroBatch,
+    OpenGroup,
+    RolloutGroup,
+    SampleKey,
+)
+from easyrl.trainer.row_split import join_logprobs, restrict, split_labels, split_logprobs
+
+if TYPE_CHECKING:
+    from easyrl.engines.base import TrainEngine
+
+# A piece of work repeats its prompts, unless their groups' last responses are in it. At least this
+# share of its tokens must save work later: it then pays if three quarters of it fall into time in
+# which the trainer would have waited, and a trainer that waits at all mostly waits for long.
+MIN_USEFUL = 0.25
+
+CPU = torch.device("cpu")
+Piece = Sequence[FinishedSamples]  # what goes through the models together
+Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
+
+
+class OpenGroups(Protocol):
+    """Finished responses of groups that are not complete (``OpenSamples``)."""
+
+    def groups(self) -> list[OpenGroup]: ...
+    def take(self, key: Key, max_tokens: int) -> FinishedSamples | None: ...
+
+
+class _Known(NamedTuple):
+    """What the frozen models say of a response, in host memory."""
+
+    label_ids: Tensor  # int64 [N], the trained tokens
+    frozen: FrozenLogprobs  # [N] each
+
+
+class LookAhead:
+    """Log-probabilities of the frozen models for one update's groups, before these are complete.
+
+    One object for each update: its old policy is not that of the next, and nothing of an earlier
+    update or batch can be met in it. Belongs to the trainer's thread.
+
+    Which responses are computed ahead, in which pieces, is a matter of the clock and decides the
+    last bits of what the models say of them. A piece alone is a function of its responses: who
+    ``notes`` the pieces can have them repeated before the same groups are trained, with equal bits.
+
+    Args:
+        engine: one that ``can_look_ahead``.
+        pack: the objective's, that makes rows of groups.
+        max_tokens: packed tokens of one piece of work.
+        record: receives the events ``look_ahead_start`` and ``look_ahead_end``.
+        note: is told of each piece, before the groups that use it are asked for.
+
+    Attributes:
+        work_s: seconds spent in ``work`` and ``repeat``.
+        num_tokens: trained tokens of the rows so far that had been computed ahead when their row
+            came; not those of responses whose row is still to come.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        pack: Pack,
+        open_groups: OpenGroups,
+        *,
+        max_tokens: int,
+        record: Record,
+        note: Callable[[Piece], object] = lambda piece: None,
+    ) -> None:
+        self._engine = engine
+        self._note = note
+        self._pack = pack
+        self._open_groups = open_groups
+        self._max_tokens = max_tokens
+        self._record = record
+        self._known: dict[SampleKey, _Known] = {}
+        self.work_s = 0.0
+        self.num_tokens = 0
+
+    def work(self) -> bool:
+        """Runs the frozen models on finished responses once; False if none are worth it."""
+        start = time.monotonic()
+        chosen = self._choose()
+        self._compute(chosen)
+        self.work_s += time.monotonic() - start
+        return bool(chosen)
+
+    def repeat(self, piece: Piece) -> None:
+        """Runs the frozen models on what an earlier life had run them on."""
+        start = time.monotonic()
+        self._compute(piece)
+        self.work_s += time.monotonic() - start
+
+    def complete(self, row: MicroBatch) -> MicroBatch:
+        """``row`` with what the frozen models say of it, if some of it is known.
+
+        What is not known of it is computed on a row of its own. What is known is then forgotten.
+        Raises ``RuntimeError`` if it is known of another response of the same name.
+        """
+        if row.is_dummy:  # its sequence is nobody's
+            return row
+        known = {key: self._known.pop(key) for key in row.sequences if key in self._known}
+        if not known:
+            return row
+        labels = split_labels(row)
+        for key, (label_ids, _) in known.items():
+            if not torch.equal(label_ids, labels[key]):
+                raise RuntimeError(f"what was computed ahead for {key} is of another response")
+        parts = {key: frozen for key, (_, frozen) in known.items()}
+        missing = [key for key in row.sequences if key not in parts]
+        self.num_tokens += row.num_loss_tokens
+        if missing:
+            rest = restrict(row, missing)
+            self.num_tokens -= rest.num_loss_tokens
+            parts |= split_logprobs(rest, self._engine.frozen_logprobs(rest).to(CPU))
+        return replace(row, frozen=join_logprobs(row, parts))
+
+    def _compute(self, piece: Piece) -> None:
+        rows = self._rows(piece)
+        for row in rows:
+            self._record("look_ahead_start", num_tokens=row.num_tokens)
+            # The copy waits for the device, so that this returns when the work is done and not
+            # when it is launched: a group may be complete by then.
+            said = split_logprobs(row, self._engine.frozen_logprobs(row).to(CPU))
+            labels = split_labels(row)
+            self._known |= {key: _Known(labels[key], frozen) for key, frozen in said.items()}
+            self._record("look_ahead_end")
+        if rows:
+            self._note(piece)
+
+    def _choose(self) -> list[FinishedSamples]:
+        """Responses for one row, from the groups that waste least first."""
+        room = self._max_tokens
+        chosen = []
+        for group in sorted(
+            self._open_groups.groups(),
+            key=lambda group: (_useful(group, self._max_tokens), group.num_finished_tokens),
+            reverse=True,
+        ):
+            if _useful(group, room) < MIN_USEFUL:
+                continue
+            samples = self._open_groups.take(group.key, room - group.num_prompt_tokens)
+            if samples is not None:
+                chosen.append(samples)
+                lengths = [len(c.token_ids) for c in samples.completions.values()]
+                room -= group.num_prompt_tokens + sum(lengths)
+        return chosen
+
+    def _rows(self, chosen: Piece) -> list[MicroBatch]:
+        """Packed as groups are; none where no token of theirs is trained."""
+        numbers = {samples.prompt.key: list(samples.completions) for samples in chosen}
+        rows = self._pack(
+            [_group_of(samples) for samples in chosen],
+            [np.zeros(len(samples.completions), np.float32) for samples in chosen],
+        )
+
+        def of_whole_group(key: SampleKey) -> SampleKey:
+            return key._replace(sample=numbers[key.epoch, key.prompt][key.sample])
+
+        return [replace(row, sequences=tuple(map(of_whole_group, row.sequences))) for row in rows]
+
+
+def _useful(group: OpenGroup, room: int) -> float:
+    """The share of the tokens that need not go through the models again, of what fits."""
+    fitting = group.within(room - group.num_prompt_tokens)
+    response_tokens = sum(group.finished[place] for place in fitting)
+    if response_tokens == 0:
+        return 0.0
+    if group.num_missing == 0 and len(fitting) == len(group.finished):
+        return 1.0  # the prompt is not needed again either
+    return response_tokens / (response_tokens + group.num_prompt_tokens)
+
+
+def _group_of(samples: FinishedSamples) -> RolloutGroup:
+    """As if the finished responses were the whole group."""
+    return RolloutGroup(
+        prompt=samples.prompt,
+        completions=tuple(samples.completions.values()),
+        scores=(),
+        policy_version="",
+        dispatched_s=0.0,
+        completed_s=0.0,
+    )

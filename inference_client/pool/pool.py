@@ -1,0 +1,232 @@
+"""The endpoints together: requests go to one that has confirmed their version, retries elsewhere.
+
+Everything here runs on one asyncio loop (the producer's). How requests are sent is the caller's
+``fetch``; who goes where is ``dispatch.py``'s, who is up ``health.py``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from easyrl.config import InferenceConfig, SamplingConfig
+from easyrl.inference_client.errors import (
+    AttemptsFailed,
+    EndpointError,
+    NoEndpointError,
+    Outage,
+    PromptTooLong,
+    RequestRejected,
+    WrongVersion,
+)
+from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
+from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
+from easyrl.inference_client.pool.fleet import ClientSettings, Fleet, PoolCounters
+from easyrl.inference_client.pool.group_assignment import GroupPlace
+from easyrl.inference_client.pool.startup import GRACE_S, read_api_key, until_up
+from easyrl.schema import Completion
+
+__all__ = ["Endpoint", "EndpointPool", "GroupPlace", "NoEndpointError", "Outage", "PoolCounters"]
+
+# url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
+Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
+
+
+class EndpointPool(Fleet):
+    """All inference endpoints; they may come and go.
+
+    Args:
+        config: limits and time-outs, and the URLs unless ``urls`` are given.
+        fetch: sends one request and decodes the answer; cancelling it aborts the request.
+        urls: of the endpoints at the start, without trailing slashes.
+        num_shares: processes that share the endpoints (trainer ranks); ``max_inflight`` is divided
+            by it.
+        update_timeout_s: for each answer to a request that touches weights.
+        back_off_s: how long an endpoint is set aside after a first failure; doubles up to 30 s.
+        probe_timeout_s: of a health probe; by default follows from ``health_interval_s``.
+    """
+
+    def __init__(
+        self,
+        config: InferenceConfig,
+        fetch: Fetch,
+        *,
+        urls: Sequence[str] | None = None,
+        num_shares: int = 1,
+        update_timeout_s: float = 600.0,
+        back_off_s: float = 0.5,
+        probe_timeout_s: float | None = None,
+    ) -> None:
+        settings = ClientSettings(
+            api_key=read_api_key(config),
+            max_inflight=max(1, config.max_inflight // num_shares),
+            update_timeout_s=update_timeout_s,
+            back_off_s=back_off_s,
+            probe_timeout_s=probe_timeout_s,
+        )
+        super().__init__(config, settings, config.endpoints if urls is None else urls)
+        self._fetch = fetch
+        self._orders = itertools.count()
+
+    async def wait_until_healthy(self, grace_s: float = GRACE_S) -> None:
+        """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
+
+        Those that come later are taken in when they do. Raises ``NoEndpointError`` with what each
+        answered if there is none after ``startup_timeout_s``, and ``RequestRejected`` at once if
+        one refuses us (a wrong API key).
+        """
+        await until_up(lambda: self.endpoints, self._config.startup_timeout_s, grace_s)
+
+    @asynccontextmanager
+    async def group(
+        self,
+        num_prompt_tokens: int,
+        sampling: SamplingConfig,
+        version: str | None = None,
+        *,
+        num_samples: int,
+        lengths: ExpectedLengths | None = None,
+        index: int = 0,
+        priority: int = 0,
+    ) -> AsyncIterator[GroupPlace]:
+        """The turn of a group: its samples are to be asked for inside, with this place.
+
+        Consumes: room at an endpoint. Waits for: it, shorter groups first
+        (``inference.dispatch``). Is unblocked by: an answer, a recovered endpoint, ``confirm``.
+        Produces: a place that keeps the samples together. Raises ``NoEndpointError``.
+
+        Args:
+            lengths, index: how long responses to this prompt were; what comes is added.
+            priority: lower ones go before any others: the update of the batch that trains it.
+        """
+        place = self._new_place(
+            num_prompt_tokens, sampling, version, num_samples, lengths, index, priority
+        )
+        await self._dispatcher.turn(place)
+        try:
+            yield place
+        finally:
+            self._dispatcher.leave(place)
+
+    async def generate(
+        self,
+        prompt_token_ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
+        version: str | None = None,
+        *,
+        group: GroupPlace | None = None,
+    ) -> Completion:
+        """One response to the prompt, int32 [P].
+
+        Consumes: a place at an endpoint that has confirmed ``version`` (any, if None). Waits for:
+        such a place, and the response. Is unblocked by: an answer, a recovered endpoint,
+        ``confirm``. Produces: a completion of which every token is stamped with ``version``; with
+        finish_reason "length" also where the endpoints' context ends before ``max_tokens``.
+
+        What fails is sent to another endpoint, with the same seed, ``max_retries`` times. Raises
+        ``AttemptsFailed``, ``Outage``, ``NoEndpointError``, ``PromptRejected`` if this prompt is
+        refused, else ``RequestRejected``. Cancelling aborts the request on the server.
+        """
+        sampling = self._fitting(prompt_token_ids, sampling)
+        if group is None:
+            group = self._new_place(len(prompt_token_ids), sampling, version, 1)
+        attempts: list[EndpointError] = []
+        avoid: Endpoint | None = None
+        while True:
+            endpoint = self._dispatcher.place_now(group, avoid)
+            if endpoint is None:
+                endpoint = await self._dispatcher.place(group, avoid)
+            try:
+                completion = await self._attempt(endpoint, prompt_token_ids, sampling, seed, group)
+            except RequestRejected:
+                raise
+            except EndpointError as error:
+                attempts.append(error)
+                if len(attempts) > self._config.max_retries:
+                    raise AttemptsFailed(attempts) from error
+                self._num_retries += 1
+                avoid = endpoint
+                continue
+            group.saw(len(completion.token_ids))
+            return completion
+
+    async def _attempt(
+        self,
+        endpoint: Endpoint,
+        prompt_token_ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
+        group: GroupPlace,
+    ) -> Completion:
+        """Asks ``endpoint``, at which a place is taken, and gives the place back."""
+        task = asyncio.current_task()
+        assert task is not None
+        attempt = Attempt(task)
+        endpoint.attempts.add(attempt)
+        try:
+            completion = await self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
+            self._check_stamps(endpoint, completion, group.version)
+        except asyncio.CancelledError:
+            if attempt.aborted is None or task.uncancel() > 0:
+                raise  # somebody else's cancellation
+            raise attempt.aborted from None
+        except (RequestRejected, WrongVersion):
+            raise
+        except EndpointError as error:
+            self._health.set_aside(endpoint, error)  # before its place is given to somebody else
+            raise
+        finally:
+            endpoint.attempts.discard(attempt)
+            self._dispatcher.release(endpoint, group.sample_tokens)
+            self._forget_if_done(endpoint)
+        endpoint.answered()
+        return completion
+
+    def _check_stamps(
+        self, endpoint: Endpoint, completion: Completion, version: str | None
+    ) -> None:
+        if version is None or all(s.version == version for s in completion.version_spans):
+            return
+        stamped = sorted({span.version for span in completion.version_spans})
+        wrong = WrongVersion(endpoint.url, f"tokens of {stamped}, asked for {version}")
+        endpoint.num_failures += 1
+        self._health.lose_confirmation(endpoint, version, wrong.reason)
+        raise wrong
+
+    def _new_place(
+        self,
+        num_prompt_tokens: int,
+        sampling: SamplingConfig,
+        version: str | None,
+        num_samples: int,
+        lengths: ExpectedLengths | None = None,
+        index: int = 0,
+        priority: int = 0,
+    ) -> GroupPlace:
+        expected = sampling.max_tokens / 2 if lengths is None else lengths.of(index)
+        first = expected if self._config.dispatch == "shortest_first" else 0.0
+        rank = (priority, first, next(self._orders))
+        tokens = num_prompt_tokens + int(expected)
+        return GroupPlace(rank, version, tokens, num_samples, lengths, index)
+
+    def _fitting(self, prompt_token_ids: np.ndarray, sampling: SamplingConfig) -> SamplingConfig:
+        """Asks for what the endpoints' context has room for. Raises ``PromptTooLong``."""
+        context_len = self._context_len
+        if context_len is None:
+            return sampling
+        room = context_len - len(prompt_token_ids)
+        if sampling.max_tokens <= room:
+            return sampling
+        if room < max(1, sampling.min_tokens):
+            raise PromptTooLong(
+                "inference.endpoints",
+                f"a prompt of {len(prompt_token_ids)} tokens leaves no room for a response in a "
+                f"context of {context_len} tokens; raise the servers' --max-model-len, or "
+                "lower data.max_prompt_tokens",
+            )
+        return sampling.model_copy(update={"max_tokens": room})

@@ -1,0 +1,141 @@
+"""Those who wait for a place at an endpoint, in the order in which they shall go."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+
+from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.group_assignment import GroupPlace
+
+
+class Waiting:
+    """A sample that waits for a place, or a group for its turn."""
+
+    __slots__ = ("avoid", "group", "is_group", "key", "place", "waits")
+
+    def __init__(
+        self,
+        group: GroupPlace,
+        number: int,
+        place: asyncio.Future[Endpoint | None],
+        avoid: Endpoint | None = None,
+    ) -> None:
+        self.group = group
+        self.key = (group.rank, number)  # a retry has its group's rank: it goes before younger ones
+        self.place = place
+        self.avoid = avoid  # failed it last; asked again only if there is no other
+        self.is_group = False
+        self.waits = True  # counted in its line
+
+
+Heap = list[tuple[tuple, Waiting]]  # keys differ, so that no two ``Waiting`` are ever compared
+
+
+class WaitingLine:
+    """Samples and groups that wait for endpoints of one version.
+
+    A heap for each endpoint that samples wait for because it holds their prompt, one for each that
+    samples avoid, one for those that take any. A single heap would let a sample that waits for a
+    full endpoint hold up all behind it. Every operation costs O(endpoints + log samples) at most,
+    and O(log samples) for an endpoint that has samples of its own.
+    """
+
+    def __init__(self) -> None:
+        self._any: Heap = []
+        self._home: dict[Endpoint, Heap] = {}
+        self._avoiding: dict[Endpoint, Heap] = {}
+        self._groups: Heap = []
+        self.num_samples = 0
+        self.num_groups = 0
+
+    def __bool__(self) -> bool:
+        return self.num_samples + self.num_groups > 0
+
+    @property
+    def has_avoiding(self) -> bool:
+        """Whether a sample waits that has just failed somewhere."""
+        return bool(self._avoiding)
+
+    def add(self, waiting: Waiting) -> None:
+        """A sample."""
+        if waiting.avoid is not None:
+            heap = self._avoiding.setdefault(waiting.avoid, [])
+        elif waiting.group.endpoint is not None:
+            heap = self._home.setdefault(waiting.group.endpoint, [])
+        else:
+            heap = self._any
+        heapq.heappush(heap, (waiting.key, waiting))
+        self.num_samples += 1
+
+    def add_group(self, waiting: Waiting) -> None:
+        waiting.is_group = True
+        heapq.heappush(self._groups, (waiting.key, waiting))
+        self.num_groups += 1
+
+    def next_for(self, endpoint: Endpoint, *, is_only: bool) -> Waiting | None:
+        """Takes the first sample that may go to ``endpoint`` and does not wait for another.
+
+        Args:
+            is_only: no other endpoint will do, so that nobody can avoid this one.
+        """
+        heaps = [self._any]
+        if (own := self._home.get(endpoint)) is not None:
+            heaps.append(own)
+        if self._avoiding:
+            heaps += [h for avoided, h in self._avoiding.items() if is_only or avoided != endpoint]
+        return self._pop_first(heaps)
+
+    def steal(self) -> Waiting | None:
+        """Takes the first sample of those that wait for the endpoint that holds their prompt."""
+        return self._pop_first(list(self._home.values()))
+
+    def next_group(self) -> Waiting | None:
+        """Takes the first group."""
+        return self._pop_first([self._groups])
+
+    def forsake(self, endpoint: Endpoint) -> None:
+        """Nothing can be had of ``endpoint`` now: who waited for it takes any."""
+        heap = self._home.pop(endpoint, None)
+        if heap is not None:
+            self._any += heap
+            heapq.heapify(self._any)
+
+    def remove(self, waiting: Waiting) -> None:
+        """It is no longer in line: taken, or cancelled while it waited."""
+        if waiting.waits:
+            waiting.waits = False
+            if waiting.is_group:
+                self.num_groups -= 1
+            else:
+                self.num_samples -= 1
+
+    def fail(self, error: Exception) -> None:
+        """Ends the waiting of all."""
+        for heap in (self._any, *self._home.values(), *self._avoiding.values(), self._groups):
+            while (waiting := self._first(heap)) is not None:
+                self.remove(waiting)
+                waiting.place.set_exception(error)
+
+    def _pop_first(self, heaps: list[Heap]) -> Waiting | None:
+        best: Heap | None = None
+        for heap in heaps:
+            if self._first(heap) is not None and (best is None or heap[0] < best[0]):
+                best = heap
+        if best is None:
+            self._sweep()
+            return None
+        waiting = heapq.heappop(best)[1]
+        self.remove(waiting)
+        return waiting
+
+    def _first(self, heap: Heap) -> Waiting | None:
+        while heap and heap[0][1].place.done():  # cancelled while it waited, or failed
+            self.remove(heapq.heappop(heap)[1])
+        return heap[0][1] if heap else None
+
+    def _sweep(self) -> None:
+        """Forgets heaps that ran empty."""
+        for heaps in (self._home, self._avoiding):
+            for endpoint in [e for e, heap in heaps.items() if not heap]:
+                del heaps[endpoint]

@@ -1,0 +1,282 @@
+"""The running batch: sequences that join and leave independently, one token each per step.
+
+Shape legend: B running sequences, S record slots, T recorded tokens, V vocabulary, K stop tokens.
+
+All per-sequence state lies in tensors with a row per running sequence; a finished one's row is
+taken by the last, so that finished sequences cost nothing. What was generated lies in records that
+do not move. A new sequence's prompt but its last token is prefilled; the last token then goes
+through the same decode step as everyone's newest token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from easyrl.inference_client.servers.embedded.cache import SlotCache
+from easyrl.inference_client.servers.embedded.rows import Records, RowTable, TokenCounts
+from easyrl.inference_client.servers.embedded.sampling import (
+    Feature,
+    LogprobsMode,
+    apply_min_p,
+    apply_top_k_top_p,
+    forbid_early_stop,
+    inverse_cdf,
+    penalize,
+)
+from easyrl.inference_client.servers.embedded.sequence import FinishReason, Sequence, TopLogprobs
+
+PREFILL_TOKENS = 8192  # prompts prefilled in one forward hold at most so many, padding included
+
+
+class RunningBatch:
+    """Up to ``max_num_seqs`` sequences in the middle of their generation."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        logprobs_mode: LogprobsMode,
+    ) -> None:
+        self.sequences: list[Sequence] = []  # by row
+        self.num_prefilled_tokens = 0
+        self._model = model
+        self._device = model.device
+        self._max_num_seqs = max_num_seqs
+        self._raw_logprobs = logprobs_mode == "raw_logprobs"
+        self._vocab_size = int(model.config.get_text_config().vocab_size)
+        self._cache = SlotCache(
+            model.config.get_text_config().num_hidden_layers, max_num_seqs, max_model_len
+        )
+        self._rows = RowTable(max_num_seqs, self._device)
+        self._records = Records(max_num_seqs, self._device)
+        self._penalized = TokenCounts(max_num_seqs, self._vocab_size, self._device)
+        self._feature_counts: Counter[Feature] = Counter()
+        self._same_prompt: dict[bytes, list[Sequence]] = {}  # whose keys and values may be copied
+        self._longest = 0  # no running sequence holds more positions
+        self._most_generated = 0  # and none has generated more tokens
+
+    @property
+    def num_free(self) -> int:
+        return self._max_num_seqs - len(self.sequences)
+
+    def forget_prefixes(self) -> None:
+        """What was computed of prompts until now is not used for new sequences."""
+        self._same_prompt.clear()
+
+    def stamp(self, version: str) -> None:
+        """The running sequences' next tokens are made by ``version``."""
+        generated = self._rows.num_generated[: len(self.sequences)].tolist()
+        for sequence, start in zip(self.sequences, generated, strict=True):
+            sequence.stamp(version, start)
+
+    def add(self, sequences: list[Sequence], version: str) -> None:
+        """Prefills and lets them run; the caller has checked ``num_free``."""
+        if not sequences:
+            return
+        self._longest = max(self._longest, *(len(sequence.prompt) - 1 for sequence in sequences))
+        self._cache.ensure(len(self.sequences) + len(sequences), self._longest + 1)
+        for sequence in sequences:
+            sequence.row = len(self.sequences)
+            sequence.stamp(version, 0)
+            self.sequences.append(sequence)
+            self._records.open(sequence)
+            self._rows.set(sequence)
+            if Feature.PENALTIES in sequence.features:
+                self._penalized.open(sequence)
+            self._feature_counts.update(sequence.features)
+        self._fill_prompts([s for s in sequences if len(s.prompt) > 1])
+
+    def _fill_prompts(self, sequences: list[Sequence]) -> None:
+        """Each distinct prompt is computed once, unless a running sequence has it already."""
+        unknown: dict[bytes, list[Sequence]] = {}
+        for sequence in sequences:
+            if holders := self._same_prompt.get(sequence.prompt_key):
+                source = torch.tensor([holders[-1].row], device=self._device)
+                target = torch.tensor([sequence.row], device=self._device)
+                self._cache.copy(target, source, len(sequence.prompt) - 1)
+            else:
+                unknown.setdefault(sequence.prompt_key, []).append(sequence)
+        for groups in _prefill_groups(list(unknown.values())):
+            self._prefill(groups)
+        for sequence in sequences:
+            self._same_prompt.setdefault(sequence.prompt_key, []).append(sequence)
+
+    def _prefill(self, groups: list[list[Sequence]]) -> None:
+        """One forward over distinct prompts, right padded: padding is behind what is causal."""
+        prompts = [group[0].prompt[:-1] for group in groups]
+        padded = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
+        for i, prompt in enumerate(prompts):
+            padded[i, : len(prompt)] = prompt
+        input_ids = torch.from_numpy(padded).to(self._device)
+        positions = torch.arange(input_ids.shape[1], device=self._device)[None]
+        prefilled = DynamicCache()
+        self._model.base_model(
+            input_ids=input_ids, position_ids=positions, past_key_values=prefilled, use_cache=True
+        )
+        slots = [sequence.row for group in groups for sequence in group]
+        source = [i for i, group in enumerate(groups) for _ in group]
+        self._cache.fill(
+            torch.tensor(slots, device=self._device),
+            torch.tensor(source, device=self._device),
+            prefilled,
+        )
+        self.num_prefilled_tokens += sum(map(len, prompts))
+
+    def step(self) -> list[Sequence]:
+        """One token for everyone; returns those that are finished, no longer running."""
+        num_rows = len(self.sequences)
+        rows = self._rows
+        self._longest += 1
+        self._cache.ensure(num_rows, self._longest)
+        self._most_generated += 1
+        self._records.ensure(self._most_generated, self.sequences)
+        logits = self._forward(rows.position[:num_rows])
+        tokens, logprobs = self._sample(logits, num_rows)
+        self._records.write(rows, num_rows, tokens, logprobs)
+        if self._feature_counts[Feature.PENALTIES]:
+            self._penalized.count(rows.record[:num_rows], tokens)
+        is_done = rows.advance(num_rows, tokens)
+        return self._collect(is_done, tokens)
+
+    def remove(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a running sequence now, with the tokens that it has."""
+        sequence.finish_reason = reason
+        self._close([sequence])
+
+    def _forward(self, positions: Tensor) -> Tensor:
+        """Logits of every running sequence's next token, float32 [B, V]."""
+        num_rows = positions.shape[0]
+        self._cache.begin_step(positions, self._longest)
+        columns = torch.arange(self._longest, device=self._device)
+        # additive and of the model's dtype: made once here instead of from a bool in every layer
+        mask = torch.zeros((), dtype=self._model.dtype, device=self._device).masked_fill(
+            columns > positions[:, None], -torch.inf
+        )
+        output = self._model(
+            input_ids=self._rows.newest[:num_rows, None],
+            position_ids=positions[:, None],
+            attention_mask=mask[:, None, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        return output.logits[:, 0].float()
+
+    def _sample(self, logits: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Next tokens int64 [B] and their log-probabilities float32 [B]."""
+        rows, asked = self._rows, self._feature_counts
+        raw = logits.log_softmax(-1) if self._raw_logprobs else None
+        if asked[Feature.PENALTIES]:
+            counts, in_prompt = self._penalized.of(rows.record[:num_rows])
+            logits = penalize(logits, counts, in_prompt, rows.penalties[:num_rows])
+        if asked[Feature.MIN_TOKENS]:
+            too_early = rows.num_generated[:num_rows] < rows.min_tokens[:num_rows]
+            logits = forbid_early_stop(logits, rows.early_ids[:num_rows], too_early)
+        greedy = logits.argmax(-1) if asked[Feature.GREEDY] else None
+        if asked[Feature.TEMPERATURE]:
+            logits = logits / rows.temperature[:num_rows, None]
+        if asked[Feature.MIN_P]:
+            logits = apply_min_p(logits, rows.min_p[:num_rows])
+        if asked[Feature.TOP_K_TOP_P]:
+            logits = apply_top_k_top_p(logits, rows.top_k[:num_rows], rows.top_p[:num_rows])
+        processed = logits.log_softmax(-1)
+        tokens = inverse_cdf(processed.exp(), self._records.uniform(rows, num_rows))
+        if greedy is not None:
+            tokens = torch.where(rows.is_greedy[:num_rows] > 0, greedy, tokens)
+        reported = processed if raw is None else raw
+        logprobs = reported.gather(1, tokens[:, None]).squeeze(1)
+        if asked[Feature.TOP_LOGPROBS]:
+            self._keep_alternatives(reported, tokens, logprobs)
+        return tokens, logprobs
+
+    def _keep_alternatives(self, reported: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+        for sequence in self.sequences:
+            if Feature.TOP_LOGPROBS not in sequence.features:
+                continue
+            row = reported[sequence.row]
+            count = sequence.params.num_top_logprobs
+            best = row.topk(len(row) if count < 0 else min(count, len(row)))
+            rank = int((row > logprobs[sequence.row]).sum()) + 1
+            alternatives = TopLogprobs(best.indices.tolist(), best.values.tolist(), rank)
+            sequence.top_logprobs.append(alternatives)
+
+    def _collect(self, is_done: Tensor, tokens: Tensor) -> list[Sequence]:
+        """Notes why each finished sequence is, and closes them."""
+        finished: list[Sequence] = []
+        for row in is_done.nonzero().squeeze(1).tolist():
+            sequence = self.sequences[row]
+            token = int(tokens[row])
+            is_stop = token in sequence.stop_token_ids
+            sequence.finish_reason = "stop" if is_stop else "length"
+            if is_stop and token != sequence.eos_token_id:
+                sequence.stop_reason = token
+            finished.append(sequence)
+        if self._feature_counts[Feature.STOP_STRINGS]:
+            finished += self._collect_stop_strings(tokens.tolist())
+        if finished:
+            self._close(finished)
+        return finished
+
+    def _collect_stop_strings(self, tokens: list[int]) -> list[Sequence]:
+        finished = []
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            if sequence.stop_strings is None or token in sequence.stop_token_ids:
+                continue
+            found = sequence.stop_strings.append(token)
+            if found is None:
+                continue
+            if sequence.finish_reason is None:
+                finished.append(sequence)
+            sequence.finish_reason, sequence.stop_reason = "stop", found
+        return finished
+
+    def _close(self, finished: list[Sequence]) -> None:
+        for sequence in finished:
+            count = int(self._rows.num_generated[sequence.row])
+            self._records.close(sequence, count)
+            self._feature_counts.subtract(sequence.features)
+            holders = self._same_prompt.get(sequence.prompt_key, [])
+            if sequence in holders:
+                holders.remove(sequence)
+                if not holders:
+                    del self._same_prompt[sequence.prompt_key]
+        self._compact(finished)
+
+    def _compact(self, finished: list[Sequence]) -> None:
+        """The last rows move into the freed ones."""
+        num_left = len(self.sequences) - len(finished)
+        freed = {sequence.row for sequence in finished}
+        targets = [row for row in freed if row < num_left]
+        sources = [row for row in range(num_left, len(self.sequences)) if row not in freed]
+        if targets:
+            target = torch.tensor(targets, device=self._device)
+            source = torch.tensor(sources, device=self._device)
+            self._cache.copy(target, source, self._longest)
+            self._rows.copy(target, source)
+            for new, old in zip(targets, sources, strict=True):
+                self.sequences[new] = self.sequences[old]
+                self.sequences[new].row = new
+        del self.sequences[num_left:]
+        for sequence in finished:
+            sequence.row = -1
+        rows = self._rows
+        self._longest = int(rows.position[:num_left].max()) if num_left else 0
+        self._most_generated = int(rows.num_generated[:num_left].max()) if num_left else 0
+
+
+def _prefill_groups(groups: list[list[Sequence]]) -> list[list[list[Sequence]]]:
+    """Cuts into forwards of at most ``PREFILL_TOKENS``; alike lengths go together."""
+    forwards: list[list[list[Sequence]]] = []
+    for group in sorted(groups, key=lambda group: len(group[0].prompt)):
+        length = len(group[0].prompt)
+        if forwards and length * (len(forwards[-1]) + 1) <= PREFILL_TOKENS:
+            forwards[-1].append(group)
+        else:
+            forwards.append([group])
+    return forwards

@@ -1,0 +1,429 @@
+"""Continuous generation over any ``transformers`` causal language model, in a thread of its own.
+
+Requests go in from any thread and come back as futures; between two decode steps the engine thread
+takes new requests, commands (pause, weight update, abort) and hands out what is finished. It is the
+engine behind ``server.py``: for laptops, tests and the demo, with vLLM's meanings
+throughout.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from easyrl.inference_client.servers.embedded.batch import RunningBatch
+from easyrl.inference_client.servers.embedded.loading import (
+    context_length,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+)
+from easyrl.inference_client.servers.embedded.requests import (
+    BadRequestError,
+    EngineStats,
+    GeneratedSample,
+    GenerationRequest,
+    UnavailableError,
+)
+from easyrl.inference_client.servers.embedded.sampling import LogprobsMode, UniformStream
+from easyrl.inference_client.servers.embedded.sequence import Sequence
+from easyrl.inference_client.servers.embedded.text import StopStrings
+from easyrl.inference_client.servers.embedded.updates import WeightUpdates
+from easyrl.inference_client.servers.embedded.weights import ServedWeights
+from easyrl.runtime.numerics import arithmetic
+
+PauseMode = Literal["abort", "wait", "keep"]
+T = TypeVar("T")
+
+
+class EmbeddedEngine:
+    """Owns the model and the engine thread.
+
+    Args:
+        batch_invariant: each response is decoded by itself, its prompt prefilled by itself: nothing
+            else that is asked can change a bit of it.
+
+    Raises ``ValueError`` if ``model`` is not a directory with a model, or one whose attention is
+    not plain causal.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        max_queue: int = 4096,
+        logprobs_mode: LogprobsMode = "processed_logprobs",
+        seed: int = 0,
+        batch_invariant: bool = False,
+    ) -> None:
+        self._model = load_model(model, dtype, device)
+        self.tokenizer = load_tokenizer(model)
+        self.vocab_size = int(self._model.config.get_text_config().vocab_size)
+        self.max_model_len = context_length(self._model, max_model_len)
+        self.max_num_seqs = max_num_seqs
+        self.batch_invariant = batch_invariant
+        self.arithmetic = arithmetic(device)
+        self.stats = EngineStats()
+        self._eos_token_ids = eos_token_ids(self._model, self.tokenizer)
+        self._weights = ServedWeights(self._model)
+        self._batch = RunningBatch(
+            self._model,
+            max_num_seqs=1 if batch_invariant else max_num_seqs,
+            max_model_len=self.max_model_len,
+            logprobs_mode=logprobs_mode,
+        )
+        self.updates = WeightUpdates(
+            self._weights, self._call, self._batch.forget_prefixes, self._stamp
+        )
+        self._max_queue = max_queue
+        self._seeds = np.random.Generator(np.random.Philox(key=seed))
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[Sequence] = deque()
+        self._owner: dict[Sequence, GenerationRequest] = {}
+        self._pause_mode: PauseMode | None = None
+        self._drained: list[Future[None]] = []  # of pauses that wait for the running ones
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._lock = threading.Lock()  # of _num_queued and of being open
+        self._num_queued = 0
+        self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
+        self._thread.start()
+
+    # --- called from any thread ---
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The primary one first."""
+        return self._eos_token_ids
+
+    @property
+    def is_alive(self) -> bool:
+        return self._failure is None and not self._closing
+
+    @property
+    def num_running(self) -> int:
+        return len(self._batch.sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_queued
+
+    def submit(self, request: GenerationRequest) -> Future[list[GeneratedSample]]:
+        """Queues a request.
+
+        Raises ``BadRequestError`` if it can never be served and ``UnavailableError`` if the queue
+        is full or the engine has stopped.
+        """
+        self._check(request)
+        with self._lock:
+            self._check_alive()
+            if self._num_queued + request.num_samples > self._max_queue:
+                raise UnavailableError(
+                    f"{self._num_queued} samples are waiting, the queue holds {self._max_queue} "
+                    "(--max-queue); try again later"
+                )
+            self._num_queued += request.num_samples
+            request.future.set_running_or_notify_cancel()  # ends by abort(), never by cancel()
+            self._inbox.put(lambda: self._enqueue(request))
+        return request.future
+
+    def abort(self, request: GenerationRequest) -> None:
+        """Ends a request with what it has; nothing happens if it is finished."""
+        self._call(lambda: self._abort([s for s in request.sequences if s in self._owner]))
+
+    def abort_ids(self, request_ids: list[str]) -> Future[int]:
+        """Ends the requests of these ids, all requests if there are none; gives their number."""
+
+        def run() -> int:
+            owned = [
+                sequence
+                for sequence, request in self._owner.items()
+                if not request_ids or request.request_id in request_ids
+            ]
+            requests = {id(self._owner[sequence]) for sequence in owned}
+            self._abort(owned)
+            return len(requests)
+
+        return self._call(run)
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stops generation between two tokens; new requests wait until ``resume``.
+
+        ``abort`` ends all requests with what they have, ``wait`` lets the running ones finish (the
+        future is done when they are), ``keep`` freezes them.
+        """
+        drained: Future[None] = Future()
+        drained.set_running_or_notify_cancel()
+
+        def run() -> None:
+            self._pause_mode = mode
+            if mode == "abort":
+                self._abort(list(self._owner))
+            if mode == "wait" and self._batch.sequences:
+                self._drained.append(drained)
+            else:
+                drained.set_result(None)
+
+        self._call(run).add_done_callback(lambda done: _pass_failure(done, drained))
+        return drained
+
+    def resume(self) -> Future[None]:
+        def run() -> None:
+            self._pause_mode = None
+
+        return self._call(run)
+
+    def is_paused(self) -> Future[bool]:
+        return self._call(lambda: self._pause_mode is not None)
+
+    def set_weight_version(self, version: str) -> Future[None]:
+        def run() -> None:
+            self._weights.version = version
+            self._stamp()
+
+        return self._call(run)
+
+    def weight_version(self) -> Future[str]:
+        return self._call(lambda: self._weights.version)
+
+    def reset_prefix_cache(self) -> Future[None]:
+        return self._call(self._batch.forget_prefixes)
+
+    def close(self) -> None:
+        """Ends all requests as aborted and the thread; to be called once."""
+        with self._lock:
+            self._closing = True
+            self._inbox.put(lambda: None)  # wakes the thread
+        self._thread.join()
+        self.updates.close()
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs ``function`` in the engine thread between two steps."""
+        future: Future[T] = Future()
+        # a client that hangs up cancels its wait, not the command
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                result = function()
+            except ValueError as error:  # the caller's mistake; anything else ends the engine
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            self._check_alive()
+            self._inbox.put(run)
+        return future
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise UnavailableError(f"the engine has failed: {self._failure!r}")
+        if self._closing:
+            raise UnavailableError("the engine is shutting down")
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt, params = request.prompt, request.params
+        if len(prompt) == 0:
+            raise BadRequestError("prompt", "must not be empty")
+        if len(prompt) + params.max_tokens > self.max_model_len:
+            raise BadRequestError(
+                "max_tokens",
+                f"{len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed the "
+                f"maximum model length of {self.max_model_len} tokens; shorten one or raise "
+                "--max-model-len",
+            )
+        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            raise BadRequestError(
+                "prompt", f"token id out of vocabulary, ids are 0 to {self.vocab_size - 1}"
+            )
+        if request.num_samples > self.max_num_seqs:
+            raise BadRequestError(
+                "n", f"must be at most max_num_seqs ({self.max_num_seqs}), is {request.num_samples}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise BadRequestError("stop", "stop strings need a tokenizer, the model has none")
+
+    # --- called in the engine thread ---
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._take_inbox()
+                if self._closing:
+                    break
+                if self._refuse_if_broken() or not self._can_generate:
+                    continue
+                self._work()
+        except BaseException as error:  # whoever waits for a future must hear of it
+            self._failure = error
+            raise
+        finally:
+            self._end_everything()
+
+    @property
+    def _holds(self) -> bool:
+        return self._pause_mode == "keep" or self._weights.update_is_open
+
+    @property
+    def _can_admit(self) -> bool:
+        return (
+            bool(self._waiting)
+            and self._pause_mode is None
+            and not self._weights.update_is_open
+            and self._batch.num_free > 0
+        )
+
+    @property
+    def _can_generate(self) -> bool:
+        return not self._holds and (bool(self._batch.sequences) or self._can_admit)
+
+    def _take_inbox(self) -> None:
+        """Runs what has come in; waits for something if there is nothing else to do."""
+        if not self._can_generate:
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _work(self) -> None:
+        start_s = time.perf_counter()
+        if self._can_admit:
+            self._admit()
+        num_rows = len(self._batch.sequences)
+        finished = self._batch.step()
+        stats = self.stats
+        stats.decode_steps += 1
+        stats.generated_tokens += num_rows
+        stats.prefilled_tokens = self._batch.num_prefilled_tokens
+        stats.busy_s += time.perf_counter() - start_s
+        for sequence in finished:
+            self._finish(sequence)
+        if self._drained and not self._batch.sequences:
+            self._report_drained()
+
+    def _admit(self) -> None:
+        count = min(len(self._waiting), self._batch.num_free)
+        sequences = [self._waiting.popleft() for _ in range(count)]
+        with self._lock:
+            self._num_queued -= count
+        self._batch.add(sequences, self._weights.version)
+
+    def _enqueue(self, request: GenerationRequest) -> None:
+        seed = request.params.seed
+        if seed is None:
+            seed = int(self._seeds.integers(2**63))
+        request.num_running = request.num_samples
+        for index in range(request.num_samples):
+            sequence = self._new_sequence(request, UniformStream(seed, index))
+            request.sequences.append(sequence)
+            self._owner[sequence] = request
+            self._waiting.append(sequence)
+
+    def _new_sequence(self, request: GenerationRequest, uniforms: UniformStream) -> Sequence:
+        params, eos = request.params, self._eos_token_ids
+        stop_strings = None
+        if params.stop:
+            assert self.tokenizer is not None
+            stop_strings = StopStrings(
+                self.tokenizer,
+                params.stop,
+                include_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+        heeded = () if params.ignore_eos else eos
+        return Sequence(
+            prompt=request.prompt,
+            params=params,
+            uniforms=uniforms,
+            eos_token_id=heeded[0] if heeded else None,
+            stop_token_ids=tuple(dict.fromkeys((*heeded, *params.stop_token_ids))),
+            forbidden_early=(*eos, *params.stop_token_ids) if params.min_tokens else (),
+            features=params.features,
+            stop_strings=stop_strings,
+        )
+
+    def _stamp(self) -> None:
+        """Tokens from now on are of the version that is served."""
+        self._batch.stamp(self._weights.version)
+
+    def _abort(self, sequences: list[Sequence]) -> None:
+        waiting = [sequence for sequence in sequences if sequence.row < 0]
+        if waiting:
+            gone = set(waiting)
+            self._waiting = deque(s for s in self._waiting if s not in gone)
+            with self._lock:
+                self._num_queued -= len(waiting)
+        for sequence in sequences:
+            if sequence.row < 0:
+                sequence.finish_reason = "abort"
+            else:
+                self._batch.remove(sequence, "abort")
+            self._finish(sequence)
+        if self._drained and not self._batch.sequences:
+            self._report_drained()
+
+    def _finish(self, sequence: Sequence) -> None:
+        request = self._owner.pop(sequence)
+        request.num_running -= 1
+        if request.num_running:
+            return
+        self.stats.finished_requests += 1
+        request.future.set_result([GeneratedSample.of(sequence) for sequence in request.sequences])
+
+    def _report_drained(self) -> None:
+        for drained in self._drained:
+            drained.set_result(None)
+        self._drained.clear()
+
+    def _refuse_if_broken(self) -> bool:
+        """With unusable weights, whoever wants tokens now gets an error."""
+        reason = self._weights.broken
+        if reason is None or not self._can_generate:
+            return False
+        self._fail_requests(UnavailableError(f"{reason}; send a complete one"))
+        return True
+
+    def _fail_requests(self, error: Exception) -> None:
+        requests = {id(request): request for request in self._owner.values()}
+        sequences = list(self._owner)
+        self._owner.clear()
+        for sequence in sequences:
+            if sequence.row >= 0:
+                self._batch.remove(sequence, "abort")
+        with self._lock:
+            self._num_queued -= len(self._waiting)
+        self._waiting.clear()
+        for request in requests.values():
+            request.future.set_exception(error)
+        self._report_drained()
+
+    def _end_everything(self) -> None:
+        with self._lock:
+            self._closing = True  # from here on nothing comes in
+        while not self._inbox.empty():
+            self._inbox.get()()
+        if self._failure is None:
+            self._abort(list(self._owner))
+        for request in {id(r): r for r in self._owner.values()}.values():
+            request.future.set_exception(UnavailableError(f"engine failed: {self._failure!r}"))
+        self._report_drained()
+
+
+def _pass_failure(done: Future[Any], waiting: Future[Any]) -> None:
+    if (error := done.exception()) is not None:
+        waiting.set_exception(error)

@@ -1,0 +1,150 @@
+"""Tensors with a row or slot per running sequence: what the decode step reads and writes.
+
+Shape legend: B running sequences, K stop tokens, T recorded tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from easyrl.inference_client.servers.embedded.sequence import Sequence
+
+PADDING = -1  # in the table of stop tokens
+
+
+class RowTable:
+    """Per running sequence, what the decode step reads and writes; a row per batch row."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._device = device
+        self._floats = torch.zeros(7, max_num_seqs, device=device)
+        self._ints = torch.zeros(8, max_num_seqs, dtype=torch.int64, device=device)
+        self.stop_ids = torch.full((max_num_seqs, 1), PADDING, device=device)
+        self.early_ids = torch.full((max_num_seqs, 1), PADDING, device=device)
+        self.temperature, self.top_p, self.min_p = self._floats[:3]
+        self.penalties = self._floats[3:6].t()  # repetition, frequency, presence
+        self.is_greedy = self._floats[6]
+        self.newest, self.position, self.record, self.num_generated = self._ints[:4]
+        self.max_tokens, self.min_tokens, self.top_k = self._ints[4:7]
+
+    def set(self, sequence: Sequence) -> None:
+        params, row = sequence.params, sequence.row
+        is_greedy = params.temperature == 0
+        floats = [
+            1.0 if is_greedy else params.temperature,
+            1.0 if is_greedy else params.top_p,
+            0.0 if is_greedy else params.min_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            float(is_greedy),
+        ]
+        ints = [
+            int(sequence.prompt[-1]),
+            len(sequence.prompt) - 1,
+            sequence.record,
+            0,
+            params.max_tokens,
+            params.min_tokens,
+            0 if is_greedy else max(params.top_k, 0),
+            0,
+        ]
+        self._floats[:, row] = torch.tensor(floats)
+        self._ints[:, row] = torch.tensor(ints)
+        self.stop_ids = _with_row(self.stop_ids, row, sequence.stop_token_ids)
+        self.early_ids = _with_row(self.early_ids, row, sequence.forbidden_early)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._floats[:, target] = self._floats[:, source]
+        self._ints[:, target] = self._ints[:, source]
+        self.stop_ids[target] = self.stop_ids[source]
+        self.early_ids[target] = self.early_ids[source]
+
+    def advance(self, num_rows: int, tokens: Tensor) -> Tensor:
+        """Takes the new tokens; bool [B], which sequences are finished by token or length."""
+        self.newest[:num_rows] = tokens
+        self.position[:num_rows] += 1
+        self.num_generated[:num_rows] += 1
+        stopped = (tokens[:, None] == self.stop_ids[:num_rows]).any(1)
+        return stopped | (self.num_generated[:num_rows] >= self.max_tokens[:num_rows])
+
+
+class Records:
+    """What was generated, and the uniform numbers for what will be; a slot per running sequence."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._device = device
+        self._free = list(range(max_num_seqs))
+        self._tokens = torch.zeros(max_num_seqs, 64, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(max_num_seqs, 64, device=device)
+        self._uniforms = torch.zeros(max_num_seqs, 64, device=device)
+
+    @property
+    def _length(self) -> int:
+        return self._tokens.shape[1]
+
+    def open(self, sequence: Sequence) -> None:
+        sequence.record = self._free.pop()
+        self._uniforms[sequence.record] = torch.from_numpy(sequence.uniforms.draw(self._length))
+
+    def close(self, sequence: Sequence, count: int) -> None:
+        sequence.token_ids = self._tokens[sequence.record, :count].tolist()
+        sequence.logprobs = self._logprobs[sequence.record, :count].tolist()
+        self._free.append(sequence.record)
+
+    def ensure(self, count: int, running: list[Sequence]) -> None:
+        """Room for ``count`` tokens of each running sequence."""
+        if count <= self._length:
+            return
+        more = self._length  # doubles
+        self._tokens = torch.nn.functional.pad(self._tokens, (0, more))
+        self._logprobs = torch.nn.functional.pad(self._logprobs, (0, more))
+        self._uniforms = torch.nn.functional.pad(self._uniforms, (0, more))
+        for sequence in running:
+            self._uniforms[sequence.record, -more:] = torch.from_numpy(sequence.uniforms.draw(more))
+
+    def uniform(self, rows: RowTable, num_rows: int) -> Tensor:
+        """float32 [B], the number for each running sequence's next token."""
+        return self._uniforms[rows.record[:num_rows], rows.num_generated[:num_rows]]
+
+    def write(self, rows: RowTable, num_rows: int, tokens: Tensor, logprobs: Tensor) -> None:
+        index = (rows.record[:num_rows], rows.num_generated[:num_rows])
+        self._tokens[index] = tokens
+        self._logprobs[index] = logprobs
+
+
+class TokenCounts:
+    """Tokens of prompt and output, for sequences with penalties; allocated at the first of them."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = (max_num_seqs, vocab_size)
+        self._device = device
+        self._counts: Tensor | None = None
+        self._in_prompt: Tensor | None = None
+
+    def open(self, sequence: Sequence) -> None:
+        if self._counts is None or self._in_prompt is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        prompt = torch.from_numpy(sequence.prompt).to(self._device)
+        self._counts[sequence.record] = 0
+        self._in_prompt[sequence.record] = False
+        self._in_prompt[sequence.record, prompt] = True
+
+    def count(self, records: Tensor, tokens: Tensor) -> None:
+        assert self._counts is not None
+        self._counts[records, tokens] += 1
+
+    def of(self, records: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._counts is not None and self._in_prompt is not None
+        return self._counts[records], self._in_prompt[records]
+
+
+def _with_row(table: Tensor, row: int, values: tuple[int, ...]) -> Tensor:
+    """The table with ``values`` in ``row``, made wider if they do not fit."""
+    if len(values) > table.shape[1]:
+        table = torch.nn.functional.pad(table, (0, len(values) - table.shape[1]), value=PADDING)
+    table[row] = PADDING
+    table[row, : len(values)] = torch.tensor(values, dtype=table.dtype)
+    return table

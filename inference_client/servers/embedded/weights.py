@@ -1,0 +1,191 @@
+"""The weights that the embedded engine serves: names, versions, updates in place, proof."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from easyrl.inference_client.transfer.artifact import tensor_checksum
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.receiving import WeightReceiver
+
+INITIAL_VERSION = "default"  # vLLM's name for the weights a server started with
+
+
+@dataclass(slots=True)
+class _Update:
+    """An update that is open."""
+
+    missing: set[str]
+    artifact: str | None = None  # all chunks belong to one
+    has_written: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServedProof:
+    """What is served, compared with an artifact."""
+
+    transport: str  # by which artifacts come in, file or http
+    checksums: dict[str, str] = field(default_factory=dict)  # of tensors that are equal to the bit
+    problems: dict[str, str] = field(default_factory=dict)  # by name
+
+
+class ServedWeights:
+    """A model's parameters under the names that ``save_pretrained`` gives them.
+
+    An update is ``start``, any number of ``load``, ``finish``. If anything in it fails after a
+    tensor was written the weights are ``broken`` (a mixture) until an update has completed; the
+    version stays.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.version = INITIAL_VERSION
+        self.broken: str | None = None  # why the weights cannot be used
+        self._tensors = dict(_saved_views(model))
+        self._receiver: WeightReceiver | None = None
+        self._update: _Update | None = None
+
+    @property
+    def update_is_open(self) -> bool:
+        return self._update is not None
+
+    def announce(self, init_info: Mapping[str, Any]) -> None:
+        """What the trainer says of its artifacts. Raises as ``WeightReceiver`` does."""
+        receiver = WeightReceiver(init_info)
+        self.close()
+        self._receiver = receiver
+
+    def start(self) -> None:
+        """Opens an update. Raises ``ValueError`` if one is open or no trainer is known."""
+        self._known_receiver()
+        if self._update is not None:
+            raise ValueError(
+                'a weight update is open; finish it, or send {"abandon": true} to /update_weights'
+            )
+        self._update = _Update(set(self._tensors))
+
+    def load(self, artifact: str, chunks: Sequence[Mapping[str, Any]]) -> None:
+        """Writes chunks of an artifact into the parameters; after an error ``abandon`` is due.
+
+        Raises ``ValueError``, naming the tensor, on an unknown name, a wrong shape or dtype, a
+        wrong hash, chunks of two artifacts, or if no update is open.
+        """
+        update = self._opened()
+        if update.artifact not in (None, artifact):
+            raise ValueError(
+                f"artifact {artifact!r}: this update has begun with {update.artifact!r}; one "
+                "update takes one artifact"
+            )
+        tensors = self._known_receiver().tensors(artifact, chunks, self._place)
+        update.artifact = artifact
+        for name, weight in tensors:
+            served = self._tensors[name]
+            if weight.data_ptr() != served.data_ptr():
+                served.copy_(weight)
+            update.missing.discard(name)
+
+    def finish(self, version: str | None) -> None:
+        """Closes the update, takes ``version``. Raises ``ValueError`` if a tensor did not come."""
+        missing = sorted(self._opened().missing)
+        if missing:
+            reason = (
+                f"weight update is incomplete: {missing[0]!r} did not arrive "
+                f"({len(missing)} of {len(self._tensors)} tensors missing)"
+            )
+            self.abandon(reason)
+            raise ValueError(reason)
+        self._update = None
+        self.broken = None
+        if version is not None:
+            self.version = version
+
+    def abandon(self, reason: str) -> None:
+        """Closes the update without a new version; nothing happens if none is open."""
+        if self._update is not None and self._update.has_written:
+            self.broken = f"the last weight update failed: {reason}"
+        self._update = None
+
+    def checksums(self) -> dict[str, str]:
+        """blake3 of each tensor as it is served, by its saved name."""
+        return {name: tensor_checksum(tensor) for name, tensor in self._tensors.items()}
+
+    def prove(self, expected: Mapping[str, str]) -> ServedProof:
+        """Hashes what is served and compares with ``expected``, an artifact's hashes by name.
+
+        Raises ``ValueError`` while an update is open and before ``announce``.
+        """
+        if self._update is not None:
+            raise ValueError("a weight update is open; finish or abandon it before the proof")
+        proof = ServedProof(self._known_receiver().transport)
+        served = self.checksums()
+        for name in served.keys() | expected.keys():
+            if name not in served:
+                proof.problems[name] = "the served model has no weight of this name"
+            elif name not in expected:
+                proof.problems[name] = "is served, but the artifact does not hold it"
+            elif served[name] != expected[name]:
+                proof.problems[name] = (
+                    f"served hash {served[name]}, the artifact's {expected[name]}"
+                )
+            else:
+                proof.checksums[name] = served[name]
+        return proof
+
+    def close(self) -> None:
+        """Ends the connection to the trainer."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def _opened(self) -> _Update:
+        if self._update is None:
+            raise ValueError("no weight update is open; call /start_weight_update first")
+        return self._update
+
+    def _known_receiver(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise ValueError(
+                "no trainer has announced its weights; call /init_weight_transfer_engine first"
+            )
+        return self._receiver
+
+    def _place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
+        """The parameter itself where bytes can be put into it."""
+        target = self._tensors.get(name)
+        if target is None:
+            raise ValueError(f"the model has no weight {name!r}")
+        if tuple(target.shape) != shape:
+            raise ValueError(
+                f"weight {name!r} has shape {shape}, the model's has {tuple(target.shape)}"
+            )
+        if target.dtype != dtype:
+            raise ValueError(
+                f"weight {name!r} is {dtype}, the server's is {target.dtype}; "
+                "start the server with the trainer's --dtype"
+            )
+        self._opened().has_written = True
+        in_place = target.device.type == "cpu" and target.is_contiguous()
+        return target if in_place else None
+
+
+def _saved_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Views of the parameters, one per saved tensor; a tied parameter appears once.
+
+    ``transformers`` fuses the experts of a mixture into one parameter per projection and saves each
+    expert on its own.
+    """
+    for name, parameter in model.named_parameters():
+        prefix, _, last = name.rpartition(".")
+        if last == "gate_up_proj" and prefix.endswith(".experts"):
+            for expert, weight in enumerate(parameter.data):
+                gate, up = weight.chunk(2, dim=0)
+                yield f"{prefix}.{expert}.gate_proj.weight", gate
+                yield f"{prefix}.{expert}.up_proj.weight", up
+        elif last == "down_proj" and prefix.endswith(".experts"):
+            for expert, weight in enumerate(parameter.data):
+                yield f"{prefix}.{expert}.down_proj.weight", weight
+        else:
+            yield name, parameter.data

@@ -1,0 +1,211 @@
+"""The two inference servers that EasyRL starts itself: its embedded one and vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from easyrl.inference_client.servers.managed.server_process import (
+    HOST,
+    ServerProcess,
+    ServerStartError,
+    free_port,
+    pin_process,
+    usable_cpus,
+)
+from easyrl.inference_client.servers.managed.vllm_environment import look_at_vllm
+
+__all__ = [
+    "EmbeddedServerProcess",
+    "ServerProcess",
+    "ServerStartError",
+    "VllmServerProcess",
+    "free_port",
+    "pin_process",
+    "usable_cpus",
+]
+
+# What the trainer's launcher sets for the trainer; a server would take it for its own.
+LAUNCHER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK"),
+    *("CROSS_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"),
+)
+
+
+class EmbeddedServerProcess(ServerProcess):
+    """``easyrl serve``.
+
+    Args:
+        model: folder of the model.
+        options: further command-line options of the server.
+        env: further environment variables.
+        cpus, log, port, start_timeout_s, wait: see ``ServerProcess``.
+    """
+
+    name = "the embedded server"
+
+    def __init__(
+        self,
+        model: Path,
+        options: Sequence[str] = (),
+        *,
+        port: int | None = None,
+        cpus: Sequence[int] | None = None,
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        start_timeout_s: float = 120.0,
+        wait: bool = True,
+    ) -> None:
+        self._model = model
+        self._options = list(options)
+        self._env = dict(env or {})
+        super().__init__(port=port, cpus=cpus, log=log, start_timeout_s=start_timeout_s, wait=wait)
+
+    def _command(self) -> list[str]:
+        module = "easyrl.inference_client.servers.embedded.server"
+        port = ["--port", str(self.port or 0)]
+        return [sys.executable, "-m", module, str(self._model), *port, *self._options]
+
+    def _environment(self) -> dict[str, str]:
+        threads = {"OMP_NUM_THREADS": str(len(self._cpus))} if self._cpus else {}
+        return {**os.environ, **threads, **self._env}
+
+
+class VllmServerProcess(ServerProcess):
+    """A real vLLM server, set up for EasyRL: RL routes, tokens in and out, weight transfer.
+
+    Args:
+        model: folder of the model.
+        python: interpreter of the environment that holds vLLM and EasyRL's plugin for it.
+        options: further options of vLLM's command line, each as ``--key=value`` or apart; one
+            that is also set here wins over ours.
+        devices: indices of the GPUs or NPUs it may use; default: what the environment says.
+        tensor_parallel: devices that share the model.
+        batch_invariant: vLLM's mode in which no request changes another's response, on devices.
+        env: further environment variables, over all others.
+        cpus, log, port, start_timeout_s, wait: see ``ServerProcess``.
+
+    Raises ``ValueError`` if the environment of ``python`` lacks what is needed.
+    """
+
+    name = "vLLM"
+
+    def __init__(
+        self,
+        model: Path,
+        python: Path,
+        options: Sequence[str] = (),
+        *,
+        port: int | None = None,
+        devices: Sequence[int] | None = None,
+        tensor_parallel: int = 1,
+        batch_invariant: bool = False,
+        cpus: Sequence[int] | None = None,
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        start_timeout_s: float = 300.0,
+        wait: bool = True,
+    ) -> None:
+        self._model = model.absolute()
+        self._python = python.absolute()
+        self._options = list(options)
+        self._devices = devices
+        self._tensor_parallel = tensor_parallel
+        self._batch_invariant = batch_invariant
+        self._env = dict(env or {})
+        self._cpus = list(cpus or ())
+        self._on_cpu = look_at_vllm(self._python, self._own_variables()).is_cpu_build
+        super().__init__(
+            port=free_port() if port is None else port,
+            cpus=cpus,
+            log=log,
+            start_timeout_s=start_timeout_s,
+            wait=wait,
+        )
+
+    def _command(self) -> list[str]:
+        settings = {
+            "--model": str(self._model),
+            "--host": HOST,
+            "--port": str(self.port),
+            "--enable-scale-out": None,
+            "--weight-transfer-config": json.dumps({"backend": "easyrl"}),
+            "--worker-extension-cls": "easyrl_vllm.WeightProof",
+            "--logprobs-mode": "processed_logprobs",
+            "--generation-config": "vllm",  # the model's folder may hold top-p and temperature
+        }
+        if _is_float32(self._model):  # "auto" would serve it in half precision
+            settings["--dtype"] = "float32"
+        if self._tensor_parallel > 1:
+            settings["--tensor-parallel-size"] = str(self._tensor_parallel)
+        if self._on_cpu:
+            settings["--enforce-eager"] = None
+        given = {option.partition("=")[0].replace("_", "-") for option in self._options}
+        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server"]
+        for key, value in settings.items():
+            if key not in given:
+                command += [key] if value is None else [key, value]
+        return command + self._options
+
+    def _environment(self) -> dict[str, str]:
+        variables = self._own_variables()
+        if self._batch_invariant and not self._on_cpu:
+            variables.setdefault("VLLM_BATCH_INVARIANT", "1")
+        return variables
+
+    def _own_variables(self) -> dict[str, str]:
+        # PYTHONPATH and PYTHONHOME belong to this process's environment, not to vLLM's
+        not_ours = {*LAUNCHER_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+        variables = {key: value for key, value in os.environ.items() if key not in not_ours}
+        variables |= {
+            "VLLM_SERVER_DEV_MODE": "1",  # opens the RL routes
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONSAFEPATH": "1",  # python -m would import from the working directory first
+            "PYTHONUNBUFFERED": "1",
+            "PATH": f"{self._python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}",
+        }
+        variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if self._cpus:  # the affinity that it inherits is enough
+            variables |= {
+                "OMP_NUM_THREADS": str(len(self._cpus)),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            }
+        if self._devices is not None:
+            variables |= visible_devices(self._devices)
+        return variables | self._env
+
+    def _working_directory(self) -> Path:
+        return self._model  # where no folder shadows a package's name
+
+    def _explain(self, log: str) -> str:
+        if unknown := re.search(r"unrecognized arguments: (.*)", log):
+            return (
+                f"this vLLM does not know {unknown[1].strip()}; use vLLM 0.32 or newer, or "
+                "correct the options"
+            )
+        if re.search(r"(?i)out of memory|no available memory for the cache blocks", log):
+            return (
+                "out of device memory; lower --gpu-memory-utilization or --max-model-len, or give "
+                "other devices than the trainer's"
+            )
+        return super()._explain(log)
+
+
+def visible_devices(devices: Sequence[int]) -> dict[str, str]:
+    """Environment variables that leave a process these GPUs, or these NPUs."""
+    indices = ",".join(map(str, devices))
+    return {"CUDA_VISIBLE_DEVICES": indices, "ASCEND_RT_VISIBLE_DEVICES": indices}
+
+
+def _is_float32(model: Path) -> bool:
+    """Whether the model's weights are meant to be float32."""
+    try:
+        described = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{model} is not a Hugging Face model: {error}") from error
+    return (described.get("dtype") or described.get("torch_dtype") or "float32") == "float32"

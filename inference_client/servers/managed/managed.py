@@ -1,0 +1,248 @@
+"""Inference servers that a run starts, watches and restarts itself (``inference.launch``).
+
+A restarted server comes back with the weights it was started with. Bringing it to the present
+version is not done here: the pool sees what it serves, and weight sync repairs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from easyrl.inference_client.servers.managed.launch import (
+    EmbeddedServerProcess,
+    VllmServerProcess,
+    visible_devices,
+)
+from easyrl.inference_client.servers.managed.server_process import (
+    ServerProcess,
+    ServerStartError,
+    free_port,
+)
+
+if TYPE_CHECKING:
+    from easyrl.config import LaunchConfig
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class RestartRule:
+    """When a server counts as ended or hanging, and how often it is tried again."""
+
+    interval_s: float = 0.5  # between two looks at a process
+    health_interval_s: float = 5.0  # between two health probes of one that is up
+    start_timeout_s: float = 600.0  # it has not answered since its start: killed
+    hang_s: float = 120.0  # it was up, and has not answered for so long: killed
+    quick_death_s: float = 30.0  # up for less than this, or never: a quick death
+    max_quick_deaths: int = 3  # in a row; then it is given up
+    back_off_s: float = 1.0  # before the first restart, doubled by each quick death
+
+
+class ManagedServers:
+    """The servers of one machine, each with its devices, on ports that stay.
+
+    Args:
+        config: what to start.
+        model: folder of the model; its weights are replaced at the first sync.
+        log_dir: receives ``server-0.log`` and so on.
+        dtype: ``fp32`` or ``bf16``, the trainer's.
+        batch_invariant: whether no request may change a bit of another's response; vLLM has that on
+            devices only, and not on all.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        model: Path,
+        log_dir: Path,
+        dtype: str,
+        rule: RestartRule | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        self._config = config
+        self._batch_invariant = batch_invariant
+        self._model = model
+        self._log_dir = log_dir
+        self._dtype = DTYPES[dtype]
+        self._rule = rule or RestartRule()
+        self._watched: list[_WatchedServer] = []
+
+    def start(self) -> list[str]:
+        """Starts all and returns their URLs at once; they answer later.
+
+        Raises ``ValueError`` naming the configuration's key if they cannot be started.
+        """
+        assert not self._watched
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            devices = self._devices()
+            for number in range(self._config.count):
+                server = self._start_server(number, devices[number])
+                self._watched.append(
+                    _WatchedServer(f"server {number}", server, self._config.restart, self._rule)
+                )
+        except (ValueError, ServerStartError) as error:
+            self.close()
+            raise ValueError(f"inference.launch: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        return self.urls
+
+    @property
+    def urls(self) -> list[str]:
+        """Base URLs, in the order of ``devices``."""
+        return [watched.server.url for watched in self._watched]
+
+    @property
+    def given_up(self) -> dict[str, str]:
+        """Servers that will not come back, by URL, and why."""
+        return {
+            watched.server.url: watched.given_up
+            for watched in self._watched
+            if watched.given_up is not None
+        }
+
+    def close(self) -> None:
+        """Stops the watch, then all servers. Safe to call twice."""
+        for watched in self._watched:
+            watched.end_watch()
+        stops = [threading.Thread(target=watched.server.close) for watched in self._watched]
+        for stop in stops:
+            stop.start()
+        for stop in stops:
+            stop.join()
+        self._watched = []
+
+    def _devices(self) -> Sequence[Sequence[int] | None]:
+        """Per server the indices of its devices; None leaves the choice to the environment."""
+        config = self._config
+        if config.devices is not None:
+            return config.devices
+        if config.engine == "embedded":  # runs on the CPU unless told otherwise
+            return [None] * config.count
+        size = config.tensor_parallel  # where vLLM runs on the CPU these do no harm
+        return [range(number * size, (number + 1) * size) for number in range(config.count)]
+
+    def _start_server(self, number: int, devices: Sequence[int] | None) -> ServerProcess:
+        config = self._config
+        log = self._log_dir / f"server-{number}.log"
+        options = [f"--dtype={self._dtype}", *config.options]
+        if config.engine == "vllm":
+            assert config.python is not None
+            return VllmServerProcess(
+                self._model,
+                config.python,
+                options,
+                devices=devices,
+                tensor_parallel=config.tensor_parallel,
+                env=config.env,
+                batch_invariant=self._batch_invariant,
+                log=log,
+                wait=False,
+            )
+        env = config.env
+        if self._batch_invariant:
+            options.insert(0, "--batch-invariant")
+        if devices:
+            options.insert(0, "--device=cuda")
+            env = visible_devices(devices) | env
+        return EmbeddedServerProcess(
+            self._model, options, port=free_port(), env=env, log=log, wait=False
+        )
+
+
+@dataclass
+class _WatchedServer:
+    """One server and the thread that looks after it."""
+
+    name: str
+    server: ServerProcess
+    restart: bool
+    rule: RestartRule
+    given_up: str | None = None
+    _started: float = field(default_factory=time.monotonic)  # when its present life began
+    _up_since: float | None = None  # time.monotonic() of the first answer in its present life
+    _answered: float = 0.0  # ... of the last one
+    _quick_deaths: int = 0
+    _closing: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name=f"easyrl {self.name}", daemon=True)
+        self._thread.start()
+
+    def end_watch(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            while self.given_up is None and not self._closing.wait(self.rule.interval_s):
+                if self.server.has_ended:
+                    self._revive(f"ended with status {self.server.process.returncode}")
+                else:
+                    self._probe()
+        except Exception as error:  # nobody looks after it any more; that has to be seen
+            logger.exception("the watch over %s at %s failed", self.name, self.server.url)
+            self._give_up(
+                f"{self.name} at {self.server.url} is not watched any more: "
+                f"{type(error).__name__}: {error}",
+                "",
+            )
+
+    def _probe(self) -> None:
+        now = time.monotonic()
+        if self._up_since is not None and now - self._answered < self.rule.health_interval_s:
+            return
+        if self.server.is_healthy():
+            self._answered = time.monotonic()
+            if self._up_since is None:
+                self._up_since = self._answered
+                logger.info("%s is up at %s", self.name, self.server.url)
+        elif self._up_since is None and now - self._started > self.rule.start_timeout_s:
+            self._kill_and_revive(
+                f"did not answer within {self.rule.start_timeout_s:.0f} s of its start"
+            )
+        elif self._up_since is not None and now - self._answered > self.rule.hang_s:
+            self._kill_and_revive(f"did not answer for {self.rule.hang_s:.0f} s")
+
+    def _kill_and_revive(self, why: str) -> None:
+        self.server.kill()
+        self._revive(f"{why} and was killed")
+
+    def _revive(self, what: str) -> None:
+        """Starts it again after a pause, unless it has died too often."""
+        lived_s = 0.0 if self._up_since is None else time.monotonic() - self._up_since
+        self._up_since = None
+        self._quick_deaths = self._quick_deaths + 1 if lived_s < self.rule.quick_death_s else 0
+        where, deaths = f"{self.name} at {self.server.url} {what}", self._quick_deaths
+        last_words = self.server.last_words()
+        self.server.stop()  # what the server forked goes with it, restarted or not
+        if not self.restart:
+            self._give_up(f"{where}; it stays down (inference.launch.restart=false)", last_words)
+        elif self._quick_deaths >= self.rule.max_quick_deaths:
+            self._give_up(
+                f"{where}, {self._quick_deaths} times in a row; it stays down", last_words
+            )
+        else:
+            logger.warning("%s; starting it again%s", where, last_words)
+            if self._closing.wait(self.rule.back_off_s * 2**deaths):
+                return
+            self._started = time.monotonic()
+            try:
+                self.server.restart(wait=False)
+            except ServerStartError as error:  # counts as a death at the next look
+                logger.warning("%s: %s", self.name, error)
+
+    def _give_up(self, why: str, last_words: str) -> None:
+        self.given_up = why + last_words
+        logger.error("%s", self.given_up)

@@ -1,0 +1,235 @@
+"""A server as a separate process: start, stop, kill, start again on the same port."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, Self, cast
+
+from easyrl.inference_client.servers.managed.process_guard import ProcessGuard, kill_session
+
+HOST = "127.0.0.1"
+STOP_TIMEOUT_S = 15.0
+TAIL_CHARACTERS = 3000
+READY_LINE = re.compile(r"(http://127\.0\.0\.1:(\d+))\s")
+
+
+class ServerStartError(RuntimeError):
+    """A server did not come up; the message says why and shows the end of its log."""
+
+
+class ServerProcess(ABC):
+    """A server on a loopback port, in a session of its own; a context manager.
+
+    Whatever happens to this process, the server and all that it forked end with it.
+
+    Attributes:
+        process: the server's first process, the leader of its session.
+        url: base URL; known at once if a port was given, else when the server is up.
+
+    Args:
+        port: None takes a free one.
+        cpus: processors the server may use; default: all.
+        log: file that receives what it prints; default: a temporary one, shown when it fails.
+        start_timeout_s: until it has to answer.
+        wait: whether to return only when it answers; else ``wait_until_healthy`` later.
+
+    Raises ``ServerStartError`` if the server does not come up.
+    """
+
+    name = "the server"
+    health_timeout_s = 5.0  # until it has to answer ``/health``
+    process: subprocess.Popen[bytes]
+
+    def __init__(
+        self,
+        *,
+        port: int | None,
+        cpus: Sequence[int] | None,
+        log: Path | None,
+        start_timeout_s: float,
+        wait: bool,
+    ) -> None:
+        self.port = port
+        self._cpus = list(cpus or ())
+        self._start_timeout_s = start_timeout_s
+        self._log = cast(BinaryIO, tempfile.TemporaryFile() if log is None else log.open("w+b"))
+        self._guard: ProcessGuard | None = None
+        try:
+            self._start(wait)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        assert self.port is not None, "the port is known when the server is up"
+        return f"http://{HOST}:{self.port}"
+
+    @abstractmethod
+    def _command(self) -> list[str]: ...
+
+    @abstractmethod
+    def _environment(self) -> dict[str, str]: ...
+
+    def _explain(self, log: str) -> str:
+        """The remedy, where the log shows a mistake that is known."""
+        if "address already in use" in log.lower():
+            return f"port {self.port} is in use by another process; give another one"
+        return ""
+
+    # ---- life --------------------------------------------------------------------------------
+
+    def _start(self, wait: bool) -> None:
+        if self.port is not None:
+            _refuse_taken(self.port)
+        self._log.seek(0, os.SEEK_END)
+        self._log_start = self._log.tell()
+        self._guard = ProcessGuard()
+        command = self._command()
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._environment(),
+                cwd=self._working_directory(),
+                start_new_session=True,  # Ctrl-C is for the caller, who then stops the server
+            )
+        except OSError as error:
+            raise ServerStartError(f"{command[0]} cannot be run: {error}") from error
+        self._guard.watch(self.process.pid)
+        if self._cpus:
+            pin_process(self.process.pid, self._cpus)
+        if wait:
+            self.wait_until_healthy()
+
+    def _working_directory(self) -> Path | None:
+        return None
+
+    def wait_until_healthy(self) -> None:
+        """Returns when the server answers ``/health``. Raises ``ServerStartError``."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while time.monotonic() < deadline:
+            if self.has_ended:
+                raise self._start_error(f"ended with status {self.process.returncode}")
+            if self.is_healthy():
+                return
+            time.sleep(0.1)
+        raise self._start_error(f"did not answer within {self._start_timeout_s:.0f} s")
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers now."""
+        if self.port is None:
+            if (ready := READY_LINE.search(self._log_text())) is None:
+                return False
+            self.port = int(ready[2])
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=self.health_timeout_s)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server's first process is gone."""
+        return self.process.poll() is not None
+
+    def stop(self) -> None:
+        """Ends the server, gently first, and all that it forked. Safe to call twice."""
+        if self._guard is None:
+            return
+        if hasattr(self, "process") and not self.has_ended:
+            self.process.terminate()
+            self.process.send_signal(signal.SIGCONT)  # a stopped process could not end
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                pass  # killed below
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills the server and all that it forked at once, as a crash of its machine would."""
+        if self._guard is None:
+            return
+        if hasattr(self, "process"):
+            kill_session(self.process.pid)
+            self.process.wait()
+        self._guard.release()
+        self._guard = None
+
+    def restart(self, *, wait: bool = True) -> None:
+        """Starts it again on the same port; what is left of the former life is stopped first."""
+        self.stop()
+        self._start(wait)
+
+    def close(self) -> None:
+        """Stops the server and closes its log."""
+        self.stop()
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- log ---------------------------------------------------------------------------------
+
+    def _start_error(self, what: str) -> ServerStartError:
+        return ServerStartError(f"{self.name} {what}{self.last_words()}")
+
+    def last_words(self) -> str:
+        """What probably went wrong, if that is known, and the end of the present life's log."""
+        log = self._log_text()
+        remedy = self._explain(log)
+        head = f": {remedy}" if remedy else ""
+        return f"{head}\n--- end of its log ---\n{log[-TAIL_CHARACTERS:]}"
+
+    def _log_text(self) -> str:
+        # pread: the server writes through the same file position
+        size = os.fstat(self._log.fileno()).st_size
+        start = max(self._log_start, size - 200_000)
+        return os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
+
+
+def _refuse_taken(port: int) -> None:
+    try:
+        socket.create_server((HOST, port)).close()
+    except OSError as error:
+        raise ServerStartError(
+            f"port {port} is in use by another process ({error.strerror}); give another one"
+        ) from error
+
+
+def free_port() -> int:
+    """A loopback port that nothing listens on now."""
+    with socket.create_server((HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def usable_cpus() -> list[int]:
+    """Numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def pin_process(pid: int, cpus: Sequence[int]) -> None:
+    """Restricts a process to ``cpus``, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(pid, cpus)

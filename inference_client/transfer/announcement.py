@@ -1,0 +1,99 @@
+"""What a trainer tells endpoints of its weights: where they are, and how to know that it is there.
+
+``ROOT`` holds the artifacts of one run, and in ``announcement`` the blake3 hash of the run's token:
+a receiver that finds it knows that it sees the trainer's own directory, not another machine's.
+
+``owner`` in it names the host and is locked while the trainer lives, however that ends: a root
+whose lock is free was left by one that was killed, and the next run on this host removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import secrets
+import shutil
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from blake3 import blake3
+
+from easyrl.inference_client.transfer.reuse import ReusedMemory
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.reading import ANNOUNCEMENT
+
+OWNER = "owner"  # file in the root
+ROOTS = "easyrl-*"  # names of runs' roots
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """Where one run's artifacts are."""
+
+    root: Path
+    run: str
+    token: str = field(repr=False)
+    memory: ReusedMemory | None = None  # for ``write_artifact`` below the root
+    owner: IO[str] | None = field(default=None, repr=False)  # holds the lock
+
+    @classmethod
+    def create(cls, root: Path, run: str) -> Announcement:
+        """Makes ``root``, empty, and announces it with a new token.
+
+        Roots beside it that killed trainers of this host left are removed. Raises ``OSError`` if
+        it cannot be written.
+        """
+        root = root.absolute()
+        shutil.rmtree(root, ignore_errors=True)
+        _remove_abandoned(root.parent)
+        root.mkdir(parents=True)
+        owner = _own(root)
+        token = secrets.token_urlsafe(32)
+        (root / ANNOUNCEMENT).write_text(blake3(token.encode()).hexdigest())
+        return cls(root, run, token, ReusedMemory.of(root), owner)
+
+    def init_info(self, transport: str = "auto", url: str | None = None) -> dict[str, Any]:
+        """Body of ``/init_weight_transfer_engine``.
+
+        ``auto`` lets the receiver choose between root and ``url`` (of a ``ChunkServer`` as the
+        receiver reaches it), ``file`` and ``http`` name only the one. Raises ``ValueError`` for
+        ``http`` without a URL.
+        """
+        if transport not in ("auto", "file", "http"):
+            raise ValueError(f"transport: {transport!r} moves no files; use auto, file or http")
+        if transport == "http" and url is None:
+            raise ValueError("transport: http needs the URL of a server of the chunks")
+        return {
+            "run": self.run,
+            "token": self.token,
+            "root": None if transport == "http" else str(self.root),
+            "url": None if transport == "file" else url,
+        }
+
+    def remove(self) -> None:
+        """Deletes the root with all artifacts; safe to call twice."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        if self.owner is not None:
+            self.owner.close()
+
+
+def _own(root: Path) -> IO[str]:
+    """Locks ``root`` for as long as this process lives, or the result is open."""
+    new = root / f"{OWNER}.new"  # it has its name only with the lock
+    owner = new.open("x")
+    owner.write(socket.gethostname())
+    owner.flush()
+    with contextlib.suppress(OSError):  # a file system without locks: nobody removes it then
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(root / OWNER)
+    return owner
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Deletes the roots of this host's runs that nobody owns any more."""
+    for path in directory.glob(f"{ROOTS}/{OWNER}"):
+        with contextlib.suppress(OSError), path.open("r+") as owner:  # not ours, or just removed
+            if owner.read() == socket.gethostname():  # locks may not reach other hosts
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it has an owner
+                shutil.rmtree(path.parent, ignore_errors=True)

@@ -1,0 +1,161 @@
+"""Where the tokens of a packed row stand: a forest of segments, and what attention derives from it.
+
+Shape legend: T tokens of the row, S segments, K keys of all paths together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from easyrl.kernels.attention.block_partition import Block, partition
+
+
+class Rectangle(NamedTuple):
+    """Queries ``[query_start, query_end)`` see all keys ``[key_start, key_end)``."""
+
+    query_start: int
+    query_end: int
+    key_start: int
+    key_end: int
+
+
+class Paths(NamedTuple):
+    """Each segment with the keys of its whole path from the root, for one variable-length call.
+
+    Aligned at the bottom right, causal attention of each segment's queries over its path's keys is
+    exactly what the layout allows.
+    """
+
+    key_index: Tensor  # int64 [K], row positions
+    query_ends: tuple[int, ...]  # S, cumulative lengths without the leading 0
+    key_ends: tuple[int, ...]  # S
+    max_query: int
+    max_key: int
+
+
+class SegmentLayout:
+    """The forest of segments of one row, in depth-first order.
+
+    ``segments`` are triples ``(start, length, parent)``: contiguous from 0 in row order, ``parent``
+    the index of an earlier segment or -1 for a root. Depth-first: behind a segment come all its
+    descendants, then anything else, so that the descendants of each are one stretch of the row.
+    Raises ``ValueError`` where they are not. What is derived is computed once, per device.
+    """
+
+    def __init__(self, segments: Sequence[tuple[int, int, int]]) -> None:
+        _check_segments(segments)
+        self.segments = tuple(segments)
+        self.num_tokens = sum(length for _, length, _ in segments)  # T
+        self._dense_masks: dict[torch.device, Tensor] = {}
+        self._paths: dict[torch.device, Paths] = {}
+        self._blocks: dict[tuple[int | None, int | None], tuple[Block, ...]] = {}
+
+    @cached_property
+    def rectangles(self) -> tuple[Rectangle, ...]:
+        """One for each segment with descendants: these see all of it.
+
+        Together with each segment's causal triangle they are what the layout allows.
+        """
+        ends = [start + length for start, length, _ in self.segments]
+        for index in range(len(self.segments) - 1, -1, -1):  # descendants first
+            parent = self.segments[index][2]
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[index])
+        return tuple(
+            Rectangle(start + length, end, start, start + length)
+            for (start, length, _), end in zip(self.segments, ends, strict=True)
+            if end > start + length
+        )
+
+    @cached_property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that it sees: attention's work is proportional to them."""
+        own = sum(length * (length + 1) // 2 for _, length, _ in self.segments)
+        return own + sum(
+            (r.query_end - r.query_start) * (r.key_end - r.key_start) for r in self.rectangles
+        )
+
+    def dense_mask(self, device: torch.device) -> Tensor:
+        """bool [T, T] on ``device``: entry (q, k) is True where query q sees key k."""
+        mask = self._dense_masks.get(device)
+        if mask is None:
+            mask = self._dense_masks[device] = _dense_mask(self.segments, device)
+        return mask
+
+    def paths(self, device: torch.device) -> Paths:
+        """The gathered form of the row, ``key_index`` on ``device``."""
+        paths = self._paths.get(device)
+        if paths is None:
+            paths = self._paths[device] = _paths(self.segments, device)
+        return paths
+
+    def blocks(
+        self, longest: int | None = None, most_queries: int | None = None
+    ) -> tuple[Block, ...]:
+        """The merge form of the row, as ``partition`` cuts it with these limits."""
+        limits = (longest, most_queries)
+        blocks = self._blocks.get(limits)
+        if blocks is None:
+            blocks = self._blocks[limits] = partition(self.segments, self.rectangles, *limits)
+        return blocks
+
+
+def _check_segments(segments: Sequence[tuple[int, int, int]]) -> None:
+    end = 0
+    open_segments: list[int] = []  # the last segment and its ancestors
+    for index, (start, length, parent) in enumerate(segments):
+        if start != end or length < 1:
+            raise ValueError(
+                f"segments[{index}] is (start {start}, length {length}); segments have "
+                f"at least one token and follow each other without gaps, from {end} here"
+            )
+        if not -1 <= parent < index:
+            raise ValueError(
+                f"segments[{index}] has parent {parent}; it has to be an earlier "
+                f"segment, or -1 for a root"
+            )
+        while open_segments and open_segments[-1] != parent:
+            open_segments.pop()
+        if parent >= 0 and not open_segments:
+            raise ValueError(
+                f"segments[{index}] has parent {parent}, whose descendants ended before it; "
+                "order segments depth first"
+            )
+        open_segments.append(index)
+        end = start + length
+    if end == 0:
+        raise ValueError("a row has at least one segment")
+
+
+def _dense_mask(segments: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
+    _, lengths, parents = torch.tensor(segments, device=device).unbind(1)
+    index = torch.arange(len(segments), device=device)
+    ancestors = torch.zeros(len(segments), len(segments), dtype=torch.bool, device=device)
+    above = parents
+    while bool((known := above >= 0).any()):  # one generation further up each time
+        ancestors[index[known], above[known]] = True
+        above = torch.where(known, parents[above], above)
+    segment = index.repeat_interleave(lengths)  # [T], the segment of each token
+    own = (segment[:, None] == segment[None, :]).tril_()
+    return own.logical_or_(ancestors.index_select(0, segment).index_select(1, segment))
+
+
+def _paths(segments: Sequence[tuple[int, int, int]], device: torch.device) -> Paths:
+    path_of: list[Tensor] = []  # int64 [path length], row positions
+    for start, length, parent in segments:
+        own = torch.arange(start, start + length)
+        path_of.append(own if parent < 0 else torch.cat([path_of[parent], own]))
+    lengths = [length for _, length, _ in segments]
+    key_lengths = [len(path) for path in path_of]
+    return Paths(
+        key_index=torch.cat(path_of).to(device),
+        query_ends=tuple(torch.tensor(lengths).cumsum(0).tolist()),
+        key_ends=tuple(torch.tensor(key_lengths).cumsum(0).tolist()),
+        max_query=max(lengths),
+        max_key=max(key_lengths),
+    )

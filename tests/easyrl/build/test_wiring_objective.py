@@ -1,0 +1,149 @@
+"""What is taken together and how it is packed, as the configuration says."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from easyrl.build.recipe import ROWS_PER_TAKE, group_functions, pack_function, rows_per_take
+from easyrl.config import Config
+from easyrl.config.file import validate_config
+from easyrl.metrics.event_log import ignore
+from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.stopping import StopRequest
+from easyrl.schema import MicroBatch, RolloutGroup, StopRequested
+from easyrl.trainer.accumulation import Accumulator
+from tests.tiny_models import random_group, tiny_config
+
+BUDGET = 14
+SIZES = (8, 8, 4, 4)  # in order three rows, 8 + 4 twice else
+
+
+def config(model: Path, determinism: str = "none", packing: str = "prompt") -> Config:
+    return validate_config(
+        {
+            "run": {"determinism": determinism},
+            "model": {"path": str(model), "dtype": "fp32"},
+            "data": {"files": ["prompts.jsonl"]},
+            "inference": {"endpoints": ["http://127.0.0.1:1"]},
+            "rewards": [{"name": "exact"}],
+            "trainer": {"packing": packing, "max_tokens_per_micro_batch": BUDGET},
+        }
+    )
+
+
+def groups_of_sizes(sizes: tuple[int, ...] = SIZES) -> list[RolloutGroup]:
+    return [
+        random_group(np.random.default_rng(index), 2, [size // 2 - 1] * 2, index=index)
+        for index, size in enumerate(sizes)
+    ]
+
+
+class Ready:
+    """All groups at once, as far as they fit (``GroupSource``)."""
+
+    wait_s = load_s = 0.0
+    first_group_wait_s = None
+    accepted_versions = frozenset(["run:0:0"])
+    recovered = discarded = frozenset()
+
+    def __init__(self, groups: list[RolloutGroup]) -> None:
+        self.groups = groups
+        self.asked: list[int] = []
+
+    def take_ready(self, max_tokens: int, idle: object = None) -> list[RolloutGroup]:
+        self.asked.append(max_tokens)
+        groups, self.groups = self.groups, []
+        return groups
+
+    def interrupt(self, error: BaseException) -> None: ...
+
+
+class Engine:
+    """Remembers the prompts of each row, and asks for a stop with the row of number ``last``."""
+
+    lockstep = False
+
+    def __init__(self, stop: StopRequest, last: int = -1) -> None:
+        self.rows: list[list[int]] = []
+        self._stop, self._last = stop, last
+
+    def forward_backward(self, micro_batches: list[MicroBatch]) -> list[object]:
+        for row in micro_batches:
+            self.rows.append([key.prompt for key in row.sequences[::2]])
+            if len(self.rows) == self._last:
+                self._stop.request("test")
+        return []
+
+
+def accumulator(config: Config, engine: Engine, stop: StopRequest) -> Accumulator:
+    return Accumulator(
+        engine=engine,  # type: ignore[arg-type]
+        agreement=Agreement(0, 1),
+        functions=group_functions(config),
+        stop=stop,
+        is_interruption=lambda error: isinstance(error, StopRequested),
+        record=ignore,
+        max_tokens=BUDGET,
+        rows_per_take=rows_per_take(config),
+        synchronous=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("determinism", "asked", "rows"),
+    [
+        ("none", ROWS_PER_TAKE * BUDGET, [[0, 2], [1, 3]]),
+        ("strict", BUDGET, [[0], [1, 2], [3]]),  # by the prompts' order alone
+    ],
+)
+def test_rows_of_a_take(
+    tmp_path: Path, determinism: str, asked: int, rows: list[list[int]]
+) -> None:
+    groups = Ready(groups_of_sizes())
+    with closing(StopRequest(60.0)) as stop:
+        engine = Engine(stop)
+        accumulator(config(tmp_path, determinism), engine, stop).accumulate(groups)  # type: ignore[arg-type]
+    assert engine.rows == rows
+    assert groups.asked == [asked] * 2
+
+
+def test_a_stop_does_not_wait_for_the_rest_of_a_take(tmp_path: Path) -> None:
+    with closing(StopRequest(60.0)) as stop:
+        engine = Engine(stop, last=1)
+        totals = accumulator(config(tmp_path), engine, stop).accumulate(Ready(groups_of_sizes()))  # type: ignore[arg-type]
+    assert engine.rows == [[0, 2]]
+    assert isinstance(totals.interruption, StopRequested)
+
+
+def test_the_configuration_chooses_the_packing(tmp_path: Path) -> None:
+    group = random_group(np.random.default_rng(0), 3, [5, 5])
+    group.completions[1].token_ids[:] = group.completions[0].token_ids
+    advantages = [np.zeros(2, dtype=np.float32)]
+    for packing, num_tokens in (("prompt", 13), ("tree", 8)):
+        pack = pack_function(
+            config(tmp_path, packing=packing), mask_truncated=False, keep_order=True
+        )
+        assert [row.num_tokens for row in pack([group], advantages)] == [num_tokens]
+
+
+def test_costs_are_those_of_the_model(tmp_path: Path) -> None:
+    """A long response costs more than two short ones with much attention, else less."""
+    group = random_group(np.random.default_rng(0), 1, [7, 4, 4, 4])
+    advantages = [np.zeros(4, dtype=np.float32)]
+    samples = {}
+    for name, sizes in {
+        "attention": {"num_attention_heads": 512, "hidden_size": 2, "intermediate_size": 1},
+        "linear": {"num_attention_heads": 1, "hidden_size": 512, "intermediate_size": 4096},
+    }.items():
+        model = tmp_path / name
+        tiny_config(
+            "qwen3", num_key_value_heads=1, head_dim=2, vocab_size=2, **sizes
+        ).save_pretrained(model)
+        pack = pack_function(config(model), mask_truncated=False, keep_order=False)
+        samples[name] = [[key.sample for key in row.sequences] for row in pack([group], advantages)]
+    assert samples["attention"] == [[0], [1, 2, 3]]
+    assert samples["linear"] == [[0, 3], [1, 2]]

@@ -1,0 +1,44 @@
+"""Which reference model a checkpoint was trained with."""
+
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from easyrl.build.ledger import reference_identity
+from easyrl.config import Config
+from easyrl.config.file import validate_config
+from easyrl.runtime.collectives import Agreement
+
+
+def config(model: Path, kl_coef: float = 0.1, **settings: object) -> Config:
+    return validate_config(
+        {
+            "model": {"path": str(model), **settings},
+            "data": {"files": ["prompts.jsonl"]},
+            "inference": {"endpoints": ["http://127.0.0.1:1"]},
+            "rewards": [{"name": "exact"}],
+            "objective": {"kl_coef": kl_coef},
+        }
+    )
+
+
+@pytest.mark.parametrize("name", ["model-1.safetensors", "pytorch_model.bin", "weights.pth"])
+def test_it_changes_with_every_kind_of_weight_file_and_no_other(tmp_path: Path, name: str) -> None:
+    def identity() -> str | None:
+        return reference_identity(config(tmp_path), Agreement(0, 1))
+
+    (tmp_path / name).write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "folder.bin").mkdir()
+    first = identity()
+    files = f"{name}\0{blake3(b'weights').hexdigest()}\n"  # as checkpoints hold it
+    assert first == blake3(files.encode()).hexdigest()
+    (tmp_path / "config.json").write_text("{ }")
+    assert identity() == first
+    (tmp_path / name).write_bytes(b"others!")
+    assert identity() != first
+    assert reference_identity(config(tmp_path, kl_coef=0.0), Agreement(0, 1)) is None
+    # under an adapter the model is frozen too, and no checkpoint holds it
+    with_adapter = config(tmp_path, kl_coef=0.0, lora={})
+    assert reference_identity(with_adapter, Agreement(0, 1)) == identity()

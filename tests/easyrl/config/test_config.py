@@ -1,0 +1,539 @@
+"""Configuration: kinds of bad config with their messages, overrides, and the example files."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from easyrl.config import Config, ConfigError
+from easyrl.config.checks import check_paths
+from easyrl.config.file import dump_config, load_config
+
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
+MINIMAL = """
+model: {path: models/tiny}
+data: {files: [train.jsonl]}
+inference: {endpoints: ["http://127.0.0.1:8000"]}
+rewards: [{name: exact}]
+"""
+
+
+def load(folder: Path, text: str = MINIMAL, *overrides: str) -> Config:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def test_the_minimal_config_loads_with_defaults(tmp_path):
+    config = load(tmp_path)
+    assert config.model.path == config.model.tokenizer_path == Path("models/tiny")
+    assert config.rollout.num_generations == 8
+    assert config.evaluation is None
+
+
+# ---- bad values --------------------------------------------------------------------------------
+
+EVALUATION = "evaluation={data: {files: [x.jsonl]}"
+# name → (overrides of the minimal config, lines of the message)
+KL = ["objective.kl_coef=0.1"]
+BAD_VALUES = {
+    "unknown section": (["trianer.batch_size=8"], "trianer: unknown key; did you mean 'trainer'?"),
+    "unknown key": (
+        ["trainer.batchsize=8"],
+        "trainer.batchsize: unknown key; did you mean 'batch_size'?",
+    ),
+    "unknown key like no other": (
+        ["model.xyzzy=1"],
+        "model.xyzzy: unknown key; known keys: activation_checkpointing, attention, "
+        "checkpoint_every, dtype, logprob_backward, logprob_chunk_size, lora, path, tokenizer",
+    ),
+    "unknown nested key": (
+        ["data.fields.promt=q"],
+        "data.fields.promt: unknown key; did you mean 'prompt'?",
+    ),
+    "unknown key in a list": (
+        ["rewards[0].wieght=2"],
+        "rewards[0].wieght: unknown key; did you mean 'weight'?",
+    ),
+    "unknown key in an optional section": (
+        [EVALUATION + ", sampling: {max_token: 3}}"],
+        "evaluation.sampling.max_token: unknown key; did you mean 'max_tokens'?",
+    ),
+    "wrong type": (
+        ["trainer.batch_size=many"],
+        "trainer.batch_size: Input should be a valid integer (got 'many')",
+    ),
+    "truth value for a number": (
+        ["trainer.batch_size=true"],
+        "trainer.batch_size: Input should be a valid integer (got True)",
+    ),
+    "fraction for a count": (
+        ["rollout.num_generations=8.5"],
+        "rollout.num_generations: Input should be a valid integer (got 8.5)",
+    ),
+    "text for a number": (
+        ["trainer.learning_rate='1e-6'"],
+        "trainer.learning_rate: Input should be a valid number (got '1e-6')",
+    ),
+    "text for a list": (
+        ["data.files=train.jsonl"],
+        "data.files: Input should be a valid list (got 'tr",
+    ),
+    "value for a section": (["trainer=3"], "trainer: Input should be a valid dictionary"),
+    "negative": (
+        ["trainer.learning_rate=-1e-6"],
+        "trainer.learning_rate: Input should be greater than 0",
+    ),
+    "zero for a count": (
+        ["trainer.batch_size=0"],
+        "trainer.batch_size: Input should be greater than 0",
+    ),
+    "infinite": (
+        ["trainer.learning_rate=.inf"],
+        "trainer.learning_rate: Input should be a finite number",
+    ),
+    "negative seed": (
+        ["run.seed=-1"],
+        "run.seed: Input should be greater than or equal to 0 (got -1)",
+    ),
+    "not one of the choices": (
+        ["run.mode=asinc"],
+        "run.mode: Input should be 'async' or 'sync' (got 'as",
+    ),
+    "probability above 1": (
+        ["rollout.top_p=1.5"],
+        "rollout.top_p: Input should be less than or equal to",
+    ),
+    "top_k of 0": (
+        ["rollout.top_k=0"],
+        "rollout.top_k: must be -1 (all tokens) or at least 1 (got 0)",
+    ),
+    "greedy rollout": (
+        ["rollout.temperature=0"],
+        "rollout.temperature: 0 is greedy, a group's responses would all be equal; use 1.0",
+    ),
+    "rollout that may not end early": (
+        ["rollout.min_tokens=5"],
+        "rollout.min_tokens: 5 samples from another distribution than the policy that is trained",
+    ),
+    "rollout of the likeliest tokens": (
+        ["rollout.top_p=0.9"],
+        "rollout.top_p: 0.9 samples from another distribution than the policy that is trained, "
+        "its ratios are biased; use 1.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "rollout of the likeliest tokens by number": (
+        ["rollout.top_k=50"],
+        "rollout.top_k: 50 samples from another distribution than the policy that is trained, "
+        "its ratios are biased; use -1, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "rollout without unlikely tokens": (
+        ["rollout.min_p=0.05"],
+        "rollout.min_p: 0.05 samples from another distribution than the policy that is trained, "
+        "its ratios are biased; use 0.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "presence penalty in rollout": (
+        ["rollout.presence_penalty=0.5"],
+        "rollout.presence_penalty: 0.5 samples from another distribution than the policy that is "
+        "trained, its ratios are biased; use 0.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "frequency penalty in rollout": (
+        ["rollout.frequency_penalty=-0.5"],
+        "rollout.frequency_penalty: -0.5 samples from another distribution than the policy that is "
+        "trained, its ratios are biased; use 0.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "repetition penalty in rollout": (
+        ["rollout.repetition_penalty=1.1"],
+        "rollout.repetition_penalty: 1.1 samples from another distribution than the policy that is "
+        "trained, its ratios are biased; use 1.0, or set rollout.allow_off_policy_sampling=true",
+    ),
+    "more tokens at least than at most": (
+        ["rollout.min_tokens=20", "rollout.max_tokens=10"],
+        "rollout.min_tokens: 20 is more than max_tokens, which is 10; lower it",
+    ),
+    "more tokens at least than at most in the evaluation": (
+        [EVALUATION + ", sampling: {min_tokens: 20, max_tokens: 10}}"],
+        "evaluation.sampling.min_tokens: 20 is more than max_tokens, which is 10; lower it",
+    ),
+    "greedy samples": (
+        [EVALUATION + ", num_samples: 4, sampling: {temperature: 0}}"],
+        "evaluation.num_samples: sampling.temperature of 0 is greedy, all samples would be equal; "
+        "use 1, or a temperature above 0",
+    ),
+    "reward of truncated responses that are not marked": (
+        ["rollout.truncated=mask", "rollout.truncated_reward=-1.0"],
+        "rollout.truncated_reward: has no effect with truncated=mask; remove it, or set "
+        "rollout.truncated=mark",
+    ),
+    "KL estimator without a KL": (
+        ["objective.kl_estimator=k2"],
+        "objective.kl_estimator: has no effect without a KL term in the loss; remove it, or set "
+        "objective.kl_coef above 0",
+    ),
+    "offloading no reference": (
+        ["trainer.offload_reference=true"],
+        "trainer.offload_reference: has no effect without a reference model; remove it, or set "
+        "objective.kl_coef or objective.kl_in_reward_coef above 0",
+    ),
+    "gradient at once of no sum over tokens": (
+        ["model.logprob_backward=same_pass", "objective.kl_in_reward_coef=0.1"],
+        "model.logprob_backward: same_pass needs an objective that is a sum over tokens",
+    ),
+    "checkpointing of no layer": (
+        ["model.checkpoint_every=2"],
+        "model.checkpoint_every: has no effect without checkpointing",
+    ),
+    "not looking ahead in sync mode": (
+        [*KL, "trainer.look_ahead=false", "run.mode=sync"],
+        "trainer.look_ahead: has no effect with run.mode=sync",
+    ),
+    "not looking ahead in strict mode": (
+        [*KL, "trainer.look_ahead=false", "run.determinism=strict"],
+        "trainer.look_ahead: has no effect with run.determinism=strict",
+    ),
+    "not looking ahead without frozen models": (
+        ["trainer.look_ahead=false"],
+        "trainer.look_ahead: has no effect without a reference, a lagged old policy or several",
+    ),
+    "not looking ahead with a reference on the host": (
+        [*KL, "trainer.look_ahead=false", "trainer.offload_reference=true"],
+        "trainer.look_ahead: has no effect with trainer.offload_reference; remove it",
+    ),
+    "engine to choose": (["trainer.engine=deepspeed"], "trainer.engine: unknown key"),
+    "a group of one": (
+        ["rollout.num_generations=1"],
+        "rollout.num_generations: a baseline needs at least 2 responses per group",
+    ),
+    "a path as the run's name": (
+        ["run.name=a/../b"],
+        "run.name: use letters, digits, '_', '-' and '.' only",
+    ),
+    "colon in the run's name": (
+        ["run.name='a:b'"],
+        "run.name: use letters, digits, '_', '-' and '.' only",
+    ),
+    "no files": (["data.files=[]"], "data.files: List should have at least 1 item"),
+    "no placeholder": (
+        ["data.prompt_template=Answer!"],
+        "data.prompt_template: must contain {prompt} (got 'Answer!')",
+    ),
+    "broken regular expression": (
+        ["data.answer_pattern='('"],
+        "data.answer_pattern: is not a regular expression: missing )",
+    ),
+    "regular expression without a group": (
+        ["data.answer_pattern='#### .+'"],
+        "data.answer_pattern: needs one group, such as '#### (.+)'",
+    ),
+    "system prompt without a chat template": (
+        ["data.apply_chat_template=false", "data.system_prompt=hi"],
+        "data.system_prompt: has no effect without a chat template; remove it",
+    ),
+    "endpoint that is no URL": (
+        ["inference.endpoints=['localhost:8000']"],
+        "inference.endpoints: 'localhost:8000' is not an http:// or https:// URL",
+    ),
+    "endpoint of the OpenAI routes": (
+        ["inference.endpoints=['http://a:1/v1']"],
+        "inference.endpoints: 'http://a:1/v1': leave off /v1",
+    ),
+    "endpoint with a password": (
+        ["inference.endpoints=['http://me:secret@a:1']"],
+        "inference.endpoints: a URL with a user name; name the key's variable",
+    ),
+    "endpoint named twice": (
+        ["inference.endpoints=['http://a:1', 'http://a:1/']"],
+        "inference.endpoints: names an endpoint twice",
+    ),
+    "no reward": (["rewards=[]"], "rewards: List should have at least 1 item"),
+    "reward with name and file": (
+        ["rewards[0].file=x.py"],
+        "rewards[0]: give either name (exact, math, format) or file",
+    ),
+    "reward with neither": (
+        ["rewards=[{weight: 1.0}]"],
+        "rewards[0]: give either name (exact, math, fo",
+    ),
+    "unknown reward": (
+        ["rewards[0].name=exakt"],
+        "rewards[0].name: Input should be 'exact', 'math' or ",
+    ),
+    "missing reward file": (
+        ["rewards=[{file: no/r.py}]"],
+        "rewards[0].file: no/r.py does not exist",
+    ),
+    "two rewards of one name": (
+        ["rewards=[{name: exact}, {name: exact}]"],
+        "rewards: two are called the same (['exact', 'exact']); rename a function",
+    ),
+    "k1 as a loss": (
+        ["objective.kl_estimator=k1"],
+        "objective.kl_estimator: k1 has a zero expected gradient as a loss; use k3 or k2",
+    ),
+    "clip that never acts": (
+        ["objective.clip_eps_high=0.28"],
+        "objective.clip_eps_high: never acts with one update per batch (the ratio is 1); remove "
+        "it, or "
+        "set objective.old_policy=lagged",
+    ),
+    "ZeRO 0 in bf16": (
+        ["trainer.zero_stage=0"],
+        "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses it); "
+        "use 1,",
+    ),
+    "warm-up longer than the run": (
+        ["trainer.warmup_steps=10", "trainer.max_steps=10"],
+        "trainer.warmup_steps: must be below trainer.max_steps",
+    ),
+    "floor of a constant learning rate": (
+        ["trainer.min_lr_ratio=0.1"],
+        "trainer.min_lr_ratio: has no effect with a constant lr_schedule; remove it",
+    ),
+    "pass@k above the samples": (
+        [EVALUATION + ", num_samples: 2, pass_at: [1, 4]}"],
+        "evaluation.pass_at: 4 needs num_samples of at least as many",
+    ),
+    "no pass@k": (
+        [EVALUATION + ", pass_at: []}"],
+        "evaluation.pass_at: List should have at least 1",
+    ),
+    "unknown variable": (
+        ["data.system_prompt=${run.nam}"],
+        "Interpolation key 'run.nam' not found",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_a_bad_value_names_its_key_and_the_remedy(tmp_path, name):
+    overrides, message = BAD_VALUES[name]
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, MINIMAL, *overrides)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    source = f"{tmp_path / 'config.yaml'}: "
+    assert lines[0].startswith(source)
+    assert any(line.removeprefix(source).startswith(message) for line in lines), caught.value
+
+
+def test_all_problems_are_reported_at_once(tmp_path):
+    overrides = ["run.mode=x", "trainer.batch_size=0", "rewards[0].weigt=1"]
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, MINIMAL, *overrides)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{tmp_path / 'config.yaml'}: 3 problem(s)"
+    assert [line.split(": ")[0] for line in lines[1:]] == [
+        "  run.mode",
+        "  rewards[0].weigt",
+        "  trainer.batch_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.top_p=0.9", "rollout.top_k=50", "rollout.allow_off_policy_sampling=true"],
+        [EVALUATION + ", sampling: {top_p: 0.9, temperature: 0, presence_penalty: 1.0}}"],
+        [EVALUATION + ", num_samples: 4, sampling: {temperature: 0.6}}"],
+        [
+            *("rollout.min_tokens=10", "rollout.max_tokens=10"),
+            "rollout.allow_off_policy_sampling=true",
+        ],
+        ["rollout.truncated=mark", "rollout.truncated_reward=-1.0"],
+        ["objective.kl_estimator=k2", "objective.kl_coef=0.1"],
+        ["trainer.offload_reference=true", "objective.kl_in_reward_coef=0.1"],
+        ["trainer.look_ahead=false", *KL],
+        ["trainer.look_ahead=false", "objective.old_policy=lagged"],
+        ["trainer.look_ahead=false", "trainer.updates_per_batch=2"],
+    ],
+)
+def test_the_remedies_are_accepted(tmp_path, overrides):
+    load(tmp_path, MINIMAL, *overrides)
+
+
+def test_a_dump_of_defaults_contradicts_nothing(tmp_path):
+    config = load(tmp_path)
+    assert load(tmp_path, dump_config(config)) == config
+
+
+# ---- bad files and overrides -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {path: m", r"config\.yaml: .*(\n.*)*line 1, column 8"),
+        ("model: {path: m}\n\tdata: 1", r"config\.yaml: .*(\n.*)*line 2, column 1"),
+        (MINIMAL + "model: {path: other}\n", r"found duplicate key model\n.*line 6"),
+        ("- a\n- b", r"config\.yaml: expected a mapping of sections, got list"),
+        ("", r"config\.yaml: 4 problem\(s\)\n  model: is required\n  data: is required"),
+        ("model: {path: m}", r"3 problem\(s\)\n  data: is required\n  inference: is required"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config file .*no\.yaml does not exist"):
+        load_config(tmp_path / "no.yaml")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path):
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"config\.yaml: 'utf-8' codec can't decode"):
+        load_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.batch_size", "override 'trainer.batch_size' is not of the form key.path=value"),
+        ("=3", "override '=3' is not of the form key.path=value"),
+        ("rollout.stop=[a", "override 'rollout.stop=[a': while parsing"),
+        ("rewards[4].weight=1", "override 'rewards[4].weight=1': list index out of range"),
+    ],
+)
+def test_a_bad_override_is_quoted(tmp_path, override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, MINIMAL, override)
+
+
+# ---- overrides ---------------------------------------------------------------------------------
+
+
+def test_overrides(tmp_path):
+    config = load(
+        tmp_path,
+        MINIMAL,
+        "trainer.learning_rate=1e-6",
+        "trainer.max_steps=3",
+        "trainer.max_steps=null",
+        "trainer.adam_betas=[0.9, 0.95]",
+        "rewards[0].weight=2",
+        "rewards.0.kwargs={pattern: '#### (.+)'}",
+        "rollout.stop=['a=b', \"\\n\"]",
+        "data.chat_template_kwargs.enable_thinking=false",
+        "evaluation.data.files=['${data.files[0]}']",
+        "run.name=it",
+    )
+    assert config.trainer.learning_rate == 1e-6
+    assert config.trainer.max_steps is None
+    assert config.trainer.adam_betas == (0.9, 0.95)
+    assert config.rewards[0].weight == 2.0
+    assert config.rewards[0].kwargs == {"pattern": "#### (.+)"}
+    assert config.rollout.stop == ["a=b", "\n"]
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
+    assert config.evaluation.data.files == [Path("train.jsonl")]
+    assert config.run.name == "it"
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load(tmp_path, MINIMAL, "model.path=~/m").model.path == Path("/home/someone/m")
+
+
+# ---- dumping -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_example_configs_load_and_survive_a_dump(tmp_path, path):
+    config = load_config(path)
+    assert config.evaluation is not None
+    assert load(tmp_path, dump_config(config)) == config
+
+
+def test_there_are_example_configs():
+    assert {path.stem for path in CONFIGS} >= {"gsm8k_qwen3", "deepscaler_qwen3", "laptop_cpu"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["${prompt}", "$x$ \\frac{1}{2}", "\\${a} \\\\${b}\\", "1e-6", "null", "a: b\n  c", "???", " "],
+)
+def test_any_text_survives_a_dump(tmp_path, text):
+    config = load(tmp_path)
+    data = config.data.model_copy(update={"system_prompt": text})
+    config = config.model_copy(update={"data": data})
+    assert load(tmp_path, dump_config(config)) == config
+
+
+# ---- paths -------------------------------------------------------------------------------------
+
+
+def existing(folder: Path) -> list[str]:
+    """Overrides that make all paths of the minimal config exist."""
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "train.jsonl").write_text("{}")
+    return [
+        f"model.path={folder}/model",
+        f"data.files=[{folder}/train.jsonl]",
+        f"run.output_dir={folder}/runs/new",
+        f"weight_sync.directory={folder}",
+    ]
+
+
+def test_paths_that_exist_pass_and_nothing_is_made(tmp_path):
+    check_paths(load(tmp_path, MINIMAL, *existing(tmp_path)))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "model.path=org/name",
+            "model.path: org/name is not a directory; models are read from disk",
+        ),
+        (
+            "model.path={}/runs",
+            "model.path: {}/runs has no config.json; is it a Hugging Face model?",
+        ),
+        ("model.tokenizer={}/tok", "model.tokenizer: {}/tok is not a directory"),
+        ("data.files=[{}/train.jsonl,no.jsonl]", "data.files[1]: no.jsonl does not exist"),
+        ("data.chat_template={}/no.jinja", "data.chat_template: {}/no.jinja does not exist"),
+        ("evaluation={{data: {{files: [no.json]}}}}", "evaluation.data.files[0]: no.json does not"),
+        (
+            "run.output_dir={}/train.jsonl/a",
+            "run.output_dir: {0}/train.jsonl/a cannot be made, {0}/tr",
+        ),
+        ("weight_sync.directory={}/no", "weight_sync.directory: {}/no does not exist; name a dir"),
+    ],
+)
+def test_a_bad_path_names_its_key(tmp_path, override, message):
+    overrides = existing(tmp_path)
+    (tmp_path / "runs").mkdir()
+    config = load(tmp_path, MINIMAL, *overrides, override.format(tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        check_paths(config)
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line.strip().startswith(message.format(tmp_path))
+
+
+# ---- environment and packages ------------------------------------------------------------------
+
+
+def test_the_key_variable_must_be_set(tmp_path, monkeypatch):
+    overrides = [*existing(tmp_path), "inference.api_key_env=EASYRL_TEST_KEY"]
+    config = load(tmp_path, MINIMAL, *overrides)
+    monkeypatch.delenv("EASYRL_TEST_KEY", raising=False)
+    message = "inference.api_key_env: the environment variable EASYRL_TEST_KEY is not set"
+    with pytest.raises(ConfigError, match=message):
+        check_paths(config)
+    monkeypatch.setenv("EASYRL_TEST_KEY", "secret")
+    check_paths(config)
+
+
+def test_wandb_must_be_installed(tmp_path, monkeypatch):
+    config = load(tmp_path, MINIMAL, *existing(tmp_path), "run.trackers=[tensorboard, wandb]")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()  # where its runs go; it is no package
+    message = re.escape("run.trackers: wandb is not installed; pip install 'easyrl[wandb]'")
+    with pytest.raises(ConfigError, match=message):
+        check_paths(config)
+    (tmp_path / "wandb" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    check_paths(config)

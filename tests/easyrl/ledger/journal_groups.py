@@ -1,0 +1,95 @@
+"""Groups for the tests of the journal, and the bytes that tell whether two are the same."""
+
+from pathlib import Path
+
+import numpy as np
+
+from easyrl.ledger.journal import Journal, JournalledGroup, read_batch
+from easyrl.schema import (
+    Completion,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    Score,
+    ServedWeights,
+    VersionSpan,
+)
+
+WEIGHTS = "ab" * 32
+OTHER_WEIGHTS = "cd" * 32
+
+
+def served(life: int = 0, v: int = 3, digest: str = WEIGHTS) -> ServedWeights:
+    return ServedWeights(PolicyVersion("run", life, v), digest)
+
+
+def journal(directory: Path, life: int = 0, rank: int = 0, fsync="never") -> Journal:
+    return Journal(directory, life, rank, fsync)
+
+
+def group(index: int, version: str = "run:0:3", lengths=(5, 1, 9)) -> RolloutGroup:
+    """Random tokens, masks and scores that ``index`` determines."""
+    rng = np.random.default_rng(index)
+
+    def completion(length: int) -> Completion:
+        return Completion(
+            token_ids=rng.integers(0, 2**31, length, dtype=np.int32),
+            logprobs=-rng.random(length, dtype=np.float32),
+            finish_reason="length" if length > 5 else "stop",
+            version_spans=(VersionSpan(version, 0, length),),
+            endpoint="http://127.0.0.1:1",
+            loss_mask=rng.random(length) > 0.3,
+        )
+
+    token_ids = rng.integers(0, 2**31, 4 + index % 3, dtype=np.int32)
+    return RolloutGroup(
+        prompt=Prompt(index, token_ids, "question", "42", epoch=index // 2),
+        completions=tuple(completion(length) for length in lengths),
+        scores=tuple(Score(rng.normal(), {"exact": rng.normal()}, i == 1) for i in lengths),
+        policy_version=version,
+        dispatched_s=1.0,
+        completed_s=2.0,
+    )
+
+
+def prompt(index: int) -> Prompt:
+    return group(index).prompt
+
+
+def contents(made: RolloutGroup) -> tuple:
+    """Everything that is trained, to the bit; not the times, nor the record's digest."""
+    return (
+        made.prompt.key,
+        made.prompt.token_ids.dtype.str,
+        made.prompt.token_ids.tobytes(),
+        [
+            (
+                c.token_ids.dtype.str,
+                c.token_ids.tobytes(),
+                c.logprobs.dtype.str,
+                c.logprobs.tobytes(),
+                c.loss_mask.dtype.str,
+                c.loss_mask.tobytes(),
+                c.finish_reason,
+                c.version_spans,
+                c.endpoint,
+            )
+            for c in made.completions
+        ],
+        [(np.float64(s.reward).tobytes(), dict(s.components), s.failed) for s in made.scores],
+        made.policy_version,
+        made.excluded,
+    )
+
+
+def write(directory: Path, groups, life: int = 0, rank: int = 0, digest: str = WEIGHTS) -> Path:
+    """A life that journals ``groups`` of batch 3 and is gone. Returns its file."""
+    batch = journal(directory, life, rank).open_batch(served(life, digest=digest))
+    for made in groups:
+        batch.add(made)
+    batch.close()
+    return directory / "batch-000003" / f"life{life}-rank{rank}.journal"
+
+
+def read(directory: Path) -> list[JournalledGroup]:
+    return list(read_batch(directory, 3))

@@ -1,0 +1,362 @@
+"""What a journal keeps over the end of a process, and what it refuses."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from easyrl.config import Config
+from easyrl.ledger.journal import Journal, JournalError, group_settings
+from easyrl.ledger.journal.codec import decode_record
+from easyrl.ledger.journal.record_file import RecordWriter, read_record, read_records
+from tests.easyrl.ledger.journal_groups import (
+    OTHER_WEIGHTS,
+    WEIGHTS,
+    contents,
+    group,
+    journal,
+    prompt,
+    read,
+    served,
+    write,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_group_comes_back_to_the_bit_in_the_next_life(tmp_path):
+    made = group(2)
+    first = journal(tmp_path).open_batch(served(0))
+    added, stored = first.add(made)
+    assert contents(added) == contents(made)
+    again = stored.load()
+    assert contents(again) == contents(made) and again.digest == added.digest
+    assert (again.dispatched_s, again.completed_s) == (made.dispatched_s, made.completed_s)
+    # the process is killed here: nothing is closed
+    second = journal(tmp_path, life=1).open_batch(served(1))
+    found = second.find(made.prompt)
+    assert found is not None and found.num_tokens == stored.num_tokens == 4 + 2 + 15
+    recovered = found.load()
+    assert contents(recovered) == contents(made)
+    assert recovered.digest == added.digest and len(added.digest) == 32
+    assert recovered.prompt is made.prompt  # with text and answer
+    assert second.find(prompt(5)) is None
+    assert second.accepted_versions == {"run:0:3", "run:1:3"} and second.discarded == frozenset()
+
+
+def test_an_excluded_group_is_kept_as_one(tmp_path):
+    made = replace(group(1), completions=(), scores=(), excluded="300 tokens leave no room")
+    write(tmp_path, [made])
+    found = journal(tmp_path, life=1).open_batch(served(1)).find(made.prompt)
+    assert contents(found.load()) == contents(made)
+
+
+def test_arrays_of_a_recovered_group_can_be_written_to(tmp_path):
+    write(tmp_path, [group(0)])
+    recovered = journal(tmp_path, life=1).open_batch(served(1)).find(prompt(0)).load()
+    for completion in recovered.completions:
+        arrays = (completion.token_ids, completion.logprobs, completion.loss_mask)
+        assert all(array.flags.writeable for array in arrays)  # torch.from_numpy wants that
+
+
+def test_other_weights_discard_what_was_journalled(tmp_path):
+    write(tmp_path, [group(0), group(1)])
+    second = journal(tmp_path, life=1).open_batch(served(1, digest=OTHER_WEIGHTS))
+    assert second.find(prompt(0)) is None
+    assert second.discarded == {prompt(0).key, prompt(1).key}
+    assert second.accepted_versions == {"run:1:3"}
+    second.add(group(0, version="run:1:3"))  # generated again
+    second.close()
+    # the weights of the first life are back: its groups are on-policy again, the second's are not
+    third = journal(tmp_path, life=2).open_batch(served(2))
+    assert third.find(prompt(0)).load().policy_version == "run:0:3"
+    assert third.find(prompt(1)) is not None and third.discarded == frozenset()
+    assert third.accepted_versions == {"run:0:3", "run:2:3"}
+
+
+def test_a_prompt_journalled_again_is_discarded_only_if_no_life_had_these_weights(tmp_path):
+    write(tmp_path, [group(0), group(1)], digest=OTHER_WEIGHTS)
+    write(tmp_path, [group(0, version="run:1:3")], life=1)
+    third = journal(tmp_path, life=2).open_batch(served(2))
+    assert third.find(prompt(0)).load().policy_version == "run:1:3"
+    assert third.discarded == {prompt(1).key}
+
+
+def test_a_run_of_another_name_is_not_this_one(tmp_path):
+    write(tmp_path, [group(0)])
+    other = served(1)
+    other = replace(other, version=other.version._replace(run="copy"))
+    batch = journal(tmp_path, life=1).open_batch(other)
+    assert batch.find(prompt(0)) is None and batch.accepted_versions == {"copy:1:3"}
+
+
+def test_other_settings_discard_what_was_journalled(tmp_path):
+    before = Journal(tmp_path, 0, 0, "never", settings="temperature 1").open_batch(served(0))
+    before.add(group(0))
+    before.close()
+    same = Journal(tmp_path, 1, 0, "never", settings="temperature 1").open_batch(served(1))
+    assert same.find(prompt(0)) is not None
+    other = Journal(tmp_path, 1, 0, "never", settings="temperature 2").open_batch(served(1))
+    assert other.find(prompt(0)) is None and other.discarded == {prompt(0).key}
+    assert other.accepted_versions == {"run:1:3"}
+
+
+@pytest.mark.parametrize(
+    "section, change, same",
+    [
+        ("rollout", {"temperature": 0.9}, False),
+        ("rollout", {"num_generations": 4}, False),
+        ("rollout", {"queue_size": 3}, True),
+        ("run", {"seed": 7}, False),
+        ("inference", {"max_inflight": 3}, True),
+    ],
+)
+def test_settings_tell_what_groups_are_made_with(section, change, same):
+    def settings(values):
+        plain = {
+            "model": {"path": "model"},
+            "data": {"files": ["prompts.jsonl"]},
+            "inference": {"endpoints": ["http://h:1"]},
+            "rewards": [{"name": "exact"}],
+        }
+        plain[section] = plain.get(section, {}) | values
+        return group_settings(Config.model_validate(plain))
+
+    assert (settings({}) == settings(change)) == same
+
+
+def test_settings_tell_an_edited_reward_file(tmp_path):
+    file = tmp_path / "reward.py"
+
+    def settings(text):
+        file.write_text(text)
+        plain = {
+            "model": {"path": "model"},
+            "data": {"files": ["prompts.jsonl"]},
+            "inference": {"endpoints": ["http://h:1"]},
+            "rewards": [{"file": str(file)}],
+        }
+        return group_settings(Config.model_validate(plain))
+
+    assert settings("a = 1") == settings("a = 1") != settings("a = 2")
+
+
+def test_a_changed_dataset_is_an_error_that_names_the_prompt(tmp_path):
+    write(tmp_path, [group(4)])
+    batch = journal(tmp_path, life=1).open_batch(served(1))
+    edited = replace(prompt(4), token_ids=prompt(4).token_ids + 1)
+    with pytest.raises(JournalError, match="prompt 4 of epoch 2 had other tokens.*same data"):
+        batch.find(edited)
+
+
+def test_a_batch_has_its_own_groups_and_prune_removes_the_older_ones(tmp_path):
+    for v in (2, 3, 4):
+        batch = journal(tmp_path).open_batch(served(v=v))
+        batch.add(group(v, version=f"run:0:{v}"))
+        batch.close()
+    second = journal(tmp_path, life=1)
+    assert second.open_batch(served(1, v=3)).find(prompt(2)) is None
+    second.prune(before_v=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch-000004"]
+    assert second.open_batch(served(1, v=4)).find(prompt(4)) is not None
+
+
+def test_a_batch_that_cannot_be_removed_is_told_and_goes_later(tmp_path, monkeypatch, caplog):
+    for v in (2, 3, 4):
+        (tmp_path / f"batch-{v:06d}").mkdir()
+
+    def busy(folder):
+        if "000002" in folder.name:
+            raise OSError(errno.EBUSY, "Device or resource busy", f"{folder}/.nfs0001")
+        folder.rmdir()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("easyrl.ledger.journal.batch.shutil.rmtree", busy)
+        journal(tmp_path).prune(before_v=4)
+        journal(tmp_path).prune(before_v=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["batch-000002.gone", "batch-000004"]
+    assert "batch-000002.gone" in caplog.text and ".nfs0001" in caplog.text
+    journal(tmp_path).prune(before_v=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["batch-000004"]
+
+
+def test_read_batch_gives_every_record_of_every_life_and_rank(tmp_path):
+    write(tmp_path, [group(0), group(2)], rank=0)
+    write(tmp_path, [group(1)], rank=1)
+    write(tmp_path, [group(1, version="run:1:3")], life=1, digest=OTHER_WEIGHTS)
+    records = read(tmp_path)
+    assert [(r.life, r.rank, r.key, r.version, r.weights) for r in records] == [
+        (0, 0, (0, 0), "run:0:3", WEIGHTS),
+        (0, 0, (1, 2), "run:0:3", WEIGHTS),
+        (0, 1, (0, 1), "run:0:3", WEIGHTS),
+        (1, 0, (0, 1), "run:1:3", OTHER_WEIGHTS),
+    ]
+    assert contents(records[1].group) == contents(group(2))
+    assert len({record.digest for record in records}) == 4
+    assert records[0].digest == records[0].group.digest
+    assert read(tmp_path / "nothing") == []
+
+
+def test_nothing_is_written_behind_what_a_life_left(tmp_path):
+    path = write(tmp_path, [group(0)])
+    with pytest.raises(JournalError, match="life0-rank0.journal is there already"):
+        journal(tmp_path).open_batch(served(0)).add(group(1))
+    os.rename(path, path.with_name("life7-rank0.journal"))
+    with pytest.raises(JournalError, match="of a later life than this one"):
+        journal(tmp_path, life=1).open_batch(served(1))
+    os.rename(path.with_name("life7-rank0.journal"), path.with_name("life1-rank0.journal"))
+    with pytest.raises(JournalError, match="moved or renamed"):
+        journal(tmp_path, life=2).open_batch(served(2))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"version": "run:0:4"}, "is of version run:0:4"),
+        ({"weights": OTHER_WEIGHTS}, f"of weights {OTHER_WEIGHTS[:12]}"),
+        ({"prompt_token_ids": b"abc"}, "not int32"),
+        ({"completions": None}, "not a group"),
+    ],
+)
+def test_a_forged_record_whose_checksum_is_right_is_refused(tmp_path, change, message):
+    source = write(tmp_path / "source", [group(0)])
+    header, record = (payload for _, payload in read_records(source))
+    forged = msgspec.structs.replace(decode_record(record), **change)
+    writer = RecordWriter(tmp_path / "batch-000003" / "life0-rank0.journal", durable=False)
+    writer.append(header)
+    place = writer.append(msgspec.msgpack.encode(forged))
+    writer.close()
+    with pytest.raises(JournalError, match=f"byte {place.offset}.*{message}"):
+        read(tmp_path)
+
+
+def test_a_record_that_changes_after_it_was_found_is_refused_when_it_is_loaded(tmp_path):
+    path = write(tmp_path, [group(0), group(1)])
+    found = journal(tmp_path, life=1).open_batch(served(1)).find(prompt(0))
+    data = bytearray(path.read_bytes())
+    data[found.place.offset + 60] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(JournalError, match=f"byte {found.place.offset}: this record was changed"):
+        found.load()
+    path.unlink()
+    with pytest.raises(JournalError, match="cannot be read"):
+        found.load()
+    write(tmp_path, [replace(group(0), scores=group(3).scores)])  # sound, but not what was found
+    with pytest.raises(JournalError, match="this record was changed"):
+        found.load()
+
+
+def test_a_damaged_record_stops_the_life_that_finds_it(tmp_path):
+    path = write(tmp_path, [group(0), group(1)])
+    data = bytearray(path.read_bytes())
+    data[-30] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(JournalError, match="life0-rank0.journal: byte .* put the file back"):
+        journal(tmp_path, life=1).open_batch(served(1))
+
+
+def test_zeros_that_a_power_loss_leaves_are_a_torn_tail(tmp_path, caplog):
+    path = write(tmp_path, [group(0), group(1)])
+    whole = path.read_bytes()
+    second = list(read_records(path))[2][0].offset
+    for cut in (second, second + 2, second + 24, len(whole) - 1, len(whole)):
+        path.write_bytes(whole[:cut] + bytes(70_000))
+        caplog.clear()
+        assert [record.key for record in read(tmp_path)] == (
+            [(0, 0), (0, 1)] if cut == len(whole) else [(0, 0)]
+        )
+        assert (f"byte {second}" in caplog.text) == (second < cut < len(whole))
+
+
+def test_a_full_disk_is_named_and_the_records_before_it_stay_usable(tmp_path):
+    batch = journal(tmp_path).open_batch(served())
+    batch.add(group(0))
+    path = tmp_path / "batch-000003" / "life0-rank0.journal"
+    size = path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))  # half of the next record
+    try:
+        with pytest.raises(JournalError, match="life0-rank0.journal: cannot be written.*--resume"):
+            batch.add(group(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == size
+    with pytest.raises(JournalError, match="cannot be written"):  # nothing comes behind the gap
+        batch.add(group(2))
+    assert [record.key for record in read(tmp_path)] == [(0, 0)]
+
+
+def test_an_unwritable_folder_is_named(tmp_path):
+    (tmp_path / "batch-000003").write_text("a file where the folder should be")
+    with pytest.raises(JournalError, match="batch-000003.*cannot be written"):
+        journal(tmp_path).open_batch(served()).add(group(0))
+
+
+@pytest.mark.parametrize(
+    "policy, after_adds, after_sync", [("group", 2, 0), ("batch", 0, 1), ("never", 0, 0)]
+)
+def test_fsync_policies(tmp_path, monkeypatch, policy, after_adds, after_sync):
+    synced = []
+    fsync = os.fsync
+
+    def note(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith(".journal"):
+            synced.append(name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    batch = journal(tmp_path, fsync=policy).open_batch(served())
+    batch.add(group(0))
+    batch.add(group(1))
+    assert len(synced) == after_adds
+    synced.clear()
+    batch.flush()
+    batch.sync()  # nothing is left to do
+    assert len(synced) == after_sync
+
+
+def test_a_failed_fsync_is_not_forgotten(tmp_path, monkeypatch):
+    batch = journal(tmp_path, fsync="batch").open_batch(served())
+    batch.add(group(0))
+
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fail)
+        with pytest.raises(JournalError):
+            batch.flush()
+    with pytest.raises(JournalError, match="Input/output error"):
+        batch.sync()  # the kernel would report success now
+
+
+def test_a_killed_process_loses_no_group_that_was_added(tmp_path):
+    program = """
+        import os, signal, sys
+        from pathlib import Path
+        from tests.easyrl.ledger.journal_groups import group, journal, served
+        batch = journal(Path(sys.argv[1]), fsync="never").open_batch(served())
+        for index in range(5):
+            batch.add(group(index))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    assert [contents(r.group) for r in read(tmp_path)] == [contents(group(i)) for i in range(5)]
+
+
+def test_places_of_records_lead_back_to_them(tmp_path):
+    path = write(tmp_path, [group(i) for i in range(3)])
+    records = list(read_records(path))
+    assert len(records) == 4  # with the header
+    for place, payload in reversed(records):
+        assert read_record(place) == payload

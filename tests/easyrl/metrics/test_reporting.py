@@ -1,0 +1,348 @@
+"""Metrics, evaluation figures, the console and the reward curve."""
+
+import io
+import itertools
+import json
+import os
+import queue
+import resource
+
+import numpy as np
+import pytest
+
+from easyrl.inference_client.errors import Outage, is_outage
+from easyrl.metrics.console import ConsoleView
+from easyrl.metrics.event_log import EventLog, read_events
+from easyrl.metrics.plot import plot_reward_curve
+from easyrl.metrics.throughput import Throughput
+from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, WandbTracker, read_metrics
+from easyrl.runtime.collectives import Agreement, PeerOutage
+from easyrl.runtime.seeding import sample_seed
+from easyrl.runtime.stopping import StopRequest
+from easyrl.schema import PolicyVersion, Prompt, RolloutGroup, Score, StopRequested
+from easyrl.trainer.evaluation import Evaluator, pass_at_k
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(4, 0, 2), (4, 4, 3), (6, 2, 3), (5, 1, 5)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(n, correct, k):
+    samples = [True] * correct + [False] * (n - correct)
+    subsets = list(itertools.combinations(samples, k))
+    assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+class FakeStream:
+    """Groups, and then what keeps further ones from coming."""
+
+    def __init__(self, groups, ending=None):
+        self.groups, self.ending, self.closed = groups, ending, False
+        self.interrupted = queue.SimpleQueue()
+
+    def __iter__(self):
+        yield from self.groups
+        if self.ending is not None:
+            raise self.ending
+
+    def interrupt(self, error):
+        self.interrupted.put(error)
+
+    def close(self):
+        self.closed = True
+
+
+class FakeRollouts:
+    """Two samples a prompt; prompt ``i`` has ``i`` correct ones."""
+
+    def produce(self, prompts, version):
+        groups = []
+        for prompt in prompts:
+            scores = [Score(0.0, {"exact": float(i < prompt.index)}) for i in range(2)]
+            groups.append(RolloutGroup(prompt, (), tuple(scores), version, 0.0, 0.0))
+        return FakeStream(groups)
+
+
+@pytest.fixture
+def stop():
+    request = StopRequest(60)
+    yield request
+    request.close()
+
+
+def make_evaluator(rollouts, agreement, stop, num_prompts=3):
+    return Evaluator(
+        prompts=[Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(num_prompts)],
+        rollouts=rollouts,
+        agreement=agreement,
+        stop=stop,
+        num_samples=2,
+        pass_at=[1, 2],
+        threshold=0.5,
+        reward_name="exact",
+    )
+
+
+def test_evaluator_counts_correct_samples(stop):
+    evaluator = make_evaluator(FakeRollouts(), Agreement(0, 1), stop)
+    metrics = evaluator.evaluate("v")
+    assert metrics == {
+        "eval/accuracy": 0.5,
+        "eval/avg@2": 0.5,
+        "eval/pass@1": 0.5,
+        "eval/pass@2": pytest.approx(2 / 3),
+    }
+
+
+class OutageRollouts(FakeRollouts):
+    """One group, then no endpoint is left."""
+
+    def produce(self, prompts, version):
+        ending = RuntimeError("production failed")
+        ending.__cause__ = Outage("all endpoints are down")
+        return FakeStream(super().produce(prompts[:1], version).groups, ending)
+
+
+class WaitingRollouts:
+    """The next group never comes; a stop is asked for meanwhile."""
+
+    def __init__(self, stop):
+        self.stop = stop
+        self.stream = FakeStream([])
+
+    def produce(self, prompts, version):
+        stream = self.stream
+
+        def groups():
+            self.stop.request("SIGTERM")
+            raise stream.interrupted.get(timeout=10)
+            yield
+
+        stream.groups = groups()
+        return stream
+
+
+class TwoRanks(Agreement):
+    """This rank, and another whose words are given."""
+
+    def __init__(self, other):
+        super().__init__(0, 1)
+        self.other = list(other)
+
+    def exchange(self, value):
+        return [value, self.other.pop(0)]
+
+
+def test_an_outage_of_one_rank_ends_the_evaluation_of_all(stop):
+    with pytest.raises(RuntimeError, match="production failed") as caught:
+        make_evaluator(OutageRollouts(), TwoRanks([None]), stop).evaluate("v")
+    assert is_outage(caught.value)
+    told = [False, "all endpoints are down"]  # no stop
+    with pytest.raises(PeerOutage, match="rank 1: all endpoints are down"):
+        make_evaluator(FakeRollouts(), TwoRanks([told]), stop).evaluate("v")
+
+
+def test_a_stop_wakes_an_evaluation_and_ends_it_on_all_ranks(stop):
+    other = StopRequest(60)
+    rollouts = WaitingRollouts(stop)
+    with pytest.raises(StopRequested, match="SIGTERM"):
+        make_evaluator(rollouts, TwoRanks([None]), stop).evaluate("v")
+    assert rollouts.stream.closed
+    with pytest.raises(StopRequested, match="rank 1: SIGTERM"):
+        make_evaluator(FakeRollouts(), TwoRanks([[True, "SIGTERM"]]), other).evaluate("v")
+    other.close()
+
+
+def test_jsonl_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(path, 0)
+    for step in range(5):
+        first.log(step, {"loss": float(step)})
+    first.close()
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')  # cut off by a crash
+    second = JsonlTracker(path, 2)
+    second.log(3, {"loss": -3.0})
+    second.close()
+    assert [(m["step"], m["loss"]) for m in read_metrics(path)] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, -3.0),
+    ]
+
+
+def logged(path, *steps):
+    tracker = JsonlTracker(path, 0)
+    for step in steps:
+        tracker.log(step, {"loss": float(step)})
+    tracker.close()
+
+
+def steps_of(path):
+    return [line["step"] for line in read_metrics(path)]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(("from_step", "kept"), [(-1, []), (0, [0]), (1, [0, 1])])
+def test_the_report_before_the_first_step_is_kept_like_any_other(from_step, kept, tmp_path):
+    """A life that is stopped in its first batch has evaluated; the next one does not again."""
+    path = tmp_path / "metrics.jsonl"
+    logged(path, 0, 1)
+    JsonlTracker(path, from_step).close()
+    assert steps_of(path) == kept
+
+
+def killed(*_):
+    raise Killed
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3, 4), (1, 4, 2, 3)], ids=["prefix", "not-a-prefix"])
+def test_a_kill_while_jsonl_is_shortened_loses_no_step_that_is_kept(steps, tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    logged(path, *steps)
+    with monkeypatch.context() as patched, room_of(40):  # not for all of what is kept
+        patched.setattr(os, "fsync", killed)
+        try:
+            JsonlTracker(path, 3).close()
+        except (Killed, OSError):
+            assert steps_of(path) == list(steps)
+        assert {1, 2, 3} <= set(steps_of(path))
+    JsonlTracker(path, 3).close()
+    assert steps_of(path) == [1, 2, 3]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+class room_of:  # noqa: N801
+    """No file may grow beyond so many bytes; the kernel answers EFBIG."""
+
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.num_bytes, self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_jsonl_without_room_names_file_and_remedy_and_keeps_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path, 0)
+    tracker.log(1, {"loss": 1.0})
+    with room_of(path.stat().st_size + 5), pytest.raises(OSError, match="step 2 .*make room") as e:
+        tracker.log(2, {"loss": 2.0})
+    assert str(path) in str(e.value) and "--resume" in str(e.value)
+    tracker.log(3, {"loss": 3.0})  # there is room again
+    tracker.close()
+    assert steps_of(path) == [1, 3]
+
+
+def test_tensorboard_files_hold_the_figures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker(tmp_path, 0)
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
+    assert [(e.step, e.value) for e in events] == [(1, 0.25)]
+
+
+def test_wandb_gets_steps_by_name(tmp_path, monkeypatch):
+    calls = []
+
+    class FakeRun:
+        def log(self, metrics, step):
+            calls.append((step, metrics))
+
+        def finish(self):
+            calls.append("finish")
+
+    class FakeWandb:
+        @staticmethod
+        def init(**settings):
+            calls.append(settings["project"])
+            return FakeRun()
+
+    monkeypatch.setitem(__import__("sys").modules, "wandb", FakeWandb)
+    tracker = WandbTracker("project", "name", tmp_path, {})
+    tracker.log(3, {"loss": 1.0})
+    tracker.close()
+    assert calls == ["project", (3, {"loss": 1.0}), "finish"]
+
+
+def test_wandb_that_is_missing_is_named_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"run.trackers: wandb .* pip install 'easyrl\[wandb\]'"):
+        WandbTracker("project", "name", tmp_path, {})
+
+
+def test_console_prints_a_line_per_step_where_there_is_no_terminal():
+    stream = io.StringIO()
+    view = ConsoleView(total_steps=7, stream=stream)
+    view.log(0, {"eval/accuracy": 0.25})
+    view.log(1, {"reward/mean": 0.5, "time/wait_s": 1.5, "time/inference_idle_s": 0.75})
+    view.close()
+    first, second = stream.getvalue().splitlines()
+    assert first == "step 0/7  accuracy 0.250"
+    for part in (
+        "step 1/7",
+        "reward 0.500",
+        "accuracy 0.250",
+        "trainer waited s 1.50",
+        "idle s 0.75",
+    ):
+        assert part in second
+
+
+def test_reward_curve_is_a_png(tmp_path):
+    path = tmp_path / "reward.png"
+    plot_reward_curve([{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "reward/mean": 0.2}], path)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_event_log_is_ordered_and_on_disk_at_once(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.record("a", x=1)
+    log.record("b")
+    events = read_events(tmp_path / "events.jsonl")
+    log.close()
+    assert [(e["seq"], e["event"], e.get("x")) for e in events] == [(0, "a", 1), (1, "b", None)]
+    log.record("after the end")  # a late thread must not fail
+    assert len(read_events(tmp_path / "events.jsonl")) == 2
+
+
+class FakeIdle:
+    def __init__(self, *values):
+        self.values = list(values)
+
+    def idle_s(self):
+        return self.values.pop(0)
+
+
+def test_throughput_is_per_step_and_device():
+    throughput = Throughput(FakeIdle(1.0, 1.5, 4.0), num_devices=4)
+    metrics = {"tokens/packed": 600.0, "time/step_s": 3.0}
+    throughput.add(1, metrics)
+    assert metrics["time/inference_idle_s"] == 0.5
+    assert metrics["throughput/tokens_per_s"] == 200.0
+    assert metrics["throughput/tokens_per_s_per_device"] == 50.0
+    start = {}
+    throughput.add(0, start)
+    assert start == {"time/inference_idle_s": 2.5}
+
+
+def test_policy_version_round_trips_and_refuses_others():
+    version = PolicyVersion("a-run", 3, 17)
+    assert PolicyVersion.parse(str(version)) == version
+    for text in ("default", "a:b", "run:x:1", ""):
+        with pytest.raises(ValueError, match="not a policy version"):
+            PolicyVersion.parse(text)
+
+
+def test_seeds_differ_and_do_not_depend_on_time():
+    seeds = {sample_seed(0, e, i, s) for e in range(3) for i in range(50) for s in range(8)}
+    assert len(seeds) == 3 * 50 * 8
+    assert sample_seed(0, 1, 2, 3) == sample_seed(0, 1, 2, 3) != sample_seed(1, 1, 2, 3)
+    assert json.dumps(sample_seed(0, 0, 0, 0)) and 0 <= sample_seed(5, 1, 1, -1) < 2**31

@@ -1,0 +1,126 @@
+"""What ranks tell each other, between real processes over gloo."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from easyrl.inference_client.servers.managed.server_process import free_port
+from easyrl.runtime.collectives import Agreement, PeerFailed
+
+
+def _rank(rank: int, port: int, results) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=30),
+    )
+    agreement = Agreement(rank, 2)
+    results[rank] = {name: scenario(rank, agreement) for name, scenario in SCENARIOS.items()}
+    dist.destroy_process_group()
+
+
+def _exchange(rank, agreement):
+    return agreement.exchange({"rank": rank, "text": "ä" * (rank * 100)})
+
+
+def _from_rank_zero(rank, agreement):
+    return agreement.from_rank_zero({"rank": rank})
+
+
+def _uneven(rank, agreement):
+    work = iter(range(1 + 4 * rank))
+    return list(agreement.in_lockstep(work, lambda: "dummy"))
+
+
+def _failing(rank, agreement):
+    def work():
+        yield 1
+        if rank == 1:
+            raise ValueError("no more")
+        yield 2
+        yield 3
+
+    seen = []
+    try:
+        for item in agreement.in_lockstep(work(), lambda: "dummy"):
+            seen.append(item)
+    except (ValueError, PeerFailed) as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    return seen
+
+
+SCENARIOS = {
+    "exchange": _exchange,
+    "from_rank_zero": _from_rank_zero,
+    "uneven": _uneven,
+    "failing": _failing,
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> list:
+    """What both ranks saw in all scenarios, one after the other."""
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        results = manager.list([None, None])
+        multiprocessing.spawn(_rank, args=(free_port(), results), nprocs=2)
+        return list(results)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("exchange", [[{"rank": 0, "text": ""}, {"rank": 1, "text": "ä" * 100}]] * 2),
+        ("from_rank_zero", [{"rank": 0}] * 2),
+        ("uneven", [[0, "dummy", "dummy", "dummy", "dummy"], [0, 1, 2, 3, 4]]),
+        ("failing", [[1, "PeerFailed: rank 1 failed"], [1, "ValueError: no more"]]),
+    ],
+)
+def test_two_ranks(scenario, expected, results):
+    assert [seen[scenario] for seen in results] == expected
+
+
+def test_one_rank_needs_no_process_group():
+    agreement = Agreement(0, 1)
+    assert agreement.exchange("x") == ["x"]
+    assert list(agreement.in_lockstep(iter([1, 2]), lambda: 0)) == [1, 2]
+
+
+def _wait_in_vain(rank: int, port: int, started) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    agreement = Agreement(rank, 2)
+    if rank == 1:
+        threading.Event().wait(60)  # never joins; is killed
+        return
+
+    def stop(*_: object) -> None:
+        raise SystemExit(7)
+
+    signal.signal(signal.SIGTERM, stop)
+    threading.Timer(0.5, started.set).start()  # by then it waits
+    agreement.exchange("alone")
+
+
+def test_a_signal_ends_a_rank_that_waits_for_another():
+    context = multiprocessing.get_context("spawn")
+    started, port = context.Event(), free_port()
+    ranks = [context.Process(target=_wait_in_vain, args=(r, port, started)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        assert started.wait(60)
+        sent_s = time.monotonic()
+        os.kill(ranks[0].pid, signal.SIGTERM)
+        ranks[0].join(5)
+        assert ranks[0].exitcode == 7 and time.monotonic() - sent_s < 5
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()

@@ -1,0 +1,228 @@
+"""Who may use a run's folder, between real processes; and files that a power cut left empty."""
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from easyrl.config import ConfigError
+from easyrl.runtime import durable_files as durable
+from easyrl.runtime.folder_lock import FolderLock
+from easyrl.runtime.run_folder import begin_life, prepare_output
+
+# Takes the folder, and starts a child that outlives it, as workers, fetchers and servers might.
+HOLDER = """
+import subprocess, sys, time
+from pathlib import Path
+from easyrl.runtime.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), 0)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+class Holder:
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        self.child = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def holder(tmp_path):
+    holder = Holder(tmp_path)
+    yield holder
+    holder.kill()
+    os.kill(holder.child, signal.SIGKILL)
+
+
+def test_a_folder_in_use_is_refused_naming_who_uses_it(holder, tmp_path, caplog):
+    begun = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        FolderLock(tmp_path, 0.5)
+    assert 0.5 <= time.monotonic() - begun < 5
+    (waiting,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    for told in (str(refused.value), waiting):
+        assert str(tmp_path) in told and f"process {holder.process.pid} on " in told
+        assert "trainer.grace_s" in told
+    with pytest.raises(ConfigError):  # the attempt has not given it free
+        FolderLock(tmp_path, 0)
+
+
+def test_a_killed_process_frees_its_folder_though_its_children_live(holder, tmp_path):
+    killer = threading.Timer(0.3, holder.kill)
+    killer.start()
+    with FolderLock(tmp_path, 30) as lock:
+        killer.join()
+        os.kill(holder.child, 0)  # it lives
+        assert (tmp_path / "run.lock").read_text().startswith(f"{os.getpid()} on ")
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
+            FolderLock(tmp_path, 0)
+    lock.close()
+    FolderLock(tmp_path, 0).close()
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, caplog):
+    def none(descriptor, how):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr("easyrl.runtime.folder_lock.fcntl.flock", none)
+    FolderLock(tmp_path, 0).close()
+    assert "has no locks" in caplog.text
+
+
+# ---- all ranks -----------------------------------------------------------------------------------
+
+
+class Ranks:
+    """What an ``Agreement`` of two ranks does, between threads."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=10)
+        self.said = None
+
+
+class ThreadAgreement:
+    num_ranks = 2
+
+    def __init__(self, rank: int, ranks: Ranks) -> None:
+        self.rank = rank
+        self._ranks = ranks
+
+    def from_rank_zero(self, value):
+        if self.rank == 0:
+            self._ranks.said = json.dumps(value)
+        self._ranks.barrier.wait()
+        said = json.loads(self._ranks.said)
+        self._ranks.barrier.wait()
+        return said
+
+
+class Run(BaseModel):
+    output_dir: Path
+    name: str = "run"
+
+
+class Trainer(BaseModel):
+    grace_s: float = 0.0
+
+
+class Settings(BaseModel):
+    run: Run
+    trainer: Trainer = Trainer()
+
+
+def on_two_ranks(work):
+    """What ``work(agreement)`` of each rank returned or raised."""
+    ranks = Ranks()
+
+    def one(rank):
+        try:
+            return work(ThreadAgreement(rank, ranks))
+        except ConfigError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))
+
+
+def test_all_ranks_are_refused_and_nothing_is_written(tmp_path):
+    settings = Settings(run=Run(output_dir=tmp_path))
+    with FolderLock(tmp_path, 0), ExitStack() as opened:
+        first, second = on_two_ranks(lambda a: prepare_output(settings, a, opened, resume=True))
+    assert isinstance(first, ConfigError) and isinstance(second, ConfigError)
+    assert f"process {os.getpid()} on " in str(first)
+    assert str(second) == f"rank 0: {first}"
+    assert [file.name for file in tmp_path.iterdir()] == ["run.lock"]
+
+
+def test_the_folder_is_held_until_the_run_closes(tmp_path):
+    settings = Settings(run=Run(output_dir=tmp_path / "new"))
+    with ExitStack() as opened:
+        prepared = on_two_ranks(lambda a: prepare_output(settings, a, opened, resume=False))
+        assert prepared == [tmp_path / "new"] * 2
+        with pytest.raises(ConfigError):
+            FolderLock(tmp_path / "new", 0)
+    FolderLock(tmp_path / "new", 0).close()
+
+
+def test_a_run_that_ended_while_it_was_waited_for_is_not_begun_again(tmp_path):
+    settings = Settings(run=Run(output_dir=tmp_path), trainer=Trainer(grace_s=30))
+    lock = FolderLock(tmp_path, 0)
+
+    def end() -> None:
+        (tmp_path / "metrics.jsonl").write_text("")
+        lock.close()
+
+    ending = threading.Timer(0.3, end)
+    ending.start()
+    with ExitStack() as opened:
+        told = on_two_ranks(lambda a: prepare_output(settings, a, opened, resume=False))
+    ending.join()
+    assert all("add --resume" in str(error) for error in told)
+    FolderLock(tmp_path, 0).close()
+
+
+# ---- the count of lives --------------------------------------------------------------------------
+
+
+def test_lives_are_counted_on_all_ranks(tmp_path):
+    settings = Settings(run=Run(output_dir=tmp_path))
+    lives = [on_two_ranks(lambda a: begin_life(settings, tmp_path, a)) for _ in range(2)]
+    assert [[version.attempt for version in ranks] for ranks in lives] == [[0, 0], [1, 1]]
+    assert len({version.run for ranks in lives for version in ranks}) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["life.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 1, "life": "x"}', '{"run": "r"}'])
+def test_a_count_that_cannot_be_read_names_file_and_remedy(tmp_path, content):
+    settings = Settings(run=Run(output_dir=tmp_path))
+    (tmp_path / "life.json").write_text(content)
+    told = on_two_ranks(lambda a: begin_life(settings, tmp_path, a))
+    assert all(isinstance(error, ConfigError) for error in told)
+    assert f"{tmp_path / 'life.json'}: cannot be read" in str(told[0])
+    assert "remove it" in str(told[1])
+    (tmp_path / "certificate.jsonl").write_text("")
+    told = on_two_ranks(lambda a: begin_life(settings, tmp_path, a))
+    assert "remove it" not in str(told[0])
+    assert '"kind":"life"' in str(told[0]) and "certificate.jsonl" in str(told[0])
+    assert (tmp_path / "life.json").read_text() == content
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Its bytes, then its name: after a power cut it is the old one or the new one."""
+    done = []
+    fsync, rename = os.fsync, Path.rename
+
+    def look(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append((path.name, path.read_text() if path.is_file() else None))
+        fsync(descriptor)
+
+    def renamed(path, target):
+        done.append(("rename", None))
+        return rename(path, target)
+
+    monkeypatch.setattr(durable.os, "fsync", look)
+    monkeypatch.setattr(Path, "rename", renamed)
+    durable.write_durably(tmp_path / "life.json", "new")
+    assert done == [("life.json.part", "new"), ("rename", None), (tmp_path.name, None)]
+    assert (tmp_path / "life.json").read_text() == "new"

@@ -1,0 +1,374 @@
+"""Workers: results, errors, hangs, deaths, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from easyrl.runtime.workers.worker_pool import (
+    RemoteTraceback,
+    WorkerDied,
+    WorkerPool,
+    WorkerTimeout,
+)
+
+
+class TwoArgumentError(Exception):
+    """Pickles, and cannot be unpickled: its arguments are not those of ``__init__``."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def fail(kind: type[BaseException], *args: str) -> None:
+    raise kind(*args)
+
+
+def make_unpicklable() -> object:
+    return threading.Lock()
+
+
+def hold_the_gil(path: str) -> None:
+    """Never returns to the interpreter: no Python thread of this process runs any more."""
+    Path(path).write_text(str(os.getpid()))
+    import re
+
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def spawn_child_and_hang(path: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    Path(path).write_text(str(child.pid))
+    child.wait()
+
+
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def loaded_modules() -> list[str]:
+    return list(sys.modules)
+
+
+def sleep_and_stop_a_child(path: str) -> int:
+    """The status of a child that was sent SIGTERM, after some time in which this process may be."""
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(0.5)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
+    child.terminate()
+    return child.wait()
+
+
+STATE: list[int] = []
+
+
+def append_state(value: int) -> list[int]:
+    STATE.append(value)
+    return STATE
+
+
+def read_state() -> list[int]:
+    return STATE
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as workers:
+        yield workers
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # a zombie has ended, its parent has not asked yet
+
+
+def wait_until(condition, what: str, limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} not within {limit_s} s"
+        time.sleep(0.02)
+
+
+async def test_results_of_many_calls_come_back_to_their_callers(pool):
+    assert await asyncio.gather(*[pool.call(double, i) for i in range(300)]) == [
+        2 * i for i in range(300)
+    ]
+
+
+async def test_two_workers_run_at_the_same_time(pool, tmp_path):
+    pids = await asyncio.gather(*[pool.call(meet, str(tmp_path), i) for i in range(2)])
+    assert len(set(pids)) == 2
+
+
+def meet(folder: str, i: int) -> int:
+    """Returns only when its twin has been started."""
+    Path(folder, str(i)).touch()
+    wait_until(Path(folder, str(1 - i)).exists, "the other worker")
+    return os.getpid()
+
+
+def test_any_loop_of_any_thread_may_call(pool):
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(asyncio.run(pool.call(double, 21))))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [42, 42]
+
+
+def test_a_loop_that_ends_during_a_task_gives_its_worker_back(tmp_path):
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.call(hold_the_gil, str(tmp_path / "pid")), 1)
+
+    with WorkerPool(1) as pool:
+        asyncio.run(pool.call(double, 1))
+        asyncio.run(give_up())
+        assert asyncio.run(pool.call(double, 21)) == 42
+        assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_tasks_of_two_loops_wait_for_one_worker():
+    results = []
+
+    async def many() -> None:
+        results.extend(await asyncio.gather(*[pool.call(double, i) for i in range(50)]))
+
+    with WorkerPool(1) as pool:
+        threads = [threading.Thread(target=lambda: asyncio.run(many())) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert sorted(results) == sorted(3 * [2 * i for i in range(50)])
+
+
+async def test_what_is_larger_than_a_socket_holds_arrives_whole(pool):
+    payload = os.urandom(5_000_000)
+    assert await pool.call(bytes.upper, payload) == payload.upper()
+
+
+async def test_exception_arrives_with_the_remote_traceback(pool):
+    with pytest.raises(ZeroDivisionError, match="nope") as caught:
+        await pool.call(fail, ZeroDivisionError, "nope")
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "raise kind(*args)" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    "kind, args",
+    [(TwoArgumentError, ("a", "b")), (SystemExit, ("3",)), (StopIteration, ("3",))],
+)
+async def test_exceptions_that_cannot_travel_are_described(pool, kind, args):
+    with pytest.raises(RuntimeError, match=kind.__name__):
+        await pool.call(fail, kind, *args)
+    assert await pool.call(double, 1) == 2
+
+
+async def test_unpicklable_results_and_arguments_fail_alone(pool):
+    with pytest.raises(TypeError, match="pickle"):
+        await pool.call(make_unpicklable)
+    with pytest.raises(TypeError, match="pickle"):
+        await pool.call(double, threading.Lock())
+    assert await pool.call(double, 1) == 2
+
+
+async def test_timeout_kills_and_replaces_the_worker(tmp_path):
+    with WorkerPool(1) as pool:
+        before = await pool.call(os.getpid)
+        with pytest.raises(WorkerTimeout, match=r"test_worker_pool\.hold_the_gil took .* 0\.5 s"):
+            await pool.call(hold_the_gil, str(tmp_path / "pid"), timeout_s=0.5)
+        after = await pool.call(os.getpid)
+        assert after != before and not alive(before)
+
+
+async def test_timeout_kills_what_the_task_had_started(pool, tmp_path):
+    path = tmp_path / "pid"
+    with pytest.raises(TimeoutError):
+        await pool.call(spawn_child_and_hang, str(path), timeout_s=2)
+    wait_until(lambda: not alive(int(path.read_text())), "the end of the grandchild")
+
+
+@pytest.mark.parametrize(
+    "function, args, how",
+    [
+        (os._exit, (7,), "exit code 7"),
+        (signal.raise_signal, (signal.SIGSEGV,), "SIGSEGV"),
+        (signal.raise_signal, (signal.SIGKILL,), "out of memory"),
+    ],
+)
+async def test_a_death_is_the_running_tasks_and_the_worker_is_replaced(function, args, how):
+    with WorkerPool(1) as pool:
+        results = await asyncio.gather(
+            pool.call(double, 1),
+            pool.call(function, *args),
+            pool.call(double, 2),
+            return_exceptions=True,
+        )
+    assert results[0] == 2 and results[2] == 4
+    assert isinstance(results[1], WorkerDied) and how in str(results[1])
+
+
+async def test_sigterm_leaves_a_running_task_alone(pool, tmp_path):
+    """DeepSpeed's launcher sends it to all below a rank, which stops as *it* sees fit.
+
+    What the task starts itself can still be stopped.
+    """
+    running = asyncio.ensure_future(pool.call(sleep_and_stop_a_child, str(tmp_path / "pid")))
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        await asyncio.sleep(0.01)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+    assert await running == -signal.SIGTERM
+
+
+async def test_a_worker_that_dies_while_idle_fails_no_task():
+    with WorkerPool(1) as pool:
+        pid = await pool.call(os.getpid)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not alive(pid), "the end of the worker")
+        assert await pool.call(double, 4) == 8
+
+
+async def test_initializer_runs_in_each_new_process_and_its_failure_is_told():
+    with WorkerPool(1, append_state, (5,)) as pool:
+        assert await pool.call(read_state) == [5]
+        with pytest.raises(WorkerDied):
+            await pool.call(os._exit, 1)
+        assert await pool.call(read_state) == [5]
+    with WorkerPool(1, fail, (ValueError, "bad settings")) as pool:
+        with pytest.raises(ValueError, match="bad settings"):
+            await pool.call(double, 1)
+
+
+async def test_cancelling_drops_a_task_that_waits(tmp_path):
+    with WorkerPool(1) as pool:
+        blocker = asyncio.ensure_future(pool.call(meet, str(tmp_path), 0))
+        dropped = asyncio.ensure_future(pool.call(Path.touch, tmp_path / "dropped"))
+        kept = asyncio.ensure_future(pool.call(double, 3))
+        await asyncio.sleep(0)
+        dropped.cancel()
+        (tmp_path / "1").touch()  # lets the blocker return
+        await blocker
+        assert await kept == 6
+        assert not (tmp_path / "dropped").exists()
+
+
+async def test_close_kills_hung_workers_and_cancels_what_waits(tmp_path):
+    pool = WorkerPool(1)
+    hung = asyncio.ensure_future(pool.call(hold_the_gil, str(tmp_path / "pid")))
+    waiting = asyncio.ensure_future(pool.call(double, 1))
+    await asyncio.to_thread(wait_until, (tmp_path / "pid").exists, "the hung task")
+    pool.close()
+    with pytest.raises(WorkerDied, match="closed"):
+        await hung
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not [t for t in threading.enumerate() if t.name.startswith("easyrl-worker-starter")]
+    with pytest.raises(RuntimeError, match="closed"):
+        await pool.call(double, 1)
+    pool.close()
+
+
+async def test_workers_are_single_threaded_and_light(pool):
+    assert await pool.call(environment, "OMP_NUM_THREADS") == "1"
+    assert "torch" not in await pool.call(loaded_modules)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "easyrl.runtime.workers.worker_pool",
+        "easyrl.runtime.workers.worker_process",
+        "easyrl.schema",
+        "easyrl.config.sections",
+        "easyrl.inference_client.client",
+        "easyrl.inference_client.fetching.fetcher_pool",
+        "easyrl.inference_client.pool.pool",
+    ],
+)
+def test_modules_that_workers_import_do_not_import_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PARENT = """
+    import asyncio, os, re, signal, sys
+    from pathlib import Path
+    from easyrl.runtime.workers.worker_pool import WorkerPool
+
+    def work(path):
+        Path(path).write_text(str(os.getpid()))
+        re.match(r"(a+)+$", "a" * 64 + "b")
+
+    async def main():
+        with WorkerPool(2) as pool:
+            idle = await pool.call(os.getpid)
+            print(idle, flush=True)
+            await pool.call(work, sys.argv[1])
+
+    if __name__ == "__main__":
+        # ignored where the tests run as a shell's background job
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def parent_with_busy_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, list[int]]]:
+    """A process in a group of its own, with its workers: one idle, one that holds its GIL."""
+    script, path = tmp_path / "parent.py", tmp_path / "pid"
+    script.write_text(textwrap.dedent(PARENT))
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+    )
+    try:
+        first = int(process.stdout.readline())
+        wait_until(lambda: path.exists() and path.read_text() != "", "the busy worker")
+        children = Path(f"/proc/{process.pid}/task").glob("*/children")
+        pids = {int(pid) for file in children for pid in file.read_text().split()}
+        assert {first, int(path.read_text())} <= pids and len(pids) == 2
+        yield process, sorted(pids)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_workers_end_when_the_parent_is_killed(tmp_path):
+    with parent_with_busy_worker(tmp_path) as (process, pids):
+        process.kill()
+        wait_until(lambda: not any(map(alive, pids)), "the end of the workers")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_ends_the_parent_and_leaves_no_worker(tmp_path):
+    with parent_with_busy_worker(tmp_path) as (process, pids):
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the whole group
+        errors = process.communicate(timeout=20)[1].decode()
+        wait_until(lambda: not any(map(alive, pids)), "the end of the workers")
+        assert "KeyboardInterrupt" in errors and "worker_main" not in errors

@@ -1,0 +1,243 @@
+"""What counts as proof, on numbers made by hand."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.dataloaders.packing.row import dummy_micro_batch
+from easyrl.inference_client.client import WorkerProof
+from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.transfer.artifact import Chunk
+from easyrl.runtime.collectives import Agreement
+from easyrl.schema import Completion, Prompt, VersionSpan
+from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
+from easyrl.weight_sync.delivery import WeightStream
+from easyrl.weight_sync.proof import Probe, ProofFailed, check_canary, check_stamp, prove_weights
+
+URL = "http://endpoint:8000"
+HASHES = {"embed": "e0", "layer": "f0", "norm": "a0"}
+
+
+class Client:
+    """Answers the two questions of the proof."""
+
+    url = URL
+
+    def __init__(self, proofs: list[WorkerProof], version: str = "run:0:1") -> None:
+        self.proofs, self.version = proofs, version
+        self.asked: tuple[str, list[dict]] | None = None
+
+    async def weight_version(self, timeout_s=None) -> str:
+        return self.version
+
+    async def prove_weights(self, artifact, chunks):
+        self.asked = artifact, chunks
+        return self.proofs
+
+
+def weights() -> WeightStream:
+    stream = WeightStream("run-0-1", "run:0:1")
+    stream.add(Chunk("chunk-0", {"embed": "e0", "layer": "f0"}, 8))
+    stream.add(Chunk("chunk-1", {"norm": "a0"}, 4))
+    return stream
+
+
+def prove(client: Client, bits: bool = True) -> None:
+    asyncio.run(prove_weights(Endpoint(client, 1), weights(), bits=bits))
+
+
+def test_every_tensor_of_every_worker_passes():
+    client = Client([WorkerProof(dict(HASHES), {}, "file"), WorkerProof(dict(HASHES), {}, "http")])
+    prove(client)
+    assert client.asked is not None
+    name, chunks = client.asked
+    assert name == "run-0-1"
+    assert [chunk["file"] for chunk in chunks] == ["chunk-0", "chunk-1"]
+
+
+@pytest.mark.parametrize(
+    ("proofs", "message"),
+    [
+        ([HASHES, HASHES | {"layer": "ff"}], r"worker 1 of 2 .* 1 of 3 .* layer \(checksum ff"),
+        ([{"norm": "a0"}], r"no worker proved 2 of 3 tensors .* first embed"),
+        ([], "none of its workers"),
+    ],
+    ids=["other", "missing", "nobody"],
+)
+def test_what_is_not_served_is_named(proofs, message):
+    with pytest.raises(ProofFailed, match=message) as caught:
+        prove(Client([WorkerProof(dict(checksums), {}, "file") for checksums in proofs]))
+    assert URL in str(caught.value)
+
+
+def test_the_workers_own_words_are_passed_on():
+    proof = WorkerProof({"embed": "e0", "norm": "a0"}, {"layer": "shape [2] for [3]"}, "file")
+    with pytest.raises(ProofFailed, match=r"layer \(shape \[2\] for \[3\]; checksum missing"):
+        prove(Client([proof]))
+
+
+def test_a_tensor_may_be_in_one_of_the_workers_only():
+    """Pipeline and expert parallelism."""
+    parts = [{"embed": "e0", "layer": HASHES["layer"]}, {"norm": "a0"}]
+    prove(Client([WorkerProof(part, {}, "file") for part in parts]))
+
+
+def test_what_is_served_beside_the_artefact_is_a_problem():
+    proof = WorkerProof(dict(HASHES), {"lm_head.weight": "512 numbers are not in it"}, "file")
+    with pytest.raises(ProofFailed, match=r"first lm_head.weight \(512 numbers are not in it"):
+        prove(Client([proof]))
+
+
+def test_another_version_fails_with_or_without_bits():
+    for bits in (True, False):
+        with pytest.raises(ProofFailed, match="serves version 'default', not 'run:0:1'"):
+            prove(Client([], version="default"), bits)
+    client = Client([])
+    prove(client, bits=False)
+    assert client.asked is None
+
+
+def sample(tokens, logprobs, version="run:0:1") -> Completion:
+    return Completion(
+        np.array(tokens, dtype=np.int32),
+        np.array(logprobs, dtype=np.float32),
+        "length",
+        (VersionSpan(version, 0, len(tokens)),),
+        URL,
+        np.ones(len(tokens), dtype=bool),
+    )
+
+
+def expected(*responses: tuple[list[int], list[float]]) -> Expected:
+    return Expected(
+        tuple(np.array(tokens, dtype=np.int32) for tokens, _ in responses),
+        tuple(np.array(logprobs, dtype=np.float32) for _, logprobs in responses),
+    )
+
+
+def test_only_tokens_before_the_first_that_differs_are_compared():
+    said = expected(([5, 6, 7], [-1.0, -2.0, -3.0]), ([8, 9], [-1.0, -1.0]))
+    reading = said.reading([sample([5, 6, 9], [-1.1, -2.3, -9.0]), sample([9, 9], [-5.0, -5.0])])
+    assert reading.num_tokens == 2
+    assert reading.mean == pytest.approx(0.2, abs=1e-6)
+    assert reading.maximum == pytest.approx(0.3, abs=1e-6)
+
+
+def test_nothing_to_compare_and_nan_do_not_agree():
+    said = expected(([5], [-1.0]))
+    assert said.reading([sample([6], [-1.0])]) == CanaryReading(np.inf, np.inf, 0)
+    assert said.reading([sample([5], [np.nan])]).mean == np.inf
+    assert check_canary(CanaryReading(np.nan, 0.0, 1), 1.0) is not None
+    assert check_canary(CanaryReading(0.5, 0.6, 1), 0.5) is None
+
+
+def test_samples_of_other_weights_are_refused():
+    endpoint = Endpoint(Client([]), 1)
+    check_stamp(endpoint, [sample([5], [-1.0])], "run:0:1")
+    with pytest.raises(ProofFailed, match="tokens of default, not of run:0:1"):
+        check_stamp(endpoint, [sample([5], [-1.0]), sample([5], [-1.0], "default")], "run:0:1")
+
+
+@pytest.mark.parametrize(
+    ("served", "problem"),
+    [
+        (-2.0, None),
+        (-2.05, None),  # noise 0.05, visible 0.95
+        (-1.0, "with the probe's weights, canary: log-probabilities differ"),  # the old weights
+        (-1.7, "moved log-probabilities by 7.00e-01 nats only, not visible above 1.50e+00"),
+    ],
+)
+def test_the_probe_wants_an_answer_of_the_changed_weights(served, problem):
+    probe = Probe(weights(), expected(([5], [-2.0])), expected(([5], [-1.0])))
+    found = probe.check([sample([5], [served])], tolerance=0.5)
+    assert (found is None) if problem is None else (found is not None and problem in found)
+
+
+def test_a_probe_that_changes_nothing_proves_nothing():
+    probe = Probe(weights(), expected(([5], [-1.0])), expected(([5], [-1.0])))
+    found = probe.check([sample([5], [-1.0])], tolerance=0.5)
+    assert found is not None and "not visible above 1.00e-04" in found
+
+
+# ---- the trainer's side of the canary ------------------------------------------------------------
+
+
+class CountingEngine:
+    """Its log-probability of a token is minus the token."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def logprobs(self, micro_batch) -> torch.Tensor:
+        self.num_tokens += micro_batch.num_tokens
+        return -micro_batch.label_ids.float()
+
+
+def canary(mask_truncated: bool = False) -> Canary:
+    def pack(groups, advantages):
+        return pack_groups(
+            groups,
+            advantages,
+            aggregation="token",
+            max_tokens=4,
+            mask_truncated=mask_truncated,
+            max_tokens_per_micro_batch=8,
+        )
+
+    async def fetch(url, token_ids, sampling, seed):
+        raise AssertionError
+
+    prompts = [Prompt(i, np.array([20 + i, 30], dtype=np.int32), "", None) for i in range(2)]
+    return Canary(prompts, 1.0, pack, fetch, 1.0)
+
+
+def test_the_trainer_is_asked_once_about_equal_samples():
+    engine = CountingEngine()
+    equal = [sample([1, 2], [0, 0]), sample([3, 4], [0, 0])]
+    other = [sample([1, 2], [0, 0]), sample([3, 5], [0, 0])]
+    asked = {"a": equal, "b": list(equal), "c": other}
+    found = canary().ask_trainer(asked, engine, Agreement(0, 1), dummy_micro_batch)
+    assert engine.num_tokens == 2 * 8  # of two, not of three
+    for url, last in (("a", 4), ("b", 4), ("c", 5)):
+        assert [part.tolist() for part in found[url].logprobs] == [[-1, -2], [-3, -last]]
+        assert [part.tolist() for part in found[url].token_ids] == [[1, 2], [3, last]]
+
+
+def test_tokens_that_are_not_packed_are_not_compared():
+    asked = {"a": [sample([1, 2], [0, 0]), sample([3, 4], [0, 0])]}
+    found = canary(mask_truncated=True).ask_trainer(
+        asked, CountingEngine(), Agreement(0, 1), dummy_micro_batch
+    )
+    assert found["a"].reading(asked["a"]).num_tokens == 0
+
+
+def test_nobody_to_ask_about():
+    agreement = Agreement(0, 1)
+    assert canary().ask_trainer({}, CountingEngine(), agreement, dummy_micro_batch) == {}
+
+
+def test_other_ranks_run_as_many_forwards():
+    class OtherRank:
+        rank = 1
+
+        def from_rank_zero(self, value):
+            return 3
+
+    engine = CountingEngine()
+    assert canary().ask_trainer({}, engine, OtherRank(), dummy_micro_batch) == {}  # type: ignore[arg-type]
+    assert engine.num_tokens == 3 * dummy_micro_batch().num_tokens
+
+
+def test_a_canary_that_takes_too_long_is_the_endpoints_fault():
+    async def fetch(url, token_ids, sampling, seed):
+        await asyncio.Event().wait()
+
+    prompts = [Prompt(0, np.array([20, 30], dtype=np.int32), "", None)]
+    slow = Canary(prompts, 1.0, SimpleNamespace, fetch, 0.01)  # type: ignore[arg-type]
+    with pytest.raises(EndpointUnavailable, match=f"{URL}: the canary's responses took longer"):
+        asyncio.run(slow.sample(URL))

@@ -1,0 +1,316 @@
+"""Weight sync against real servers, some of them behind a proxy that lies."""
+
+import asyncio
+import socket
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.random_model import write_random_model
+from easyrl.config import WeightSyncConfig
+from easyrl.schema import PolicyVersion, Prompt
+from easyrl.weight_sync.canary import canary_prompts
+from easyrl.weight_sync.store import WeightStore, local_address_towards
+from easyrl.weight_sync.sync import NoEndpointServes
+from tests.easyrl.weight_sync.weight_sync_parts import (
+    AnswersFromItsPrefixCache,
+    FailsAt,
+    ForgetsItsVersion,
+    KeepsItsPrefixCache,
+    MissesUpdates,
+    PlainEngine,
+    Watched,
+    serve,
+    stamps,
+    wait_until,
+    weight_sync,
+)
+
+V0, V1 = PolicyVersion("sync", 0, 0), PolicyVersion("sync", 0, 1)
+PROBE0 = "sync:0:0:probe"
+
+
+# ---- honest endpoints ----------------------------------------------------------------------------
+
+
+def test_an_honest_endpoint_is_confirmed_at_each_version(model_dir, server, tmp_path):
+    engine = PlainEngine(model_dir)
+    (tmp_path / "easyrl-sync" / "of-a-crashed-life").mkdir(parents=True)
+    with closing(Watched(server)) as proxy, weight_sync(engine, [proxy.url], tmp_path) as rank:
+        metrics = rank.sync.publish(V0).metrics
+        assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
+        assert metrics["sync/canary_mean"] < 1e-5
+        assert metrics["sync/endpoints"] == 1
+        size = sum(p.nbytes for p in engine.policy.model.parameters())
+        assert metrics["sync/bytes"] == size
+        assert metrics["time/probe_s"] > 0
+        engine.train(1e-3)
+        metrics = rank.sync.publish(V1).metrics
+        assert rank.statuses() == {proxy.url: "confirmed sync:0:1"}
+        spans = [metrics[f"time/{name}_s"] for name in ("proof", "canary", "probe")]
+        assert min(spans[:2]) > 0 and sum(spans) < metrics["time/sync_s"]
+        assert spans[2] == 0
+        # version v stays, served without the trainer, and the weights that probe who comes later
+        artifacts = {p.name for p in (tmp_path / "easyrl-sync").iterdir() if p.name[0] == "s"}
+        assert artifacts == {"sync-0-1", "sync-0-0-probe"}
+        assert proxy.given == [PROBE0, "sync:0:0", "sync:0:1"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_those_of_before_the_probe(model_dir, server, tmp_path):
+    engine = PlainEngine(model_dir)
+    before = [p.detach().clone() for p in engine.policy.parameters()]
+    with weight_sync(engine, [server], tmp_path) as rank:
+        rank.sync.publish(V0)
+    for parameter, value in zip(engine.policy.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_bf16_weights_pass_and_the_probe_sees_their_change(model_dir, tmp_path):
+    engine = PlainEngine(model_dir, dtype="bf16")
+    with serve(model_dir, dtype="bfloat16") as url:
+        with weight_sync(engine, [url], tmp_path, tolerance=5e-2) as rank:
+            metrics = rank.sync.publish(V0).metrics
+            assert rank.statuses() == {url: "confirmed sync:0:0"}
+            assert metrics["sync/canary_mean"] < 1e-2  # bf16 noise is 3e-3
+
+
+def test_chunks_are_loaded_while_later_ones_are_gathered(model_dir, server, tmp_path):
+    """The engine does not go on before the endpoint has its first chunk."""
+
+    class Waiting(PlainEngine):
+        proxy: Watched
+
+        def named_weights(self, kind="full"):
+            for number, item in enumerate(super().named_weights()):
+                if number == 2:
+                    wait_until(lambda: "/update_weights" in self.proxy.seen)
+                yield item
+
+    engine = Waiting(model_dir)
+    with closing(Watched(server)) as engine.proxy:
+        options = {"chunk_bytes": 1, "probe": False}  # a chunk for each tensor
+        with weight_sync(engine, [engine.proxy.url], tmp_path, **options) as rank:
+            rank.sync.publish(V0)
+            assert rank.statuses() == {engine.proxy.url: "confirmed sync:0:0"}
+        assert engine.proxy.seen.count("/update_weights") > 1
+
+
+def test_an_endpoint_that_does_not_see_the_folder_streams(model_dir, server, tmp_path):
+    with closing(Watched(server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, transport="http") as rank:
+            rank.sync.publish(V0)
+            assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
+        assert [init["root"] for init in proxy.inits] == [None]
+        assert proxy.inits[0]["url"].startswith("http://127.0.0.1:")
+
+
+def test_streams_listen_where_the_endpoint_comes_from():
+    assert local_address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+    assert local_address_towards("http://localhost:8000/") in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize("transport", ["auto", "http"])
+def test_a_port_that_is_in_use_leaves_the_folder(transport, tmp_path, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = WeightSyncConfig(directory=tmp_path, transport=transport, port=port)
+        with closing(WeightStore(config, "run")) as store:
+            store.begin("run:0:0")
+            if transport == "http":
+                with pytest.raises(ValueError, match=f"weight_sync.port: {port} "):
+                    asyncio.run(store.init_info("http://127.0.0.1:1"))
+                return
+            for _ in range(2):
+                info = asyncio.run(store.init_info("http://127.0.0.1:1"))
+                assert info["url"] is None and info["root"].startswith(str(tmp_path))
+            (said,) = caplog.messages  # once
+            assert said.startswith(f"weight_sync.port: {port} ")
+
+
+def test_another_name_may_be_advertised(model_dir, server, tmp_path):
+    options = {"transport": "http", "advertise_host": "localhost", "probe": False}
+    with closing(Watched(server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, **options) as rank:
+            rank.sync.publish(V0)
+        assert proxy.inits[0]["url"].startswith("http://localhost:")
+
+
+# ---- planted faults ------------------------------------------------------------------------------
+
+
+def first_tensor(engine) -> str:
+    return next(iter(engine.named_weights()))[0]
+
+
+@pytest.mark.parametrize(
+    ("make_proxy", "options", "message"),
+    [
+        (MissesUpdates, {"probe": False}, r"serves other weights than version sync:0:0"),
+        (
+            lambda url: MissesUpdates(url, lies=True),
+            {"probe": False},
+            "canary: log-probabilities differ",
+        ),
+        (
+            lambda url: MissesUpdates(url, lies=True),
+            {"canary": False},
+            "canary: log-probabilities differ",
+        ),
+        (
+            lambda url: MissesUpdates(url, lies=True, first=1),
+            {},
+            "canary: log-probabilities differ",
+        ),
+        (ForgetsItsVersion, {"probe": False}, "serves version 'default'"),
+        (AnswersFromItsPrefixCache, {}, "canary: log-probabilities differ"),
+        (KeepsItsPrefixCache, {}, "did not reset its prefix cache"),
+    ],
+    ids=[
+        *("missed", "missed-and-lying", "missed-and-lying-at-the-probe", "kept-the-probe"),
+        *("version", "stale-prefix-cache", "prefix-cache-not-reset"),
+    ],
+)
+def test_a_lying_endpoint_is_excluded_and_named(
+    make_proxy, options, message, model_dir, server, tmp_path
+):
+    engine = PlainEngine(model_dir)
+    engine.train(1e-1)  # unlike what the server was started with
+    with closing(make_proxy(server)) as proxy:
+        with weight_sync(engine, [proxy.url], tmp_path, **options) as rank:
+            with pytest.raises(NoEndpointServes, match=message) as caught:
+                rank.sync.publish(V0)
+            assert proxy.url in str(caught.value)
+            assert message in rank.statuses()[proxy.url]
+
+
+@pytest.mark.parametrize("num_missed", [1, 2], ids=["healed", "excluded"])
+def test_a_tiny_step_that_was_missed_is_caught(
+    num_missed, model_dir, server, second_server, tmp_path, caplog
+):
+    """Too small for the canary; the proof names endpoint and tensor."""
+    engine = PlainEngine(model_dir)
+    with closing(MissesUpdates(second_server, first=2, num_missed=num_missed)) as proxy:
+        with weight_sync(engine, [server, proxy.url], tmp_path) as rank:
+            rank.sync.publish(V0)
+            engine.train(1e-7)
+            metrics = rank.sync.publish(V1).metrics
+            caught = f"{proxy.url}: worker 0 of 1 serves other weights than version sync:0:1"
+            assert caught in caplog.text
+            assert f"first {first_tensor(engine)} (" in caplog.text
+            assert rank.statuses()[server] == "confirmed sync:0:1"
+            if num_missed == 1:
+                assert rank.statuses()[proxy.url] == "confirmed sync:0:1"
+            else:
+                assert "serves other weights" in rank.statuses()[proxy.url]
+            assert metrics["sync/endpoints"] == 3 - num_missed
+
+
+def test_without_the_proof_the_same_step_is_not_noticed(model_dir, server, tmp_path):
+    """Why the canary is not the proof."""
+    engine = PlainEngine(model_dir)
+    with closing(MissesUpdates(server, first=2)) as proxy:
+        with weight_sync(engine, [proxy.url], tmp_path, prove=False) as rank:
+            rank.sync.publish(V0)
+            engine.train(1e-7)
+            rank.sync.publish(V1)
+            assert rank.statuses() == {proxy.url: "confirmed sync:0:1"}
+
+
+def test_a_wrong_model_is_named_with_the_tensor(model_dir, server, tmp_path):
+    other = write_random_model(tmp_path / "other", hidden_size=32, num_layers=2)
+    engine = PlainEngine(model_dir)
+    with serve(other) as wrong:
+        with weight_sync(engine, [server, wrong], tmp_path) as rank:
+            rank.sync.publish(V0)
+            assert rank.statuses()[server] == "confirmed sync:0:0"
+            assert "shape" in rank.statuses()[wrong]
+            assert first_tensor(engine) in rank.statuses()[wrong]
+
+
+def test_a_stale_prefix_cache_is_caught_below_the_tolerance_of_bf16(model_dir, server, tmp_path):
+    """The small model's log-probabilities move by less than that tolerance at the probe."""
+    engine = PlainEngine(model_dir)
+    with closing(AnswersFromItsPrefixCache(server)) as proxy:
+        with weight_sync(engine, [proxy.url], tmp_path, tolerance=5e-2) as rank:
+            with pytest.raises(NoEndpointServes, match="canary: log-probabilities differ"):
+                rank.sync.publish(V0)
+
+
+def test_a_change_that_cannot_be_seen_proves_nothing(model_dir, server, tmp_path):
+    class Unperturbed(PlainEngine):
+        def perturbed_weights(self):
+            return ExitStack()
+
+    with weight_sync(Unperturbed(model_dir), [server], tmp_path) as rank:
+        with pytest.raises(NoEndpointServes, match="not visible above 1.00e-04"):
+            rank.sync.publish(V0)
+
+
+def test_a_canary_without_a_token_to_compare_does_not_pass(model_dir, server, tmp_path):
+    """``mask_truncated`` drops the canary's responses, all of which end with "length"."""
+    options = {"probe": False, "mask_truncated": True}
+    with weight_sync(PlainEngine(model_dir), [server], tmp_path, **options) as rank:
+        with pytest.raises(NoEndpointServes, match="no token to compare"):
+            rank.sync.publish(V0)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/update_weights", 500), ("/finish_weight_update", 400), ("/collective_rpc", 500)],
+)
+def test_a_failed_push_is_repeated(path, status, model_dir, server, tmp_path):
+    with closing(FailsAt(server, path, status=status)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, probe=False) as rank:
+            rank.sync.publish(V0)
+            assert proxy.times == 0
+            assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
+
+
+def test_an_endpoint_that_fails_every_push_is_excluded(model_dir, server, tmp_path):
+    with closing(FailsAt(server, "/update_weights", times=1000)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path) as rank:
+            with pytest.raises(NoEndpointServes, match="out of luck"):
+                rank.sync.publish(V0)
+
+
+def test_an_update_that_a_dead_trainer_left_open_is_given_up(model_dir, server, tmp_path):
+    engine = PlainEngine(model_dir)
+    with weight_sync(engine, [server], tmp_path / "dead", probe=False) as dead:
+        dead.sync.publish(V0)
+        client = dead.pool.endpoints[0].client
+        dead.thread.run(client.pause("wait"))
+        dead.thread.run(client.start_weight_update())
+    with weight_sync(engine, [server], tmp_path / "next", probe=False) as rank:
+        rank.sync.publish(V1)
+        assert rank.statuses() == {server: "confirmed sync:0:1"}
+        assert stamps(rank.generate(str(V1)).result(60)) == {str(V1)}
+
+
+# ---- the canary's prompts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "lengths"),
+    [
+        (8, [6] * 2),
+        (50, [48] * 2),
+        (51, [49, 48]),
+        (289, [287, 48]),
+        (290, [288, 48]),
+        (None, [288, 48]),
+    ],
+)
+def test_canary_fits_into_the_context(limit, lengths):
+    data = np.arange(5, dtype=np.int32)
+    prompts = canary_prompts([Prompt(0, data, "", None)], limit)
+    assert [len(prompt.token_ids) for prompt in prompts] == lengths
+    stream = np.concatenate([prompt.token_ids for prompt in prompts])
+    assert np.array_equal(stream, np.resize(data, sum(lengths)))
+
+
+def test_a_context_too_short_for_a_canary_is_refused():
+    with pytest.raises(ValueError, match="--max-model-len"):
+        canary_prompts([Prompt(0, np.arange(5, dtype=np.int32), "", None)], 7)

@@ -1,0 +1,344 @@
+"""What the tests of the weight sync are made of: an engine, a sync, and servers that lie."""
+
+import asyncio
+import copy
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import orjson
+import torch
+
+from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
+from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.dataloaders.packing.row import dummy_micro_batch
+from easyrl.dataloaders.producer.loop_thread import LoopThread
+from easyrl.inference_client.fetching.fetcher_pool import local_fetch
+from easyrl.inference_client.pool.pool import EndpointPool
+from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
+from easyrl.inference_client.servers.embedded.server import EmbeddedServer, start_site
+from easyrl.models.loading import load_policy_model
+from easyrl.models.policy_model import run_micro_batch
+from easyrl.runtime.collectives import Agreement
+from easyrl.schema import Completion, Prompt
+from easyrl.weight_sync.canary import Canary, canary_prompts
+from easyrl.weight_sync.sync import WeightSync
+from tests.end_to_end.proxy import GENERATE, Proxy, reply
+
+TOLERANCE = 1e-3
+NOWHERE = "http://127.0.0.1:1"  # nobody listens there
+PROVE = "/collective_rpc"
+
+
+class PlainEngine:
+    """The part of ``TrainEngine`` that weight sync uses, over one unsharded model."""
+
+    rank = dp_rank = 0
+    dp_size = 1
+    lockstep = False
+
+    def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
+        self.policy = load_policy_model(ModelConfig(path=model_dir, dtype=dtype))
+        self.num_probes = 0
+
+    def named_weights(self, kind="full"):
+        for name, parameter in self.policy.model.named_parameters():
+            yield name, parameter.detach()
+
+    @torch.no_grad()
+    def logprobs(self, micro_batch):
+        return run_micro_batch(self.policy, micro_batch, 1.0)[0]
+
+    @contextmanager
+    def perturbed_weights(self):
+        self.num_probes += 1
+        saved = [p.detach().clone() for p in self.policy.parameters()]
+        with torch.no_grad():
+            for number, parameter in enumerate(self.policy.parameters()):
+                parameter.mul_(1.05 if number % 2 else 0.95)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(self.policy.parameters(), saved, strict=True):
+                    parameter.copy_(value)
+
+    @torch.no_grad()
+    def train(self, size: float) -> None:
+        """Moves each weight by about ``size`` times itself, and never by nothing."""
+        for parameter in self.policy.parameters():
+            parameter.mul_(1 + size * torch.randn_like(parameter))
+            first = parameter.view(-1)[0]
+            first.copy_(torch.nextafter(first, torch.tensor(9.0)))
+
+
+@contextmanager
+def serve(model_dir: Path, copied: str | None = None, dtype: str = "auto"):
+    """The embedded server in this process; its URL.
+
+    Its module ``copied`` is a copy that never hears of new weights, and that nobody can read back.
+    """
+    engine = EmbeddedEngine(model_dir, dtype=dtype)
+    if copied is not None:
+        model = engine._model
+        model.set_submodule(copied, copy.deepcopy(model.get_submodule(copied)))
+    with LoopThread("server") as thread:
+        app = EmbeddedServer(engine, "model").app()
+        runner, url = thread.run(start_site(app, "127.0.0.1", 0))
+        try:
+            yield url
+        finally:
+            thread.run(runner.cleanup())
+            engine.close()
+
+
+class Rank:
+    """What one trainer rank has: its sync, pool and loop."""
+
+    def __init__(self, sync: WeightSync, pool: EndpointPool, thread: LoopThread) -> None:
+        self.sync, self.pool, self.thread = sync, pool, thread
+
+    def generate(self, version: str, seed: int = 3):
+        """A request in the middle of a batch; its future."""
+        prompt = np.arange(8, 16, dtype=np.int32)
+        work = self.pool.generate(prompt, SamplingConfig(max_tokens=8), seed, version)
+        return self.thread.submit(work)
+
+    def statuses(self) -> dict[str, str]:
+        return {
+            e.url: e.excluded or e.down or f"confirmed {e.confirmed_version}"
+            for e in self.pool.endpoints
+        }
+
+    def add(self, url: str) -> None:
+        async def add() -> None:
+            self.pool.add(url)
+
+        self.thread.run(add())
+
+
+@contextmanager
+def weight_sync(
+    engine,
+    urls,
+    directory: Path,
+    *,
+    agreement: Agreement | None = None,
+    tolerance=TOLERANCE,
+    startup_timeout_s=60.0,
+    max_outage_s=60.0,
+    probe_timeout_s=10.0,
+    mask_truncated=False,
+    open_group=None,
+    **options,
+):
+    """A ``WeightSync`` over ``urls``; ``options`` are those of its configuration."""
+    with ExitStack() as opened:
+        thread = opened.enter_context(LoopThread())
+
+        async def open_fetch():
+            session = aiohttp.ClientSession()
+            return session, local_fetch(session)
+
+        session, fetch = thread.run(open_fetch())
+        opened.callback(lambda: thread.run(session.close()))
+        config = InferenceConfig(endpoints=urls, health_interval_s=0.1, startup_timeout_s=60.0)
+        pool = EndpointPool(config, fetch, probe_timeout_s=probe_timeout_s, back_off_s=0.1)
+        thread.run(pool.start())
+        opened.callback(lambda: thread.run(pool.close()))
+        thread.run(pool.wait_until_healthy())
+        prompts = [Prompt(i, np.arange(6, 16, dtype=np.int32) % 10 + 8, "", None) for i in range(8)]
+
+        def pack(groups, advantages):
+            return pack_groups(
+                groups,
+                advantages,
+                aggregation="token",
+                max_tokens=16,
+                mask_truncated=mask_truncated,
+                max_tokens_per_micro_batch=512,
+            )
+
+        sync = WeightSync(
+            config=WeightSyncConfig(directory=directory, **options),
+            tolerance=tolerance,
+            run_name="sync",
+            engine=engine,
+            pool=pool,
+            thread=thread,
+            agreement=agreement or Agreement(0, 1),
+            canary=Canary(canary_prompts(prompts, None), 1.0, pack, fetch, 60.0),
+            dummy=dummy_micro_batch,
+            startup_timeout_s=startup_timeout_s,
+            max_outage_s=max_outage_s,
+            open_group=open_group,
+        )
+        opened.callback(sync.close)
+        pool.set_repair(sync.repair)
+        yield Rank(sync, pool, thread)
+
+
+def stamps(completion: Completion) -> set[str]:
+    return {span.version for span in completion.version_spans}
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+# ---- servers that lie ----------------------------------------------------------------------------
+
+
+class Watched(Proxy):
+    """Honest; notes the versions it was given, and what else the tests ask about."""
+
+    def __init__(self, upstream: str) -> None:
+        self.given: list[str] = []
+        self.inits: list[dict] = []
+        self.seen: list[str] = []  # paths
+        super().__init__(upstream)
+
+    async def answer(self, request, body):
+        self.seen.append(request.path)
+        if request.path == "/finish_weight_update":
+            self.given.append(orjson.loads(body)["weight_version"])
+        if request.path == "/init_weight_transfer_engine":
+            self.inits.append(orjson.loads(body)["init_info"])
+        return None
+
+
+class MissesUpdates(Watched):
+    """Acknowledges ``num_missed`` updates after ``first`` honest ones, stamps their versions, and
+    keeps its old weights; says what the trainer wants to hear of them if ``lies``."""
+
+    def __init__(
+        self, upstream: str, *, lies: bool = False, first: int = 0, num_missed: int = 1000
+    ) -> None:
+        self.checksums: dict[str, str] = {}
+        self.lies = lies
+        self.first, self.num_missed = first, num_missed
+        super().__init__(upstream)
+
+    @property
+    def is_missing(self) -> bool:
+        return self.first <= len(self.given) < self.first + self.num_missed
+
+    async def answer(self, request, body):
+        missing = self.is_missing
+        await super().answer(request, body)
+        if request.path == PROVE and self.lies:
+            proof = {"checksums": self.checksums, "problems": {}, "transport": "file"}
+            return reply({"results": [proof]})
+        if not missing:
+            return None
+        if request.path == "/start_weight_update":
+            return reply({"message": "started"})
+        if request.path == "/update_weights":
+            for chunk in orjson.loads(body)["update_info"]["chunks"]:
+                self.checksums |= chunk["checksums"]
+            return reply({"message": "updated"})
+        if request.path == "/finish_weight_update":
+            version = orjson.loads(body)["weight_version"]
+            await self.forward("POST", "/update_weight_version", {"new_version": version})
+            return reply({"message": "finished"})
+        return None
+
+
+class ForgetsItsVersion(Proxy):
+    async def answer(self, request, body):
+        if request.path == "/weight_info":
+            return reply({"weight_version": "default"})
+        return None
+
+
+class FailsAt(Watched):
+    """Answers an error to the first ``times`` requests to ``path``."""
+
+    def __init__(self, upstream: str, path: str, *, times: int = 1, status: int = 500) -> None:
+        self.path, self.times, self.status = path, times, status
+        super().__init__(upstream)
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path == self.path and self.times and b"abandon" not in body:
+            self.times -= 1
+            return reply({"error": "out of luck"}, status=self.status)
+        return None
+
+
+class AnswersFromItsPrefixCache(Proxy):
+    """Says that it has reset its prefix cache, and goes on from what it had computed of a prompt
+    under the weights before; under the present ones' name."""
+
+    def __init__(self, upstream: str) -> None:
+        self.kept: dict[bytes, list] = {}
+        self.version = ""
+        super().__init__(upstream)
+
+    async def answer(self, request, body):
+        if request.path == "/finish_weight_update":
+            self.version = orjson.loads(body)["weight_version"]
+        if request.path != GENERATE:
+            return None
+        if body in self.kept:
+            choices = self.kept[body]
+            for choice in choices:
+                for span in choice["weight_versions"]:
+                    span["version"] = self.version
+            num_prompt = len(orjson.loads(body)["token_ids"])
+            return reply({"choices": choices, "usage": {"prompt_tokens": num_prompt}})
+        response = await self.forward(request.method, request.path_qs, body)
+        self.kept[body] = orjson.loads(response.body)["choices"]
+        return response
+
+
+class KeepsItsPrefixCache(Proxy):
+    async def answer(self, request, body):
+        if request.path == "/reset_prefix_cache":
+            return reply({"success": False})
+        return None
+
+
+class Restarting(Watched):
+    """Its server can be exchanged; holds requests for rollouts back until ``released``."""
+
+    def __init__(self, upstream: str) -> None:
+        self.released = threading.Event()
+        self.released.set()
+        self.num_waiting = 0
+        super().__init__(upstream)
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path == GENERATE and not self.released.is_set():
+            self.num_waiting += 1
+            await asyncio.to_thread(self.released.wait)
+            return reply({"error": "the server is gone"}, status=502)
+        return None
+
+    def move_to(self, upstream: str) -> None:
+        self._upstream = upstream
+
+
+class Hanging(Watched):
+    """Answers nothing at all while it ``hangs``; reaching ``at`` makes it hang."""
+
+    def __init__(self, upstream: str, at: str | None = None) -> None:
+        self.hangs = False
+        self.at = at
+        super().__init__(upstream)
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path == self.at:
+            self.hangs, self.at = True, None
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        return None
