@@ -27,9 +27,9 @@ from typing import cast
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.chaos_life import Life
+from benchmarks.chaos_attempt import Attempt
 from benchmarks.chaos_plan import plan_strikes
-from benchmarks.chaos_run import ChaosRun, Hit, LifeFailed, Pace, StartLife
+from benchmarks.chaos_run import AttemptFailed, ChaosRun, Hit, Pace, StartAttempt
 from benchmarks.chaos_verdict import SHOWN, certificate_verdict, compare_runs
 from benchmarks.launched_run import start_servers
 from benchmarks.ledger import Ledger, dataset_order, read_ledger
@@ -55,7 +55,7 @@ def main() -> int:
     good = False
     try:
         good = _compare(arguments, folder)
-    except (LifeFailed, RunStuck) as error:
+    except (AttemptFailed, RunStuck) as error:
         print(error, file=sys.stderr)
     finally:
         if arguments.keep or not good:
@@ -83,11 +83,11 @@ def _compare(arguments: argparse.Namespace, folder: Path) -> bool:
             f"trainer.batch_size={BATCH_SIZE}",
             *arguments.overrides,
         ]
-        pace = _run_undisturbed(_lives(folder / "undisturbed", overrides), servers, folder)
+        pace = _run_undisturbed(_attempts(folder / "undisturbed", overrides), servers, folder)
         print(f"undisturbed: {pace.start_s:.1f} s to the first batch, {pace.batch_s:.2f} s each")
         strikes = plan_strikes(arguments.kills, arguments.batches, arguments.seed)
         chaos = ChaosRun(
-            _lives(folder / "disturbed", overrides),
+            _attempts(folder / "disturbed", overrides),
             servers,
             folder / "disturbed",
             folder / "disturbed.log",
@@ -109,7 +109,7 @@ def _compare(arguments: argparse.Namespace, folder: Path) -> bool:
         "bit_equal_to_undisturbed": compared.is_equal,
         "metrics_compared": compared.num_metrics,
         "weights": compared.weights[:16],
-        "lives": chaos.num_lives,
+        "attempts": chaos.num_attempts,
         "seconds": round(time.monotonic() - start_s, 1),
     }
     print(json.dumps(result))
@@ -121,22 +121,24 @@ def _compare(arguments: argparse.Namespace, folder: Path) -> bool:
     )
 
 
-def _lives(run_dir: Path, overrides: Sequence[str]) -> StartLife:
+def _attempts(run_dir: Path, overrides: Sequence[str]) -> StartAttempt:
     log = run_dir.with_suffix(".log")
     settings = [f"run.output_dir={run_dir}", *overrides]
 
-    def start(number: int, resume: bool) -> Life:
+    def start(number: int, resume: bool) -> Attempt:
         further = ["--resume"] if resume else []
-        return Life(number, CONFIG, [*settings, *further], log, NUM_RANKS)
+        return Attempt(number, CONFIG, [*settings, *further], log, NUM_RANKS)
 
     return start
 
 
-def _run_undisturbed(start_life: StartLife, servers: Sequence[ServerProcess], folder: Path) -> Pace:
+def _run_undisturbed(
+    start_attempt: StartAttempt, servers: Sequence[ServerProcess], folder: Path
+) -> Pace:
     """The run that the other is held against."""
     run_dir, log = folder / "undisturbed", folder / "undisturbed.log"
     began_s = time.monotonic()
-    run = ChaosRun(start_life, servers, run_dir, log, [], Pace(0.0, 0.0), patience_s=120.0)
+    run = ChaosRun(start_attempt, servers, run_dir, log, [], Pace(0.0, 0.0), patience_s=120.0)
     run.run()
     events = read_events(run_dir / "events-rank0.jsonl")
     dispatched = [e["t"] for e in events if e["event"] == "batch_dispatched"]
@@ -162,7 +164,7 @@ def _counts(hits: Sequence[Hit], ledger: Ledger) -> dict[str, object]:
 
 
 def _show(hits: Sequence[Hit]) -> None:
-    """What was hit in which phase of the run, and how a hit life ended."""
+    """What was hit in which phase of the run, and how a hit attempt ended."""
     found = Counter((hit.strike.how, hit.phase) for hit in hits)
     hows = sorted({hit.strike.how for hit in hits})
     print(f"{'':<16}" + "".join(f"{phase:>12}" for phase in PHASES) + f"{'all':>6}")

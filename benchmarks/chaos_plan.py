@@ -27,7 +27,9 @@ TRAINER_STRIKES: dict[TrainerStrike, float] = {
 }
 ENDPOINT_STRIKES: dict[EndpointStrike, float] = {"endpoint killed": 0.6, "endpoint ended": 0.4}
 TRAINER_SHARE = 0.55
-START_SHARE = 0.35  # of the strikes: also while the trainer starts, which is most of a short life
+START_SHARE = (
+    0.35  # of the strikes: also while the trainer starts, which is most of a short attempt
+)
 CALM_END = 0.1  # of the batches: by then all strikes have to have fallen
 
 
@@ -37,7 +39,7 @@ class Strike:
 
     how: How
     due: int
-    at_start: bool  # also before a life's first batch
+    at_start: bool  # also before an attempt's first batch
     moment: float  # in [0, 1): when within that time
     victim: float  # in [0, 1): which of those that it may hit
     gone: float  # in [0, 1): how long an endpoint stays away, as a share of the longest

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.chaos_life import Life
+from benchmarks.chaos_attempt import Attempt
 from benchmarks.chaos_plan import Strike
 from benchmarks.fault_injection import Victim
 from benchmarks.run_phase import RunPhase
@@ -16,11 +16,11 @@ from benchmarks.run_watch import RunStuck, RunWatch
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 
 TICK_S = 0.03
-END_TIMEOUT_S = 60.0  # from a strike until no process of the life is left
+END_TIMEOUT_S = 60.0  # from a strike until no process of the attempt is left
 SAVED = "is saved; go on with --resume"
 ENDPOINT_GONE_S = 3.0  # at most; it also has to start
 
-StartLife = Callable[[int, bool], Life]  # number, resume
+StartAttempt = Callable[[int, bool], Attempt]  # number, resume
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class Hit:
     """A strike that has fallen."""
 
     strike: Strike
-    life: int
-    at_s: float  # since the first life began
+    attempt: int
+    at_s: float  # since the first attempt began
     what: str  # what was hit
     phase: str  # of the run, one of ``run_phase.PHASES``
     writes_checkpoint: bool
     closed_batches: int
     status: int | None = None  # of the launcher then; None: it was not the trainer that was hit
-    end_s: float | None = None  # from the strike to the life's last process
-    saved: bool = False  # the life wrote a checkpoint before it ended
+    end_s: float | None = None  # from the strike to the attempt's last process
+    saved: bool = False  # the attempt wrote a checkpoint before it ended
 
     def __str__(self) -> str:
         return (
-            f"{self.at_s:7.1f} s  batch {self.closed_batches:3d}  life {self.life:3d}  "
+            f"{self.at_s:7.1f} s  batch {self.closed_batches:3d}  attempt {self.attempt:3d}  "
             f"{self.strike.how} ({self.what}) while {self.phase}"
         )
 
@@ -61,15 +61,15 @@ class _Line:
     next_at_s: float | None = None
 
 
-class LifeFailed(RuntimeError):
-    """A life ended, or did not, for no reason that the strikes give."""
+class AttemptFailed(RuntimeError):
+    """An attempt ended, or did not, for no reason that the strikes give."""
 
 
 class ChaosRun:
-    """Starts lives, strikes at them and at the servers as planned, and starts the next.
+    """Starts attempts, strikes at them and at the servers as planned, and starts the next.
 
     Args:
-        start_life: starts the trainer.
+        start_attempt: starts the trainer.
         servers: the endpoints.
         run_dir: of the run.
         strikes: in the order in which they fall; those at the endpoints have one of their own.
@@ -79,7 +79,7 @@ class ChaosRun:
 
     def __init__(
         self,
-        start_life: StartLife,
+        start_attempt: StartAttempt,
         servers: Sequence[ServerProcess],
         run_dir: Path,
         log: Path,
@@ -88,8 +88,8 @@ class ChaosRun:
         patience_s: float,
     ) -> None:
         self.hits: list[Hit] = []
-        self.num_lives = 0
-        self._start_life = start_life
+        self.num_attempts = 0
+        self._start_attempt = start_attempt
         self._victims = [Victim(server) for server in servers]
         self._metrics = run_dir / "metrics.jsonl"
         self._lines = [
@@ -101,45 +101,45 @@ class ChaosRun:
         self._watch = RunWatch(run_dir, log, patience_s, self._phase.take)
 
     def run(self) -> None:
-        """Returns when the run has ended well. Raises ``LifeFailed``, ``RunStuck``."""
+        """Returns when the run has ended well. Raises ``AttemptFailed``, ``RunStuck``."""
         self._began_s = time.monotonic()
         while True:
-            life = self._begin_life()
+            attempt = self._begin_attempt()
             try:
-                hit = self._follow(life)
+                hit = self._follow(attempt)
                 if hit is None:
                     return
-                hit.status, hit.end_s = self._wait_for_end(life)
-                hit.saved = SAVED in life.said()
+                hit.status, hit.end_s = self._wait_for_end(attempt)
+                hit.saved = SAVED in attempt.said()
             except RunStuck as stuck:
-                raise RunStuck(f"{stuck}\n{self._watch.dump(life.launcher)}") from stuck
+                raise RunStuck(f"{stuck}\n{self._watch.dump(attempt.launcher)}") from stuck
             finally:
-                life.kill()
+                attempt.kill()
 
-    def _begin_life(self) -> Life:
+    def _begin_attempt(self) -> Attempt:
         # before the metrics are there, no run is: there is nothing to resume
-        life = self._start_life(self.num_lives, self._metrics.exists())
-        self.num_lives += 1
+        attempt = self._start_attempt(self.num_attempts, self._metrics.exists())
+        self.num_attempts += 1
         self._watch.look()
-        self._phase.begin_life()
+        self._phase.begin_attempt()
         self._watch.progress_s = time.monotonic()
-        return life
+        return attempt
 
-    def _follow(self, life: Life) -> Hit | None:
+    def _follow(self, attempt: Attempt) -> Hit | None:
         """Until the trainer is hit, or the run has come to its end: None."""
         while True:
             self._tick()
-            if life.launcher.poll() is not None:
-                if life.launcher.returncode != 0:
-                    raise LifeFailed(
-                        f"life {life.number} ended by itself with status "
-                        f"{life.launcher.returncode}\n{life.said()}"
+            if attempt.launcher.poll() is not None:
+                if attempt.launcher.returncode != 0:
+                    raise AttemptFailed(
+                        f"attempt {attempt.number} ended by itself with status "
+                        f"{attempt.launcher.returncode}\n{attempt.said()}"
                     )
-                if self._still_running(life):
-                    raise LifeFailed(f"processes of life {life.number} are left behind")
+                if self._still_running(attempt):
+                    raise AttemptFailed(f"processes of attempt {attempt.number} are left behind")
                 return None
             for line in self._lines:
-                hit = self._strike_if_due(life, line)
+                hit = self._strike_if_due(attempt, line)
                 if hit is not None and hit.strike.hits_trainer:
                     return hit
 
@@ -149,39 +149,41 @@ class ChaosRun:
             victim.follow_up()
         self._watch.look()
 
-    def _wait_for_end(self, life: Life) -> tuple[int, float]:
-        """Status, and seconds until nothing of ``life`` runs any more."""
+    def _wait_for_end(self, attempt: Attempt) -> tuple[int, float]:
+        """Status, and seconds until nothing of ``attempt`` runs any more."""
         hit_s = time.monotonic()
-        while not life.has_ended:
+        while not attempt.has_ended:
             self._tick()
             if time.monotonic() - hit_s > END_TIMEOUT_S:
-                left = [" ".join(process.cmdline()[:6]) for process in life.members()]
-                raise LifeFailed(
-                    f"life {life.number} is still there {END_TIMEOUT_S:.0f} s after it was hit "
-                    f"({self.hits[-1]}): {left}\n{self._watch.dump(life.launcher)}"
+                left = [" ".join(process.cmdline()[:6]) for process in attempt.members()]
+                raise AttemptFailed(
+                    f"attempt {attempt.number} is still there {END_TIMEOUT_S:.0f} s after "
+                    f"it was hit ({self.hits[-1]}): {left}\n{self._watch.dump(attempt.launcher)}"
                 )
-        return life.launcher.returncode, time.monotonic() - hit_s
+        return attempt.launcher.returncode, time.monotonic() - hit_s
 
-    def _still_running(self, life: Life) -> bool:
+    def _still_running(self, attempt: Attempt) -> bool:
         """Whether processes outlive the launcher for more than a moment."""
         until_s = time.monotonic() + 5
-        while not life.has_ended and time.monotonic() < until_s:
+        while not attempt.has_ended and time.monotonic() < until_s:
             time.sleep(TICK_S)
-        return not life.has_ended
+        return not attempt.has_ended
 
     # ---- strikes -----------------------------------------------------------------------------
 
-    def _strike_if_due(self, life: Life, line: _Line) -> Hit | None:
+    def _strike_if_due(self, attempt: Attempt, line: _Line) -> Hit | None:
         if not line.strikes or self._phase.closed_batches < line.strikes[0].due:
             return None
         strike, now_s = line.strikes[0], time.monotonic()
         if not strike.at_start and not self._phase.has_dispatched:
             return None
         if line.next_at_s is None:
-            line.next_at_s = now_s + strike.moment * self._window_s(life, line)
+            line.next_at_s = now_s + strike.moment * self._window_s(attempt, line)
         if now_s < line.next_at_s:
             return None
-        what = self._hit_trainer(life, strike) if strike.hits_trainer else self._hit_server(strike)
+        what = (
+            self._hit_trainer(attempt, strike) if strike.hits_trainer else self._hit_server(strike)
+        )
         if what is None:
             return None  # no endpoint is there
         line.strikes.popleft()
@@ -189,7 +191,7 @@ class ChaosRun:
         self.hits.append(
             Hit(
                 strike,
-                life.number,
+                attempt.number,
                 now_s - self._began_s,
                 what,
                 self._phase.name,
@@ -200,17 +202,17 @@ class ChaosRun:
         print(self.hits[-1])
         return self.hits[-1]
 
-    def _window_s(self, life: Life, line: _Line) -> float:
+    def _window_s(self, attempt: Attempt, line: _Line) -> float:
         """Within which the next strike falls, from now on: a start, or up to two batches."""
-        age_s = time.monotonic() - life.started_s
+        age_s = time.monotonic() - attempt.started_s
         if line.strikes[0].at_start and not self._phase.has_dispatched:
             return max(0.0, self._pace.start_s - age_s)
         left = line.strikes[-1].due + 1 - self._phase.closed_batches  # fewer than strikes: faster
         return 2 * self._pace.batch_s * max(0.0, min(1.0, left / len(line.strikes)))
 
-    def _hit_trainer(self, life: Life, strike: Strike) -> str:
+    def _hit_trainer(self, attempt: Attempt, strike: Strike) -> str:
         assert strike.how not in ("endpoint killed", "endpoint ended")
-        return life.strike(strike.how, strike.victim)
+        return attempt.strike(strike.how, strike.victim)
 
     def _hit_server(self, strike: Strike) -> str | None:
         live = [victim for victim in self._victims if victim.is_live]

@@ -2,7 +2,7 @@
 
 *Trained* means: in a committed optimizer step, keyed by epoch and prompt index. Every prompt has to
 be trained exactly once in each epoch, by samples of the version of its batch. Where a run was
-resumed, a batch counts as its last life trained it.
+resumed, a batch counts as its last attempt trained it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Batch:
 
     dispatched: str  # version that its groups were asked of
     version: str  # version that its steps trained
-    accepted: set[str]  # names of its weights: an earlier life's groups have that one's
+    accepted: set[str]  # names of its weights: an earlier attempt's groups have that one's
     steps: list[int] = field(default_factory=list)  # committed ones
     trained: list[tuple[Key, list[str]]] = field(default_factory=list)  # with what is stamped
     excluded: list[Key] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _Batch:
 
 
 def _effective_batches(log: Iterable[Event]) -> Iterable[_Batch]:
-    """Those that are in the final weights: what a later life trains again supersedes the former."""
+    """Those in the final weights: what a later attempt trains again supersedes the former."""
     batches: dict[int, _Batch] = {}  # by v
     dispatched = ""
     batch = _Batch("", "", set())  # the one that was closed last

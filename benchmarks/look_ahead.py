@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.build.recipe import group_functions, rows_per_take
+from easyrl.build.recipe import group_functions, rows_per_drain
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.dataloaders.producer.group_stream import packed_tokens
@@ -215,7 +215,7 @@ class PlayedStream:
         self.wait_s = 0.0
         self.idle_work_s = 0.0
 
-    def take_ready(
+    def drain_ready(
         self, max_tokens: int, idle: Callable[[], bool] | None = None
     ) -> list[RolloutGroup]:
         self._receive()
@@ -232,7 +232,7 @@ class PlayedStream:
         return groups
 
     def note_ahead(self, piece: Sequence[FinishedSamples]) -> None: ...
-    def ahead_of_take(self, max_tokens: int) -> Sequence[Sequence[FinishedSamples]]:
+    def ahead_of_drain(self, max_tokens: int) -> Sequence[Sequence[FinishedSamples]]:
         return ()
 
     def complete(self) -> None:
@@ -282,7 +282,7 @@ class Trainer:
             is_interruption=lambda error: False,
             record=ignore,
             max_tokens=work.max_tokens_per_micro_batch,
-            rows_per_take=rows_per_take(config),
+            rows_per_drain=rows_per_drain(config),
             synchronous=False,
         )
 

@@ -18,20 +18,20 @@ BEGINS = {
 
 
 class RunPhase:
-    """Follows one life of a run after the other. One update per batch.
+    """Follows one attempt of a run after the other. One update per batch.
 
     Attributes:
         name: one of ``PHASES``. Closing: the sums of all ranks, certificate, step, metrics.
         writes_checkpoint: one is being written in the background.
-        closed_batches: the most that any life had closed.
-        has_dispatched: whether the present life has begun a batch.
+        closed_batches: the most that any attempt had closed.
+        has_dispatched: whether the present attempt has begun a batch.
     """
 
     def __init__(self) -> None:
         self.closed_batches = 0
-        self.begin_life()
+        self.begin_attempt()
 
-    def begin_life(self) -> None:
+    def begin_attempt(self) -> None:
         self.name = STARTING
         self.writes_checkpoint = False
         self.has_dispatched = False

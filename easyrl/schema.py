@@ -40,7 +40,7 @@ class StopRequested(RuntimeError):
 
 
 class PolicyVersion(NamedTuple):
-    """Identity of a set of weights: which run, which of its lives, how many closed batches."""
+    """Identity of a set of weights: which run, which of its attempts, how many closed batches."""
 
     run: str
     attempt: int
@@ -63,7 +63,7 @@ class PolicyVersion(NamedTuple):
 class ServedWeights:
     """What a batch's samples are made by: a version, and the hash of its weights.
 
-    Lives of a run that come to the same weights share the hash, never the version.
+    Attempts of a run that come to the same weights share the hash, never the version.
     """
 
     version: PolicyVersion

@@ -60,7 +60,7 @@ class GroupStream:
         memory: is told what has left the queue and what has left memory.
         cancel: gives up the groups that are not finished.
         open_samples: the responses of groups that are not complete; wakes the consumer with None.
-        recovered: keys of the groups that come from the store, finished in an earlier life.
+        recovered: keys of the groups that come from the store, finished in an earlier attempt.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GroupStream:
         while (position := self._next(block=True)) is not None:
             yield self._hand_out(position)
 
-    def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
+    def drain_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
         """Waits for one group, then adds those ready now, within ``max_tokens`` packed tokens.
 
         While it would wait for that one it calls ``idle``, which does one piece of other work and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from easyrl.build.look_ahead import looks_ahead
-from easyrl.build.recipe import group_functions, rows_per_take
+from easyrl.build.recipe import group_functions, rows_per_drain
 from easyrl.config import Config
 from easyrl.engines.base import TrainEngine
 from easyrl.metrics.event_log import Record
@@ -33,7 +33,7 @@ def build_accumulator(
         is_interruption=is_interruption,
         record=record,
         max_tokens=config.trainer.max_tokens_per_micro_batch,
-        rows_per_take=rows_per_take(config),
+        rows_per_drain=rows_per_drain(config),
         synchronous=synchronous,
         look_ahead=looks_ahead(config, engine),
     )

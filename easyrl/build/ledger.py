@@ -1,4 +1,4 @@
-"""What outlives a life of the run: checkpoints, journal, certificate (docs/on_policy.md)."""
+"""What outlives an attempt of the run: checkpoints, journal, certificate (docs/on_policy.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blake3 import blake3
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import PromptBatches
 from easyrl.ledger.certificate.errors import CertificateError
-from easyrl.ledger.certificate.records import BatchRecord, LifeRecord, RunRecord
+from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, RunRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES
@@ -52,7 +52,7 @@ class NoNotary:
         pass
 
 
-class SavedLives:
+class SavedAttempts:
     """Checkpoints of the run's progress, and what they still need of the journal.
 
     Args:
@@ -71,7 +71,7 @@ class SavedLives:
         self._checkpoints = checkpoints
         self._journal = journal
         self._reference = reference
-        self._saved_step = -1  # in this life
+        self._saved_step = -1  # in this attempt
 
     def resume(self, batches: PromptBatches) -> Progress:
         """Engine, cursor and random state as they were saved; without a checkpoint, the beginning.
@@ -178,7 +178,7 @@ def open_notary(
     agreement: Agreement,
     opened: ExitStack,
 ) -> Notary:
-    """The certificate on rank 0, which says that a new life begins."""
+    """The certificate on rank 0, which says that a new attempt begins."""
     if agreement.rank != 0:
         return NoNotary()
     cursor = batches.state()
@@ -192,14 +192,14 @@ def open_notary(
         updates_per_batch=config.trainer.updates_per_batch,
         data=str(cursor["dataset_hash"]),
     )
-    life = LifeRecord(
-        life=version.attempt,
+    attempt = AttemptRecord(
+        attempt=version.attempt,
         num_ranks=agreement.num_ranks,
         first_batch=progress.closed_batches,
         reason="checkpoint" if progress.step else "start",
     )
     try:
-        certificate = Certificate.open(output / CERTIFICATE_FILE, run, life)
+        certificate = Certificate.open(output / CERTIFICATE_FILE, run, attempt)
     except CertificateError as error:
         raise ConfigError(f"--resume: {error}") from error
     opened.callback(certificate.close)

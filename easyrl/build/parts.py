@@ -16,7 +16,7 @@ from easyrl.build.endpoints import (
     warn_of_short_contexts,
 )
 from easyrl.build.inference import open_inference
-from easyrl.build.ledger import Due, SavedLives, open_notary, reference_identity
+from easyrl.build.ledger import Due, SavedAttempts, open_notary, reference_identity
 from easyrl.build.steps import total_steps, trained_before
 from easyrl.config import Config, EvaluationConfig
 from easyrl.dataloaders.prompts.dataset import PromptBatches
@@ -37,7 +37,7 @@ from easyrl.runtime.determinism import (
     require_invariant_endpoints,
 )
 from easyrl.runtime.run_folder import (
-    begin_life,
+    begin_attempt,
     keep_config,
     open_event_log,
     open_trackers,
@@ -100,7 +100,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             record=record,
         )
     )
-    version = begin_life(config, output, agreement)
+    version = begin_attempt(config, output, agreement)
     journal = Journal(
         output / "journal",
         version.attempt,
@@ -108,13 +108,13 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         config.journal.fsync,
         settings=group_settings(config),
     )
-    lives = SavedLives(
+    attempts = SavedAttempts(
         config,
         checkpoints,
         journal if agreement.rank == 0 else None,
         reference_identity(config, agreement),
     )
-    progress = lives.resume(batches) if resume else Progress(cursor=batches.state())
+    progress = attempts.resume(batches) if resume else Progress(cursor=batches.state())
 
     urls: list[str] = agreement.from_rank_zero(own_urls)
     inference = open_inference(config, opened, urls=urls, num_shares=engine.dp_size, record=record)
@@ -130,7 +130,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     rollouts = JournalledRollouts(
         inference.rollouts(config.rollout, config.rollout.num_generations, config),
         journal,
-        repeats_takes=not is_strict(config),
+        repeats_drains=not is_strict(config),
     )
     opened.callback(rollouts.close)
     notary = open_notary(config, output, version, batches, progress, agreement, opened)
@@ -146,7 +146,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         after_publish.append(_evaluation_hook(config.evaluation, due, evaluator, num_steps))
     after_report: list[AfterReport] = []
     if config.checkpoint.every_steps:
-        after_report.append(lives.hook(progress))
+        after_report.append(attempts.hook(progress))
     throughput = Throughput(inference.pool, engine.dp_size + len(inference.pool.endpoints))
     trackers = (
         open_trackers(config, output, progress.reported_step, num_steps) if engine.rank == 0 else []
@@ -170,8 +170,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             synchronous=config.run.mode == "sync",
         ),
         notary=notary,
-        save=lambda: lives.save_now(progress),
-        save_at_end=lambda: lives.save_at_end(progress),
+        save=lambda: attempts.save_now(progress),
+        save_at_end=lambda: attempts.save_at_end(progress),
         record=record,
         after_publish=after_publish,
         watch=LogprobAgreement(config).look if engine.rank == 0 else lambda sums: None,

@@ -18,7 +18,7 @@ from easyrl.trainer.accumulation import GroupFunctions
 
 # With groups of a third of a row, takes of 8 rows need 11 % fewer rows than takes of one (simulated
 # log-normal sizes), and the costs of rows vary half as much.
-ROWS_PER_TAKE = 8
+ROWS_PER_DRAIN = 8
 
 Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
 
@@ -37,12 +37,12 @@ def group_functions(config: Config) -> GroupFunctions:
     )
 
 
-def rows_per_take(config: Config) -> int:
+def rows_per_drain(config: Config) -> int:
     """Micro-batches' worth of ready groups that are packed together.
 
     One in strict mode, where a take waits for each of its groups.
     """
-    return 1 if is_strict(config) else ROWS_PER_TAKE
+    return 1 if is_strict(config) else ROWS_PER_DRAIN
 
 
 def _advantages(config: Config) -> Callable[[RolloutGroup], np.ndarray]:

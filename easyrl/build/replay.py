@@ -136,7 +136,7 @@ def _restore(run: RecordedRun, v: int, engine: DeepSpeedEngine, agreement: Agree
 
 
 def _total_steps(run: RecordedRun, v: int, config: Config) -> int:
-    """Where the schedule ends, as it did in the life that trained batch ``v``."""
-    step, position = run.begun(run.life_of(v))
+    """Where the schedule ends, as it did in the attempt that trained batch ``v``."""
+    step, position = run.begun(run.attempt_of(v))
     num_prompts = run.run.num_prompts * config.data.epochs
     return total_steps(config.trainer, num_prompts, step=step, position=position)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = RecordedRun(arguments.run_dir)
         v = run.batch_of_step(arguments.step)
-        config = load_config(run.config_file(run.life_of(v)), arguments.overrides)
+        config = load_config(run.config_file(run.attempt_of(v)), arguments.overrides)
         run.require_journal(v, v)  # before the model is loaded
         recorded = run.metrics_of(v)
         from easyrl.build.replay import replay_batch
@@ -157,22 +157,22 @@ def _reasons(
     if others != {replayed.num_ranks}:
         ranks = " and ".join(map(str, sorted(others)))
         reasons.append(f"trained on {ranks} ranks, replayed on {replayed.num_ranks}")
-    return [*reasons, *_settings_of_other_lives(run, config, replayed, overrides)]
+    return [*reasons, *_settings_of_other_attempts(run, config, replayed, overrides)]
 
 
-def _settings_of_other_lives(
+def _settings_of_other_attempts(
     run: RecordedRun, config: Config, replayed: Replayed, overrides: Sequence[str]
 ) -> list[str]:
-    """What lives that trained the batches before the last one did otherwise."""
-    own = run.life_of(replayed.last)
-    others = {run.life_of(v) for v in range(replayed.first, replayed.last)} - {own}
+    """What attempts that trained the batches before the last one did otherwise."""
+    own = run.attempt_of(replayed.last)
+    others = {run.attempt_of(v) for v in range(replayed.first, replayed.last)} - {own}
     reasons = []
-    for life in sorted(others):
-        theirs = load_config(run.config_file(life), overrides)
+    for attempt in sorted(others):
+        theirs = load_config(run.config_file(attempt), overrides)
         if keys := _differing(theirs, config):
             reasons.append(
-                f"its earlier batches are of life {life}, which had other settings than life "
-                f"{own}, whose are used here: {', '.join(keys)}"
+                f"its earlier batches are of attempt {attempt}, which had other settings than "
+                f"attempt {own}, whose are used here: {', '.join(keys)}"
             )
     return reasons
 

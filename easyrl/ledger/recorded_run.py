@@ -19,13 +19,18 @@ from easyrl.dataloaders.producer.group_stream import (
 from easyrl.ledger.certificate.chain import ChainReader, Line, read_record
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
-from easyrl.ledger.certificate.records import BatchRecord, EndRecord, LifeRecord, RunRecord
+from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, EndRecord, RunRecord
 from easyrl.ledger.journal import JournalledStream, read_batch
-from easyrl.ledger.journal.codec import TakenRecord
-from easyrl.ledger.journal.reading import batch_folder, read_takes
-from easyrl.ledger.journal.takes import longest, num_groups, usable_takes
+from easyrl.ledger.journal.codec import DrainRecord
+from easyrl.ledger.journal.drains import longest, num_groups, usable_drains
+from easyrl.ledger.journal.reading import batch_folder, read_drains
 from easyrl.metrics.trackers import read_metrics
-from easyrl.runtime.run_files import CERTIFICATE_FILE, CONFIG_FILE, METRICS_FILE, life_config_file
+from easyrl.runtime.run_files import (
+    CERTIFICATE_FILE,
+    CONFIG_FILE,
+    METRICS_FILE,
+    attempt_config_file,
+)
 from easyrl.schema import (
     FinishedSamples,
     Key,
@@ -48,7 +53,7 @@ class RecordedRun:
                 raise ValueError(f"{folder}: has no {name}; name the run.output_dir of a run")
         self.folder = folder
         self._final_weights: str | None = None
-        self._begun: dict[int, tuple[int, int]] = {}  # life → steps and prompts before it
+        self._begun: dict[int, tuple[int, int]] = {}  # attempt → steps and prompts before it
         self._history = History(self._read)
         try:
             self._take_all()
@@ -74,18 +79,18 @@ class RecordedRun:
         """The account of batch ``v``."""
         return self._read(self._history.batches[v].line)
 
-    def life_of(self, v: int) -> int:
-        """The life that trained batch ``v``."""
+    def attempt_of(self, v: int) -> int:
+        """The attempt that trained batch ``v``."""
         return PolicyVersion.parse(self.batch(v).version).attempt
 
-    def config_file(self, life: int) -> Path:
-        """The settings of life ``life``; those of the newest, if its own were not kept."""
-        own = self.folder / life_config_file(life)
+    def config_file(self, attempt: int) -> Path:
+        """The settings of attempt ``attempt``; those of the newest, if its own were not kept."""
+        own = self.folder / attempt_config_file(attempt)
         return own if own.is_file() else self.folder / CONFIG_FILE
 
-    def begun(self, life: int) -> tuple[int, int]:
-        """Steps that were taken and prompts that were trained before life ``life``."""
-        return self._begun[life]
+    def begun(self, attempt: int) -> tuple[int, int]:
+        """Steps that were taken and prompts that were trained before attempt ``attempt``."""
+        return self._begun[attempt]
 
     def weights_after(self, v: int) -> str | None:
         """Digest of the weights that batch ``v`` came to, if they were ever published."""
@@ -137,15 +142,15 @@ class RecordedRun:
             )
         return found
 
-    def takes(self, v: int, keys: frozenset[Key]) -> Sequence[TakenRecord]:
+    def drains(self, v: int, keys: frozenset[Key]) -> Sequence[DrainRecord]:
         """What of ``keys`` was trained together in batch ``v``, in order.
 
         Nothing if no rank of the run took just these, or it did not journal it. Raises
         ``JournalError``.
         """
-        ranks = read_takes(self.folder / "journal", v, self.life_of(v))
-        takes = longest(usable_takes(takes, keys, keys) for takes in ranks)
-        return takes if num_groups(takes) == len(keys) else ()
+        ranks = read_drains(self.folder / "journal", v, self.attempt_of(v))
+        drains = longest(usable_drains(drains, keys, keys) for drains in ranks)
+        return drains if num_groups(drains) == len(keys) else ()
 
     def _first_step(self, v: int) -> int:
         return self._history.batches[v - 1].last_step + 1 if v else 1
@@ -156,9 +161,9 @@ class RecordedRun:
                 self._history.take(line, record)
             except CertificateError as error:
                 raise error.at_line(line.number) from None
-            if isinstance(record, LifeRecord):
+            if isinstance(record, AttemptRecord):
                 step = self._history.batches[-1].last_step if self._history.batches else 0
-                self._begun[record.life] = step, self._history.num_dispatched
+                self._begun[record.attempt] = step, self._history.num_dispatched
             self._final_weights = record.weights if isinstance(record, EndRecord) else None
         if self._history.run is None:
             raise CertificateError("is empty", file=CERTIFICATE_FILE)
@@ -206,8 +211,8 @@ class RecordedRollouts:
         """The groups of ``prompts``, all of them ready."""
         v = served.version.v
         keys = frozenset(prompt.key for prompt in prompts)
-        groups, takes = self._run.groups(v, keys), self._run.takes(v, keys)
-        if prompts and not takes:
+        groups, drains = self._run.groups(v, keys), self._run.drains(v, keys)
+        if prompts and not drains:
             self.in_prompt_order.add(v)
         ready = ReadyQueue()
         for position, prompt in enumerate(prompts):
@@ -221,7 +226,7 @@ class RecordedRollouts:
             frozenset(self._run.batch(v).accepted_versions),
             frozenset(),
             positions={prompt.key: position for position, prompt in enumerate(prompts)},
-            takes=takes,
+            drains=drains,
             recover=groups.get,
             forget=lambda: self.in_prompt_order.add(v),
         )
@@ -237,21 +242,21 @@ class _RecordedStream(JournalledStream):
         forget: is told that another is.
     """
 
-    def __init__(self, *parts: Any, forget: Callable[[], object], **takes: Any) -> None:
-        super().__init__(*parts, **takes)
+    def __init__(self, *parts: Any, forget: Callable[[], object], **drains: Any) -> None:
+        super().__init__(*parts, **drains)
         self._forget = forget
 
-    def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
+    def drain_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
         self._forget_others(max_tokens)
-        return super().take_ready(max_tokens, idle)
+        return super().drain_ready(max_tokens, idle)
 
-    def ahead_of_take(self, max_tokens: int) -> Iterator[list[FinishedSamples]]:
+    def ahead_of_drain(self, max_tokens: int) -> Iterator[list[FinishedSamples]]:
         self._forget_others(max_tokens)
-        return super().ahead_of_take(max_tokens)
+        return super().ahead_of_drain(max_tokens)
 
     def _forget_others(self, max_tokens: int) -> None:
-        if any(take.max_tokens != max_tokens for take in self._takes):
-            self._takes.clear()
+        if any(drain.max_tokens != max_tokens for drain in self._drains):
+            self._drains.clear()
             self._forget()
 
 

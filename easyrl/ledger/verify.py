@@ -31,10 +31,10 @@ class Verdict:
     trained: int = 0  # groups
     skipped: int = 0  # groups of skipped updates
     excluded: int = 0  # groups without usable responses
-    lives: int = 0
-    superseded: int = 0  # lines of batches that a later life trained again
-    recovered: int = 0  # groups from the journal of an earlier life
-    unconfirmed: int = 0  # of them, those whose endpoints' confirmations died with that life
+    attempts: int = 0
+    superseded: int = 0  # lines of batches that a later attempt trained again
+    recovered: int = 0  # groups from the journal of an earlier attempt
+    unconfirmed: int = 0  # of them, those whose endpoints' confirmations died with that attempt
     discarded: int = 0  # groups journalled for other weights, generated again
     unproved: int = 0  # batches with an endpoint whose weights were not read back
     unjournalled: int = 0  # groups without a record to compare with
@@ -62,12 +62,12 @@ class Verdict:
         facts += [f"{count} {what}" for count, what in told if count]
         if self.unconfirmed:
             facts.append(
-                f"{_number(self.unconfirmed, 'group')} of lives that died before their endpoints' "
-                "confirmations were certified"
+                f"{_number(self.unconfirmed, 'group')} of attempts that died before their "
+                "endpoints' confirmations were certified"
             )
-        if self.lives > 1:
+        if self.attempts > 1:
             lines = _number(self.superseded, "line")
-            facts.append(f"{self.lives} lives, {lines} superseded")
+            facts.append(f"{self.attempts} attempts, {lines} superseded")
         if self.unproved:
             facts.append(f"{_number(self.unproved, 'batch', 'batches')} without proof of bits")
         if self.pruned:
@@ -103,7 +103,7 @@ def _verify(run_dir: Path, file: BinaryIO, verdict: Verdict) -> None:
     chain = ChainReader(run_dir / CERTIFICATE_FILE)
     history.take_all(chain)
     verdict.torn, verdict.ended = chain.torn > 0, history.ended
-    verdict.lives, verdict.superseded = history.num_lives, history.num_superseded
+    verdict.attempts, verdict.superseded = history.num_attempts, history.num_superseded
     _nothing_cut_off(last_step, history)
     traces.examine(history)
     order = DatasetOrder(history.run)

@@ -25,7 +25,7 @@ class GroupFate:
     stamped: list[str]  # versions that the servers stamped on its tokens
     endpoints: list[str]  # URLs
     excluded: bool
-    recovered: bool  # finished in an earlier life of the run
+    recovered: bool  # finished in an earlier attempt of the run
 
     @property
     def key(self) -> Key:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 ARITHMETIC_FILE = "arithmetic.txt"
 ENDPOINTS_ARITHMETIC_FILE = "arithmetic-endpoints.txt"
 WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS; with any other its sums vary from run to run
-# What depends on the clock, on how many servers there are, or on where a life was cut off.
+# What depends on the clock, on how many servers there are, or on where an attempt was cut off.
 IRREPRODUCIBLE = (
     "sync/endpoints",
     "sync/broadcast",
@@ -89,7 +89,7 @@ def _wanted_threads() -> int:
 
 
 def remember_arithmetic(config: Config, output: Path) -> None:
-    """Warns where a life of the run computes otherwise than the first one did; rank 0 only.
+    """Warns where an attempt of the run computes otherwise than the first one did; rank 0 only.
 
     Nothing is wrong then, but its bits are other ones than those of a run that was not interrupted.
     """
@@ -98,8 +98,8 @@ def remember_arithmetic(config: Config, output: Path) -> None:
     mine = arithmetic()
     if (first := _remembered(output / ARITHMETIC_FILE, mine)) != mine:
         logger.warning(
-            "run.determinism: this life computes with %s, the first one did with %s; the last bits "
-            "of what follows are not those of a run that was never interrupted",
+            "run.determinism: this attempt computes with %s, the first one did with %s; the last "
+            "bits of what follows are not those of a run that was never interrupted",
             mine,
             first,
         )
@@ -125,7 +125,8 @@ def require_invariant_endpoints(
     that comes later is excluded, and the log says why. vLLM does not tell: each gets a warning.
 
     Args:
-        output: of rank 0, the run's folder; a warning tells there that the endpoints of this life
+        output: of rank 0, the run's folder; a warning tells there that the endpoints of this
+        attempt
             compute otherwise than the first one's did.
     """
     if not is_strict(config):
@@ -143,7 +144,7 @@ class InvariantEndpoints:
     Two servers that compute differently would give the same request other bits.
 
     Args:
-        memory: file that keeps the arithmetic for later lives, which are warned of another.
+        memory: file that keeps the arithmetic for later attempts, which are warned of another.
     """
 
     def __init__(self, memory: Path | None = None) -> None:
@@ -186,12 +187,12 @@ class InvariantEndpoints:
         try:
             first = _remembered(self._memory, now)
         except OSError as error:  # the endpoint can be used all the same
-            logger.warning("how the endpoints compute cannot be kept for later lives: %s", error)
+            logger.warning("how the endpoints compute cannot be kept for later attempts: %s", error)
             return
         if first != now:
             logger.warning(
-                "run.determinism: the endpoints of this life compute with %s, the first one's did "
-                "with %s; the last bits of new responses, and with them their tokens, may not be "
+                "run.determinism: the endpoints of this attempt compute with %s, the first one's "
+                "did with %s; the last bits of new responses, and with them their tokens, may not be "
                 "those of a run that was never interrupted",
                 now,
                 first,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 CERTIFICATE_FILE = "certificate.jsonl"
-CONFIG_FILE = "config.yaml"  # of the newest life
-LIFE_FILE = "life.json"
+CONFIG_FILE = "config.yaml"  # of the newest attempt
+ATTEMPT_FILE = "attempt.json"
 LOCK_FILE = "run.lock"
 METRICS_FILE = "metrics.jsonl"
 
 
-def life_config_file(life: int) -> str:
-    """What life ``life`` was configured with."""
-    return f"config-life{life}.yaml"
+def attempt_config_file(attempt: int) -> str:
+    """What attempt ``attempt`` was configured with."""
+    return f"config-attempt{attempt}.yaml"

@@ -1,4 +1,4 @@
-"""The run's folder: who may use it, life count, resolved configuration, event log, metrics."""
+"""The run's folder: who may use it, attempt count, resolved configuration, event log, metrics."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from easyrl.runtime.collectives import Agreement
 from easyrl.runtime.durable_files import write_durably
 from easyrl.runtime.folder_lock import FolderLock
 from easyrl.runtime.run_files import (
+    ATTEMPT_FILE,
     CERTIFICATE_FILE,
     CONFIG_FILE,
-    LIFE_FILE,
     METRICS_FILE,
-    life_config_file,
+    attempt_config_file,
 )
 from easyrl.schema import PolicyVersion
 
@@ -52,36 +52,37 @@ def prepare_output(
     return output
 
 
-def begin_life(config: Config, output: Path, agreement: Agreement) -> PolicyVersion:
-    """Which run and which of its lives this is, with v 0. Collective.
+def begin_attempt(config: Config, output: Path, agreement: Agreement) -> PolicyVersion:
+    """Which run and which of its attempts this is, with v 0. Collective.
 
     The run is its name and a hash of the folder that it began in, so that runs of one name share
-    neither versions nor files; a folder that was moved since keeps its run. Lives are counted, so
-    that no two share a version. Raises ``ConfigError`` on every rank if the count cannot be read.
+    neither versions nor files; a folder that was moved since keeps its run. Attempts are counted,
+    so that no two share a version. Raises ``ConfigError`` on every rank if the count cannot be
+    read.
     """
 
     def count() -> tuple[str, int]:
-        file = output / LIFE_FILE
+        file = output / ATTEMPT_FILE
         if file.exists():
-            run, last = _read_life(file)
-            life = last + 1
+            run, last = _read_attempt(file)
+            attempt = last + 1
         else:
             folder = str(output.resolve()).encode()
-            run, life = f"{config.run.name}-{blake2b(folder, digest_size=4).hexdigest()}", 0
-        write_durably(file, json.dumps({"run": run, "life": life}))
-        return run, life
+            run, attempt = f"{config.run.name}-{blake2b(folder, digest_size=4).hexdigest()}", 0
+        write_durably(file, json.dumps({"run": run, "attempt": attempt}))
+        return run, attempt
 
-    run, life = _on_rank_zero(agreement, count)
-    return PolicyVersion(run, life, 0)
+    run, attempt = _on_rank_zero(agreement, count)
+    return PolicyVersion(run, attempt, 0)
 
 
-def keep_config(config: Config, output: Path, life: int) -> None:
-    """Keeps the configuration as resolved, for the life and as the newest; rank 0 only.
+def keep_config(config: Config, output: Path, attempt: int) -> None:
+    """Keeps the configuration as resolved, for the attempt and as the newest; rank 0 only.
 
-    Only of a life that is in the certificate: one that was refused has trained nothing.
+    Only of an attempt that is in the certificate: one that was refused has trained nothing.
     """
     text = dump_config(config)
-    write_durably(output / life_config_file(life), text)
+    write_durably(output / attempt_config_file(attempt), text)
     write_durably(output / CONFIG_FILE, text)
 
 
@@ -115,25 +116,25 @@ def _refuse_earlier_run(output: Path) -> None:
         )
 
 
-def _read_life(file: Path) -> tuple[str, int]:
-    """The run, and its newest life."""
+def _read_attempt(file: Path) -> tuple[str, int]:
+    """The run, and its newest attempt."""
     try:
         said = json.loads(file.read_text())
-        run, life = said["run"], said["life"]
-        if not isinstance(run, str) or not isinstance(life, int):
-            raise TypeError("run has to be a text and life a number")
+        run, attempt = said["run"], said["attempt"]
+        if not isinstance(run, str) or not isinstance(attempt, int):
+            raise TypeError("run has to be a text and attempt a number")
     except (ValueError, KeyError, TypeError) as error:
         certificate = file.with_name(CERTIFICATE_FILE)
         raise ConfigError(
             f"{file}: cannot be read ({type(error).__name__}: {error}); "
             + (
-                'write {"run": "RUN", "life": N} into it, RUN from the first line and N from the '
-                f'last line with "kind":"life" of {certificate}'
+                'write {"run": "RUN", "attempt": N} into it, RUN from the first line and N from '
+                f'the last line with "kind":"attempt" of {certificate}'
                 if certificate.exists()
                 else "remove it: this run has no certificate yet, so nothing depends on it"
             )
         ) from error
-    return run, life
+    return run, attempt
 
 
 def _on_rank_zero(agreement: Agreement, work: Callable[[], T]) -> T:

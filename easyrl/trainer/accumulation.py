@@ -38,24 +38,24 @@ class GroupSource(Protocol):
 
     @property
     def recovered(self) -> frozenset[Key]:
-        """Finished in an earlier life of the run."""
+        """Finished in an earlier attempt of the run."""
 
     @property
     def discarded(self) -> frozenset[Key]:
-        """Finished in an earlier life, by weights that differ."""
+        """Finished in an earlier attempt, by weights that differ."""
 
     @property
     def open_samples(self) -> OpenGroups:
         """Finished responses of groups that are not complete."""
 
-    def take_ready(
+    def drain_ready(
         self, max_tokens: int, idle: Callable[[], bool] | None = None
     ) -> list[RolloutGroup]: ...
     def note_ahead(self, piece: Sequence[FinishedSamples]) -> None:
-        """Keeps what was computed ahead, in this order, for another life of the run."""
+        """Keeps what was computed ahead, in this order, for another attempt of the run."""
 
-    def ahead_of_take(self, max_tokens: int) -> Iterable[Sequence[FinishedSamples]]:
-        """What an earlier life had computed ahead before it took what comes next."""
+    def ahead_of_drain(self, max_tokens: int) -> Iterable[Sequence[FinishedSamples]]:
+        """What an earlier attempt had computed ahead before it took what comes next."""
         ...
 
     def complete(self) -> None: ...
@@ -87,7 +87,7 @@ class Accumulator:
             with the weights: an outage, a stop.
         max_tokens: packed tokens per micro-batch.
         synchronous: wait for all groups before training (``mode: sync``).
-        rows_per_take: of groups that are ready, so many micro-batches' worth are packed together:
+        rows_per_drain: of groups that are ready, so many micro-batches' worth are packed together:
             fuller rows, of more even cost.
         look_ahead: while no group is complete, run the frozen models on responses that are
             finished; for an engine that can.
@@ -101,7 +101,7 @@ class Accumulator:
     record: Record
     max_tokens: int
     synchronous: bool
-    rows_per_take: int = 1
+    rows_per_drain: int = 1
     look_ahead: bool = False
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
@@ -178,14 +178,14 @@ class Accumulator:
             totals.interruption = error
 
     def _take(self, groups: GroupSource, ahead: LookAhead | None) -> list[RolloutGroup]:
-        """Groups that are ready, after what an earlier life computed ahead of them."""
-        max_tokens = self.rows_per_take * self.max_tokens
+        """Groups that are ready, after what an earlier attempt computed ahead of them."""
+        max_tokens = self.rows_per_drain * self.max_tokens
         if ahead is None:
-            return groups.take_ready(max_tokens)
-        for piece in groups.ahead_of_take(max_tokens):
+            return groups.drain_ready(max_tokens)
+        for piece in groups.ahead_of_drain(max_tokens):
             self.stop.raise_if_requested()
             ahead.repeat(piece)
-        return groups.take_ready(max_tokens, ahead.work)
+        return groups.drain_ready(max_tokens, ahead.work)
 
 
 def _refuse_off_policy(group: RolloutGroup, accepted: frozenset[str]) -> None:

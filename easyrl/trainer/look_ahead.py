@@ -107,7 +107,7 @@ class LookAhead:
         return bool(chosen)
 
     def repeat(self, piece: Piece) -> None:
-        """Runs the frozen models on what an earlier life had run them on."""
+        """Runs the frozen models on what an earlier attempt had run them on."""
         start = time.monotonic()
         self._compute(piece)
         self.work_s += time.monotonic() - start

@@ -183,13 +183,13 @@ class Trainer:
 
     def _fit(self) -> None:
         published = self._publish()
-        if self.progress.reported_step < self.progress.step:  # not if an earlier life has
+        if self.progress.reported_step < self.progress.step:  # not if an earlier attempt has
             self._report(published)
         for prompts in self._remaining_batches():
             start = time.monotonic()
             metrics = self.train_batch(prompts, published.served)
             metrics["time/step_s"] = time.monotonic() - start
-            self.progress.unreported = metrics  # goes into the checkpoint if this life ends here
+            self.progress.unreported = metrics  # goes into the checkpoint if this attempt ends here
             published = self._publish()
             metrics["time/step_s"] = time.monotonic() - start
             self._report(published)

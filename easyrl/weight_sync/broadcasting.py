@@ -61,7 +61,7 @@ OpenGroup = Callable[[Sequence[str], Sequence[WeightMeta]], Group]  # URLs, what
 
 
 class Broadcaster:
-    """Keeps one group open with the endpoints that are there, in their present lives.
+    """Keeps one group open with the endpoints that are there, in their present restarts.
 
     Args:
         open_group: called in a thread, as is the group.
@@ -95,16 +95,16 @@ class Broadcaster:
         self._metadata = metadata
 
     async def send(
-        self, endpoints: Sequence[Endpoint], lives: Mapping[str, int], version: str, feed: Feed
+        self, endpoints: Sequence[Endpoint], restarts: Mapping[str, int], version: str, feed: Feed
     ) -> None:
         """Brings what ``feed`` holds to ``endpoints``, which serve it under ``version``.
 
-        Consumes: ``feed``. Waits for: the group, opened anew if ``lives`` (by URL) are not those of
-        the last time, and the slowest endpoint. Is unblocked by: its end, ``timeout_s``, or the
-        pool finding an endpoint down. Raises ``BroadcastFailed``; the group is closed then.
+        Consumes: ``feed``. Waits for: the group, opened anew if ``restarts`` (by URL) are not
+        those of the last time, and the slowest endpoint. Is unblocked by: its end, ``timeout_s``,
+        or the pool finding an endpoint down. Raises ``BroadcastFailed``; the group is closed then.
         """
         given_up = threading.Event()
-        members = dict(lives)
+        members = dict(restarts)
         try:
             sent = _in_thread(lambda: self._open_and_send(members, version, feed, given_up))
             await self._until_done(sent, endpoints)

@@ -100,7 +100,7 @@ class WeightPusher:
         self._announcer = announcer
         self._given: dict[str, str] = {}  # by URL, what it serves unless it has restarted
         self._initialised: set[str] = set()  # by URL, knows where the artefacts are
-        self._lives: Counter[str] = Counter()  # by URL, how often it was new or had restarted
+        self._restarts: Counter[str] = Counter()  # by URL, how often it was new or had restarted
         self._busy: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def has_restarted(self, endpoint: Endpoint) -> bool:
@@ -112,7 +112,7 @@ class WeightPusher:
         if served == self._given.get(endpoint.url):
             return False
         self._initialised.discard(endpoint.url)
-        self._lives[endpoint.url] += 1
+        self._restarts[endpoint.url] += 1
         return True
 
     async def push(
@@ -175,7 +175,7 @@ class WeightPusher:
         """Has ``send`` bring ``version`` to all ``endpoints``, which serve it then.
 
         Waits for: pushes before, the endpoints' running requests, ``send``. ``send`` is told in
-        which life each is, by URL. After an error, ``EndpointError`` or what ``send`` raises, all
+        which start each is, by URL. After an error, ``EndpointError`` or what ``send`` raises, all
         that are up have been told to abandon the update and to go on with what they have.
         """
         async with contextlib.AsyncExitStack() as held:
@@ -183,7 +183,7 @@ class WeightPusher:
                 await held.enter_async_context(self._busy[endpoint.url])
             try:
                 await _each(endpoints, self._prepare)
-                await send({endpoint.url: self._lives[endpoint.url] for endpoint in endpoints})
+                await send({endpoint.url: self._restarts[endpoint.url] for endpoint in endpoints})
                 self._given.update((endpoint.url, version) for endpoint in endpoints)
                 await _each(endpoints, _go_on)
             except BaseException:

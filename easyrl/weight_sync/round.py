@@ -229,8 +229,8 @@ class WeightRounds:
         async def show(endpoint: Endpoint) -> None:
             await self._show_probe(endpoint, _always, result.spans)
 
-        async def send(lives: Mapping[str, int]) -> None:
-            await broadcaster.send(ready, lives, weights.version, feed)
+        async def send(restarts: Mapping[str, int]) -> None:
+            await broadcaster.send(ready, restarts, weights.version, feed)
 
         try:
             ready = await _all_at_once(endpoints, show, result.failed)

@@ -124,7 +124,7 @@ class WeightStore:
             self._announcement = None
 
     def _open(self) -> None:
-        """Makes the folder, without what a crashed life of this run may have left in it."""
+        """Makes the folder, without what a crashed attempt of this run may have left in it."""
         if self._announcement is None:
             self._announcement = Announcement.create(self._root, self._run)
 

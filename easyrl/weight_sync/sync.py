@@ -197,7 +197,7 @@ class WeightSync:
     # ---- the probe -----------------------------------------------------------------------------
 
     def _is_probe_due(self) -> bool:
-        """Whether this life of the run has no probe yet; the same on every rank."""
+        """Whether this attempt of the run has no probe yet; the same on every rank."""
         due: bool = self._agreement.from_rank_zero(
             self._config.probe and self._rounds.probe is None
         )

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.group_assignment import GroupPlace
+from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 
 
@@ -25,7 +25,7 @@ class Dispatcher:
     group's endpoint only when that is full and no other group waits that could keep the others
     busy. Groups enter the line together, so turns are given one round of the loop later: the
     shortest of all goes first, not the first that asked, and none before a group of an earlier
-    update (``GroupPlace.rank``).
+    update (``GroupAssignment.rank``).
 
     Args:
         stuck: called when somebody waits for whom no endpoint is usable.
@@ -38,7 +38,7 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._turns_are_due = False
 
-    async def turn(self, group: GroupPlace) -> None:
+    async def turn(self, group: GroupAssignment) -> None:
         """Waits until ``group`` may send its samples. Raises ``NoEndpointError``."""
         waiting = self._waiting(group)
         line = self._line(group.version)
@@ -53,14 +53,14 @@ class Dispatcher:
             self.leave(group)
             raise
 
-    def leave(self, group: GroupPlace) -> None:
+    def leave(self, group: GroupAssignment) -> None:
         """No further sample of ``group`` comes."""
         endpoint = group.endpoint
         if endpoint is not None and group.num_reserved:
             group.leave()
             self._fill(endpoint)
 
-    def place_now(self, group: GroupPlace, avoid: Endpoint | None) -> Endpoint | None:
+    def place_now(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint | None:
         """An endpoint for one sample of ``group``, if one has room now."""
         endpoint = self._choose(group, avoid)
         if endpoint is not None:
@@ -68,7 +68,7 @@ class Dispatcher:
             endpoint.begin(group.sample_tokens)
         return endpoint
 
-    async def place(self, group: GroupPlace, avoid: Endpoint | None) -> Endpoint:
+    async def place(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint:
         """Waits for an endpoint for one sample of ``group``. Raises ``NoEndpointError``."""
         waiting = self._waiting(group, avoid)
         line = self._line(group.version)
@@ -110,7 +110,7 @@ class Dispatcher:
         if (line := self._lines.pop(version, None)) is not None:
             line.fail(error)
 
-    def _waiting(self, group: GroupPlace, avoid: Endpoint | None = None) -> Waiting:
+    def _waiting(self, group: GroupAssignment, avoid: Endpoint | None = None) -> Waiting:
         place: asyncio.Future[Endpoint | None] = asyncio.get_running_loop().create_future()
         return Waiting(group, next(self._numbers), place, avoid)
 
@@ -121,7 +121,7 @@ class Dispatcher:
             line = self._lines[version] = WaitingLine()
         return line
 
-    def _choose(self, group: GroupPlace, avoid: Endpoint | None) -> Endpoint | None:
+    def _choose(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint | None:
         home = group.endpoint
         if home is not None and home is not avoid and home.usable(group.version):
             group.release(1)

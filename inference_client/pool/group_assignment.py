@@ -8,7 +8,7 @@ from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
 Rank = tuple[int, float, int]  # priority, expected length, order of asking: smaller goes first
 
 
-class GroupPlace:
+class GroupAssignment:
     """Made once per group and passed with each of its samples (``EndpointPool.group``).
 
     Args:

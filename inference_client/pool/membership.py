@@ -86,7 +86,7 @@ class Members(Protocol):
 
 
 def begin_membership(run_dir: Path, urls: Sequence[str]) -> Wanted:
-    """Writes the list that a life of the run starts with. On one rank, before others follow."""
+    """Writes the list that an attempt of the run starts with. On one rank, before others follow."""
     with _locked(run_dir):
         try:
             version = read_wanted(run_dir).version + 1

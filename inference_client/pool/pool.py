@@ -26,11 +26,18 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
 from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
 from easyrl.inference_client.pool.fleet import ClientSettings, Fleet, PoolCounters
-from easyrl.inference_client.pool.group_assignment import GroupPlace
+from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.inference_client.pool.startup import GRACE_S, read_api_key, until_up
 from easyrl.schema import Completion
 
-__all__ = ["Endpoint", "EndpointPool", "GroupPlace", "NoEndpointError", "Outage", "PoolCounters"]
+__all__ = [
+    "Endpoint",
+    "EndpointPool",
+    "GroupAssignment",
+    "NoEndpointError",
+    "Outage",
+    "PoolCounters",
+]
 
 # url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
 Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
@@ -92,7 +99,7 @@ class EndpointPool(Fleet):
         lengths: ExpectedLengths | None = None,
         index: int = 0,
         priority: int = 0,
-    ) -> AsyncIterator[GroupPlace]:
+    ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
 
         Consumes: room at an endpoint. Waits for: it, shorter groups first
@@ -119,7 +126,7 @@ class EndpointPool(Fleet):
         seed: int,
         version: str | None = None,
         *,
-        group: GroupPlace | None = None,
+        group: GroupAssignment | None = None,
     ) -> Completion:
         """One response to the prompt, int32 [P].
 
@@ -161,7 +168,7 @@ class EndpointPool(Fleet):
         prompt_token_ids: np.ndarray,
         sampling: SamplingConfig,
         seed: int,
-        group: GroupPlace,
+        group: GroupAssignment,
     ) -> Completion:
         """Asks ``endpoint``, at which a place is taken, and gives the place back."""
         task = asyncio.current_task()
@@ -207,12 +214,12 @@ class EndpointPool(Fleet):
         lengths: ExpectedLengths | None = None,
         index: int = 0,
         priority: int = 0,
-    ) -> GroupPlace:
+    ) -> GroupAssignment:
         expected = sampling.max_tokens / 2 if lengths is None else lengths.of(index)
         first = expected if self._config.dispatch == "shortest_first" else 0.0
         rank = (priority, first, next(self._orders))
         tokens = num_prompt_tokens + int(expected)
-        return GroupPlace(rank, version, tokens, num_samples, lengths, index)
+        return GroupAssignment(rank, version, tokens, num_samples, lengths, index)
 
     def _fitting(self, prompt_token_ids: np.ndarray, sampling: SamplingConfig) -> SamplingConfig:
         """Asks for what the endpoints' context has room for. Raises ``PromptTooLong``."""

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.group_assignment import GroupPlace
+from easyrl.inference_client.pool.group_assignment import GroupAssignment
 
 
 class Waiting:
@@ -16,7 +16,7 @@ class Waiting:
 
     def __init__(
         self,
-        group: GroupPlace,
+        group: GroupAssignment,
         number: int,
         place: asyncio.Future[Endpoint | None],
         avoid: Endpoint | None = None,

@@ -32,7 +32,7 @@ def test_every_way_is_used_and_the_seed_decides():
     assert strikes == plan_strikes(200, 100, seed=0) != plan_strikes(200, 100, seed=1)
 
 
-def test_phases_of_a_life():
+def test_phases_of_an_attempt():
     phase = RunPhase()
     seen = [phase.name]
     for event in (
@@ -56,13 +56,13 @@ def test_phases_of_a_life():
     assert phase.closed_batches == 4 and phase.has_dispatched
 
 
-def test_a_new_life_starts_and_may_be_behind_the_last_one():
+def test_a_new_attempt_starts_and_may_be_behind_the_last_one():
     phase = RunPhase()
     for event in ({"event": "step", "step": 4}, {"event": "checkpoint_copied"}):
         phase.take(event)
     assert phase.writes_checkpoint
     phase.take({"event": "interrupted"})
     assert phase.name == STOPPING
-    phase.begin_life()
+    phase.begin_attempt()
     phase.take({"event": "step", "step": 3})
     assert not phase.writes_checkpoint and phase.closed_batches == 4

@@ -1,5 +1,5 @@
-"""The loop of lives: strikes fall as planned, each life resumes, and what strikes do not explain
-is an error."""
+"""The loop of attempts: strikes fall as planned, each resumes, and what strikes do not explain is an
+error."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import orjson
 import pytest
 
 from benchmarks.chaos_plan import Strike
-from benchmarks.chaos_run import ChaosRun, LifeFailed, Pace
+from benchmarks.chaos_run import AttemptFailed, ChaosRun, Pace
 from benchmarks.chaos_verdict import compare_runs, weights_hash
 
 
-class FakeLife:
+class FakeAttempt:
     """Closes a batch each time it is looked at; ends when it is hit, or after the last batch."""
 
     def __init__(self, number: int, resume: bool, run_dir: Path, last: int, status: int) -> None:
@@ -64,35 +64,37 @@ class FakeLife:
 
 def chaos(
     run_dir: Path, strikes: Sequence[Strike], *, last: int = 6, status: int = 0
-) -> tuple[ChaosRun, list[FakeLife]]:
-    lives: list[FakeLife] = []
+) -> tuple[ChaosRun, list[FakeAttempt]]:
+    attempts: list[FakeAttempt] = []
 
-    def start(number: int, resume: bool) -> FakeLife:
-        lives.append(FakeLife(number, resume, run_dir, last, status))
-        return lives[-1]
+    def start(number: int, resume: bool) -> FakeAttempt:
+        attempts.append(FakeAttempt(number, resume, run_dir, last, status))
+        return attempts[-1]
 
     log = run_dir / "log"
     log.touch()
     pace = Pace(start_s=0.0, batch_s=0.0)
-    return ChaosRun(start, [], run_dir, log, strikes, pace, patience_s=1e6), lives
+    return ChaosRun(start, [], run_dir, log, strikes, pace, patience_s=1e6), attempts
 
 
-def test_strikes_fall_when_due_and_the_next_life_resumes(tmp_path: Path) -> None:
+def test_strikes_fall_when_due_and_the_next_attempt_resumes(tmp_path: Path) -> None:
     planned = [
         Strike("all killed", 0, False, 0.0, 0.0, 0.0),
         Strike("job ended", 3, False, 0.0, 0.0, 0.0),
     ]
-    run, lives = chaos(tmp_path, planned)
+    run, attempts = chaos(tmp_path, planned)
     run.run()
-    assert [life.resume for life in lives] == [False, True, True]
-    assert [life.strikes for life in lives] == [["all killed"], ["job ended"], []]
+    assert [attempt.resume for attempt in attempts] == [False, True, True]
+    assert [attempt.strikes for attempt in attempts] == [["all killed"], ["job ended"], []]
     assert [(hit.status, hit.saved) for hit in run.hits] == [(-9, False), (0, True)]
-    assert run.hits[1].closed_batches >= 3 and run.num_lives == 3
+    assert run.hits[1].closed_batches >= 3 and run.num_attempts == 3
 
 
-def test_a_life_that_fails_by_itself_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_an_attempt_that_fails_by_itself_is_told_with_its_last_words(tmp_path: Path) -> None:
     run, _ = chaos(tmp_path, [], status=1)
-    with pytest.raises(LifeFailed, match="life 0 ended by itself with status 1\nits last words"):
+    with pytest.raises(
+        AttemptFailed, match="attempt 0 ended by itself with status 1\nits last words"
+    ):
         run.run()
 
 

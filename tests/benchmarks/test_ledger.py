@@ -55,14 +55,14 @@ def test_a_lost_prompt_is_seen() -> None:
     assert ledger.problems == ("prompt 0 of epoch 1 was never trained",)
 
 
-def test_a_recovered_group_has_an_earlier_lifes_version_of_the_same_weights() -> None:
+def test_a_recovered_group_has_an_earlier_attempts_version_of_the_same_weights() -> None:
     events = sound_run()
     next(e for e in events if e.get("step") == 1)["accepted"].append("run:earlier:0")
     group(events, 0, 0)["stamped"] = ["run:earlier:0"]
     assert keep_ledger([events], EXPECTED).is_clean
 
 
-def second_life(events: list[dict[str, Any]], from_batch: int) -> list[dict[str, Any]]:
+def second_attempt(events: list[dict[str, Any]], from_batch: int) -> list[dict[str, Any]]:
     """The same run, resumed from a checkpoint of ``from_batch`` closed batches."""
     start = [i for i, e in enumerate(events) if e["event"] == "batch_dispatched"][from_batch]
     later = copy.deepcopy(events[start:])
@@ -77,14 +77,14 @@ def second_life(events: list[dict[str, Any]], from_batch: int) -> list[dict[str,
 def test_what_a_resumed_run_trains_again_counts_once() -> None:
     events = sound_run()
     cut = next(i for i, e in enumerate(events) if e["event"] == "group_trained" and i > 5)
-    ledger = keep_ledger([events[:cut] + second_life(events, from_batch=1)], EXPECTED)
+    ledger = keep_ledger([events[:cut] + second_attempt(events, from_batch=1)], EXPECTED)
     assert ledger.is_clean, ledger.problems
     assert (ledger.batches, ledger.groups_trained) == (3, 6)
 
 
-def test_a_prompt_that_two_lives_train_in_different_batches_is_seen() -> None:
+def test_a_prompt_that_two_attempts_train_in_different_batches_is_seen() -> None:
     events = sound_run()
-    later = second_life(events, from_batch=1)
+    later = second_attempt(events, from_batch=1)
     group(later, *sorted(EXPECTED)[2])["index"] = sorted(EXPECTED)[0][1]
     ledger = keep_ledger([events + later], EXPECTED)
     assert (

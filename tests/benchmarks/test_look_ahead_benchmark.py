@@ -47,7 +47,7 @@ def test_a_consumer_that_computes_nothing_waits_for_the_whole_generation() -> No
     clock = Clock()
     stream = PlayedStream(played((4, 1), (2, 2), (3, 1)), 2, clock)  # type: ignore[arg-type]
     taken = [
-        [g.prompt.index for g in ready] for ready in iter(lambda: stream.take_ready(10**6), [])
+        [g.prompt.index for g in ready] for ready in iter(lambda: stream.drain_ready(10**6), [])
     ]
     assert taken == [[0], [1], [2]] and stream.wait_s == clock.now == 7
 
@@ -56,7 +56,7 @@ def test_what_returned_while_the_consumer_computed_is_there_when_it_looks() -> N
     clock = Clock()
     stream = PlayedStream(played((4, 1), (2, 2), (3, 1)), 2, clock)  # type: ignore[arg-type]
     clock.now = 5.5
-    assert [g.prompt.index for g in stream.take_ready(10**6)] == [0, 1]
+    assert [g.prompt.index for g in stream.drain_ready(10**6)] == [0, 1]
     assert stream.wait_s == 0
     seen = []
 
@@ -65,7 +65,7 @@ def test_what_returned_while_the_consumer_computed_is_there_when_it_looks() -> N
         clock.now += 0.75
         return len(seen) == 1
 
-    assert [g.prompt.index for g in stream.take_ready(10**6, idle)] == [2]
+    assert [g.prompt.index for g in stream.drain_ready(10**6, idle)] == [2]
     assert seen == [[], [1]]  # at 5.5 and, one response later, at 6.25; then it is 7
     assert clock.now == 7 and stream.idle_work_s == 1.5 and stream.wait_s == 0
 

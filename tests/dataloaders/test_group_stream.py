@@ -36,7 +36,7 @@ def indices(groups) -> list[int]:
 
 @contextmanager
 def stored(count: int):
-    """A store that an earlier life has left with the first ``count`` groups."""
+    """A store that an earlier attempt has left with the first ``count`` groups."""
     store = MemoryStore()
     generate = ScriptedGenerate(open_indices=range(count))
     with LoopThread() as thread:
@@ -56,14 +56,14 @@ def test_recovered_groups_are_ready_at_once_and_only_the_missing_are_asked_for()
         stream = rollouts.produce(prompts(3), "new", store=store)
         assert stream.num_recovered == 2 and stream.recovered == {(0, 0), (0, 1)}
         assert stream.waiting == 2
-        first = stream.take_ready(10_000)
+        first = stream.drain_ready(10_000)
         assert indices(first) == [0, 1]
         assert [group.policy_version for group in first] == ["old", "old"]
         wait_until(lambda: len(generate.asked) == G)
         generate.release(thread, 2)
-        [last] = stream.take_ready(10_000)
+        [last] = stream.drain_ready(10_000)
         assert last.prompt.index == 2 and last.digest == "digest 2"
-        assert stream.take_ready(10_000) == [] and stream.waiting == 0
+        assert stream.drain_ready(10_000) == [] and stream.waiting == 0
         assert {index for index, _ in generate.asked} == {2}
         wait_until(lambda: store.flushes == 1)
     recovered = [index for event, index in events if event == "group_recovered"]
@@ -92,9 +92,9 @@ def test_a_place_in_memory_is_free_again_when_its_group_was_handed_out():
     generate, store = ScriptedGenerate(open_indices=[0]), MemoryStore()
     with LoopThread() as thread:
         stream = generator(thread, generate, queue_size=1).produce(prompts(2), "v", store=store)
-        assert indices(stream.take_ready(1)) == [0]
+        assert indices(stream.drain_ready(1)) == [0]
         generate.release(thread, 1)
-        assert indices(stream.take_ready(1)) == [1]
+        assert indices(stream.drain_ready(1)) == [1]
     assert store.loads == []
 
 
@@ -119,7 +119,7 @@ def test_a_store_that_fails_ends_the_batch():
         stream = generator(thread, ScriptedGenerate([0])).produce([prompt(0)], "v", store=Full())
         for _ in range(2):  # and stays ended
             with pytest.raises(ProducerError, match="No space left on device"):
-                stream.take_ready(100)
+                stream.drain_ready(100)
 
 
 def test_in_prompt_order_groups_wait_for_those_before_them():
@@ -145,7 +145,7 @@ def test_in_prompt_order_a_micro_batch_waits_to_know_whether_the_next_group_fits
     with LoopThread() as thread:
         stream = generator(thread, generate, in_prompt_order=True).produce(prompts(3), "v")
         taken = []
-        consumer = threading.Thread(target=lambda: taken.append(stream.take_ready(2 * size)))
+        consumer = threading.Thread(target=lambda: taken.append(stream.drain_ready(2 * size)))
         consumer.start()
         wait_until(lambda: len(generate.asked) == 3 * G)
         time.sleep(0.05)
@@ -156,7 +156,7 @@ def test_in_prompt_order_a_micro_batch_waits_to_know_whether_the_next_group_fits
         generate.release(thread, 2)
         consumer.join(timeout=10)
         assert indices(taken[0]) == [0, 1]
-        assert indices(stream.take_ready(2 * size)) == [2]
+        assert indices(stream.drain_ready(2 * size)) == [2]
 
 
 @settings(BUSY, max_examples=25)
@@ -177,7 +177,7 @@ def test_micro_batches_in_prompt_order_depend_on_order_and_sizes_alone(data):
         stream = rollouts.produce(prompts(len(lengths)), "v", store=store)
         if synchronous:
             stream.complete()
-        return [indices(groups) for groups in iter(lambda: stream.take_ready(budget), [])]
+        return [indices(groups) for groups in iter(lambda: stream.drain_ready(budget), [])]
 
     queue_size = data.draw(st.integers(1, 4))
     expected: list[list[int]] = []  # greedy, in order
@@ -200,7 +200,7 @@ def test_recovered_groups_count_with_their_tokens():
     with stored(3) as store, LoopThread() as thread:
         stream = generator(thread, ScriptedGenerate()).produce(prompts(3), "v", store=store)
         size = packed_tokens(store.groups[0, 0])
-        assert [len(g) for g in iter(lambda: stream.take_ready(2 * size), [])] == [2, 1]
+        assert [len(g) for g in iter(lambda: stream.drain_ready(2 * size), [])] == [2, 1]
 
 
 @pytest.mark.parametrize("in_prompt_order", [False, True])
@@ -212,7 +212,7 @@ def test_groups_that_are_named_are_waited_for_and_come_in_the_order_named(in_pro
         wait_until(lambda: stream.waiting == 3)
         threading.Timer(0.05, generate.release, (thread, 2)).start()
         assert indices(stream.take([2, 0])) == [2, 0]
-        assert indices(stream.take_ready(1)) == [1]
+        assert indices(stream.drain_ready(1)) == [1]
         stream.close()
         assert stream.take([3]) == []
 
@@ -221,15 +221,15 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("ask", ["take_ready", "take", "complete", "iterate"])
+@pytest.mark.parametrize("ask", ["drain_ready", "take", "complete", "iterate"])
 def test_an_interrupt_wakes_who_waits_with_the_error_itself(ask):
     generate, error, raised = ScriptedGenerate(), Stop("SIGTERM"), []
 
     def consume():
         try:
             match ask:
-                case "take_ready":
-                    stream.take_ready(100)
+                case "drain_ready":
+                    stream.drain_ready(100)
                 case "take":
                     stream.take([1])
                 case "complete":
@@ -261,9 +261,9 @@ def test_an_interrupt_is_raised_before_groups_that_are_ready_and_before_a_failur
         stream.interrupt(Stop("SIGTERM"))
         for _ in range(2):
             with pytest.raises(Stop):
-                stream.take_ready(100)
+                stream.drain_ready(100)
         stream.close()
-        assert stream.take_ready(100) == []
+        assert stream.drain_ready(100) == []
 
 
 def test_an_interrupt_from_a_signal_handler_wakes_the_main_thread():
@@ -274,6 +274,6 @@ def test_an_interrupt_from_a_signal_handler_wakes_the_main_thread():
         try:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             with pytest.raises(Stop):
-                stream.take_ready(100)  # this thread waits; the handler runs in it
+                stream.drain_ready(100)  # this thread waits; the handler runs in it
         finally:
             signal.signal(signal.SIGUSR1, before)

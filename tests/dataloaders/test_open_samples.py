@@ -78,11 +78,11 @@ def test_a_response_is_there_once_and_only_while_its_group_is_open():
         assert taken(samples, 0) == []
         assert samples.groups() == [OpenGroup((0, 1), 4, (5,), num_missing=2)]
         generate.release(thread, (1, 1), (1, 2))
-        assert stream.take_ready(1000)[0].prompt.index == 1
+        assert stream.drain_ready(1000)[0].prompt.index == 1
         assert samples.groups() == [] and taken(samples, 1) == []
 
 
-def test_what_is_taken_fits():
+def test_what_is_drain_fits():
     samples = OpenSamples(4)
     for sample, length in enumerate((9, 3, 4, 2)):
         samples.add(prompt(0), sample, completion("v", length))
@@ -109,7 +109,7 @@ def test_a_group_is_open_until_it_is_scored():
         wait_until(lambda: len(stream.open_samples.groups()) == 1)
         wait_until(lambda: stream.open_samples.groups()[0].num_missing == 0)
         thread.loop.call_soon_threadsafe(scored.set)
-        assert len(stream.take_ready(1000)) == 1
+        assert len(stream.drain_ready(1000)) == 1
         assert stream.open_samples.groups() == []
 
 
@@ -128,7 +128,7 @@ def test_the_consumer_works_only_while_it_would_wait_and_each_return_wakes_it():
         stream = batch(thread, generate, record=lambda event, **fields: events.append(event))
         samples = stream.open_samples
         script = [[(1, 0)], [(0, 1)], [(1, 1)], [(1, 2)]]
-        assert [g.prompt.index for g in stream.take_ready(1000, idle)] == [1]
+        assert [g.prompt.index for g in stream.drain_ready(1000, idle)] == [1]
         # The last response and its group may be seen as one or as two events.
         assert seen[:7] == [[], [(1, 0)], [], [(0, 1)], [], [(1, 1)], []]
         assert seen[7:] in ([], [[]], [[(1, 2)]], [[(1, 2)], []])
@@ -136,8 +136,8 @@ def test_the_consumer_works_only_while_it_would_wait_and_each_return_wakes_it():
         generate.release(thread, (0, 0), (0, 2))
         wait_until(lambda: events.count("group_ready") == 2)
         thread.run(asyncio.sleep(0))  # the producer has done what it had to do
-        assert [g.prompt.index for g in stream.take_ready(1000, idle)] == [0]
-        assert stream.take_ready(1000, idle) == []
+        assert [g.prompt.index for g in stream.drain_ready(1000, idle)] == [0]
+        assert stream.drain_ready(1000, idle) == []
         assert seen == []  # a group was ready, then none was to come
 
 
@@ -157,7 +157,7 @@ def test_work_is_no_waiting(monkeypatch):
     units = []
     with LoopThread() as thread:
         stream = batch(thread, generate, count=1)
-        stream.take_ready(1000, idle)
+        stream.drain_ready(1000, idle)
     assert len(units) == 5 and 0 < stream.wait_s < 30  # a tick for each look at the queue
 
 
@@ -177,7 +177,7 @@ def test_an_interrupt_is_heard_between_two_pieces_of_work():
     with LoopThread() as thread:
         stream = batch(thread, SampleGates())
         with pytest.raises(Stop):
-            stream.take_ready(1000, idle)
+            stream.drain_ready(1000, idle)
     assert len(pieces) == 3
 
 
@@ -196,7 +196,7 @@ def test_a_failure_is_heard_between_two_pieces_of_work():
         stream = generator(thread, fails).produce([prompt(0)], "v")
         wait_until(lambda: len(generate.asked) == G)
         with pytest.raises(ProducerError, match="endpoint exploded"):
-            stream.take_ready(1000, idle)
+            stream.drain_ready(1000, idle)
         assert stream.open_samples.groups() == []
 
 
@@ -218,7 +218,7 @@ def test_an_excluded_group_leaves_nothing_behind():
         generate.release(thread, (0, 0))
         wait_until(lambda: len(stream.open_samples.groups()) == 1)
         generate.release(thread, (0, 1))
-        [group] = stream.take_ready(1000)
+        [group] = stream.drain_ready(1000)
         assert group.excluded is not None and stream.open_samples.groups() == []
         assert taken(stream.open_samples, 0) == []
 
@@ -237,7 +237,7 @@ def test_nobody_is_woken_who_does_not_listen():
         assert stream.waiting == 1
         generate.release(thread, (1, G - 1))
         wait_until(lambda: queued() == 3)  # one wake-up for each time it listens
-        assert stream.waiting == 2 and len(stream.take_ready(1000)) == 2
+        assert stream.waiting == 2 and len(stream.drain_ready(1000)) == 2
         assert stream.waiting == 0
 
 
@@ -248,7 +248,7 @@ def test_recovered_groups_are_never_open():
         generator(thread, generate).produce(prompts, "v", store=store).complete()
         stream = generator(thread, generate).produce(prompts, "v", store=store)
         assert stream.open_samples.groups() == []
-        assert len(stream.take_ready(1000, lambda: pytest.fail("nothing to wait for"))) == 2
+        assert len(stream.drain_ready(1000, lambda: pytest.fail("nothing to wait for"))) == 2
 
 
 @pytest.mark.parametrize("looks", [True, False])

@@ -48,11 +48,11 @@ def test_first_group_is_there_before_the_last_response_exists():
     generate = ScriptedGenerate(open_indices=[0])
     with LoopThread() as thread:
         stream = generator(thread, generate).produce([prompt(0), prompt(1)], "v")
-        first = stream.take_ready(max_tokens=1000)
+        first = stream.drain_ready(max_tokens=1000)
         assert [group.prompt.index for group in first] == [0]  # while prompt 1 still generates
         generate.release(thread, 1)
-        assert [group.prompt.index for group in stream.take_ready(1000)] == [1]
-        assert stream.take_ready(1000) == []
+        assert [group.prompt.index for group in stream.drain_ready(1000)] == [1]
+        assert stream.drain_ready(1000) == []
 
 
 def test_complete_waits_for_the_whole_batch():
@@ -67,19 +67,19 @@ def test_complete_waits_for_the_whole_batch():
         generate.release(thread, 1)
         waiter.join(timeout=10)
         assert done
-        assert len(stream.take_ready(10_000)) == 2
-        assert stream.take_ready(10_000) == []
+        assert len(stream.drain_ready(10_000)) == 2
+        assert stream.drain_ready(10_000) == []
         assert stream.first_group_wait_s == stream.wait_s
 
 
-def test_take_ready_respects_the_token_budget_and_loses_nothing():
+def test_drain_ready_respects_the_token_budget_and_loses_nothing():
     generate = ScriptedGenerate(open_indices=range(5))
     with LoopThread() as thread:
         rollouts = generator(thread, generate)
         whole = rollouts.produce([prompt(i) for i in range(5)], "v")
         whole.complete()
         size = 4 + G * 5
-        taken = [len(groups) for groups in iter(lambda: whole.take_ready(2 * size), [])]
+        taken = [len(groups) for groups in iter(lambda: whole.drain_ready(2 * size), [])]
     assert taken == [2, 2, 1]
 
 
@@ -88,7 +88,7 @@ def test_a_group_over_the_budget_is_still_delivered():
     with LoopThread() as thread:
         whole = generator(thread, generate).produce([prompt(0), prompt(1)], "v")
         whole.complete()
-        assert [len(g) for g in iter(lambda: whole.take_ready(1), [])] == [1, 1]
+        assert [len(g) for g in iter(lambda: whole.drain_ready(1), [])] == [1, 1]
 
 
 def test_queue_is_bounded():
@@ -116,7 +116,7 @@ def test_an_error_in_generate_reaches_the_main_thread_with_its_traceback():
     with LoopThread() as thread:
         stream = generator(thread, generate).produce([prompt(0)], "v")
         with pytest.raises(ProducerError, match="endpoint exploded") as caught:
-            stream.take_ready(100)
+            stream.drain_ready(100)
     cause = caught.value.__cause__
     assert isinstance(cause, ValueError)
     frames = [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
@@ -213,7 +213,7 @@ def test_samples_are_asked_for_in_the_turn_of_their_group_and_it_ends_with_them(
         wait_until(lambda: len(scripted.asked) == G)
         assert {index for index, _ in scripted.asked} == {1} and left == []
         scripted.release(thread, 1)
-        assert stream.take_ready(100)[0].prompt.index == 1
+        assert stream.drain_ready(100)[0].prompt.index == 1
         assert left == [1]
 
 
@@ -244,7 +244,7 @@ def test_closing_the_stream_cancels_its_requests():
         wait_until(lambda: len(generate.asked) == G)
         stream.close()
         wait_until(lambda: generate.cancelled == [0] * G)
-        assert stream.take_ready(100) == []
+        assert stream.drain_ready(100) == []
 
 
 def test_leaving_the_thread_cancels_what_runs_and_leaves_no_thread():

@@ -104,7 +104,7 @@ class HeldBatch:
         return run
 
     def events(self, name: str) -> list[dict]:
-        """Of all ranks and lives."""
+        """Of all ranks and attempts."""
         logs = sorted(self.run_dir.glob("events-rank*.jsonl"))
         return [event for log in logs for event in read_events(log) if event["event"] == name]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.runtime.run_files import CERTIFICATE_FILE, LIFE_FILE, LOCK_FILE
+from easyrl.runtime.run_files import ATTEMPT_FILE, CERTIFICATE_FILE, LOCK_FILE
 from tests.end_to_end.held_batch import BATCH, HeldBatch
 from tests.end_to_end.trainer_run import start_ranks, start_trainer
 
@@ -22,13 +22,15 @@ def held(served, tmp_path) -> Iterator[HeldBatch]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """What each life writes for itself, and the account of both.
+    """What each attempt writes for itself, and the account of both.
 
     Not what the living run goes on writing while it is held: events, metrics, the journal's groups,
     the state of its endpoints.
     """
     files = [*folder.glob("config*.yaml"), *folder.glob("checkpoints/*")]
-    files += [folder / name for name in (CERTIFICATE_FILE, LIFE_FILE, LOCK_FILE, "endpoints.json")]
+    files += [
+        folder / name for name in (CERTIFICATE_FILE, ATTEMPT_FILE, LOCK_FILE, "endpoints.json")
+    ]
     return {file: file.read_bytes() for file in files}
 
 
@@ -39,7 +41,7 @@ def wait_for(text: str, log: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_resume_waits_for_the_life_before_it_and_goes_on(held, tmp_path):
+def test_a_resume_waits_for_the_attempt_before_it_and_goes_on(held, tmp_path):
     first = held.start()
     before = contents(held.run_dir)
     waiting = tmp_path / "waiting"
@@ -58,7 +60,7 @@ def test_a_resume_waits_for_the_life_before_it_and_goes_on(held, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_refused_while_the_life_before_them_goes_on(held, tmp_path):
+def test_two_ranks_are_refused_while_the_attempt_before_them_goes_on(held, tmp_path):
     first = held.start()
     before, log = contents(held.run_dir), tmp_path / "refused"
     ranks = start_ranks([*held.command("trainer.grace_s=0.5"), "--resume"], log, 2)

@@ -27,21 +27,21 @@ for arguments in json.loads(sys.argv[1]):
         status = replay.main(arguments)
     print("REPLAY", json.dumps([status, printed.getvalue()]), flush=True)
 """
-# Likewise the lives of one run; prints each one's error and the configurations that it left.
-LIVES = """
+# Likewise the attempts of one run; prints each one's error and the configurations that it left.
+ATTEMPTS = """
 import json, sys
 from easyrl.config import ConfigError
 from easyrl.config.file import load_config
 from easyrl.train import run
-file, lives = json.loads(sys.argv[1])
-for resume, overrides in enumerate(lives):
+file, attempts = json.loads(sys.argv[1])
+for resume, overrides in enumerate(attempts):
     config, told = load_config(file, overrides), None
     try:
         run(config, resume=bool(resume))
     except ConfigError as error:
         told = str(error)
     left = {file.name: file.read_text() for file in config.run.output_dir.glob("config*")}
-    print("LIFE", json.dumps([told, left]), flush=True)
+    print("ATTEMPT", json.dumps([told, left]), flush=True)
 """
 
 
@@ -66,27 +66,27 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resume_with_other_settings(run_dir: Path, model: Path, prompts: Path, url: str) -> None:
-    """A life of one step; a resume that is refused; one of another step and learning rate."""
+    """An attempt of one step; a resume that is refused; one of another step and learning rate."""
     settings = [
         *("run.determinism=strict", "journal.keep=all", "checkpoint.every_steps=1"),
         *(f"trainer.batch_size={BATCH}", "rollout.num_generations=4", "rollout.max_tokens=12"),
     ]
     command = trainer_command(run_dir, model, prompts, [url], *settings)
     config, *overrides = command[command.index("easyrl.train") + 1 :]
-    lives = [
+    attempts = [
         ["trainer.learning_rate=1e-2", "trainer.max_steps=1"],
         ["trainer.learning_rate=5e-2", "trainer.max_steps=2", "run.seed=77"],
         ["trainer.learning_rate=2e-2", "trainer.max_steps=2"],
     ]
-    asked = json.dumps([config, [[*overrides, *life] for life in lives]])
-    lines = run_trainer([sys.executable, "-c", LIVES, asked]).splitlines()
-    kept = [json.loads(ln.removeprefix("LIFE ")) for ln in lines if ln.startswith("LIFE ")]
+    asked = json.dumps([config, [[*overrides, *attempt] for attempt in attempts]])
+    lines = run_trainer([sys.executable, "-c", ATTEMPTS, asked]).splitlines()
+    kept = [json.loads(ln.removeprefix("ATTEMPT ")) for ln in lines if ln.startswith("ATTEMPT ")]
     (first_error, first), (second_error, second), (third_error, third) = kept
-    assert first_error is None and first.keys() == {"config.yaml", "config-life0.yaml"}
+    assert first_error is None and first.keys() == {"config.yaml", "config-attempt0.yaml"}
     assert "--resume" in second_error and second == first
-    assert third_error is None and third.keys() - first.keys() == {"config-life2.yaml"}
-    assert third["config-life0.yaml"] == first["config.yaml"] == first["config-life0.yaml"]
-    assert third["config.yaml"] == third["config-life2.yaml"] != first["config.yaml"]
+    assert third_error is None and third.keys() - first.keys() == {"config-attempt2.yaml"}
+    assert third["config-attempt0.yaml"] == first["config.yaml"] == first["config-attempt0.yaml"]
+    assert third["config.yaml"] == third["config-attempt2.yaml"] != first["config.yaml"]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_other_settings_give_other_metrics(replays: list[tuple[int, str]]) -> No
     assert reward[1] == reward[2] and len(reward) == 3  # the samples are the same
 
 
-def test_each_step_has_the_settings_of_the_life_that_trained_it(
+def test_each_step_has_the_settings_of_the_attempt_that_trained_it(
     replays: list[tuple[int, str]],
 ) -> None:
     """Before and behind a resume with another learning rate."""

@@ -1,7 +1,7 @@
 """A run that is killed in the middle of a batch and resumed goes on where its checkpoint was.
 
 Prompts, steps, schedule, optimizer and weights are those of a run that nobody disturbed. The
-responses of batch 3 are held back at the endpoint, so that the first life certainly dies there.
+responses of batch 3 are held back at the endpoint, so that the first attempt certainly dies there.
 """
 
 import json
@@ -49,7 +49,7 @@ def finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 
 def kill_in_batch_3(run_dir: Path, model: Path, prompts: Path, url: str) -> None:
-    """A first life that ends when all responses of the batch after the checkpoint are on hold."""
+    """A first attempt that ends when all responses of the batch behind the checkpoint are held."""
     seen: set[tuple[int, ...]] = set()
 
     def held(token_ids: list[int]) -> bool:
@@ -99,14 +99,14 @@ def dispatched(run_dir: Path) -> list[tuple[str, list[int]]]:
     return [(version, sorted(indices)) for version, indices in batches]
 
 
-def test_the_second_life_takes_the_remaining_prompts(runs):
+def test_the_second_attempt_takes_the_remaining_prompts(runs):
     expected, taken = ([indices for _, indices in dispatched(run)] for run in runs)
-    # the third batch was asked for twice, and the first life had no response of it
+    # the third batch was asked for twice, and the first attempt had no response of it
     assert taken == [*expected[:SAVED], [], *expected[SAVED:]]
     assert sorted(sum(taken, [])) == list(range(BATCH * STEPS))
 
 
-def test_lives_do_not_share_versions(runs):
+def test_attempts_do_not_share_versions(runs):
     _, parts = runs
     versions = [PolicyVersion.parse(version) for version, _ in dispatched(parts)]
     assert len({version.run for version in versions}) == 1
@@ -114,7 +114,7 @@ def test_lives_do_not_share_versions(runs):
         *((0, v) for v in range(SAVED + 1)),
         *((1, v) for v in range(SAVED, STEPS)),
     ]
-    assert json.loads((parts / "life.json").read_text())["life"] == 1
+    assert json.loads((parts / "attempt.json").read_text())["attempt"] == 1
 
 
 def test_metrics_go_on_as_if_nothing_had_happened(runs):
@@ -142,7 +142,7 @@ def test_the_trained_weights_agree(runs):
         assert (parts[name] - value).norm() < 1e-4 * moved, name
 
 
-def test_the_killed_life_leaves_no_weights_behind(runs):
+def test_the_killed_attempt_leaves_no_weights_behind(runs):
     assert list((runs[0].parent / "weights").iterdir()) == []
 
 

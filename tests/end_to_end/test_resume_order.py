@@ -1,9 +1,9 @@
 """A run in the default mode, killed some batches behind its start, comes to the same bits again.
 
 Groups were trained as they arrived, and with a reference the trainer looked ahead while it waited.
-The second life trains them in that order and in those rows, and computes ahead what the first did,
-so that the weights of every closed batch are the first life's to the bit, and no group is made
-twice.
+The second attempt trains them in that order and in those rows, and computes ahead what the first
+did, so that the weights of every closed batch are the first attempt's to the bit, and no group is
+made twice.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import orjson
 import pytest
 
 from benchmarks.random_model import write_prompts
-from easyrl.ledger.journal.codec import TakenRecord
-from easyrl.ledger.journal.reading import read_takes
+from easyrl.ledger.journal.codec import DrainRecord
+from easyrl.ledger.journal.reading import read_drains
 from easyrl.ledger.verify import verify
 from tests.end_to_end.held_batch import MarkedRun
 from tests.end_to_end.proxy import GENERATE, Proxy
@@ -91,9 +91,9 @@ def run_dir(served, objective: str, tmp_path_factory: pytest.TempPathFactory) ->
     return run_dir
 
 
-def taken(run_dir: Path, v: int, life: int) -> list[TakenRecord]:
+def taken(run_dir: Path, v: int, attempt: int) -> list[DrainRecord]:
     """What was trained together."""
-    (takes,) = read_takes(run_dir / "journal", v, life)
+    (takes,) = read_drains(run_dir / "journal", v, attempt)
     return takes
 
 
@@ -111,18 +111,19 @@ def test_closed_batches_are_trained_again_to_the_same_bits(run_dir: Path) -> Non
 def test_they_had_come_in_another_order_than_asked_for(run_dir: Path) -> None:
     lines, others = batch_lines(run_dir), 0
     for v in range(CLOSED):
-        takes = taken(run_dir, v, life=0)
+        takes = taken(run_dir, v, attempt=0)
         order = [tuple(key) for take in takes for key in take.keys]
         dispatched = [tuple(key) for update in lines[v]["updates"] for key in update]
         assert sorted(order) == sorted(dispatched)
-        assert taken(run_dir, v, life=1) == takes
+        assert taken(run_dir, v, attempt=1) == takes
         others += order != dispatched and len(takes) > 1
     assert others > 0
 
 
 def test_what_was_computed_ahead_was_so_again(run_dir: Path, objective: str) -> None:
     first, again = (
-        [[take.ahead for take in taken(run_dir, v, life)] for v in range(CLOSED)] for life in (0, 1)
+        [[take.ahead for take in taken(run_dir, v, attempt)] for v in range(CLOSED)]
+        for attempt in (0, 1)
     )
     assert first == again
     assert any(piece for batch in first for piece in batch) == (objective == "reference")

@@ -62,7 +62,7 @@ def test_the_watchdog_ends_a_run_whose_endpoint_answers_no_more(held):
     log = held.log.read_text()
     assert "the watchdog ends the run: 0 tokens/s in 5 s" in log
     assert "0 finished groups wait for the trainer" in log and held.proxy.url in log
-    assert "thread MainThread" in log and "take_ready" in log
+    assert "thread MainThread" in log and "drain_ready" in log
     assert "asyncio tasks" in log and "RolloutGenerator" in log
     assert not held.weights_left()
 

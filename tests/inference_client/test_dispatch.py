@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from easyrl.inference_client.pool.dispatch import Dispatcher
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
-from easyrl.inference_client.pool.group_assignment import GroupPlace, Rank
+from easyrl.inference_client.pool.group_assignment import GroupAssignment, Rank
 from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 
 V1 = "run:0:1"
@@ -36,8 +36,10 @@ def dispatcher(group: list[Endpoint]) -> Dispatcher:
     return made
 
 
-def group_of(order: int, expected: float = 0.0, tokens: int = 10, priority: int = 0) -> GroupPlace:
-    return GroupPlace((priority, expected, order), V1, tokens, G)
+def group_of(
+    order: int, expected: float = 0.0, tokens: int = 10, priority: int = 0
+) -> GroupAssignment:
+    return GroupAssignment((priority, expected, order), V1, tokens, G)
 
 
 class Batch:
@@ -46,19 +48,19 @@ class Batch:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.dispatcher = dispatcher
         self.turns: list[int] = []
-        self.running: list[tuple[int, Endpoint, GroupPlace]] = []
+        self.running: list[tuple[int, Endpoint, GroupAssignment]] = []
         self.tasks: list[asyncio.Task] = []
 
-    def start(self, *groups: GroupPlace) -> None:
+    def start(self, *groups: GroupAssignment) -> None:
         self.tasks += [asyncio.ensure_future(self._run(group)) for group in groups]
 
-    async def _run(self, group: GroupPlace) -> None:
+    async def _run(self, group: GroupAssignment) -> None:
         await self.dispatcher.turn(group)
         self.turns.append(group.rank[-1])
         await asyncio.gather(*[self._sample(group) for _ in range(G)])
         self.dispatcher.leave(group)
 
-    async def _sample(self, group: GroupPlace) -> None:
+    async def _sample(self, group: GroupAssignment) -> None:
         endpoint = self.dispatcher.place_now(group, None)
         if endpoint is None:
             endpoint = await self.dispatcher.place(group, None)
@@ -242,7 +244,7 @@ def test_lengths_are_expected_from_the_prompt_then_the_dataset_then_the_limit():
 
 
 def waiting(rank: Rank, number: int, home: Endpoint | None, avoid: Endpoint | None):
-    group = GroupPlace(rank, V1, 1, 1)
+    group = GroupAssignment(rank, V1, 1, 1)
     group.endpoint = home
     place = asyncio.get_running_loop().create_future()
     return Waiting(group, number, place, avoid)

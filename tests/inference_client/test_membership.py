@@ -20,7 +20,7 @@ from easyrl.inference_client.pool.membership import (
 )
 
 
-def test_a_life_begins_with_what_its_configuration_says(tmp_path):
+def test_an_attempt_begins_with_what_its_configuration_says(tmp_path):
     first = begin_membership(tmp_path, ["http://a", "http://b"])
     assert read_wanted(tmp_path) == first and first.version == 1
     change_wanted(tmp_path, lambda wanted: wanted.with_added("http://c").without("http://a"))

@@ -70,10 +70,10 @@ async def test_servers_that_compute_differently_are_refused(config):
             require_invariant_endpoints(config, pool)
 
 
-async def test_a_life_whose_endpoints_compute_otherwise_is_told(config, tmp_path, caplog):
+async def test_an_attempt_whose_endpoints_compute_otherwise_is_told(config, tmp_path, caplog):
     kept = tmp_path / ENDPOINTS_ARITHMETIC_FILE
 
-    async def life(arithmetic: str, *, late: bool = False) -> None:
+    async def attempt(arithmetic: str, *, late: bool = False) -> None:
         server = embedded(arithmetic=arithmetic)
         async with pool_of(server) as pool:
             if not late:
@@ -85,13 +85,13 @@ async def test_a_life_whose_endpoints_compute_otherwise_is_told(config, tmp_path
             await until(lambda: len(server.calls) > asked + 2)  # looked at again
 
     with caplog.at_level(logging.WARNING, "easyrl.runtime.determinism"):
-        await life(HERE)
+        await attempt(HERE)
         assert kept.read_text() == HERE + "\n"
-        await life(HERE)
+        await attempt(HERE)
         assert not [r for r in caplog.records if r.name == "easyrl.runtime.determinism"]
         for late in (False, True):
             caplog.clear()
-            await life(ELSEWHERE, late=late)
+            await attempt(ELSEWHERE, late=late)
             (record,) = [r for r in caplog.records if r.name == "easyrl.runtime.determinism"]
             assert f"with {ELSEWHERE}, the first one's did with {HERE}" in record.message
     assert kept.read_text() == HERE + "\n"
@@ -102,7 +102,7 @@ async def test_where_it_cannot_be_kept_endpoints_are_used_all_the_same(config, t
         await all_answer(pool)
         require_invariant_endpoints(config, pool, tmp_path / "is-not-there")
         await ask(pool, 1)
-    assert "cannot be kept for later lives" in caplog.text
+    assert "cannot be kept for later attempts" in caplog.text
 
 
 async def test_vllm_is_warned_of_once(config, caplog):

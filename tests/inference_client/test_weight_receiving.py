@@ -342,7 +342,7 @@ def test_what_is_announced(told: Announcement) -> None:
         told.init_info("http")
     with pytest.raises(ValueError, match="'nccl' moves no files"):
         told.init_info("nccl")
-    again = Announcement.create(told.root, "run")  # by the next life of the run
+    again = Announcement.create(told.root, "run")  # by the next attempt of the run
     assert again.token != told.token
     again.remove()
     again.remove()

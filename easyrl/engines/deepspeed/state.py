@@ -1,6 +1,6 @@
 """Where DeepSpeed's optimizers keep fp32 weights and Adam's moments, told by parameter name.
 
-Read in 0.19.8, kept to the bit by ``tests/easyrl/test_checkpoint_state.py``:
+Read in 0.19.8, kept to the bit by ``tests/easyrl/ledger/test_checkpoint_state.py``:
 
 - ZeRO-0: the parameters are the masters, whole on every rank; each saves its part of each.
 - ZeRO-1 and 2 (``DeepSpeedZeroOptimizer``) and bf16 ZeRO-1 with fp32 accumulation

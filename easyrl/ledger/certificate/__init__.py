@@ -1,7 +1,7 @@
 """``RUN_DIR/certificate.jsonl``: what each batch was made by and trained on (DESIGN §2.6)."""
 
 from easyrl.ledger.certificate.errors import CertificateError
-from easyrl.ledger.certificate.records import BatchRecord, CertifiedGroup, LifeRecord, RunRecord
+from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, CertifiedGroup, RunRecord
 from easyrl.ledger.certificate.writer import Certificate
 
 __all__ = [
@@ -9,6 +9,6 @@ __all__ = [
     "Certificate",
     "CertificateError",
     "CertifiedGroup",
-    "LifeRecord",
+    "AttemptRecord",
     "RunRecord",
 ]

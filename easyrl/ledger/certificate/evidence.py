@@ -139,4 +139,4 @@ def _not_found(
 def _file(record: BatchRecord, found: JournalledGroup) -> str:
     """Below the run's folder."""
     folder = batch_folder(Path("journal"), record.batch)
-    return (folder / file_name(found.life, found.rank)).as_posix()
+    return (folder / file_name(found.attempt, found.rank)).as_posix()

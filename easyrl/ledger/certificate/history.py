@@ -1,4 +1,4 @@
-"""What the lines of a certificate say together: lives, and the batches that are in the weights."""
+"""What the lines of a certificate say together: attempts, and batches that are in the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import numpy as np
 
 from easyrl.ledger.certificate.chain import ChainReader, Line
 from easyrl.ledger.certificate.errors import CertificateError
-from easyrl.ledger.certificate.records import BatchRecord, EndRecord, LifeRecord, Record, RunRecord
+from easyrl.ledger.certificate.records import (
+    AttemptRecord,
+    BatchRecord,
+    EndRecord,
+    Record,
+    RunRecord,
+)
 from easyrl.ledger.certificate.rules import Context, examine
 from easyrl.schema import Key
 
@@ -22,8 +28,8 @@ class CertifiedBatch:
     first_position: int  # prompts of the batches before it
     num_prompts: int
     last_step: int
-    epochs: int  # of the life that trained it
-    num_unconfirmed: int  # groups of lives whose endpoints' confirmations nobody has certified
+    epochs: int  # of the attempt that trained it
+    num_unconfirmed: int  # groups of attempts whose endpoints' confirmations nobody has certified
 
 
 class History:
@@ -36,14 +42,14 @@ class History:
     def __init__(self, read: Callable[[Line], BatchRecord]) -> None:
         self._read = read
         self.run: RunRecord | None = None
-        self.life: LifeRecord | None = None
+        self.attempt: AttemptRecord | None = None
         self.batches: list[CertifiedBatch] = []  # effective ones; batches[v] is batch v
-        self.num_lives = 0
+        self.num_attempts = 0
         self.num_superseded = 0
         self.last_step = 0  # the highest that was ever certified
         self.ended = False
-        self.open_batches: dict[int, int] = {}  # by life, the one behind its last certified one
-        self._lines: dict[int, list[Line]] = {}  # by batch, of all lives
+        self.open_batches: dict[int, int] = {}  # by attempt, the one behind its last certified one
+        self._lines: dict[int, list[Line]] = {}  # by batch, of all attempts
         self._owners = np.full(0, -1, np.int32)  # position of a key → batch that dispatched it
 
     @property
@@ -72,8 +78,8 @@ class History:
                 if self.run is not None:
                     raise CertificateError("is a second run in the certificate of one")
                 self.run = record
-            case LifeRecord():
-                self._begin_life(record)
+            case AttemptRecord():
+                self._begin_attempt(record)
             case BatchRecord():
                 self._add(line, record, self.examine(record))
             case EndRecord():
@@ -84,51 +90,53 @@ class History:
 
         Returns how many of its groups no confirmation is known of (``rules.examine``).
         """
-        if self.run is None or self.life is None:
-            raise CertificateError("is a batch before any life of the run", batch=record.batch)
+        if self.run is None or self.attempt is None:
+            raise CertificateError("is a batch before any attempt of the run", batch=record.batch)
         self._refuse_out_of_order(record)
         earlier = [self._read(line) for line in self._lines.get(record.batch, [])]
-        num_unconfirmed = examine(record, Context(self.run.run, self.life, earlier))
+        num_unconfirmed = examine(record, Context(self.run.run, self.attempt, earlier))
         self._refuse_dispatched_before(record)
         return num_unconfirmed
 
-    def _begin_life(self, life: LifeRecord) -> None:
+    def _begin_attempt(self, attempt: AttemptRecord) -> None:
         if self.run is None:
-            raise CertificateError("is a life without a run: the first line is missing")
-        if self.life is not None and life.life <= self.life.life:
-            raise CertificateError(f"is life {life.life} after life {self.life.life}")
-        if life.first_batch > len(self.batches):
+            raise CertificateError("is an attempt without a run: the first line is missing")
+        if self.attempt is not None and attempt.attempt <= self.attempt.attempt:
             raise CertificateError(
-                f"life {life.life} starts at batch {life.first_batch}, but only "
+                f"is attempt {attempt.attempt} after attempt {self.attempt.attempt}"
+            )
+        if attempt.first_batch > len(self.batches):
+            raise CertificateError(
+                f"attempt {attempt.attempt} starts at batch {attempt.first_batch}, but only "
                 f"{len(self.batches)} are certified"
             )
-        self.num_superseded += len(self.batches) - life.first_batch
-        del self.batches[life.first_batch :]
-        size = max(len(self._owners), life.epochs * self.run.num_prompts)
+        self.num_superseded += len(self.batches) - attempt.first_batch
+        del self.batches[attempt.first_batch :]
+        size = max(len(self._owners), attempt.epochs * self.run.num_prompts)
         owners = np.full(size, -1, np.int32)
         owners[: len(self._owners)] = self._owners
-        owners[owners >= life.first_batch] = -1
+        owners[owners >= attempt.first_batch] = -1
         self._owners = owners
-        self.life = life
-        self.open_batches[life.life] = life.first_batch
-        self.num_lives += 1
+        self.attempt = attempt
+        self.open_batches[attempt.attempt] = attempt.first_batch
+        self.num_attempts += 1
         self.ended = False
 
     def _add(self, line: Line, record: BatchRecord, num_unconfirmed: int) -> None:
-        assert self.life is not None
+        assert self.attempt is not None
         first, count = self.num_dispatched, len(record.groups)
-        epochs = self.life.epochs
+        epochs = self.attempt.epochs
         self.batches.append(
             CertifiedBatch(line, first, count, record.step, epochs, num_unconfirmed)
         )
-        self.open_batches[self.life.life] = record.batch + 1
+        self.open_batches[self.attempt.attempt] = record.batch + 1
         self._owners[self._positions(record)] = record.batch
         self._lines.setdefault(record.batch, []).append(line)
         self.last_step = max(self.last_step, record.step)
 
     def _end(self, end: EndRecord) -> None:
-        if self.life is None:
-            raise CertificateError("is the end of a run that has no life")
+        if self.attempt is None:
+            raise CertificateError("is the end of a run that has no attempt")
         if end.batches != len(self.batches):
             raise CertificateError(
                 f"says that the run ended after {end.batches} batches, "
@@ -146,7 +154,7 @@ class History:
         if record.batch < following:
             line = self.batches[record.batch].line.number
             raise CertificateError(
-                f"is certified already, in line {line}, and no life has started since at or "
+                f"is certified already, in line {line}, and no attempt has started since at or "
                 "before it",
                 batch=record.batch,
             )
@@ -176,8 +184,8 @@ class History:
 
     def _position(self, key: Key) -> int | None:
         """Of ``key`` among all prompts of all epochs; None: the run has no such prompt."""
-        assert self.run is not None and self.life is not None
+        assert self.run is not None and self.attempt is not None
         epoch, index = key
-        if 0 <= epoch < self.life.epochs and 0 <= index < self.run.num_prompts:
+        if 0 <= epoch < self.attempt.epochs and 0 <= index < self.run.num_prompts:
             return epoch * self.run.num_prompts + index
         return None

@@ -14,7 +14,7 @@ Outcome = Literal["trained", "skipped", "excluded"]
 class RunRecord(msgspec.Struct, tag_field="kind", tag="run", frozen=True):
     """The first line: which run, and what fixes the order of its prompts.
 
-    ``epochs`` and ``updates_per_batch`` may change when a run is resumed; each life has its own.
+    ``epochs`` and ``updates_per_batch`` may change when a run is resumed; each attempt has its own.
     """
 
     run: str  # the first part of its policy versions
@@ -28,10 +28,10 @@ class RunRecord(msgspec.Struct, tag_field="kind", tag="run", frozen=True):
     format: int = 1
 
 
-class LifeRecord(msgspec.Struct, tag_field="kind", tag="life", frozen=True):
-    """A start of the run. What earlier lives certified from ``first_batch`` on is superseded."""
+class AttemptRecord(msgspec.Struct, tag_field="kind", tag="attempt", frozen=True):
+    """A start of the run. What earlier attempts certified from ``first_batch`` on is superseded."""
 
-    life: int  # the attempt of its policy versions
+    attempt: int  # the attempt of its policy versions
     num_ranks: int
     first_batch: int  # the first that it trains: closed batches of the checkpoint it starts from
     reason: str = ""  # why it starts there
@@ -48,7 +48,7 @@ class CertifiedGroup(msgspec.Struct, omit_defaults=True, frozen=True):
     digest: str | None  # of its journal record, 32 hex digits; None: not journalled
     stamped: list[str]  # versions on its tokens, sorted
     endpoints: list[str]  # URLs that made them, sorted
-    recovered: bool = False  # from the journal of an earlier life
+    recovered: bool = False  # from the journal of an earlier attempt
 
     @property
     def key(self) -> Key:
@@ -78,8 +78,8 @@ class BatchRecord(msgspec.Struct, tag_field="kind", tag="batch", frozen=True, kw
     updates: list[list[Key]]  # prompts of update i of k, in the order of the dataset
     groups: list[CertifiedGroup]  # by key
     confirmations: list[Confirmation]
-    accepted_versions: list[str]  # its own, and those of earlier lives with the same weights
-    discarded: list[Key]  # journalled for other weights by an earlier life, generated again
+    accepted_versions: list[str]  # its own, and those of earlier attempts with the same weights
+    discarded: list[Key]  # journalled for other weights by an earlier attempt, generated again
     skipped_updates: list[int]  # which of the k
     logprob_max: float | None  # |inference - trainer| of the trained tokens, nats
     logprob_mean: float | None
@@ -93,4 +93,4 @@ class EndRecord(msgspec.Struct, tag_field="kind", tag="end", frozen=True):
     batches: int
 
 
-Record = RunRecord | LifeRecord | BatchRecord | EndRecord
+Record = RunRecord | AttemptRecord | BatchRecord | EndRecord

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from easyrl.ledger.certificate.errors import CertificateError
-from easyrl.ledger.certificate.records import BatchRecord, CertifiedGroup, LifeRecord
+from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, CertifiedGroup
 from easyrl.schema import Key, PolicyVersion
 
 
@@ -18,18 +18,18 @@ class Context:
     """What came before a batch."""
 
     run: str
-    life: LifeRecord
-    earlier: Sequence[BatchRecord]  # what earlier lives certified for the same batch
+    attempt: AttemptRecord
+    earlier: Sequence[BatchRecord]  # what earlier attempts certified for the same batch
 
 
 def examine(record: BatchRecord, context: Context) -> int:
     """Raises ``CertificateError`` naming batch, prompt or endpoint of the first violation.
 
-    Returns how many groups are recovered from a life that died before it certified the batch: which
-    endpoints had confirmed its weights is not known.
+    Returns how many groups are recovered from an attempt that died before it certified the batch:
+    which endpoints had confirmed its weights is not known.
     """
     _versions(record, context)
-    dispatched = _every_prompt_once(record, context.life.updates_per_batch)
+    dispatched = _every_prompt_once(record, context.attempt.updates_per_batch)
     _outcomes(record)
     _discarded(record, dispatched)
     confirmed = _confirmed(record, context)
@@ -48,17 +48,17 @@ def examine(record: BatchRecord, context: Context) -> int:
 
 def _versions(record: BatchRecord, context: Context) -> None:
     """Own and accepted versions are of this run and batch, and of the same weights."""
-    expected = str(PolicyVersion(context.run, context.life.life, record.batch))
+    expected = str(PolicyVersion(context.run, context.attempt.attempt, record.batch))
     if record.version != expected:
         raise CertificateError(f"has version {record.version}, not {expected}", batch=record.batch)
     if record.version not in record.accepted_versions:
         raise CertificateError("does not accept its own version", batch=record.batch)
     for version in record.accepted_versions:
         try:
-            run, life, v = PolicyVersion.parse(version)
+            run, attempt, v = PolicyVersion.parse(version)
         except ValueError as error:
             raise CertificateError(f"accepts what is {error}", batch=record.batch) from None
-        if (run, v) != (context.run, record.batch) or life > context.life.life:
+        if (run, v) != (context.run, record.batch) or attempt > context.attempt.attempt:
             raise CertificateError(
                 f"accepts version {version}, which is not of this batch", batch=record.batch
             )
@@ -141,7 +141,7 @@ def _confirmed(record: BatchRecord, context: Context) -> dict[str, set[str]]:
 
 
 def _certified(record: BatchRecord, context: Context) -> dict[Key, set[str]]:
-    """By prompt, the digests of the groups that earlier lives trained on with these weights."""
+    """By prompt, the digests of the groups that earlier attempts trained on with these weights."""
     certified: dict[Key, set[str]] = {}
     for other in context.earlier:
         if other.weights == record.weights:
@@ -180,13 +180,13 @@ def _endpoints(
 
 
 def _as_certified(record: BatchRecord, group: CertifiedGroup, certified: set[str]) -> None:
-    """An earlier life trained on the same group, if it trained on this prompt's at all."""
+    """An earlier attempt trained on the same group, if it trained on this prompt's at all."""
     if group.digest is None:
         problem = "is from the journal, but its record's digest is not given"
         raise CertificateError(problem, batch=record.batch, key=group.key)
     if certified and group.digest not in certified:
         raise CertificateError(
-            f"its journalled group ({group.digest[:12]}) is not the one that an earlier life "
+            f"its journalled group ({group.digest[:12]}) is not the one that an earlier attempt "
             f"trained on with the same weights ({min(certified)[:12]}): the journal was changed",
             batch=record.batch,
             key=group.key,

@@ -11,7 +11,7 @@ import msgspec
 from easyrl.ledger.checkpoints.manifest import MANIFEST, Damaged, read_manifest
 
 CHECKPOINT_FOLDER = "checkpoints"
-CONFIG_FILES = "config*.yaml"  # the newest life's, and each life's
+CONFIG_FILES = "config*.yaml"  # the newest attempt's, and each attempt's
 _STEP = re.compile(r"step-(\d+)(\.old)?")  # .old: put aside while its successor takes its name
 
 
@@ -92,7 +92,7 @@ def _state(folder: Path) -> _State | None:
 
 
 def _keeps_all(run_dir: Path) -> bool:
-    """In all of its lives: what one has removed stays removed."""
+    """In all of its attempts: what one has removed stays removed."""
     kept = []
     for file in run_dir.glob(CONFIG_FILES):
         try:

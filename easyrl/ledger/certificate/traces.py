@@ -42,7 +42,7 @@ class Traces:
                     file=saved.file,
                 )
         for batch, file in self.journals:
-            open_batch = history.open_batches.get(file.life, -1)
+            open_batch = history.open_batches.get(file.attempt, -1)
             if batch > open_batch and _has_records(batch, file):
                 raise _ahead(batch, file, open_batch)
 
@@ -69,7 +69,7 @@ def _has_records(batch: int, file: JournalFile) -> bool:
 def _ahead(batch: int, file: JournalFile, open_batch: int) -> CertificateError:
     known = "is not in it" if open_batch < 0 else f"was at batch {open_batch} when it ends"
     return CertificateError(
-        f"has records, but by the certificate life {file.life} {known}: {REMOVED}",
+        f"has records, but by the certificate attempt {file.attempt} {known}: {REMOVED}",
         batch=batch,
         file=f"journal/{file.path.parent.name}/{file.path.name}",
     )

@@ -12,7 +12,13 @@ import msgspec
 from easyrl.ledger.certificate.chain import ChainReader, Line, read_record, seal
 from easyrl.ledger.certificate.errors import CertificateError, OtherSettings
 from easyrl.ledger.certificate.history import History
-from easyrl.ledger.certificate.records import BatchRecord, EndRecord, LifeRecord, Record, RunRecord
+from easyrl.ledger.certificate.records import (
+    AttemptRecord,
+    BatchRecord,
+    EndRecord,
+    Record,
+    RunRecord,
+)
 from easyrl.runtime.durable_files import fsync_folder
 
 # What has to stay as it was when a run is resumed: the setting that it comes from, if it is one.
@@ -33,12 +39,12 @@ class Certificate:
         self._last_hash = chain.last_hash
 
     @classmethod
-    def open(cls, path: Path, run: RunRecord, life: LifeRecord) -> Certificate:
-        """Begins ``life`` of ``run``, whose folder is there.
+    def open(cls, path: Path, run: RunRecord, attempt: AttemptRecord) -> Certificate:
+        """Begins ``attempt`` of ``run``, whose folder is there.
 
         A last line that a crash cut off is dropped. Raises ``CertificateError`` if what is there
-        is broken, of another run, or has no place for this life; ``OtherSettings`` if the run was
-        begun with others.
+        is broken, of another run, or has no place for this attempt; ``OtherSettings`` if the run
+        was begun with others.
         """
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", 0)
         try:
@@ -47,7 +53,7 @@ class Certificate:
             history.take_all(chain)
             file.truncate(chain.end)
             certificate = cls(path, file, history, chain)
-            certificate._begin(run, life)
+            certificate._begin(run, attempt)
             fsync_folder(path.parent)
         except OtherSettings as error:
             file.close()
@@ -81,14 +87,14 @@ class Certificate:
         """Safe to call twice."""
         self._file.close()
 
-    def _begin(self, run: RunRecord, life: LifeRecord) -> None:
+    def _begin(self, run: RunRecord, attempt: AttemptRecord) -> None:
         if self._history.run is None:
             self._append(run)
         assert self._history.run is not None
         _refuse_other_settings(self._history.run, run)
         self._append(
             msgspec.structs.replace(
-                life, epochs=run.epochs, updates_per_batch=run.updates_per_batch
+                attempt, epochs=run.epochs, updates_per_batch=run.updates_per_batch
             )
         )
 

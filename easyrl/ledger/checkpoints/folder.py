@@ -30,7 +30,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint, ascending."""
         names = [p.name.removeprefix("step-") for p in self.directory.glob("step-*")]
-        # a life that died between two renames left the earlier one aside
+        # an attempt that died between two renames left the earlier one aside
         return sorted(
             {int(n) for n in (name.removesuffix(REPLACED) for name in names) if _whole(n)}
         )
@@ -42,7 +42,7 @@ class CheckpointFolder:
         return aside if not final.exists() and aside.exists() else final
 
     def tidy(self) -> None:
-        """Removes what earlier lives left unfinished."""
+        """Removes what earlier attempts left unfinished."""
         for aside in self.directory.glob(f"step-*{REPLACED}"):
             final = aside.with_name(aside.name.removesuffix(REPLACED))
             if not final.exists():
@@ -68,7 +68,7 @@ class CheckpointFolder:
         write_manifest(unfinished / MANIFEST, record)
         fsync_folder(unfinished)
         aside = final.with_name(final.name + REPLACED)
-        if final.exists():  # of an earlier life; there until the new one has its name
+        if final.exists():  # of an earlier attempt; there until the new one has its name
             shutil.rmtree(aside, ignore_errors=True)
             final.rename(aside)
         unfinished.rename(final)
@@ -82,8 +82,8 @@ class CheckpointFolder:
     def prune(self, newest: int, keep: int) -> None:
         """Keeps the last ``keep`` up to ``newest``.
 
-        Later ones are of an earlier life that this one, which could not use them, has left behind.
-        One that cannot be removed stays; the log tells.
+        Later ones are of an earlier attempt that this one, which could not use them, has left
+        behind. One that cannot be removed stays; the log tells.
         """
         steps = self.steps()
         kept = [step for step in steps if step <= newest][-keep:]

@@ -1,4 +1,4 @@
-"""The open batch's journal: what earlier lives left of it, and what this life adds."""
+"""The open batch's journal: what earlier attempts left of it, and what this attempt adds."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from pathlib import Path
 from easyrl.dataloaders.producer.group_stream import packed_tokens
 from easyrl.ledger.journal.codec import (
     CodecError,
+    DrainRecord,
     Piece,
-    TakenRecord,
     decode_record,
+    encode_drain,
     encode_group,
     encode_header,
-    encode_taken,
     to_group,
     token_bytes,
     token_digest,
 )
-from easyrl.ledger.journal.earlier_lives import read_earlier_lives
+from easyrl.ledger.journal.drains import longest, usable_drains
+from easyrl.ledger.journal.earlier_attempts import read_earlier_attempts
 from easyrl.ledger.journal.reading import batch_folder, file_name
 from easyrl.ledger.journal.record_file import (
     FsyncPolicy,
     JournalError,
-    RecordPlace,
+    RecordLocation,
     RecordWriter,
     read_record,
 )
-from easyrl.ledger.journal.takes import longest, usable_takes
 from easyrl.schema import Key, Prompt, RolloutGroup, ServedWeights
 
 PRUNED = ".gone"  # suffix of a batch that is being removed
@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 class StoredRecord:
     """A journalled group that is read back when it is wanted."""
 
-    place: RecordPlace
+    place: RecordLocation
     num_tokens: int  # packed: P + ΣR
     prompt: Prompt
-    dispatched_s: float | None = None  # None: in an earlier life
+    dispatched_s: float | None = None  # None: in an earlier attempt
     completed_s: float | None = None
 
     def load(self) -> RolloutGroup:
@@ -67,11 +67,12 @@ class StoredRecord:
 class BatchJournal:
     """A ``GroupStore`` for one batch, bound to the weights that it is served with.
 
-    ``add``, ``add_taken``, ``flush`` and ``sync`` may be called from any thread.
+    ``add``, ``add_drain``, ``flush`` and ``sync`` may be called from any thread.
 
     Attributes:
-        accepted_versions: those a token of this batch may be stamped with: this life's, and those
-            of earlier lives that came to the same weights.
+        accepted_versions: those a token of this batch may be stamped with: this attempt's, and
+        those
+            of earlier attempts that came to the same weights.
         discarded: prompts whose journalled groups were made by other weights, or with other
             settings: they are generated again.
     """
@@ -79,12 +80,12 @@ class BatchJournal:
     def __init__(
         self, folder: Path, served: ServedWeights, rank: int, fsync: FsyncPolicy, settings: str
     ) -> None:
-        earlier = read_earlier_lives(folder, served, settings, rank)
+        earlier = read_earlier_attempts(folder, served, settings, rank)
         self.served = served
         self.accepted_versions = frozenset({str(served.version)} | earlier.versions)
         self.discarded = frozenset(earlier.made_otherwise - earlier.finished.keys())
         self._finished = earlier.finished
-        self._takes = earlier.takes
+        self._drains = earlier.drains
         self._path = folder / file_name(served.version.attempt, rank)
         self._fsync = fsync
         self._settings = settings
@@ -94,7 +95,7 @@ class BatchJournal:
         self._closed = False
 
     def find(self, prompt: Prompt) -> StoredRecord | None:
-        """The prompt's group if an earlier life finished it, by these very weights.
+        """The prompt's group if an earlier attempt finished it, by these very weights.
 
         Raises ``JournalError`` if it was another prompt then.
         """
@@ -126,19 +127,21 @@ class BatchJournal:
         )
         return replace(group, digest=place.digest.hex()), stored
 
-    def add_taken(self, keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> None:
+    def add_drain(self, keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> None:
         """Journals what the trainer took together, and what it had computed ahead before.
 
         Raises ``JournalError``.
         """
         with self._lock:
             assert not self._closed, "the batch is over"
-            self._open_writer().append(encode_taken(keys, max_tokens, ahead))
+            self._open_writer().append(encode_drain(keys, max_tokens, ahead))
 
-    def taken_before(self, prompts: Sequence[Prompt]) -> Sequence[TakenRecord]:
-        """What an earlier life took together of ``prompts``, as far as it can be repeated."""
+    def drained_before(self, prompts: Sequence[Prompt]) -> Sequence[DrainRecord]:
+        """What an earlier attempt took together of ``prompts``, as far as it can be repeated."""
         keys = {prompt.key for prompt in prompts}
-        return longest(usable_takes(takes, keys, self._finished.keys()) for takes in self._takes)
+        return longest(
+            usable_drains(drains, keys, self._finished.keys()) for drains in self._drains
+        )
 
     def flush(self) -> None:
         """``sync`` early, while the trainer is busy with the last groups."""
@@ -168,11 +171,11 @@ class BatchJournal:
 
 
 class Journal:
-    """The journal of one rank of one life of a run.
+    """The journal of one rank of one attempt of a run.
 
     Args:
-        directory: of the run's journal, the same for all ranks and lives.
-        life: how often the run was started before; the attempt of its versions.
+        directory: of the run's journal, the same for all ranks and attempts.
+        attempt: how often the run was started before; the attempt of its versions.
         fsync: after each ``group``, once per ``batch``, or ``never``. A killed process loses
             nothing with any of them; a machine that goes down may lose what was not written.
         settings: tells what groups are made with (``group_settings``): those that were made with
@@ -180,10 +183,10 @@ class Journal:
     """
 
     def __init__(
-        self, directory: Path, life: int, rank: int, fsync: FsyncPolicy, settings: str = ""
+        self, directory: Path, attempt: int, rank: int, fsync: FsyncPolicy, settings: str = ""
     ) -> None:
         self._directory = directory
-        self._life = life
+        self._attempt = attempt
         self._rank = rank
         self._fsync: FsyncPolicy = fsync
         self._settings = settings
@@ -191,9 +194,9 @@ class Journal:
     def open_batch(self, served: ServedWeights) -> BatchJournal:
         """The journal of the batch that is generated by ``served``, with what was left of it.
 
-        Raises ``JournalError`` naming file and byte where an earlier life's record was changed.
+        Raises ``JournalError`` naming file and byte where an earlier attempt's record was changed.
         """
-        assert served.version.attempt == self._life
+        assert served.version.attempt == self._attempt
         folder = batch_folder(self._directory, served.version.v)
         return BatchJournal(folder, served, self._rank, self._fsync, self._settings)
 
@@ -202,7 +205,7 @@ class Journal:
 
         One that cannot be removed (somebody reads it) is told in the log and tried again next time.
         """
-        for left in self._directory.glob(f"*{PRUNED}"):  # also by a life that died here
+        for left in self._directory.glob(f"*{PRUNED}"):  # also by an attempt that died here
             _remove(left)
         for folder in sorted(self._directory.glob("batch-*")):
             number = folder.name.removeprefix("batch-")

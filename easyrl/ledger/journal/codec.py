@@ -76,8 +76,8 @@ class GroupRecord(_Struct):
 Piece = list[tuple[Key, list[int]]]
 
 
-class TakenRecord(_Struct):
-    """What the trainer took together: groups of this or an earlier life, in this order."""
+class DrainRecord(_Struct):
+    """What the trainer took together: groups of this or an earlier attempt, in this order."""
 
     keys: list[Key]
     max_tokens: int  # packed, that the trainer asked for: several micro-batches' worth
@@ -87,8 +87,8 @@ class TakenRecord(_Struct):
     kind: Literal["taken"] = "taken"
 
 
-class _PlainTake(_Struct):
-    """A ``TakenRecord`` with nothing computed ahead."""
+class _PlainDrain(_Struct):
+    """A ``DrainRecord`` with nothing computed ahead."""
 
     keys: list[Key]
     max_tokens: int
@@ -148,24 +148,24 @@ def decode_record(payload: bytes) -> GroupRecord:
         raise CodecError(f"not a group: {error}") from error
 
 
-def encode_taken(keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> bytes:
+def encode_drain(keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> bytes:
     if not ahead:
-        return msgspec.msgpack.encode(_PlainTake(list(keys), max_tokens))
-    return msgspec.msgpack.encode(TakenRecord(list(keys), max_tokens, list(ahead)))
+        return msgspec.msgpack.encode(_PlainDrain(list(keys), max_tokens))
+    return msgspec.msgpack.encode(DrainRecord(list(keys), max_tokens, list(ahead)))
 
 
-def is_taken(payload: bytes) -> bool:
+def is_drain(payload: bytes) -> bool:
     """Whether a record tells what was taken together; any other is a group."""
-    return payload.endswith(_TAKEN_END)
+    return payload.endswith(_DRAIN_END)
 
 
-def decode_taken(payload: bytes) -> TakenRecord:
+def decode_drain(payload: bytes) -> DrainRecord:
     """Raises ``CodecError``."""
     try:
-        if payload.startswith(_PLAIN_TAKE_START):
-            plain = _decode_plain_take(payload)
-            return TakenRecord(plain.keys, plain.max_tokens)
-        return _decode_taken(payload)
+        if payload.startswith(_PLAIN_DRAIN_START):
+            plain = _decode_plain_drain(payload)
+            return DrainRecord(plain.keys, plain.max_tokens)
+        return _decode_drain(payload)
     except msgspec.MsgspecError as error:
         raise CodecError(f"not what was taken together: {error}") from error
 
@@ -205,10 +205,10 @@ def token_digest(token_ids: bytes) -> bytes:
 
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_record = msgspec.msgpack.Decoder(GroupRecord).decode
-_decode_taken = msgspec.msgpack.Decoder(TakenRecord).decode
-_decode_plain_take = msgspec.msgpack.Decoder(_PlainTake).decode
-_PLAIN_TAKE_START = b"\x93"  # an array of three
-_TAKEN_END = msgspec.msgpack.encode("taken")
+_decode_drain = msgspec.msgpack.Decoder(DrainRecord).decode
+_decode_plain_drain = msgspec.msgpack.Decoder(_PlainDrain).decode
+_PLAIN_DRAIN_START = b"\x93"  # an array of three
+_DRAIN_END = msgspec.msgpack.encode("taken")
 
 
 def _completion(stored: _Completion) -> Completion:

@@ -1,4 +1,4 @@
-"""A batch's journal read back: all lives, all ranks."""
+"""A batch's journal read back: all attempts, all ranks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import NamedTuple
 
 from easyrl.ledger.journal.codec import (
     CodecError,
+    DrainRecord,
     GroupRecord,
     Header,
-    TakenRecord,
+    decode_drain,
     decode_header,
     decode_record,
-    decode_taken,
-    is_taken,
+    is_drain,
     to_group,
 )
-from easyrl.ledger.journal.record_file import JournalError, RecordPlace, read_records
+from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_records
 from easyrl.schema import Key, PolicyVersion, RolloutGroup
 
-_FILE = re.compile(r"life(\d+)-rank(\d+)\.journal")
+_FILE = re.compile(r"attempt(\d+)-rank(\d+)\.journal")
 
 
 class JournalFile(NamedTuple):
-    """What one life of one rank wrote of a batch."""
+    """What one attempt of one rank wrote of a batch."""
 
-    life: int
+    attempt: int
     rank: int
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class JournalledGroup:
-    """A group as a life finished it, and what it was made by."""
+    """A group as an attempt finished it, and what it was made by."""
 
-    life: int
+    attempt: int
     rank: int
     version: str  # run:attempt:v
     weights: str  # digest, 64 hex digits
@@ -50,9 +50,9 @@ class JournalledGroup:
 
 
 def read_batch(directory: Path, v: int) -> Iterator[JournalledGroup]:
-    """Every group of batch ``v`` in the journal ``directory``, by life, rank and arrival.
+    """Every group of batch ``v`` in the journal ``directory``, by attempt, rank and arrival.
 
-    One at a time, for a batch may be large. A prompt may come several times: of several lives.
+    One at a time, for a batch may be large. A prompt may come several times: of several attempts.
     Raises ``JournalError`` naming file and byte where something is not as it was written.
     """
     for file in journal_files(batch_folder(directory, v)):
@@ -60,7 +60,7 @@ def read_batch(directory: Path, v: int) -> Iterator[JournalledGroup]:
         if header is None:
             continue
         for place, record in records:
-            if isinstance(record, TakenRecord):
+            if isinstance(record, DrainRecord):
                 continue
             digest = place.digest.hex()
             try:
@@ -68,19 +68,19 @@ def read_batch(directory: Path, v: int) -> Iterator[JournalledGroup]:
             except CodecError as error:
                 raise JournalError(f"{file.path}: byte {place.offset}: {error}") from error
             yield JournalledGroup(
-                file.life, file.rank, record.version, header.weights, digest, group
+                file.attempt, file.rank, record.version, header.weights, digest, group
             )
 
 
-def read_takes(directory: Path, v: int, life: int) -> Iterator[list[TakenRecord]]:
-    """What was taken together of batch ``v`` in ``life``: for each rank, in order.
+def read_drains(directory: Path, v: int, attempt: int) -> Iterator[list[DrainRecord]]:
+    """What was taken together of batch ``v`` in ``attempt``: for each rank, in order.
 
     Raises ``JournalError`` like ``read_batch``.
     """
     for file in journal_files(batch_folder(directory, v)):
-        if file.life == life:
+        if file.attempt == attempt:
             _, records = read_file(file, v)
-            yield [record for _, record in records if isinstance(record, TakenRecord)]
+            yield [record for _, record in records if isinstance(record, DrainRecord)]
 
 
 def batch_folder(directory: Path, v: int) -> Path:
@@ -88,12 +88,12 @@ def batch_folder(directory: Path, v: int) -> Path:
     return directory / f"batch-{v:06d}"
 
 
-def file_name(life: int, rank: int) -> str:
-    return f"life{life}-rank{rank}.journal"
+def file_name(attempt: int, rank: int) -> str:
+    return f"attempt{attempt}-rank{rank}.journal"
 
 
 def journal_files(folder: Path) -> list[JournalFile]:
-    """The files of a batch, by life and rank; none if the folder is not there."""
+    """The files of a batch, by attempt and rank; none if the folder is not there."""
     found = []
     for path in folder.glob("*.journal"):
         match = _FILE.fullmatch(path.name)
@@ -105,10 +105,10 @@ def journal_files(folder: Path) -> list[JournalFile]:
 
 def read_file(
     file: JournalFile, v: int
-) -> tuple[Header | None, Iterator[tuple[RecordPlace, GroupRecord | TakenRecord]]]:
-    """What a file is bound to and its records; no header if its life ended before it was written.
+) -> tuple[Header | None, Iterator[tuple[RecordLocation, GroupRecord | DrainRecord]]]:
+    """What a file is bound to and its records; no header if its attempt ended before it.
 
-    Raises ``JournalError`` if the file is not one of this life and of batch ``v``.
+    Raises ``JournalError`` if the file is not one of this attempt and of batch ``v``.
     """
     records = read_records(file.path)
     first = next(records, None)
@@ -119,7 +119,7 @@ def read_file(
         version = PolicyVersion.parse(header.version)
     except ValueError as error:
         raise JournalError(f"{file.path}: byte {first[0].offset}: {error}") from error
-    if (version.attempt, version.v) != (file.life, v):
+    if (version.attempt, version.v) != (file.attempt, v):
         raise JournalError(
             f"{file.path}: is of version {header.version}; it was moved or renamed, put it back"
         )
@@ -127,12 +127,12 @@ def read_file(
 
 
 def _decoded(
-    file: JournalFile, header: Header, records: Iterator[tuple[RecordPlace, bytes]]
-) -> Iterator[tuple[RecordPlace, GroupRecord | TakenRecord]]:
+    file: JournalFile, header: Header, records: Iterator[tuple[RecordLocation, bytes]]
+) -> Iterator[tuple[RecordLocation, GroupRecord | DrainRecord]]:
     for place, payload in records:
         try:
-            if is_taken(payload):
-                yield place, decode_taken(payload)
+            if is_drain(payload):
+                yield place, decode_drain(payload)
                 continue
             record = decode_record(payload)
         except CodecError as error:

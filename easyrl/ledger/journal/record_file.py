@@ -37,7 +37,7 @@ class JournalError(ValueError):
     """A journal that cannot be written, or is not as it was written; names file and byte."""
 
 
-class RecordPlace(NamedTuple):
+class RecordLocation(NamedTuple):
     """Where a record is, and what it has to be."""
 
     path: Path
@@ -62,7 +62,7 @@ class RecordWriter:
         except FileExistsError:
             raise JournalError(
                 f"{path} is there already: another process writes to this run, or its count of "
-                "lives was lost; end the other one, or start a new run in another folder"
+                "attempts was lost; end the other one, or start a new run in another folder"
             ) from None
         except OSError as error:
             raise _cannot_write(path, error) from error
@@ -77,14 +77,14 @@ class RecordWriter:
             path.unlink()
             raise
 
-    def append(self, payload: bytes) -> RecordPlace:
+    def append(self, payload: bytes) -> RecordLocation:
         """One more record; handed to the operating system when this returns."""
         assert payload and payload[-1] != 0 and len(payload) < _ALL_ONES
         digest = blake3(payload).digest(length=DIGEST_BYTES)
         offset = self._end
         frame = _FRAME.pack(len(payload), len(payload) ^ _ALL_ONES, digest)
         self._write(frame + payload)
-        return RecordPlace(self._path, offset, digest)
+        return RecordLocation(self._path, offset, digest)
 
     def sync(self) -> None:
         """Returns when all records are on the disk."""
@@ -119,7 +119,7 @@ class RecordWriter:
             raise self._failure
 
 
-def read_records(path: Path) -> Iterator[tuple[RecordPlace, bytes]]:
+def read_records(path: Path) -> Iterator[tuple[RecordLocation, bytes]]:
     """The records of a file, place and payload, in order; one that was cut off is dropped.
 
     Raises ``JournalError`` where a record is not what was written.
@@ -145,7 +145,7 @@ def read_records(path: Path) -> Iterator[tuple[RecordPlace, bytes]]:
         raise JournalError(f"{path}: cannot be read: {error}") from error
 
 
-def read_record(place: RecordPlace) -> bytes:
+def read_record(place: RecordLocation) -> bytes:
     """The payload at ``place``. Raises ``JournalError`` if it is no longer what it was."""
     try:
         with place.path.open("rb") as file:
@@ -160,7 +160,7 @@ def read_record(place: RecordPlace) -> bytes:
 
 def _read_record(
     file: BinaryIO, path: Path, at: int, size: int
-) -> tuple[RecordPlace, bytes] | None:
+) -> tuple[RecordLocation, bytes] | None:
     """The record at ``at``, where ``file`` stands; None if byte ``size`` cuts it off."""
     if size - at < _FRAME.size:
         return None
@@ -172,7 +172,7 @@ def _read_record(
     payload = file.read(length)
     if blake3(payload).digest(length=DIGEST_BYTES) != digest:
         raise _changed(path, at)
-    return RecordPlace(path, at, digest), payload
+    return RecordLocation(path, at, digest), payload
 
 
 def _used_size(file: BinaryIO) -> int:

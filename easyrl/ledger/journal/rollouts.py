@@ -9,24 +9,24 @@ from easyrl.dataloaders.producer.group_stream import GroupStream, Idle
 from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.ledger.journal.batch import BatchJournal, Journal
-from easyrl.ledger.journal.codec import Piece, TakenRecord
+from easyrl.ledger.journal.codec import DrainRecord, Piece
 from easyrl.schema import FinishedSamples, Key, Prompt, RolloutGroup, ServedWeights
 
 
 class JournalledRollouts:
-    """Generates only what no earlier life has finished with the same weights, and journals it.
+    """Generates only what no earlier attempt has finished with the same weights, and journals it.
 
     Args:
-        repeats_takes: what an earlier life took together is so again. Not needed where the
-            generator hands groups out in prompt order: that gives the same takes.
+        repeats_drains: what an earlier attempt took together is so again. Not needed where the
+            generator hands groups out in prompt order: that gives the same drains.
     """
 
     def __init__(
-        self, generator: RolloutGenerator, journal: Journal, *, repeats_takes: bool = True
+        self, generator: RolloutGenerator, journal: Journal, *, repeats_drains: bool = True
     ) -> None:
         self._generator = generator
         self._journal = journal
-        self._repeats_takes = repeats_takes
+        self._repeats_drains = repeats_drains
         self._batch: BatchJournal | None = None
         self._streams: list[GroupStream] = []  # of the open batch
 
@@ -40,7 +40,7 @@ class JournalledRollouts:
     ) -> JournalledStream:
         """Starts the generation of ``prompts``; the calls of one batch share its journal.
 
-        Raises ``JournalError`` where what earlier lives left is not as it was written.
+        Raises ``JournalError`` where what earlier attempts left is not as it was written.
         """
         if self._batch is None or self._batch.served != served:
             self.close()
@@ -61,9 +61,9 @@ class JournalledRollouts:
             batch.accepted_versions,
             batch.discarded & by_key.keys(),
             positions={key: position for position, key in enumerate(by_key)},
-            takes=batch.taken_before(prompts) if self._repeats_takes else (),
+            drains=batch.drained_before(prompts) if self._repeats_drains else (),
             recover=recover,
-            add_taken=batch.add_taken,
+            add_drain=batch.add_drain,
         )
 
     def sync(self) -> None:
@@ -86,10 +86,11 @@ class JournalledStream:
     """A ``GroupStream``, and what the journal knew of its prompts.
 
     Args:
-        positions: of prompts in the stream; needed for ``takes``.
-        takes: what an earlier life took together: it is handed out first, and so again.
-        recover: an earlier life's group, if it is known.
-        add_taken: is told the keys and ``max_tokens`` of each ``take_ready``, and what was computed
+        positions: of prompts in the stream; needed for ``drains``.
+        drains: what an earlier attempt took together: it is handed out first, and so again.
+        recover: an earlier attempt's group, if it is known.
+        add_drain: is told the keys and ``max_tokens`` of each ``drain_ready``, and what was
+        computed
             ahead since the one before.
 
     Attributes:
@@ -105,22 +106,22 @@ class JournalledStream:
         discarded: frozenset[Key],
         *,
         positions: Mapping[Key, int] | None = None,
-        takes: Sequence[TakenRecord] = (),
+        drains: Sequence[DrainRecord] = (),
         recover: Callable[[Key], RolloutGroup | None] = lambda key: None,
-        add_taken: Callable[[Sequence[Key], int, Sequence[Piece]], object] = lambda *taken: None,
+        add_drain: Callable[[Sequence[Key], int, Sequence[Piece]], object] = lambda *taken: None,
     ) -> None:
         self._stream = stream
         self._positions = positions or {}
-        self._takes = deque(takes)
+        self._drains = deque(drains)
         self._recover = recover
-        self._add_taken = add_taken
+        self._add_drain = add_drain
         self._ahead: list[Piece] = []  # since the last take
         self.accepted_versions = accepted_versions
         self.discarded = discarded
 
     @property
     def recovered(self) -> frozenset[Key]:
-        """Prompts whose groups an earlier life has finished."""
+        """Prompts whose groups an earlier attempt has finished."""
         return self._stream.recovered
 
     @property
@@ -151,19 +152,19 @@ class JournalledStream:
     def __iter__(self) -> Iterator[RolloutGroup]:
         return iter(self._stream)
 
-    def take_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
-        """As ``GroupStream.take_ready``; what was taken together before is so again, whatever
+    def drain_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
+        """As ``GroupStream.drain_ready``; what was taken together before is so again, whatever
         ``max_tokens``.
 
         Raises ``JournalError``.
         """
-        if self._takes:
-            taken = self._takes.popleft()
+        if self._drains:
+            taken = self._drains.popleft()
             groups = self._stream.take([self._positions[key] for key in taken.keys])
         else:
-            groups = self._stream.take_ready(max_tokens, idle)
+            groups = self._stream.drain_ready(max_tokens, idle)
         if groups:
-            self._add_taken([group.prompt.key for group in groups], max_tokens, self._ahead)
+            self._add_drain([group.prompt.key for group in groups], max_tokens, self._ahead)
             self._ahead = []
         return groups
 
@@ -171,13 +172,13 @@ class JournalledStream:
         """These responses were computed ahead, in one piece and in this order."""
         self._ahead.append([(each.prompt.key, list(each.completions)) for each in piece])
 
-    def ahead_of_take(self, max_tokens: int) -> Iterator[list[FinishedSamples]]:
-        """What an earlier life computed ahead before it took what ``take_ready`` gives next.
+    def ahead_of_drain(self, max_tokens: int) -> Iterator[list[FinishedSamples]]:
+        """What an earlier attempt computed ahead before it took what ``drain_ready`` gives next.
 
         Pieces in order; without those of which a response is not known, which there are only in a
-        batch that no life has closed. Raises ``JournalError``.
+        batch that no attempt has closed. Raises ``JournalError``.
         """
-        for piece in self._takes[0].ahead if self._takes else ():
+        for piece in self._drains[0].ahead if self._drains else ():
             samples = [self._samples(key, numbers) for key, numbers in piece]
             whole = [each for each in samples if each is not None]
             if len(whole) == len(samples):

@@ -170,8 +170,8 @@ class _WatchedServer:
     restart: bool
     rule: RestartRule
     given_up: str | None = None
-    _started: float = field(default_factory=time.monotonic)  # when its present life began
-    _up_since: float | None = None  # time.monotonic() of the first answer in its present life
+    _started: float = field(default_factory=time.monotonic)  # when its present attempt began
+    _up_since: float | None = None  # time.monotonic() of the first answer in its present attempt
     _answered: float = 0.0  # ... of the last one
     _quick_deaths: int = 0
     _closing: threading.Event = field(default_factory=threading.Event)

@@ -87,7 +87,7 @@ class ServerProcess(ABC):
             return f"port {self.port} is in use by another process; give another one"
         return ""
 
-    # ---- life --------------------------------------------------------------------------------
+    # ---- attempt --------------------------------------------------------------------------------
 
     def _start(self, wait: bool) -> None:
         if self.port is not None:
@@ -172,7 +172,7 @@ class ServerProcess(ABC):
         self._guard = None
 
     def restart(self, *, wait: bool = True) -> None:
-        """Starts it again on the same port; what is left of the former life is stopped first."""
+        """Starts it again on the same port; what is left of the former attempt is stopped first."""
         self.stop()
         self._start(wait)
 
@@ -193,7 +193,7 @@ class ServerProcess(ABC):
         return ServerStartError(f"{self.name} {what}{self.last_words()}")
 
     def last_words(self) -> str:
-        """What probably went wrong, if that is known, and the end of the present life's log."""
+        """What probably went wrong, if that is known, and the end of the present attempt's log."""
         log = self._log_text()
         remedy = self._explain(log)
         head = f": {remedy}" if remedy else ""

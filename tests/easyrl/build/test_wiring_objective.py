@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from easyrl.build.recipe import ROWS_PER_TAKE, group_functions, pack_function, rows_per_take
+from easyrl.build.recipe import ROWS_PER_DRAIN, group_functions, pack_function, rows_per_drain
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.metrics.event_log import ignore
@@ -54,7 +54,7 @@ class Ready:
         self.groups = groups
         self.asked: list[int] = []
 
-    def take_ready(self, max_tokens: int, idle: object = None) -> list[RolloutGroup]:
+    def drain_ready(self, max_tokens: int, idle: object = None) -> list[RolloutGroup]:
         self.asked.append(max_tokens)
         groups, self.groups = self.groups, []
         return groups
@@ -88,7 +88,7 @@ def accumulator(config: Config, engine: Engine, stop: StopRequest) -> Accumulato
         is_interruption=lambda error: isinstance(error, StopRequested),
         record=ignore,
         max_tokens=BUDGET,
-        rows_per_take=rows_per_take(config),
+        rows_per_drain=rows_per_drain(config),
         synchronous=False,
     )
 
@@ -96,7 +96,7 @@ def accumulator(config: Config, engine: Engine, stop: StopRequest) -> Accumulato
 @pytest.mark.parametrize(
     ("determinism", "asked", "rows"),
     [
-        ("none", ROWS_PER_TAKE * BUDGET, [[0, 2], [1, 3]]),
+        ("none", ROWS_PER_DRAIN * BUDGET, [[0, 2], [1, 3]]),
         ("strict", BUDGET, [[0], [1, 2], [3]]),  # by the prompts' order alone
     ],
 )

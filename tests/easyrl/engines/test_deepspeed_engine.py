@@ -59,7 +59,11 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     num_ranks, slow = request.param
     folder = tmp_path_factory.mktemp("engine")
     prepare(folder)
-    worker = [str(ROOT / "tests/easyrl/engine_worker.py"), str(folder), *(["slow"] if slow else [])]
+    worker = [
+        str(ROOT / "tests/easyrl/engines/engine_worker.py"),
+        str(folder),
+        *(["slow"] if slow else []),
+    ]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
     launcher += ["--master_port", str(free_port())]
     output = run([sys.executable, *worker] if num_ranks == 1 else [*launcher, *worker])

@@ -139,7 +139,7 @@ class Arrivals:
     def __init__(self, calls: list[list[RolloutGroup]]) -> None:
         self._calls = list(calls)
 
-    def take_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
+    def drain_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
         return self._calls.pop(0) if self._calls else []
 
     def complete(self) -> None: ...

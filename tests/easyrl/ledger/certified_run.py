@@ -1,4 +1,4 @@
-"""A small run folder as lives and kills leave it, with real certificate and journal, no model."""
+"""A small run folder as attempts and kills leave it, with certificate and journal, no model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from blake3 import blake3
 
 from easyrl.dataloaders.prompts.dataset import PromptBatches
 from easyrl.ledger.certificate import (
+    AttemptRecord,
     BatchRecord,
     Certificate,
     CertifiedGroup,
-    LifeRecord,
     RunRecord,
 )
 from easyrl.ledger.certificate.chain import ChainReader, seal
@@ -43,7 +43,7 @@ FRAME = struct.Struct("<II16s")  # of a journal record
 
 
 class CertifiedRun:
-    """Trains batches in lives. ``weights`` of a batch depend on the ranks that came to them."""
+    """Trains batches in attempts. ``weights`` of a batch depend on the ranks that came to them."""
 
     def __init__(
         self,
@@ -67,21 +67,21 @@ class CertifiedRun:
             RUN, 1, True, epochs, num_prompts, batch_size, updates_per_batch, data="da7a"
         )
         self.journalled = journalled
-        self.life = -1
+        self.attempt = -1
         self.next_batch = 0
 
     def begin(self, first_batch: int = 0, num_ranks: int = 1) -> Certificate:
-        """A new life; whoever ends it closes what is returned."""
-        self.life += 1
+        """A new attempt; whoever ends it closes what is returned."""
+        self.attempt += 1
         self.next_batch = first_batch
         self.num_ranks = num_ranks
         self.certificate = Certificate.open(
-            self.certificate_path, self.run, LifeRecord(self.life, num_ranks, first_batch)
+            self.certificate_path, self.run, AttemptRecord(self.attempt, num_ranks, first_batch)
         )
         return self.certificate
 
     def give_epochs(self, epochs: int) -> None:
-        """The prompts go on behind those of all batches until now, in the next life."""
+        """The prompts go on behind those of all batches until now, in the next attempt."""
         self.run = msgspec.structs.replace(self.run, epochs=epochs)
         more = PromptBatches(self.prompts, self.run.batch_size, seed=1, epochs=epochs)
         more.restore({**more.state(), "position": sum(map(len, self.batches))})
@@ -91,12 +91,12 @@ class CertifiedRun:
         """What the open batch is made by: one rank and two come to other bits after batch 0."""
         ranks = self.num_ranks if self.next_batch else 0
         digest = blake3(f"{self.next_batch} {ranks}".encode()).hexdigest()
-        return ServedWeights(PolicyVersion(RUN, self.life, self.next_batch), digest)
+        return ServedWeights(PolicyVersion(RUN, self.attempt, self.next_batch), digest)
 
     def generate(self, num_groups: int | None = None) -> BatchRecord:
         """The open batch's groups, or the first so many, into the journal; what is to be checked.
 
-        Those that an earlier life has finished for these weights are taken from there.
+        Those that an earlier attempt has finished for these weights are taken from there.
         """
         served, prompts = self.served(), self.batches[self.next_batch]
         groups: list[CertifiedGroup] = []
@@ -108,7 +108,7 @@ class CertifiedRun:
                         for p in share]  # fmt: skip
                 groups += made
                 continue
-            journal = Journal(self.journal_path, self.life, rank, "never")
+            journal = Journal(self.journal_path, self.attempt, rank, "never")
             with closing(journal.open_batch(served)) as store:
                 accepted |= store.accepted_versions
                 discarded |= store.discarded & {prompt.key for prompt in share}
@@ -172,7 +172,7 @@ class CertifiedRun:
     def prune(self, before: int) -> None:
         """The run goes on from there only, and lets its journal before it go."""
         self.save(before)
-        Journal(self.journal_path, self.life, 0, "never").prune(before)
+        Journal(self.journal_path, self.attempt, 0, "never").prune(before)
 
     # ---- what somebody else does to the folder ---------------------------------------------------
 
@@ -194,7 +194,7 @@ class CertifiedRun:
 
 
 def finished_group(prompt: Prompt, served: ServedWeights) -> RolloutGroup:
-    """G responses of one endpoint; what is sampled differs from life to life."""
+    """G responses of one endpoint; what is sampled differs from attempt to attempt."""
     version = str(served.version)
     rng = np.random.default_rng([served.version.attempt, *prompt.key])
     completions = tuple(

@@ -52,7 +52,7 @@ def checkpoints(
 
 
 def save(directory: Path, *steps: int, **options: Any) -> None:
-    """A life that saves ``steps``; the state is ``{"at": step}``."""
+    """An attempt that saves ``steps``; the state is ``{"at": step}``."""
     engine, saved = checkpoints(directory, **options)
     for step in steps:
         engine.step = step
@@ -61,7 +61,7 @@ def save(directory: Path, *steps: int, **options: Any) -> None:
 
 
 def load(directory: Path) -> int | None:
-    """A fresh life: the step of the checkpoint that it goes on from."""
+    """A fresh attempt: the step of the checkpoint that it goes on from."""
     engine, saved = checkpoints(directory)
     state = saved.load_latest()
     if state is None:

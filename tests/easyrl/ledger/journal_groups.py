@@ -19,12 +19,12 @@ WEIGHTS = "ab" * 32
 OTHER_WEIGHTS = "cd" * 32
 
 
-def served(life: int = 0, v: int = 3, digest: str = WEIGHTS) -> ServedWeights:
-    return ServedWeights(PolicyVersion("run", life, v), digest)
+def served(attempt: int = 0, v: int = 3, digest: str = WEIGHTS) -> ServedWeights:
+    return ServedWeights(PolicyVersion("run", attempt, v), digest)
 
 
-def journal(directory: Path, life: int = 0, rank: int = 0, fsync="never") -> Journal:
-    return Journal(directory, life, rank, fsync)
+def journal(directory: Path, attempt: int = 0, rank: int = 0, fsync="never") -> Journal:
+    return Journal(directory, attempt, rank, fsync)
 
 
 def group(index: int, version: str = "run:0:3", lengths=(5, 1, 9)) -> RolloutGroup:
@@ -82,13 +82,13 @@ def contents(made: RolloutGroup) -> tuple:
     )
 
 
-def write(directory: Path, groups, life: int = 0, rank: int = 0, digest: str = WEIGHTS) -> Path:
-    """A life that journals ``groups`` of batch 3 and is gone. Returns its file."""
-    batch = journal(directory, life, rank).open_batch(served(life, digest=digest))
+def write(directory: Path, groups, attempt: int = 0, rank: int = 0, digest: str = WEIGHTS) -> Path:
+    """An attempt that journals ``groups`` of batch 3 and is gone. Returns its file."""
+    batch = journal(directory, attempt, rank).open_batch(served(attempt, digest=digest))
     for made in groups:
         batch.add(made)
     batch.close()
-    return directory / "batch-000003" / f"life{life}-rank{rank}.journal"
+    return directory / "batch-000003" / f"attempt{attempt}-rank{rank}.journal"
 
 
 def read(directory: Path) -> list[JournalledGroup]:

@@ -9,7 +9,7 @@ import pytest
 
 from easyrl.ledger.certificate import CertificateError, CertifiedGroup
 from easyrl.ledger.certificate.chain import ChainReader
-from easyrl.ledger.certificate.records import EndRecord, LifeRecord, RunRecord
+from easyrl.ledger.certificate.records import AttemptRecord, EndRecord, RunRecord
 from tests.easyrl.ledger.certificate_violations import VIOLATIONS, first_group, instead_of_first
 from tests.easyrl.ledger.certified_run import (
     RUN,
@@ -26,7 +26,7 @@ replace = msgspec.structs.replace
 
 @pytest.fixture
 def run(tmp_path):
-    """In its first life, batch 0 is certified."""
+    """In its first attempt, batch 0 is certified."""
     started = CertifiedRun(tmp_path)
     started.begin()
     started.train()
@@ -84,10 +84,10 @@ def test_spans_of_a_push_during_the_batch_are_in_the_groups_entry(run):
     assert entry.endpoints == [URLS[prompt.index % 2]] and entry.key == prompt.key
 
 
-# ---- lives --------------------------------------------------------------------------------------
+# ---- attempts ------------------------------------------------------------------------------------
 
 
-def test_a_later_life_may_train_journalled_groups_of_the_same_weights_only(run):
+def test_a_later_attempt_may_train_journalled_groups_of_the_same_weights_only(run):
     run.generate(2)  # of batch 1, then killed
     run.begin(1)
     record = run.generate()
@@ -102,7 +102,7 @@ def test_a_later_life_may_train_journalled_groups_of_the_same_weights_only(run):
 
 def test_a_changed_sample_of_a_batch_that_was_trained_before_is_refused(run):
     run.train()  # batch 1, then killed; its checkpoint was of batch 0
-    path = run.journal_path / "batch-000001/life0-rank0.journal"
+    path = run.journal_path / "batch-000001/attempt0-rank0.journal"
     change_journal(path, other_token, recompute=True)
     run.begin(1)
     changed = run.batches[1][0].key
@@ -122,7 +122,7 @@ def test_versions_of_other_weights_cannot_be_accepted(run):
         run.certificate.check(accepting)
 
 
-def test_endpoints_of_a_life_that_certified_the_batch_must_have_confirmed_it(run):
+def test_endpoints_of_an_attempt_that_certified_the_batch_must_have_confirmed_it(run):
     run.train()
     run.begin(1)
     record = run.generate()
@@ -165,11 +165,11 @@ def test_another_run_cannot_go_on(run, change, problem):
     assert run.certificate_path.read_bytes() == before
 
 
-def test_a_life_needs_its_place(run):
+def test_an_attempt_needs_its_place(run):
     with pytest.raises(CertificateError, match="starts at batch 2, but only 1 are certified"):
         run.begin(2)
-    run.life = -1  # the count of lives was lost
-    with pytest.raises(CertificateError, match="is life 0 after life 0"):
+    run.attempt = -1  # the count of attempts was lost
+    with pytest.raises(CertificateError, match="is attempt 0 after attempt 0"):
         run.begin(1)
 
 
@@ -185,12 +185,12 @@ def test_epochs_and_updates_may_change(run):
 def test_lines_are_json_with_kinds_and_a_chain(run):
     run.train_all()
     lines = [msgspec.json.decode(line) for line in run.lines()]
-    assert [line["kind"] for line in lines] == ["run", "life", "batch", "batch", "batch", "end"]
+    assert [line["kind"] for line in lines] == ["run", "attempt", "batch", "batch", "batch", "end"]
     assert len({line["previous"] for line in lines}) == len(lines)
     batch = lines[3]
     assert batch["weights"] and batch["groups"][0]["digest"] and batch["confirmations"][0]["url"]
     types = [type(record) for _, record in ChainReader(run.certificate_path)]
-    assert types[:2] == [RunRecord, LifeRecord] and types[-1] is EndRecord
+    assert types[:2] == [RunRecord, AttemptRecord] and types[-1] is EndRecord
 
 
 def test_a_torn_last_line_is_dropped(run):
@@ -202,17 +202,17 @@ def test_a_torn_last_line_is_dropped(run):
         run.begin(1).close()
         lines = run.lines()
         assert b"".join(lines).startswith(whole) and lines[-1].startswith(b'{"previous":')
-        assert msgspec.json.decode(lines[-1])["kind"] == "life"
+        assert msgspec.json.decode(lines[-1])["kind"] == "attempt"
 
 
 @pytest.mark.parametrize("torn", [0, 1, 100])
-def test_a_life_that_died_while_it_wrote_its_first_line(tmp_path, torn):
+def test_an_attempt_that_died_while_it_wrote_its_first_line(tmp_path, torn):
     run = CertifiedRun(tmp_path)
     run.begin().close()
     run.write_lines([run.lines()[0][:torn]])
     run.begin().close()
     kinds = [msgspec.json.decode(line)["kind"] for line in run.lines()]
-    assert kinds == ["run", "life"]
+    assert kinds == ["run", "attempt"]
 
 
 @pytest.mark.parametrize(

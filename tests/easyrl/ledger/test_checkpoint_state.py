@@ -24,7 +24,7 @@ Phase = list[dict[str, Any]]  # by rank
 
 
 def launch(folder: Path, phase: str, num_ranks: int) -> Phase:
-    worker = [str(ROOT / "tests/easyrl/checkpoint_worker.py"), str(folder), phase]
+    worker = [str(ROOT / "tests/easyrl/ledger/checkpoint_worker.py"), str(folder), phase]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
     launcher += ["--master_port", str(free_port())]
     output = run([sys.executable, *worker] if num_ranks == 1 else [*launcher, *worker])
@@ -56,7 +56,7 @@ def whole(hashes: dict[str, str]) -> dict[str, str]:
 def test_a_fresh_process_continues_to_the_bit(phases: dict[str, Phase], case: str) -> None:
     """Norms, rates, masters, moments and old policy of steps 3 and 4, on both ranks.
 
-    The first life wrote the checkpoint only after it had trained them: the copy is one.
+    The first attempt wrote the checkpoint only after it had trained them: the copy is one.
     """
     for written, resumed in zip(phases["write"], phases["resume"], strict=True):
         first, second = written[case], resumed[case]

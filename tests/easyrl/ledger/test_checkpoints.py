@@ -51,7 +51,7 @@ def test_the_newest_are_kept_and_loaded(tmp_path: Path) -> None:
     assert saved.load_latest(at_most=1) is None
 
 
-def test_a_step_is_saved_again_in_another_life(tmp_path: Path) -> None:
+def test_a_step_is_saved_again_in_another_attempt(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     save(tmp_path, 2, num_elements=1001)
     assert names(tmp_path) == ["step-1", "step-2"]
@@ -59,7 +59,7 @@ def test_a_step_is_saved_again_in_another_life(tmp_path: Path) -> None:
     assert saved.load_latest() == {"at": 2} and engine.step == 2
 
 
-def test_later_steps_of_a_life_left_behind_go(tmp_path: Path) -> None:
+def test_later_steps_of_an_attempt_left_behind_go(tmp_path: Path) -> None:
     """Step 9 cannot be read, the run goes on from 3 and must not keep 9 rather than 4."""
     save(tmp_path, 3, 9)
     (tmp_path / "step-9" / STATE_FILE).unlink()

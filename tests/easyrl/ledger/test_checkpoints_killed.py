@@ -1,4 +1,4 @@
-"""A writer that dies, anywhere, leaves a checkpoint to go on from, and the next life tidies up."""
+"""A writer that dies, anywhere, leaves a checkpoint to go on from, the next attempt tidies up."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_death_between_any_two_changes_of_the_disk(tmp_path: Path, dying: Any) -> None:
-    """A life saves step 3 over steps 1, 2 and an older 3; it dies at each point in turn."""
+    """An attempt saves step 3 over steps 1, 2 and an older 3; it dies at each point in turn."""
     seen = set()
     for point in range(1, 100):
         folder = tmp_path / str(point)
@@ -113,7 +113,7 @@ def test_all_is_on_disk_before_it_has_its_name(
     ]
 
 
-def endless_life(folder: Path, told: Connection) -> None:
+def endless_attempt(folder: Path, told: Connection) -> None:
     """Saves one step after another; tells each that is on disk."""
     torch.set_num_threads(1)  # OpenMP's other threads did not come along with the fork
     engine, saved = checkpoints(folder, background=True, num_elements=LARGE)
@@ -135,18 +135,18 @@ def test_sigkill_at_random_moments(tmp_path: Path) -> None:
         ours, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork beside other threads
-            life = multiprocessing.get_context("fork").Process(
-                target=endless_life, args=(tmp_path, theirs)
+            attempt = multiprocessing.get_context("fork").Process(
+                target=endless_attempt, args=(tmp_path, theirs)
             )
-            life.start()
+            attempt.start()
         theirs.close()
         try:
-            assert ours.poll(20), "the life does not save"
+            assert ours.poll(20), "the attempt does not save"
             time.sleep(rng.uniform(0, 0.03))
         finally:
-            assert life.pid is not None
-            os.kill(life.pid, signal.SIGKILL)
-            life.join()
+            assert attempt.pid is not None
+            os.kill(attempt.pid, signal.SIGKILL)
+            attempt.join()
         while ours.poll():
             try:
                 reached = ours.recv()

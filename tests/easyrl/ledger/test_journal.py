@@ -32,7 +32,7 @@ from tests.easyrl.ledger.journal_groups import (
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_group_comes_back_to_the_bit_in_the_next_life(tmp_path):
+def test_a_group_comes_back_to_the_bit_in_the_next_attempt(tmp_path):
     made = group(2)
     first = journal(tmp_path).open_batch(served(0))
     added, stored = first.add(made)
@@ -41,7 +41,7 @@ def test_a_group_comes_back_to_the_bit_in_the_next_life(tmp_path):
     assert contents(again) == contents(made) and again.digest == added.digest
     assert (again.dispatched_s, again.completed_s) == (made.dispatched_s, made.completed_s)
     # the process is killed here: nothing is closed
-    second = journal(tmp_path, life=1).open_batch(served(1))
+    second = journal(tmp_path, attempt=1).open_batch(served(1))
     found = second.find(made.prompt)
     assert found is not None and found.num_tokens == stored.num_tokens == 4 + 2 + 15
     recovered = found.load()
@@ -55,13 +55,13 @@ def test_a_group_comes_back_to_the_bit_in_the_next_life(tmp_path):
 def test_an_excluded_group_is_kept_as_one(tmp_path):
     made = replace(group(1), completions=(), scores=(), excluded="300 tokens leave no room")
     write(tmp_path, [made])
-    found = journal(tmp_path, life=1).open_batch(served(1)).find(made.prompt)
+    found = journal(tmp_path, attempt=1).open_batch(served(1)).find(made.prompt)
     assert contents(found.load()) == contents(made)
 
 
 def test_arrays_of_a_recovered_group_can_be_written_to(tmp_path):
     write(tmp_path, [group(0)])
-    recovered = journal(tmp_path, life=1).open_batch(served(1)).find(prompt(0)).load()
+    recovered = journal(tmp_path, attempt=1).open_batch(served(1)).find(prompt(0)).load()
     for completion in recovered.completions:
         arrays = (completion.token_ids, completion.logprobs, completion.loss_mask)
         assert all(array.flags.writeable for array in arrays)  # torch.from_numpy wants that
@@ -69,23 +69,24 @@ def test_arrays_of_a_recovered_group_can_be_written_to(tmp_path):
 
 def test_other_weights_discard_what_was_journalled(tmp_path):
     write(tmp_path, [group(0), group(1)])
-    second = journal(tmp_path, life=1).open_batch(served(1, digest=OTHER_WEIGHTS))
+    second = journal(tmp_path, attempt=1).open_batch(served(1, digest=OTHER_WEIGHTS))
     assert second.find(prompt(0)) is None
     assert second.discarded == {prompt(0).key, prompt(1).key}
     assert second.accepted_versions == {"run:1:3"}
     second.add(group(0, version="run:1:3"))  # generated again
     second.close()
-    # the weights of the first life are back: its groups are on-policy again, the second's are not
-    third = journal(tmp_path, life=2).open_batch(served(2))
+    # the weights of the first attempt are back: its groups are on-policy again, the second's are
+    # not
+    third = journal(tmp_path, attempt=2).open_batch(served(2))
     assert third.find(prompt(0)).load().policy_version == "run:0:3"
     assert third.find(prompt(1)) is not None and third.discarded == frozenset()
     assert third.accepted_versions == {"run:0:3", "run:2:3"}
 
 
-def test_a_prompt_journalled_again_is_discarded_only_if_no_life_had_these_weights(tmp_path):
+def test_a_prompt_journalled_again_is_discarded_only_if_no_attempt_had_these_weights(tmp_path):
     write(tmp_path, [group(0), group(1)], digest=OTHER_WEIGHTS)
-    write(tmp_path, [group(0, version="run:1:3")], life=1)
-    third = journal(tmp_path, life=2).open_batch(served(2))
+    write(tmp_path, [group(0, version="run:1:3")], attempt=1)
+    third = journal(tmp_path, attempt=2).open_batch(served(2))
     assert third.find(prompt(0)).load().policy_version == "run:1:3"
     assert third.discarded == {prompt(1).key}
 
@@ -94,7 +95,7 @@ def test_a_run_of_another_name_is_not_this_one(tmp_path):
     write(tmp_path, [group(0)])
     other = served(1)
     other = replace(other, version=other.version._replace(run="copy"))
-    batch = journal(tmp_path, life=1).open_batch(other)
+    batch = journal(tmp_path, attempt=1).open_batch(other)
     assert batch.find(prompt(0)) is None and batch.accepted_versions == {"copy:1:3"}
 
 
@@ -151,7 +152,7 @@ def test_settings_tell_an_edited_reward_file(tmp_path):
 
 def test_a_changed_dataset_is_an_error_that_names_the_prompt(tmp_path):
     write(tmp_path, [group(4)])
-    batch = journal(tmp_path, life=1).open_batch(served(1))
+    batch = journal(tmp_path, attempt=1).open_batch(served(1))
     edited = replace(prompt(4), token_ids=prompt(4).token_ids + 1)
     with pytest.raises(JournalError, match="prompt 4 of epoch 2 had other tokens.*same data"):
         batch.find(edited)
@@ -162,7 +163,7 @@ def test_a_batch_has_its_own_groups_and_prune_removes_the_older_ones(tmp_path):
         batch = journal(tmp_path).open_batch(served(v=v))
         batch.add(group(v, version=f"run:0:{v}"))
         batch.close()
-    second = journal(tmp_path, life=1)
+    second = journal(tmp_path, attempt=1)
     assert second.open_batch(served(1, v=3)).find(prompt(2)) is None
     second.prune(before_v=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["batch-000004"]
@@ -188,12 +189,12 @@ def test_a_batch_that_cannot_be_removed_is_told_and_goes_later(tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["batch-000004"]
 
 
-def test_read_batch_gives_every_record_of_every_life_and_rank(tmp_path):
+def test_read_batch_gives_every_record_of_every_attempt_and_rank(tmp_path):
     write(tmp_path, [group(0), group(2)], rank=0)
     write(tmp_path, [group(1)], rank=1)
-    write(tmp_path, [group(1, version="run:1:3")], life=1, digest=OTHER_WEIGHTS)
+    write(tmp_path, [group(1, version="run:1:3")], attempt=1, digest=OTHER_WEIGHTS)
     records = read(tmp_path)
-    assert [(r.life, r.rank, r.key, r.version, r.weights) for r in records] == [
+    assert [(r.attempt, r.rank, r.key, r.version, r.weights) for r in records] == [
         (0, 0, (0, 0), "run:0:3", WEIGHTS),
         (0, 0, (1, 2), "run:0:3", WEIGHTS),
         (0, 1, (0, 1), "run:0:3", WEIGHTS),
@@ -205,16 +206,16 @@ def test_read_batch_gives_every_record_of_every_life_and_rank(tmp_path):
     assert read(tmp_path / "nothing") == []
 
 
-def test_nothing_is_written_behind_what_a_life_left(tmp_path):
+def test_nothing_is_written_behind_what_an_attempt_left(tmp_path):
     path = write(tmp_path, [group(0)])
-    with pytest.raises(JournalError, match="life0-rank0.journal is there already"):
+    with pytest.raises(JournalError, match="attempt0-rank0.journal is there already"):
         journal(tmp_path).open_batch(served(0)).add(group(1))
-    os.rename(path, path.with_name("life7-rank0.journal"))
-    with pytest.raises(JournalError, match="of a later life than this one"):
-        journal(tmp_path, life=1).open_batch(served(1))
-    os.rename(path.with_name("life7-rank0.journal"), path.with_name("life1-rank0.journal"))
+    os.rename(path, path.with_name("attempt7-rank0.journal"))
+    with pytest.raises(JournalError, match="of a later attempt than this one"):
+        journal(tmp_path, attempt=1).open_batch(served(1))
+    os.rename(path.with_name("attempt7-rank0.journal"), path.with_name("attempt1-rank0.journal"))
     with pytest.raises(JournalError, match="moved or renamed"):
-        journal(tmp_path, life=2).open_batch(served(2))
+        journal(tmp_path, attempt=2).open_batch(served(2))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_a_forged_record_whose_checksum_is_right_is_refused(tmp_path, change, me
     source = write(tmp_path / "source", [group(0)])
     header, record = (payload for _, payload in read_records(source))
     forged = msgspec.structs.replace(decode_record(record), **change)
-    writer = RecordWriter(tmp_path / "batch-000003" / "life0-rank0.journal", durable=False)
+    writer = RecordWriter(tmp_path / "batch-000003" / "attempt0-rank0.journal", durable=False)
     writer.append(header)
     place = writer.append(msgspec.msgpack.encode(forged))
     writer.close()
@@ -240,7 +241,7 @@ def test_a_forged_record_whose_checksum_is_right_is_refused(tmp_path, change, me
 
 def test_a_record_that_changes_after_it_was_found_is_refused_when_it_is_loaded(tmp_path):
     path = write(tmp_path, [group(0), group(1)])
-    found = journal(tmp_path, life=1).open_batch(served(1)).find(prompt(0))
+    found = journal(tmp_path, attempt=1).open_batch(served(1)).find(prompt(0))
     data = bytearray(path.read_bytes())
     data[found.place.offset + 60] ^= 1
     path.write_bytes(data)
@@ -254,13 +255,13 @@ def test_a_record_that_changes_after_it_was_found_is_refused_when_it_is_loaded(t
         found.load()
 
 
-def test_a_damaged_record_stops_the_life_that_finds_it(tmp_path):
+def test_a_damaged_record_stops_the_attempt_that_finds_it(tmp_path):
     path = write(tmp_path, [group(0), group(1)])
     data = bytearray(path.read_bytes())
     data[-30] ^= 1
     path.write_bytes(data)
-    with pytest.raises(JournalError, match="life0-rank0.journal: byte .* put the file back"):
-        journal(tmp_path, life=1).open_batch(served(1))
+    with pytest.raises(JournalError, match="attempt0-rank0.journal: byte .* put the file back"):
+        journal(tmp_path, attempt=1).open_batch(served(1))
 
 
 def test_zeros_that_a_power_loss_leaves_are_a_torn_tail(tmp_path, caplog):
@@ -279,12 +280,14 @@ def test_zeros_that_a_power_loss_leaves_are_a_torn_tail(tmp_path, caplog):
 def test_a_full_disk_is_named_and_the_records_before_it_stay_usable(tmp_path):
     batch = journal(tmp_path).open_batch(served())
     batch.add(group(0))
-    path = tmp_path / "batch-000003" / "life0-rank0.journal"
+    path = tmp_path / "batch-000003" / "attempt0-rank0.journal"
     size = path.stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))  # half of the next record
     try:
-        with pytest.raises(JournalError, match="life0-rank0.journal: cannot be written.*--resume"):
+        with pytest.raises(
+            JournalError, match="attempt0-rank0.journal: cannot be written.*--resume"
+        ):
             batch.add(group(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

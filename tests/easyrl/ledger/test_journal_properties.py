@@ -82,7 +82,7 @@ def test_any_groups_in_any_order_come_back_to_the_bit(data):
         directory = Path(folder)
         for rank in range(num_ranks):
             write(directory, arrived[rank::num_ranks], rank=rank)
-        batch = journal(directory, life=1).open_batch(served(1))
+        batch = journal(directory, attempt=1).open_batch(served(1))
         for one in made:
             assert contents(batch.find(one.prompt).load()) == contents(one)
         assert {r.key for r in read(directory)} == {one.prompt.key for one in made}
@@ -98,7 +98,7 @@ def written(tmp_path_factory) -> tuple[bytes, list[int]]:
 
 
 def read_bytes(folder: Path, data: bytes) -> list[tuple]:
-    path = folder / "batch-000003" / "life0-rank0.journal"
+    path = folder / "batch-000003" / "attempt0-rank0.journal"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
     return [contents(record.group) for record in read(folder)]
@@ -140,24 +140,24 @@ def test_no_damage_at_all_gives_a_group_that_was_not_written(tmp_path_factory, w
 
 @quick
 @given(data=st.data())
-def test_lives_of_any_ranks_and_weights_lose_nothing_and_mix_nothing(data):
-    """Against a model: each life trains what has its weights, generates the rest, and is killed.
+def test_attempts_of_any_ranks_and_weights_lose_nothing_and_mix_nothing(data):
+    """Against a model: each attempt trains what has its weights, generates the rest, and is killed.
 
-    The model: of a prompt, the last whole record that was made by the life's own weights.
+    The model: of a prompt, the last whole record that was made by the attempt's own weights.
     """
     prompts = [prompt(index) for index in range(5)]
     kept: dict[tuple[str, tuple[int, int]], tuple] = {}  # weights, key → contents
     versions: dict[str, set[str]] = {WEIGHTS: set(), OTHER_WEIGHTS: set()}
     with TemporaryDirectory() as folder:
         directory = Path(folder)
-        for life in range(data.draw(st.integers(1, 4))):
+        for attempt in range(data.draw(st.integers(1, 4))):
             digest = data.draw(st.sampled_from([WEIGHTS, OTHER_WEIGHTS]))
             num_ranks = data.draw(st.integers(1, 3))
-            version = f"run:{life}:3"
+            version = f"run:{attempt}:3"
             order = data.draw(st.permutations(range(5)))
             survived = []
             for rank in range(num_ranks):
-                batch = journal(directory, life, rank).open_batch(served(life, digest=digest))
+                batch = journal(directory, attempt, rank).open_batch(served(attempt, digest=digest))
                 assert batch.accepted_versions == versions[digest] | {version}
                 other = OTHER_WEIGHTS if digest == WEIGHTS else WEIGHTS
                 assert batch.discarded == {
@@ -174,14 +174,14 @@ def test_lives_of_any_ranks_and_weights_lose_nothing_and_mix_nothing(data):
                     else:
                         assert contents(found.load()) == kept[digest, key]
                 batch.close()
-                path = directory / "batch-000003" / f"life{life}-rank{rank}.journal"
+                path = directory / "batch-000003" / f"attempt{attempt}-rank{rank}.journal"
                 survived += _cut(data, path, finished)
             kept |= {(made_by, key): made for made_by, key, made in survived}
-            versions[digest] |= _versions(directory, life)
+            versions[digest] |= _versions(directory, attempt)
 
 
 def _cut(data, path: Path, finished: list) -> list:
-    """Kills the life that wrote ``path`` at some byte; what is left of ``finished``."""
+    """Kills the attempt that wrote ``path`` at some byte; what is left of ``finished``."""
     if not path.exists():
         return []
     ends = [place.offset for place, _ in read_records(path)][2:] + [path.stat().st_size]
@@ -190,7 +190,7 @@ def _cut(data, path: Path, finished: list) -> list:
     return [one for one, end in zip(finished, ends, strict=True) if end <= cut]
 
 
-def _versions(directory: Path, life: int) -> set[str]:
-    """A life's version, if a header of it is left."""
-    files = (directory / "batch-000003").glob(f"life{life}-rank*.journal")
-    return {f"run:{life}:3" for file in files if list(read_records(file))}
+def _versions(directory: Path, attempt: int) -> set[str]:
+    """An attempt's version, if a header of it is left."""
+    files = (directory / "batch-000003").glob(f"attempt{attempt}-rank*.journal")
+    return {f"run:{attempt}:3" for file in files if list(read_records(file))}

@@ -1,4 +1,4 @@
-"""Producer and journal together, over lives that end in the middle of a batch."""
+"""Producer and journal together, over attempts that end in the middle of a batch."""
 
 import asyncio
 
@@ -12,25 +12,25 @@ PROMPTS = [prompt(index) for index in range(4)]
 
 def take(stream) -> dict[int, tuple[str, str]]:
     """Index → version and digest."""
-    groups = iter(lambda: stream.take_ready(50), [])
+    groups = iter(lambda: stream.drain_ready(50), [])
     return {g.prompt.index: (g.policy_version, g.digest) for ready in groups for g in ready}
 
 
-def life(thread, directory, number, generate, queue_size=64) -> JournalledRollouts:
+def attempt(thread, directory, number, generate, queue_size=64) -> JournalledRollouts:
     return JournalledRollouts(
-        generator(thread, generate, queue_size=queue_size), journal(directory, life=number)
+        generator(thread, generate, queue_size=queue_size), journal(directory, attempt=number)
     )
 
 
-def test_each_life_asks_only_for_what_is_missing(tmp_path):
+def test_each_attempt_asks_only_for_what_is_missing(tmp_path):
     first, second = ScriptedGenerate(open_indices=[0, 3]), ScriptedGenerate(open_indices=range(4))
     with LoopThread() as thread:
-        rollouts = life(thread, tmp_path, 0, first)
+        rollouts = attempt(thread, tmp_path, 0, first)
         rollouts.produce(PROMPTS, served(0))
         wait_until(lambda: rollouts.num_waiting == 2)
     # killed: nothing was taken, closed or synced; another process, another loop
     with LoopThread() as thread:
-        rollouts = life(thread, tmp_path, 1, second, queue_size=1)
+        rollouts = attempt(thread, tmp_path, 1, second, queue_size=1)
         slices = [
             rollouts.produce(PROMPTS[:2], served(1)),
             rollouts.produce(PROMPTS[2:], served(1), priority=1),
@@ -51,8 +51,8 @@ def test_each_life_asks_only_for_what_is_missing(tmp_path):
 def test_groups_of_other_weights_are_named_to_the_stream_that_makes_them_again(tmp_path):
     with LoopThread() as thread:
         generate = ScriptedGenerate(open_indices=range(4))
-        life(thread, tmp_path, 0, generate).produce(PROMPTS, served(0)).complete()
-        rollouts = life(thread, tmp_path, 1, generate)
+        attempt(thread, tmp_path, 0, generate).produce(PROMPTS, served(0)).complete()
+        rollouts = attempt(thread, tmp_path, 1, generate)
         weights = served(1, digest=OTHER_WEIGHTS)
         streams = [rollouts.produce(PROMPTS[:1], weights), rollouts.produce(PROMPTS[1:], weights)]
         assert [sorted(s.discarded) for s in streams] == [[(0, 0)], [(0, 1), (0, 2), (0, 3)]]
@@ -65,7 +65,7 @@ def test_groups_of_other_weights_are_named_to_the_stream_that_makes_them_again(t
 def test_the_next_batch_has_a_journal_of_its_own(tmp_path):
     generate = ScriptedGenerate(open_indices=range(4))
     with LoopThread() as thread:
-        rollouts = life(thread, tmp_path, 0, generate)
+        rollouts = attempt(thread, tmp_path, 0, generate)
         rollouts.produce(PROMPTS[:2], served(0, v=3)).complete()
         rollouts.produce(PROMPTS[:2], served(0, v=4)).complete()
         rollouts.close()
@@ -78,7 +78,7 @@ def test_the_next_batch_has_a_journal_of_its_own(tmp_path):
 def test_a_batch_that_is_given_up_keeps_what_was_finished(tmp_path):
     generate = ScriptedGenerate(open_indices=[0])
     with LoopThread() as thread:
-        rollouts = life(thread, tmp_path, 0, generate)
+        rollouts = attempt(thread, tmp_path, 0, generate)
         stream = rollouts.produce(PROMPTS, served(0))
         wait_until(lambda: stream.waiting == 1)
         stream.close()

@@ -15,7 +15,7 @@ from easyrl.commands.replay import _reasons
 from easyrl.config import Config
 from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.ledger.journal import Journal
-from easyrl.ledger.journal.codec import Piece, encode_taken
+from easyrl.ledger.journal.codec import Piece, encode_drain
 from easyrl.ledger.journal.reading import file_name
 from easyrl.ledger.recorded_run import RecordedPrompts, RecordedRollouts, RecordedRun
 from easyrl.schema import PolicyVersion, Prompt, ServedWeights
@@ -52,18 +52,18 @@ def run(tmp_path: Path) -> CertifiedRun:
 
 
 def test_what_was_computed_ahead_comes_with_its_take(run: CertifiedRun) -> None:
-    """A response of a later take too; and nothing of it where takes are not repeated."""
+    """A response of a later take too; and nothing of it where drains are not repeated."""
     own = run.batches[1][0::2]
     pieces = [[(own[1].key, [1, 0]), (own[0].key, [1])]]
     note_taken(run, 1, 0, [[2], [0]], ahead=pieces)
     rollouts = RecordedRollouts(recorded(run))
     for budget in (64, 63):
         stream = rollouts.produce(own, ServedWeights(PolicyVersion(RUN, 0, 1), ""))
-        found = list(stream.ahead_of_take(budget))
+        found = list(stream.ahead_of_drain(budget))
         if budget == 64:
             [piece] = found
             assert [(s.prompt.key, list(s.completions)) for s in piece] == pieces[0]
-            [group] = stream.take_ready(budget)
+            [group] = stream.drain_ready(budget)
             assert np.array_equal(piece[0].completions[1].token_ids, group.completions[1].token_ids)
             assert rollouts.in_prompt_order == set()
         else:
@@ -96,7 +96,7 @@ def handed_out(run: RecordedRun, v: int, prompts: list[Prompt], budget: int) -> 
     served = ServedWeights(PolicyVersion(RUN, 0, v), "")
     stream = RecordedRollouts(run).produce(prompts, served)
     taken = []
-    while groups := stream.take_ready(budget):
+    while groups := stream.drain_ready(budget):
         taken.append([group.prompt.index for group in groups])
     return taken
 
@@ -111,7 +111,7 @@ def test_only_the_groups_that_were_trained_are_handed_out(run: CertifiedRun) -> 
     found = folder.groups(1, frozenset(prompt.key for prompt in batch))
     served = ServedWeights(PolicyVersion(RUN, 1, 1), "")
     for prompt in batch:
-        expected = finished_group(prompt, served)  # of the second life
+        expected = finished_group(prompt, served)  # of the second attempt
         ours, theirs = found[prompt.key].completions, expected.completions
         assert all(
             np.array_equal(a.token_ids, b.token_ids) for a, b in zip(ours, theirs, strict=True)
@@ -136,21 +136,21 @@ def test_groups_come_in_prompt_order_within_the_budget(run: CertifiedRun) -> Non
 
 
 def note_taken(
-    run: CertifiedRun, life: int, rank: int, takes: list[list[int]], ahead: Sequence[Piece] = ()
+    run: CertifiedRun, attempt: int, rank: int, drains: list[list[int]], ahead: Sequence[Piece] = ()
 ) -> None:
     """Behind the rank's groups of batch 1: what was taken together, by place in the batch."""
-    path = run.journal_path / "batch-000001" / file_name(life, rank)
+    path = run.journal_path / "batch-000001" / file_name(attempt, rank)
     with path.open("ab") as file:
-        for take in takes:
-            payload = encode_taken([run.batches[1][place].key for place in take], 64, ahead)
+        for take in drains:
+            payload = encode_drain([run.batches[1][place].key for place in take], 64, ahead)
             ahead = ()  # before the first
             digest = blake3(payload).digest(length=16)
             file.write(FRAME.pack(len(payload), len(payload) ^ 0xFFFFFFFF, digest) + payload)
 
 
-def test_groups_come_as_the_certified_life_trained_them(run: CertifiedRun) -> None:
+def test_groups_come_as_the_certified_attempt_trained_them(run: CertifiedRun) -> None:
     """On a rank that has the prompts of one of the run's, with the run's token budget."""
-    note_taken(run, 0, 0, [[0], [2]])  # a life that was killed
+    note_taken(run, 0, 0, [[0], [2]])  # an attempt that was killed
     note_taken(run, 1, 0, [[2], [0]])
     note_taken(run, 1, 1, [[3, 1]])
     folder, batch = recorded(run), run.batches[1]

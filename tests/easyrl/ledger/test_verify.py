@@ -34,7 +34,7 @@ replace = msgspec.structs.replace
 
 @pytest.fixture
 def run(tmp_path):
-    """Three batches in one life; the lines are 1 run, 2 life, 3 to 5 batches, 6 end."""
+    """Three batches in one attempt; the lines are 1 run, 2 attempt, 3 to 5 batches, 6 end."""
     complete = CertifiedRun(tmp_path)
     complete.begin()
     complete.train_all()
@@ -70,7 +70,7 @@ def test_a_run_without_a_batch(tmp_path):
     assert str(verify(tmp_path)) == text
 
 
-def test_lives_that_were_killed(tmp_path):
+def test_attempts_that_were_killed(tmp_path):
     """Superseded lines, recovered and discarded groups and a torn line are no violations."""
     run = CertifiedRun(tmp_path)
     run.begin(num_ranks=2)
@@ -79,21 +79,24 @@ def test_lives_that_were_killed(tmp_path):
     run.generate(1)  # of batch 2, one on each rank; killed
     run.begin(1, num_ranks=1)  # comes to other bits: batch 1 is generated again
     run.train()
-    run.begin(1, num_ranks=2)  # those of the first life again
+    run.begin(1, num_ranks=2)  # those of the first attempt again
     run.train_all()
     whole = run.certificate_path.read_bytes()
     run.certificate_path.write_bytes(whole + b'{"previous":"')
     verdict = verify(tmp_path)
-    assert (verdict.lives, verdict.superseded, verdict.torn) == (3, 2, True)
+    assert (verdict.attempts, verdict.superseded, verdict.torn) == (3, 2, True)
     assert (verdict.recovered, verdict.discarded) == (6, 0)
     run.begin(1, num_ranks=1)
     run.train_all()
     verdict = verify(tmp_path)
-    assert (verdict.lives, verdict.superseded, verdict.torn) == (4, 4, False)
-    assert (verdict.recovered, verdict.discarded) == (4, 4)  # 1: of life 1; 2: none of these bits
+    assert (verdict.attempts, verdict.superseded, verdict.torn) == (4, 4, False)
+    assert (verdict.recovered, verdict.discarded) == (
+        4,
+        4,
+    )  # 1: of attempt 1; 2: none of these bits
     assert str(verdict) == (
         "on-policy: 3 batches, 12 groups trained, 4 recovered from the journal, 4 discarded and "
-        "generated again, 4 lives, 4 lines superseded, complete"
+        "generated again, 4 attempts, 4 lines superseded, complete"
     )
 
 
@@ -123,18 +126,18 @@ def test_a_pruned_journal(run):
     assert "journal pruned of 2 batches" in str(verdict)
 
 
-def test_groups_of_a_life_that_died_before_it_certified_them_are_counted(tmp_path):
+def test_groups_of_an_attempt_that_died_before_it_certified_them_are_counted(tmp_path):
     """Its endpoints' confirmations went with it; nothing else is to be checked of them."""
     run = CertifiedRun(tmp_path)
     run.begin()
-    run.train()  # certified: its confirmations are known to the next life
+    run.train()  # certified: its confirmations are known to the next attempt
     run.generate(3)
     run.begin(0)
     run.train()
     run.train()
     verdict = verify(tmp_path)
     assert (verdict.recovered, verdict.unconfirmed) == (7, 3)
-    told = "3 groups of lives that died before their endpoints' confirmations were certified"
+    told = "3 groups of attempts that died before their endpoints' confirmations were certified"
     assert told in str(verdict)
 
 
@@ -197,7 +200,7 @@ def test_a_run_that_was_given_more_epochs(tmp_path):
     run.train_all()
     assert [len(batch) for batch in run.batches] == [4, 2, 4, 4, 4]
     assert str(verify(tmp_path)) == (
-        "on-policy: 5 batches, 18 groups trained, 2 lives, 0 lines superseded, complete"
+        "on-policy: 5 batches, 18 groups trained, 2 attempts, 0 lines superseded, complete"
     )
 
 
@@ -317,15 +320,15 @@ def test_lines_removed_from_the_end_are_missed_in_the_journal(run):
     assert verify(run.folder).on_policy  # batch 2 may have been open
     run.write_lines(run.lines()[:-1])
     found = violation(run)
-    assert (found.batch, found.file) == (2, "journal/batch-000002/life0-rank0.journal")
-    assert "life 0 was at batch 1 when it ends: lines were removed from its end" in str(found)
+    assert (found.batch, found.file) == (2, "journal/batch-000002/attempt0-rank0.journal")
+    assert "attempt 0 was at batch 1 when it ends: lines were removed from its end" in str(found)
     path = run.folder / found.file
     path.write_bytes(path.read_bytes()[:200])  # a header, and half a group
     assert verify(run.folder).on_policy
 
 
-def test_a_life_that_was_removed_is_missed_in_the_journal(tmp_path):
-    """Its batches are behind none that was certified: the life before had come further."""
+def test_an_attempt_that_was_removed_is_missed_in_the_journal(tmp_path):
+    """Its batches are behind none that was certified: the attempt before had come further."""
     run = CertifiedRun(tmp_path)
     run.begin()
     run.train_all()
@@ -334,8 +337,8 @@ def test_a_life_that_was_removed_is_missed_in_the_journal(tmp_path):
     assert verify(tmp_path).on_policy
     run.write_lines(run.lines()[:-2])
     found = violation(run)
-    assert (found.batch, found.file) == (1, "journal/batch-000001/life1-rank0.journal")
-    assert "life 1 is not in it" in str(found)
+    assert (found.batch, found.file) == (1, "journal/batch-000001/attempt1-rank0.journal")
+    assert "attempt 1 is not in it" in str(found)
 
 
 @pytest.mark.parametrize(("num_lines", "torn"), [(0, 0), (0, 50), (1, 0), (1, 50), (2, 50)])
@@ -353,15 +356,15 @@ def test_a_run_that_was_killed_before_its_first_batch_was_certified(num_lines, t
     assert verdict.on_policy and verdict.batches == 0, verdict
 
 
-def test_a_batch_before_any_life(tmp_path, run):
+def test_a_batch_before_any_attempt(tmp_path, run):
     batch = next(r for _, r in ChainReader(run.certificate_path) if isinstance(r, BatchRecord))
     run.write_lines([seal(batch, START)])
-    assert "line 1, batch 0: is a batch before any life" in str(violation(run))
+    assert "line 1, batch 0: is a batch before any attempt" in str(violation(run))
 
 
 # ---- planted: the journal -----------------------------------------------------------------------
 
-FILE = "journal/batch-000001/life0-rank0.journal"
+FILE = "journal/batch-000001/attempt0-rank0.journal"
 
 
 def test_a_changed_sample(run):
@@ -412,8 +415,8 @@ KEEP_ALL, RESUMABLE = "journal:\n  keep: all\n", "journal:\n  keep: resumable\n"
 def test_a_journal_that_was_removed(saved, configs, removed, batch, problem, run):
     for closed_batches in saved:
         run.save(closed_batches, keep=2)
-    for life, config in enumerate(configs):
-        (run.folder / f"config-life{life}.yaml").write_text(config)
+    for attempt, config in enumerate(configs):
+        (run.folder / f"config-attempt{attempt}.yaml").write_text(config)
     for v in removed:
         shutil.rmtree(run.folder / f"journal/batch-{v:06d}")
     verdict = verify(run.folder)
@@ -509,7 +512,7 @@ def test_the_journal_does_not_bear_out_the_line(edit, problem, run):
 
 # ---- any history --------------------------------------------------------------------------------
 
-LIVES = st.lists(
+ATTEMPTS = st.lists(
     st.tuples(
         st.integers(0, 3),  # closed batches that were after the last checkpoint
         st.integers(1, 2),  # ranks
@@ -531,24 +534,24 @@ def no_fsync():
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(lives=LIVES, updates=st.integers(1, 2), completes=st.booleans(), data=st.data())
+@given(attempts=ATTEMPTS, updates=st.integers(1, 2), completes=st.booleans(), data=st.data())
 def test_any_history_of_kills_is_on_policy_and_any_changed_byte_is_found(
-    lives, updates, completes, data
+    attempts, updates, completes, data
 ):
     with tempfile.TemporaryDirectory() as folder:
         run = CertifiedRun(
             Path(folder), num_prompts=7, batch_size=3, epochs=2, updates_per_batch=updates
         )
-        effective: list[int] = []  # of each batch in the weights, the life that trained it
+        effective: list[int] = []  # of each batch in the weights, the attempt that trained it
         superseded = 0
-        for life, (back, num_ranks, num_batches, num_open, torn) in enumerate(lives):
+        for attempt, (back, num_ranks, num_batches, num_open, torn) in enumerate(attempts):
             first = max(0, len(effective) - back)
             superseded += len(effective) - first
             del effective[first:]
             run.begin(first, num_ranks)
             for _ in range(min(num_batches, len(run.batches) - first)):
                 run.train()
-                effective.append(life)
+                effective.append(attempt)
             if run.next_batch < len(run.batches):
                 if num_open is not None:
                     run.generate(num_open)
@@ -559,12 +562,12 @@ def test_any_history_of_kills_is_on_policy_and_any_changed_byte_is_found(
         if completes:
             run.begin(len(effective))
             run.train_all()
-            effective += [len(lives)] * (len(run.batches) - len(effective))
+            effective += [len(attempts)] * (len(run.batches) - len(effective))
         verdict = verify(run.folder)
         assert verdict.on_policy, verdict
         assert verdict.batches == len(effective) and verdict.superseded == superseded
         assert verdict.trained == sum(len(batch) for batch in run.batches[: len(effective)])
-        assert verdict.lives == len(lives) + completes and verdict.ended == completes
+        assert verdict.attempts == len(attempts) + completes and verdict.ended == completes
 
         whole = [line for line in run.lines() if line.endswith(b"\n")]
         number = data.draw(st.integers(0, len(whole) - 1), label="line")

@@ -186,7 +186,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(("from_step", "kept"), [(-1, []), (0, [0]), (1, [0, 1])])
 def test_the_report_before_the_first_step_is_kept_like_any_other(from_step, kept, tmp_path):
-    """A life that is stopped in its first batch has evaluated; the next one does not again."""
+    """An attempt that is stopped in its first batch has evaluated; the next one does not again."""
     path = tmp_path / "metrics.jsonl"
     logged(path, 0, 1)
     JsonlTracker(path, from_step).close()

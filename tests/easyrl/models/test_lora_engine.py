@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 
 
 def launch(folder: Path, phase: str, num_ranks: int) -> Trained:
-    worker = [str(ROOT / "tests/easyrl/lora_worker.py"), str(folder), phase]
+    worker = [str(ROOT / "tests/easyrl/models/lora_worker.py"), str(folder), phase]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
     launcher += ["--master_port", str(free_port())]
     output = run([sys.executable, *worker] if num_ranks == 1 else [*launcher, *worker])

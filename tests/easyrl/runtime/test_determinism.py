@@ -95,19 +95,19 @@ def test_what_forbids_it_is_named(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_life_that_computes_otherwise_is_told(
+def test_an_attempt_that_computes_otherwise_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for life, wanted in enumerate(("strict", "strict", "none")):
+    for attempt, wanted in enumerate(("strict", "strict", "none")):
         remember_arithmetic(config(wanted), tmp_path)
-        assert not caplog.records, f"life {life}"
+        assert not caplog.records, f"attempt {attempt}"
     kept = (tmp_path / ARITHMETIC_FILE).read_text()
     assert kept == arithmetic() + "\n"
     (tmp_path / ARITHMETIC_FILE).write_text("torch 1.0, abacus\n")
     with caplog.at_level(logging.WARNING):
         remember_arithmetic(config(), tmp_path)
     assert f"with {arithmetic()}, the first one did with torch 1.0, abacus" in caplog.text
-    assert (tmp_path / ARITHMETIC_FILE).read_text() == "torch 1.0, abacus\n"  # the first life's
+    assert (tmp_path / ARITHMETIC_FILE).read_text() == "torch 1.0, abacus\n"  # the first attempt's
 
 
 def test_what_depends_on_clock_and_servers_is_not_compared() -> None:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from easyrl.config import ConfigError
 from easyrl.runtime import durable_files as durable
 from easyrl.runtime.folder_lock import FolderLock
-from easyrl.runtime.run_folder import begin_life, prepare_output
+from easyrl.runtime.run_folder import begin_attempt, prepare_output
 
 # Takes the folder, and starts a child that outlives it, as workers, fetchers and servers might.
 HOLDER = """
@@ -181,30 +181,30 @@ def test_a_run_that_ended_while_it_was_waited_for_is_not_begun_again(tmp_path):
     FolderLock(tmp_path, 0).close()
 
 
-# ---- the count of lives --------------------------------------------------------------------------
+# ---- the count of attempts -----------------------------------------------------------------------
 
 
-def test_lives_are_counted_on_all_ranks(tmp_path):
+def test_attempts_are_counted_on_all_ranks(tmp_path):
     settings = Settings(run=Run(output_dir=tmp_path))
-    lives = [on_two_ranks(lambda a: begin_life(settings, tmp_path, a)) for _ in range(2)]
-    assert [[version.attempt for version in ranks] for ranks in lives] == [[0, 0], [1, 1]]
-    assert len({version.run for ranks in lives for version in ranks}) == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["life.json"]
+    attempts = [on_two_ranks(lambda a: begin_attempt(settings, tmp_path, a)) for _ in range(2)]
+    assert [[version.attempt for version in ranks] for ranks in attempts] == [[0, 0], [1, 1]]
+    assert len({version.run for ranks in attempts for version in ranks}) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["attempt.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 1, "life": "x"}', '{"run": "r"}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 1, "attempt": "x"}', '{"run": "r"}'])
 def test_a_count_that_cannot_be_read_names_file_and_remedy(tmp_path, content):
     settings = Settings(run=Run(output_dir=tmp_path))
-    (tmp_path / "life.json").write_text(content)
-    told = on_two_ranks(lambda a: begin_life(settings, tmp_path, a))
+    (tmp_path / "attempt.json").write_text(content)
+    told = on_two_ranks(lambda a: begin_attempt(settings, tmp_path, a))
     assert all(isinstance(error, ConfigError) for error in told)
-    assert f"{tmp_path / 'life.json'}: cannot be read" in str(told[0])
+    assert f"{tmp_path / 'attempt.json'}: cannot be read" in str(told[0])
     assert "remove it" in str(told[1])
     (tmp_path / "certificate.jsonl").write_text("")
-    told = on_two_ranks(lambda a: begin_life(settings, tmp_path, a))
+    told = on_two_ranks(lambda a: begin_attempt(settings, tmp_path, a))
     assert "remove it" not in str(told[0])
-    assert '"kind":"life"' in str(told[0]) and "certificate.jsonl" in str(told[0])
-    assert (tmp_path / "life.json").read_text() == content
+    assert '"kind":"attempt"' in str(told[0]) and "certificate.jsonl" in str(told[0])
+    assert (tmp_path / "attempt.json").read_text() == content
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -223,6 +223,6 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(durable.os, "fsync", look)
     monkeypatch.setattr(Path, "rename", renamed)
-    durable.write_durably(tmp_path / "life.json", "new")
-    assert done == [("life.json.part", "new"), ("rename", None), (tmp_path.name, None)]
-    assert (tmp_path / "life.json").read_text() == "new"
+    durable.write_durably(tmp_path / "attempt.json", "new")
+    assert done == [("attempt.json.part", "new"), ("rename", None), (tmp_path.name, None)]
+    assert (tmp_path / "attempt.json").read_text() == "new"

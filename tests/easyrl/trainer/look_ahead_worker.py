@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.build.recipe import group_functions, rows_per_take
+from easyrl.build.recipe import group_functions, rows_per_drain
 from easyrl.config import Config, ModelConfig
 from easyrl.config.file import validate_config
 from easyrl.dataloaders.producer.loop_thread import LoopThread
@@ -179,7 +179,7 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
         is_interruption=lambda error: False,
         record=ignore,
         max_tokens=BUDGET,
-        rows_per_take=rows_per_take(config),
+        rows_per_drain=rows_per_drain(config),
         synchronous=False,
         look_ahead=look_ahead and engine.can_look_ahead,
     )

@@ -347,7 +347,7 @@ class Scripted:
         self.open_samples = OpenSamples(G)
         self.was_idle = False
 
-    def take_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
+    def drain_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
         while self._script:
             match self._script.pop(0):
                 case list(groups):
@@ -363,7 +363,7 @@ class Scripted:
     def note_ahead(self, piece: Any) -> None:
         self.noted.append(piece)
 
-    def ahead_of_take(self, max_tokens: int) -> Sequence[Any]:
+    def ahead_of_drain(self, max_tokens: int) -> Sequence[Any]:
         return self._before.pop(0) if self._before else ()
 
     def complete(self) -> None: ...
@@ -499,7 +499,7 @@ def test_an_update_without_frozen_models_does_not_look_ahead() -> None:
     assert not source.was_idle
 
 
-def test_what_an_earlier_life_computed_ahead_is_repeated_before_its_take() -> None:
+def test_what_an_earlier_attempt_computed_ahead_is_repeated_before_its_take() -> None:
     """Both groups are there from the start, in one take each; the pieces cross."""
     groups = [group(0, 3, 5, 5, 5, 5), group(1, 3, 5, 5, 5, 5)]
     first = Scripted(has(groups[0], 0, 1), has(groups[1], 3, 0), [groups[0]], [groups[1]])

@@ -61,7 +61,7 @@ class FakeStream:
         self.accepted_versions = frozenset([version])
         self.error = None
 
-    def take_ready(self, max_tokens, idle=None):
+    def drain_ready(self, max_tokens, idle=None):
         if self.error is not None:
             raise self.error
         return [self.groups.pop(0)] if self.groups else []
@@ -434,10 +434,10 @@ def test_dummies_run_but_are_not_counted():
 class OutageStream(FakeStream):
     """One group, then no endpoint is left."""
 
-    def take_ready(self, max_tokens, idle=None):
+    def drain_ready(self, max_tokens, idle=None):
         if len(self.groups) == 1:
             raise FakeOutage("all endpoints are gone")
-        return super().take_ready(max_tokens, idle)
+        return super().drain_ready(max_tokens, idle)
 
 
 def test_an_outage_gives_up_the_open_batch_and_saves_the_last_closed_one(monkeypatch):

@@ -37,7 +37,7 @@ PROBE0 = "sync:0:0:probe"
 
 def test_an_honest_endpoint_is_confirmed_at_each_version(model_dir, server, tmp_path):
     engine = PlainEngine(model_dir)
-    (tmp_path / "easyrl-sync" / "of-a-crashed-life").mkdir(parents=True)
+    (tmp_path / "easyrl-sync" / "of-a-crashed-attempt").mkdir(parents=True)
     with closing(Watched(server)) as proxy, weight_sync(engine, [proxy.url], tmp_path) as rank:
         metrics = rank.sync.publish(V0).metrics
         assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}

@@ -13,10 +13,10 @@ import psutil
 from benchmarks.chaos_plan import How
 from benchmarks.launched_run import start_trainer
 
-MARK = "EASYRL_CHAOS_LIFE"  # environment variable, which all that a life starts inherits
+MARK = "EASYRL_CHAOS_ATTEMPT"  # environment variable, which all that an attempt starts inherits
 
 
-class Life:
+class Attempt:
     """Every process of it is known by a mark in its environment, whoever its parent is.
 
     Attributes:
@@ -37,7 +37,7 @@ class Life:
         )
 
     def members(self) -> list[psutil.Process]:
-        """Running processes of this life; zombies are not."""
+        """Running processes of this attempt; zombies are not."""
         return [process for process in psutil.process_iter() if self._is_member(process)]
 
     def ranks(self) -> list[psutil.Process]:
@@ -52,7 +52,7 @@ class Life:
         return self.launcher.poll() is not None and not self.members()
 
     def strike(self, how: How, victim: float) -> str:
-        """Hits the life; what was hit. A rank that does not exist yet is hit in its launcher."""
+        """Hits the attempt; what was hit. A rank that does not exist yet is hit in its launcher."""
         number = signal.SIGKILL if how.endswith("killed") else signal.SIGTERM
         if how == "all killed":
             self.kill()
@@ -77,7 +77,7 @@ class Life:
         self.launcher.wait()
 
     def said(self, characters: int = 6000) -> str:
-        """The end of what this life has printed."""
+        """The end of what this attempt has printed."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")[-characters:]

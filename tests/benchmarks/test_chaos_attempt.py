@@ -1,4 +1,4 @@
-"""A hit does what it says to a life of several processes, and none of them is overlooked."""
+"""A hit does what it says to an attempt of several processes, and none of them is overlooked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chaos_life
-from benchmarks.chaos_life import Life
+from benchmarks import chaos_attempt
+from benchmarks.chaos_attempt import Attempt
 
 # a rank with a worker in a session of its own, as the trainer's servers are
 RANK = """
@@ -31,7 +31,7 @@ time.sleep(600)
 
 
 @pytest.fixture
-def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attempt]:
     def start(config, overrides, log, *, num_ranks, **environment):
         assert (config, overrides, num_ranks) == ("config", ["a=b"], 2)
         with log.open("ab") as file:
@@ -42,14 +42,14 @@ def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
                 start_new_session=True,
             )
 
-    monkeypatch.setattr(chaos_life, "start_trainer", start)
-    (tmp_path / "log").write_text("an earlier life\n")
-    life = Life(3, "config", ["a=b"], tmp_path / "log", 2)
+    monkeypatch.setattr(chaos_attempt, "start_trainer", start)
+    (tmp_path / "log").write_text("an earlier attempt\n")
+    attempt = Attempt(3, "config", ["a=b"], tmp_path / "log", 2)
     try:
-        until(lambda: len(life.members()) == 5)
-        yield life
+        until(lambda: len(attempt.members()) == 5)
+        yield attempt
     finally:
-        life.kill()
+        attempt.kill()
 
 
 def until(condition) -> None:
@@ -59,10 +59,10 @@ def until(condition) -> None:
         time.sleep(0.02)
 
 
-def test_all_killed_leaves_nobody(life):
-    assert life.strike("all killed", 0.0) == "all"
-    assert life.has_ended and life.launcher.returncode == -signal.SIGKILL
-    assert life.said() == "two ranks\n"
+def test_all_killed_leaves_nobody(attempt):
+    assert attempt.strike("all killed", 0.0) == "all"
+    assert attempt.has_ended and attempt.launcher.returncode == -signal.SIGKILL
+    assert attempt.said() == "two ranks\n"
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def test_all_killed_leaves_nobody(life):
         ("job ended", 0.0, "process group", 2),  # the workers have sessions of their own
     ],
 )
-def test_a_hit_takes_what_it_names(life, how, victim, what, left):
-    ranks = [process.pid for process in life.ranks()]
+def test_a_hit_takes_what_it_names(attempt, how, victim, what, left):
+    ranks = [process.pid for process in attempt.ranks()]
     assert len(ranks) == 2
-    assert life.strike(how, victim) == what
-    until(lambda: len(life.members()) == left)
-    running = {process.pid for process in life.members()}
-    assert (life.launcher.pid in running) == what.startswith("rank")
+    assert attempt.strike(how, victim) == what
+    until(lambda: len(attempt.members()) == left)
+    running = {process.pid for process in attempt.members()}
+    assert (attempt.launcher.pid in running) == what.startswith("rank")
     if what.startswith("rank"):
         assert [pid in running for pid in ranks] == [what != "rank 0", what != "rank 1"]
-    assert not life.has_ended
+    assert not attempt.has_ended
 
 
-def test_a_rank_that_is_not_there_is_hit_in_its_launcher(life, monkeypatch):
-    monkeypatch.setattr(life, "ranks", list)
-    assert life.strike("rank killed", 0.5) == "launcher"
-    assert life.launcher.wait(10) == -signal.SIGKILL
+def test_a_rank_that_is_not_there_is_hit_in_its_launcher(attempt, monkeypatch):
+    monkeypatch.setattr(attempt, "ranks", list)
+    assert attempt.strike("rank killed", 0.5) == "launcher"
+    assert attempt.launcher.wait(10) == -signal.SIGKILL
