@@ -1,5 +1,4 @@
-"""The loop of attempts: strikes fall as planned, each resumes, and what strikes do not explain is an
-error."""
+"""The loop of attempts: strikes fall as planned, and what they do not explain is an error."""
 
 from __future__ import annotations
 
