@@ -192,8 +192,8 @@ class InvariantEndpoints:
         if first != now:
             logger.warning(
                 "run.determinism: the endpoints of this attempt compute with %s, "
-                "the first one's did with %s; the last bits of new responses, and with them their tokens, "
-                "may not be those of a run that was never interrupted",
+                "the first one's did with %s; the last bits of new responses, and with them their "
+                "tokens, may not be those of a run that was never interrupted",
                 now,
                 first,
             )
