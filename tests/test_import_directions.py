@@ -82,7 +82,7 @@ LIGHT = {
     "easyrl",
     "easyrl.schema",
     "easyrl.config",
-    "easyrl.config.checks",
+    "easyrl.config.machine",
     "easyrl.config.file",
     "easyrl.runtime.launcher_watch",
     "easyrl.runtime.notices",

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from easyrl.config import Config, ConfigError, EvaluationConfig
-from easyrl.config.checks import check_paths
 from easyrl.config.file import load_config
+from easyrl.config.machine import check_paths
 
 
 def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
