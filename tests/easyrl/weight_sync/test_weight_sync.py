@@ -12,8 +12,8 @@ from benchmarks.random_model import write_random_model
 from easyrl.config import WeightSyncConfig
 from easyrl.schema import PolicyVersion, Prompt
 from easyrl.weight_sync.canary import canary_prompts
+from easyrl.weight_sync.publish import NoEndpointServes
 from easyrl.weight_sync.store import WeightStore, local_address_towards
-from easyrl.weight_sync.sync import NoEndpointServes
 from tests.easyrl.weight_sync.weight_sync_parts import (
     AnswersFromItsPrefixCache,
     FailsAt,

@@ -8,7 +8,7 @@ import pytest
 
 from easyrl.inference_client.servers.managed.launch import VllmServerProcess
 from easyrl.schema import PolicyVersion
-from easyrl.weight_sync.sync import NoEndpointServes
+from easyrl.weight_sync.publish import NoEndpointServes
 from tests.easyrl.weight_sync.weight_sync_parts import (
     MissesUpdates,
     PlainEngine,
