@@ -26,6 +26,7 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
     wait_until,
     weight_sync,
 )
+from tests.end_to_end.proxy import reply
 
 V0, V1 = PolicyVersion("sync", 0, 0), PolicyVersion("sync", 0, 1)
 PROBE0 = "sync:0:0:probe"
@@ -105,6 +106,42 @@ def test_an_endpoint_that_was_only_away_proves_its_weights_again(model_dir, serv
             wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:0")
             assert proxy.given == [PROBE0, "sync:0:0"]
             assert proxy.seen.count(PROVE) == num_proofs + 1
+
+
+class WrongWhenItReturns(Restarting):
+    """Its weights are not what they were when it comes back, until they are pushed again."""
+
+    wrong = False
+
+    async def answer(self, request, body):
+        if request.path == "/start_weight_update":
+            self.wrong = False
+        if request.path == PROVE and self.wrong:
+            proof = {"checksums": {}, "problems": {"lm_head.weight": "a flipped bit"}}
+            return reply({"results": [proof | {"transport": "file"}]})
+        return await super().answer(request, body)
+
+
+def test_a_proof_that_fails_in_mid_batch_is_told_with_what_it_puts_in_doubt(
+    model_dir, server, tmp_path
+):
+    told = []
+    with closing(WrongWhenItReturns(server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path) as rank:
+            rank.sync.set_on_failed_proof(lambda *about: told.append(about))
+            rank.sync.publish(V0)
+            assert rank.generate(str(V0)).result(60).proof == 1
+            proxy.move_to(NOWHERE)
+            wait_until(lambda: "confirmed" not in rank.statuses()[proxy.url])
+            proxy.wrong = True
+            proxy.move_to(server)
+            wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:0")
+            assert told == [(proxy.url, 1)]
+            assert proxy.given == [PROBE0, "sync:0:0", PROBE0, "sync:0:0"]
+            assert rank.generate(str(V0)).result(60).proof == 2
+            rank.sync.publish(V1)
+            assert rank.generate(str(V1)).result(60).proof == 3
+            assert len(told) == 1
 
 
 # ---- in the middle of a sync ---------------------------------------------------------------------
