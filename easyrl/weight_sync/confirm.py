@@ -43,6 +43,8 @@ class ConfirmedEndpoints:
         self._pool = pool
         self._prover = prover
         self._reconciler = reconciler
+        if reconciler is not None:
+            reconciler.on_failed_proof = self._proof_failed
         self._patience_s = patience_s
         self.on_failed_proof: FailedProof | None = None
         self._target: Target | None = None  # None while the weights move
@@ -105,9 +107,7 @@ class ConfirmedEndpoints:
 
     async def _bring(self, endpoint: Endpoint, target: Target) -> Shown:
         if self._reconciler is not None:
-            return await self._reconciler.reconcile(
-                endpoint, target.weights, target.expect, self._proof_failed
-            )
+            return await self._reconciler.reconcile(endpoint, target.weights, target.expect)
         return await while_up(endpoint, self._until_proved(endpoint, target))
 
     async def _until_proved(self, endpoint: Endpoint, target: Target) -> Shown:
@@ -133,7 +133,8 @@ class ConfirmedEndpoints:
     def _proof_failed(self, endpoint: Endpoint) -> None:
         """Tells it once for each good proof, of one that had served in this batch."""
         url, proof = endpoint.url, endpoint.proof
-        if url in self._confirmations and self._doubted.get(url) != proof:
+        served = self._target is not None and url in self._confirmations
+        if served and self._doubted.get(url) != proof:
             self._doubted[url] = proof
             if self.on_failed_proof is not None:
                 self.on_failed_proof(url, proof)

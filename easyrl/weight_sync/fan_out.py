@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.pool.pool import Endpoint
@@ -19,15 +18,6 @@ from easyrl.weight_sync.proof import Shown
 from easyrl.weight_sync.reconcile import Reconciler
 from easyrl.weight_sync.target import WeightStream
 from easyrl.weight_sync.tee import TensorTee
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of the endpoints, by URL."""
-
-    shown: dict[str, Shown]
-    failed: dict[str, EndpointError]  # ``EndpointUnavailable``: gone; else it failed for good
-    broadcast: list[str]  # those that a broadcast reached
 
 
 class FanOut:
@@ -85,16 +75,22 @@ class FanOut:
             if not answer.done():  # it may have gone down while it waited
                 answer.set_result(expected[url])
 
-    async def outcome(self) -> Outcome:
-        """Once there are no more questions. Raises what is no ``EndpointError``."""
-        reached = [] if self._broadcast is None else await self._broadcast
-        outcome = Outcome({}, {}, reached)
+    async def outcomes(self) -> dict[str, Shown | EndpointError]:
+        """By URL, once there are no more questions. Raises what is no ``EndpointError``.
+
+        ``EndpointUnavailable``: it is gone; another ``EndpointError``: it failed for good.
+        """
+        found: dict[str, Shown | EndpointError] = {}
         for url, task in self._tasks.items():
             try:
-                outcome.shown[url] = await task
+                found[url] = await task
             except EndpointError as error:
-                outcome.failed[url] = error
-        return outcome
+                found[url] = error
+        return found
+
+    async def num_broadcast(self) -> int:
+        """How many the broadcast reached."""
+        return 0 if self._broadcast is None else len(await self._broadcast)
 
     async def cancel(self) -> None:
         """Ends all; endpoints are told to give up what they were being given."""

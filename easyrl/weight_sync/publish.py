@@ -13,7 +13,12 @@ from torch import Tensor
 from easyrl.config import WeightSyncConfig
 from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.engines.base import TrainEngine
-from easyrl.inference_client.errors import EndpointUnavailable, NoEndpointError, Outage
+from easyrl.inference_client.errors import (
+    EndpointError,
+    EndpointUnavailable,
+    NoEndpointError,
+    Outage,
+)
 from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
 from easyrl.inference_client.transfer.artifact import weights_digest
 from easyrl.runtime.collectives import Agreement
@@ -30,7 +35,7 @@ from easyrl.schema import (
 from easyrl.weight_sync.broadcasting import Broadcaster, OpenGroup, device_broadcast
 from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints, FailedProof
-from easyrl.weight_sync.fan_out import FanOut, Outcome
+from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.probe import Probe
 from easyrl.weight_sync.proof import Prover, Shown, Spans
 from easyrl.weight_sync.push import WeightPusher
@@ -44,6 +49,13 @@ logger = logging.getLogger(__name__)
 
 class NoEndpointServes(RuntimeError):
     """No endpoint proved that it serves the weights of the next batch."""
+
+
+RAISED_EVERYWHERE: dict[str, type[Exception]] = {
+    "StopRequested": StopRequested,
+    "Outage": Outage,
+    "NoEndpointError": NoEndpointServes,  # all are excluded
+}
 
 
 @dataclass(slots=True)
@@ -174,10 +186,8 @@ class WeightSync:
         probe_s = self._learn_probe(version) if self._is_probe_due() else 0.0
         delivery = self._deliver(str(version), canary=self._config.canary)
         target = self._share(delivery)
-        shown = {url: delivery.shown.get(url, Shown()) for url in delivery.passed}
-        self._thread.run(
-            self._confirmed.confirm(target, {url: s.reading for url, s in shown.items()})
-        )
+        readings = {url: delivery.shown.get(url, Shown()).reading for url in delivery.passed}
+        self._thread.run(self._confirmed.confirm(target, readings))
         self._store.discard(self._current)  # the version before has been served until here
         self._current = delivery.weights
         metrics = {
@@ -253,16 +263,17 @@ class WeightSync:
         deadline_s = time.monotonic() + self._max_outage_s
         while not delivery.passed:
             urls = self._live_urls(deadline_s)
-            if weights is None:
-                if not is_written:
-                    for _ in self._engine.named_weights():
-                        pass
-                self._answer_questions(None, delivery)
-                outcome = None
+            excluded: dict[str, str] = {}
+            if weights is not None:
+                excluded = self._fan_out(urls, weights, delivery, canary, write=not is_written)
             else:
-                outcome = self._fan_out(urls, weights, delivery, canary, write=not is_written)
+                for _ in () if is_written else self._engine.named_weights():
+                    pass
+                self._answer_questions(None, delivery)
             is_written = True
-            self._settle(outcome, delivery)
+            agreed = self._agreement.from_rank_zero([list(delivery.shown), excluded])
+            delivery.passed, excluded = agreed
+            self._exclude(excluded)
         return delivery
 
     def _live_urls(self, deadline_s: float) -> list[str]:
@@ -270,24 +281,16 @@ class WeightSync:
 
         Rank 0's reasons to stop are raised on every rank.
         """
-        answer: dict[str, list[str] | str] = {}
+        urls: list[str] = []
+        stopped_by, reason = "", ""
         if self._agreement.rank == 0:
             try:
-                answer["urls"] = self._wait_unless_stopped(deadline_s)
-            except StopRequested as error:
-                answer["stop"] = str(error)
-            except Outage as error:
-                answer["outage"] = str(error)
-            except NoEndpointError as error:
-                answer["nobody"] = str(error)
-        agreed = self._agreement.from_rank_zero(answer)
-        if "nobody" in agreed:
-            raise NoEndpointServes(agreed["nobody"])
-        if "outage" in agreed:
-            raise Outage(agreed["outage"])
-        if "stop" in agreed:
-            raise StopRequested(agreed["stop"])
-        urls: list[str] = agreed["urls"]
+                urls = self._wait_unless_stopped(deadline_s)
+            except (StopRequested, NoEndpointError) as error:
+                stopped_by, reason = type(error).__name__, str(error)
+        urls, stopped_by, reason = self._agreement.from_rank_zero([urls, stopped_by, reason])
+        if stopped_by:
+            raise RAISED_EVERYWHERE[stopped_by](reason)
         return urls
 
     def _wait_unless_stopped(self, deadline_s: float) -> list[str]:
@@ -310,8 +313,11 @@ class WeightSync:
         canary: bool,
         *,
         write: bool,
-    ) -> Outcome:
-        """Has ``urls`` reconciled, while the weights are written if ``write``. Rank 0."""
+    ) -> dict[str, str]:
+        """Has ``urls`` reconciled, while the weights are written if ``write``. Rank 0.
+
+        Returns who failed for good and why.
+        """
         endpoints = [endpoint for endpoint in self._pool.endpoints if endpoint.url in urls]
         broadcaster = self._broadcaster
         tee = broadcaster.begin() if write and broadcaster is not None else None
@@ -326,10 +332,18 @@ class WeightSync:
             if write:
                 self._store.write(weights, self._named_weights(tee), self._thread.loop)
             self._answer_questions(fan_out, delivery)
-            return self._thread.run(fan_out.outcome())
+            if broadcaster is not None:
+                reached = self._thread.run(fan_out.num_broadcast())
+                delivery.num_broadcast = (delivery.num_broadcast or 0) + reached
+            outcomes = self._thread.run(fan_out.outcomes())
         except BaseException:
             self._thread.run(fan_out.cancel())
             raise
+        delivery.shown |= {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
+        failed = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
+        gone = {url: e for url, e in failed.items() if isinstance(e, EndpointUnavailable)}
+        self._thread.run(self._set_aside(gone))
+        return {url: error.reason for url, error in failed.items() if url not in gone}
 
     def _named_weights(self, tee: TensorTee | None) -> Iterator[tuple[str, Tensor]]:
         """The engine's, of which the broadcast takes what it needs on the way. Rank 0."""
@@ -355,23 +369,6 @@ class WeightSync:
     def _ask_trainer(self, samples: Mapping[str, Sequence[Completion]]) -> dict[str, Expected]:
         return self._canary.ask_trainer(samples, self._engine, self._agreement, self._dummy)
 
-    def _settle(self, outcome: Outcome | None, delivery: Delivery) -> None:
-        """Books what became of the endpoints; who failed for good is excluded on every rank."""
-        excluded: dict[str, str] = {}
-        if outcome is not None:
-            delivery.shown |= outcome.shown
-            if self._broadcaster is not None:
-                delivery.num_broadcast = (delivery.num_broadcast or 0) + len(outcome.broadcast)
-            for url, error in outcome.failed.items():
-                if not isinstance(error, EndpointUnavailable):
-                    excluded[url] = error.reason
-            self._thread.run(self._set_aside(outcome))
-        agreed = self._agreement.from_rank_zero(
-            {"passed": list(delivery.shown), "excluded": excluded}
-        )
-        delivery.passed = agreed["passed"]
-        self._exclude(agreed["excluded"])
-
     def _share(self, delivery: Delivery) -> Target:
         """What every rank needs to have endpoints prove the version later. Collective."""
         expected = next(iter(delivery.shown.values()), Shown()).expected
@@ -390,12 +387,11 @@ class WeightSync:
         excluded = {e.url: e.excluded for e in self._pool.endpoints if e.excluded is not None}
         self._exclude(self._agreement.from_rank_zero(excluded))
 
-    async def _set_aside(self, outcome: Outcome) -> None:
+    async def _set_aside(self, gone: Mapping[str, EndpointUnavailable]) -> None:
         """Endpoints that no longer answer: they are down until they do."""
         for endpoint in self._pool.endpoints:
-            error = outcome.failed.get(endpoint.url)
-            if isinstance(error, EndpointUnavailable) and endpoint.down is None:
-                self._pool.set_aside(endpoint, error)
+            if endpoint.url in gone and endpoint.down is None:
+                self._pool.set_aside(endpoint, gone[endpoint.url])
 
     def _exclude(self, problems: Mapping[str, str]) -> None:
         """Excludes by URL; a pool may not know an endpoint yet, or no longer."""

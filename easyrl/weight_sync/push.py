@@ -66,19 +66,14 @@ class WeightPusher:
         given.num_starts += 1
         return True
 
-    async def has(self, endpoint: Endpoint, weights: WeightStream) -> bool:
-        """Whether it was given all of ``weights`` and has not restarted since."""
+    async def stamp_of(self, endpoint: Endpoint, weights: WeightStream) -> str | None:
+        """Under which it has all of ``weights``; None if it has not, or has restarted."""
         given = self._given[endpoint.url]
-        if given.artifact != weights.name:
-            return False
-        try:
-            return await endpoint.client.weight_version(ANSWER_TIMEOUT_S) == given.stamp
-        except EndpointError:
-            return False  # a push will tell why
-
-    def stamp_of(self, endpoint: Endpoint) -> str | None:
-        """The stamp that it was given last."""
-        return self._given[endpoint.url].stamp
+        if given.artifact == weights.name:
+            with contextlib.suppress(EndpointError):  # a push will tell why
+                if await endpoint.client.weight_version(ANSWER_TIMEOUT_S) == given.stamp:
+                    return given.stamp
+        return None
 
     async def push(self, endpoint: Endpoint, weights: WeightStream) -> None:
         """Loads all of ``weights`` into ``endpoint``; it goes on under their ``unproven_stamp``.
@@ -133,8 +128,6 @@ class WeightPusher:
         With ``checks_start`` that is asked once more afterwards.
         """
         given, client = self._given[endpoint.url], endpoint.client
-        if given.stamp == version:
-            return
         shown = await client.weight_version(ANSWER_TIMEOUT_S)
         if shown != given.stamp:
             raise EndpointError(endpoint.url, f"serves {shown}, not {given.stamp}: has restarted")

@@ -39,12 +39,6 @@ logger = logging.getLogger(__name__)
 
 PUSH_ATTEMPTS = 2  # pushed, proved, pushed again, proved again, then excluded
 
-OnFailedProof = Callable[[Endpoint], None]
-
-
-def ignore_failed_proof(endpoint: Endpoint) -> None:
-    """Nothing was generated under a stamp that a failed proof could put in doubt."""
-
 
 class Reconciler:
     """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop.
@@ -62,13 +56,12 @@ class Reconciler:
         self._tolerance = tolerance
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by URL
         self.probe: Probe | None = None  # once learned, shown by whoever is new or has restarted
+        # told of one that showed other weights than it was given, once it is out of use and its
+        # requests in flight go elsewhere
+        self.on_failed_proof: Callable[[Endpoint], None] | None = None
 
     async def reconcile(
-        self,
-        endpoint: Endpoint,
-        weights: WeightStream,
-        expect: Expect | None,
-        on_failed_proof: OnFailedProof = ignore_failed_proof,
+        self, endpoint: Endpoint, weights: WeightStream, expect: Expect | None
     ) -> Shown:
         """Has ``endpoint`` serve ``weights``, proved, under their version.
 
@@ -77,12 +70,8 @@ class Reconciler:
         a cancellation. Raises ``EndpointUnavailable`` if it is gone, ``ProofFailed`` when it failed
         for good; then, and after a cancellation, it serves under no version that requests ask for,
         unless it still serves the one before, untouched.
-
-        Args:
-            on_failed_proof: told of an endpoint that showed other weights than it was given, when
-                it is out of use and its requests in flight go elsewhere.
         """
-        return await while_up(endpoint, self._locked(endpoint, weights, expect, on_failed_proof))
+        return await while_up(endpoint, self._until_proved(endpoint, weights, expect))
 
     async def broadcast(
         self,
@@ -125,53 +114,43 @@ class Reconciler:
             await weights.completed()  # the proof reads the host's copy
         return [endpoint.url for endpoint in ready]
 
-    async def _locked(
-        self,
-        endpoint: Endpoint,
-        weights: WeightStream,
-        expect: Expect | None,
-        on_failed_proof: OnFailedProof,
+    async def _until_proved(
+        self, endpoint: Endpoint, weights: WeightStream, expect: Expect | None
     ) -> Shown:
         async with self._locks[endpoint.url]:
             spans = Spans()
             pushes_left = PUSH_ATTEMPTS
             while True:
                 try:
-                    if not await self._pusher.has(endpoint, weights):
+                    stamp = await self._pusher.stamp_of(endpoint, weights)
+                    if stamp is None:
                         pushes_left -= 1
                         await self._show_probe(endpoint, spans)
                         await self._pusher.push(endpoint, weights)
-                    return await self._prove_and_stamp(endpoint, weights, expect, spans)
+                        stamp = weights.unproven_stamp
+                    shown = await self._prover.prove(endpoint, weights, stamp, expect, spans)
+                    if stamp != weights.version:
+                        await self._pusher.stamp(
+                            endpoint, weights.version, checks_start=self._prover.reads_bits
+                        )
+                    return shown
                 except EndpointError as error:
                     is_gone = isinstance(error, EndpointUnavailable)
                     if is_gone and not await still_answers(endpoint):
                         raise
                     logger.warning("weight sync: %s", error)
-                    await self._quarantine(endpoint, weights, error, on_failed_proof)
+                    await self._quarantine(endpoint, weights, error)
                     if not pushes_left:
                         raise ProofFailed(endpoint.url, error.reason) from error
 
-    async def _prove_and_stamp(
-        self, endpoint: Endpoint, weights: WeightStream, expect: Expect | None, spans: Spans
-    ) -> Shown:
-        stamp = self._pusher.stamp_of(endpoint)
-        assert stamp is not None, "it has the weights"
-        shown = await self._prover.prove(endpoint, weights, stamp, expect, spans)
-        await self._pusher.stamp(endpoint, weights.version, checks_start=self._prover.reads_bits)
-        return shown
-
     async def _quarantine(
-        self,
-        endpoint: Endpoint,
-        weights: WeightStream,
-        error: EndpointError,
-        on_failed_proof: OnFailedProof,
+        self, endpoint: Endpoint, weights: WeightStream, error: EndpointError
     ) -> None:
         """It gets no request, and what it has in flight goes elsewhere, until it is confirmed."""
         self._prover.distrust(endpoint.url)
         self._pool.quarantine(endpoint, error.reason)
-        if is_failed_proof(error):
-            on_failed_proof(endpoint)
+        if is_failed_proof(error) and self.on_failed_proof is not None:
+            self.on_failed_proof(endpoint)
         await self._pusher.disown(endpoint, weights)
 
     async def _show_probe(self, endpoint: Endpoint, spans: Spans) -> None:

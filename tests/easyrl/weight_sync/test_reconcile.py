@@ -12,7 +12,7 @@ from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
 from easyrl.weight_sync.fan_out import FanOut
-from easyrl.weight_sync.proof import ProofFailed, Prover
+from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
 from easyrl.weight_sync.reconcile import Reconciler
 from easyrl.weight_sync.target import MOST_CHUNKS, Target
@@ -87,8 +87,8 @@ class Parts:
         self.weights = stream(1)
         self.target = Target(self.weights, SAID)
 
-    def reconcile(self, **options):
-        return self.reconciler.reconcile(self.endpoint, self.weights, self.target.expect, **options)
+    def reconcile(self):
+        return self.reconciler.reconcile(self.endpoint, self.weights, self.target.expect)
 
 
 def test_pause_updating_push_prove_canary_stamp():
@@ -364,8 +364,9 @@ def test_the_trainer_is_asked_when_all_wait_for_it_or_have_ended():
         assert samples.keys() == {second.url}
         await fan_out.answer({second.url: SAID})
         assert await fan_out.questions() == {}
-        outcome = await fan_out.outcome()
-        assert outcome.shown.keys() == {first.url, second.url} and not outcome.failed
+        outcomes = await fan_out.outcomes()
+        assert outcomes.keys() == {first.url, second.url}
+        assert all(isinstance(outcome, Shown) for outcome in outcomes.values())
         assert first.version == second.version == VERSION
 
     asyncio.run(story())
@@ -380,9 +381,9 @@ def test_one_that_goes_down_while_it_waits_for_the_trainer_holds_nobody_up():
         await asyncio.sleep(0.3)
         await fan_out.answer(dict.fromkeys([first.url, second.url], SAID))
         assert await fan_out.questions() == {}
-        outcome = await fan_out.outcome()
-        assert outcome.shown.keys() == {first.url}
-        assert isinstance(outcome.failed[second.url], EndpointUnavailable)
+        outcomes = await fan_out.outcomes()
+        assert isinstance(outcomes[first.url], Shown)
+        assert isinstance(outcomes[second.url], EndpointUnavailable)
         assert second.version == UPDATING
 
     asyncio.run(story())

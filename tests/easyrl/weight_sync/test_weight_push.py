@@ -118,16 +118,16 @@ def test_a_version_is_stamped_unless_the_endpoint_has_restarted():
         pusher, client = WeightPusher(Announcer()), ScriptedClient()
         endpoint, weights = Endpoint(client, 1), stream(1)
         await push(client, weights, pusher=pusher)
-        assert await pusher.has(endpoint, weights) and pusher.stamp_of(endpoint) == UPDATING
+        assert await pusher.stamp_of(endpoint, weights) == UPDATING
         client.version = "default"
-        assert not await pusher.has(endpoint, weights)
+        assert await pusher.stamp_of(endpoint, weights) is None
         with pytest.raises(EndpointError, match="has restarted"):
             await pusher.stamp(endpoint, VERSION, checks_start=True)
         assert client.version == "default"
         client.version = UPDATING
         await pusher.stamp(endpoint, VERSION, checks_start=True)
         assert client.version == VERSION and client.calls[-2:] == ["stamp", "ask"]
-        assert await pusher.has(endpoint, weights) and pusher.stamp_of(endpoint) == VERSION
+        assert await pusher.stamp_of(endpoint, weights) == VERSION
 
     asyncio.run(story())
 
@@ -142,7 +142,7 @@ def test_who_failed_keeps_no_stamp_that_requests_ask_for(stamped, left):
             await pusher.stamp(endpoint, VERSION, checks_start=False)
         await pusher.disown(endpoint, weights)
         assert client.version == left
-        assert not await pusher.has(endpoint, weights)
+        assert await pusher.stamp_of(endpoint, weights) is None
         assert await pusher.has_restarted(endpoint)
 
     asyncio.run(story())
