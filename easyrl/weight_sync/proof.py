@@ -68,7 +68,7 @@ class Prover:
 
     def __init__(self, canary: Canary, *, tolerance: float, reads_bits: bool) -> None:
         self._canary = canary
-        self._tolerance = tolerance
+        self.tolerance = tolerance
         self.reads_bits = reads_bits
         # Nats by which the probe moved each endpoint's samples, by URL: of those that have shown
         # it since they started; infinite once they have shown the true weights again.
@@ -127,7 +127,7 @@ class Prover:
         After the probe it has to come back much nearer than half-way: keys and values of the canary
         that were left from the probe's weights show, also where its change is below the tolerance.
         """
-        return min(self._tolerance, self._probe_shifts.get(url, np.inf) / 2)
+        return min(self.tolerance, self._probe_shifts.get(url, np.inf) / 2)
 
 
 async def prove_weights(

@@ -129,7 +129,6 @@ class WeightSync:
         open_group: OpenGroup | None = None,
     ) -> None:
         self._config = config
-        self._tolerance = tolerance
         self._engine = engine
         self._pool = pool
         self._thread = thread
@@ -141,9 +140,7 @@ class WeightSync:
         self._prover = Prover(canary, tolerance=tolerance, reads_bits=config.prove)
         # used on rank 0 only, as are the next three
         self._store = WeightStore(config, run_name)
-        self._reconciler = Reconciler(
-            pool, WeightPusher(self._store), self._prover, tolerance=tolerance
-        )
+        self._reconciler = Reconciler(pool, WeightPusher(self._store), self._prover)
         self._current: WeightStream | None = None  # stays on the host until the next is served
         self._broadcaster: Broadcaster | None = None
         if config.transport in ("nccl", "hccl"):
@@ -240,7 +237,7 @@ class WeightSync:
             for url, shown in delivery.shown.items():
                 assert delivery.weights is not None and shown.expected is not None
                 probe = Probe(delivery.weights, shown.expected, true[url])
-                if problem := probe.check(shown.samples, self._tolerance):
+                if problem := probe.check(shown.samples, self._prover.tolerance):
                     problems[url] = problem
                 else:
                     self._reconciler.probe = probe

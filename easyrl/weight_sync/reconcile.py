@@ -29,7 +29,6 @@ from easyrl.weight_sync.proof import (
     Shown,
     Spans,
     is_failed_proof,
-    prove_weights,
 )
 from easyrl.weight_sync.push import WeightPusher, still_answers, while_up
 from easyrl.weight_sync.target import WeightStream
@@ -41,19 +40,12 @@ PUSH_ATTEMPTS = 2  # pushed, proved, pushed again, proved again, then excluded
 
 
 class Reconciler:
-    """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop.
+    """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop."""
 
-    Args:
-        tolerance: of the probe's mean |Δ log-prob| under its own weights, nats.
-    """
-
-    def __init__(
-        self, pool: EndpointPool, pusher: WeightPusher, prover: Prover, *, tolerance: float
-    ) -> None:
+    def __init__(self, pool: EndpointPool, pusher: WeightPusher, prover: Prover) -> None:
         self._pool = pool
         self._pusher = pusher
         self._prover = prover
-        self._tolerance = tolerance
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by URL
         self.probe: Probe | None = None  # once learned, shown by whoever is new or has restarted
         # told of one that showed other weights than it was given, once it is out of use and its
@@ -166,9 +158,9 @@ class Reconciler:
         start_s = time.monotonic()
         await self._pusher.push(endpoint, probe.weights)
         stamp = probe.weights.unproven_stamp
-        await prove_weights(endpoint, probe.weights, stamp=stamp, bits=self._prover.reads_bits)
+        await self._prover.prove(endpoint, probe.weights, stamp, None, Spans())
         samples = await self._prover.sample(endpoint, stamp)
-        if problem := probe.check(samples, self._tolerance):
+        if problem := probe.check(samples, self._prover.tolerance):
             raise ProofFailed(endpoint.url, problem)
         self._prover.trust(endpoint.url, probe.visible(samples))
         spans.probe_s += time.monotonic() - start_s

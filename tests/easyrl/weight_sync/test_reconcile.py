@@ -81,9 +81,7 @@ class Parts:
         self.pool = FakePool(self.endpoint)
         self.canary = ScriptedCanary(self.client)
         self.prover = Prover(self.canary, tolerance=0.1, reads_bits=True)
-        self.reconciler = Reconciler(
-            self.pool, WeightPusher(Announcer()), self.prover, tolerance=0.1
-        )
+        self.reconciler = Reconciler(self.pool, WeightPusher(Announcer()), self.prover)
         self.weights = stream(1)
         self.target = Target(self.weights, SAID)
 
@@ -341,7 +339,7 @@ def two_endpoints() -> tuple[list[ScriptedClient], FanOut, list[Endpoint]]:
         async def init_info(self, url):
             return {"to": URL}
 
-    reconciler = Reconciler(FakePool(*endpoints), WeightPusher(Everywhere()), prover, tolerance=0.1)
+    reconciler = Reconciler(FakePool(*endpoints), WeightPusher(Everywhere()), prover)
     return clients, FanOut(reconciler, endpoints, stream(1), canary=True), endpoints
 
 
