@@ -280,6 +280,23 @@ class FailsAt(Watched):
         return None
 
 
+class FailsHalfWay(Watched):
+    """Takes some of an update's chunks, and no more of them, while it ``fails``."""
+
+    fails = False
+    num_taken = 0
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path == "/start_weight_update":
+            self.num_taken = 0
+        if request.path == "/update_weights" and self.fails and b"abandon" not in body:
+            self.num_taken += 1
+            if self.num_taken > 1:
+                return reply({"error": "out of luck"}, status=500)
+        return None
+
+
 class AnswersFromItsPrefixCache(Proxy):
     """Says that it has reset its prefix cache, and goes on from what it had computed of a prompt
     under the weights before; under the present ones' name."""
