@@ -264,8 +264,9 @@ class WeightSync:
             if weights is not None:
                 excluded = self._fan_out(urls, weights, delivery, canary, write=not is_written)
             else:
-                for _ in () if is_written else self._engine.named_weights():
-                    pass
+                if not is_written:
+                    for _ in self._engine.named_weights():
+                        pass
                 self._answer_questions(None, delivery)
             is_written = True
             agreed = self._agreement.from_rank_zero([list(delivery.shown), excluded])
