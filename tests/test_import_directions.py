@@ -15,6 +15,8 @@ LEAVES = {
     "easyrl.runtime.numerics",
     "easyrl.runtime.durable_files",
     "easyrl.runtime.workers.child_process",
+    "easyrl.runtime.workers.failure",
+    "easyrl.runtime.workers.supervised_child",
 }
 # room → what of ours it may import besides itself
 ALLOWED = {
@@ -70,9 +72,15 @@ ALLOWED = {
     "easyrl.metrics.event_log": set(),
     "easyrl.runtime.numerics": set(),
     "easyrl.runtime.workers.child_process": set(),
-    "easyrl.runtime.workers.worker_process": {"easyrl.runtime.workers.child_process"},
-    "easyrl.runtime.workers.worker_pool": {
+    "easyrl.runtime.workers.failure": set(),
+    "easyrl.runtime.workers.supervised_child": {"easyrl.runtime.workers.child_process"},
+    "easyrl.runtime.workers.worker_process": {
         "easyrl.runtime.workers.child_process",
+        "easyrl.runtime.workers.failure",
+    },
+    "easyrl.runtime.workers.worker_pool": {
+        "easyrl.runtime.workers.failure",
+        "easyrl.runtime.workers.supervised_child",
         "easyrl.runtime.workers.worker_process",
     },
 }
@@ -92,6 +100,8 @@ LIGHT = {
     "easyrl.train",
     "easyrl.runtime.watchdog",
     "easyrl.runtime.workers.child_process",
+    "easyrl.runtime.workers.failure",
+    "easyrl.runtime.workers.supervised_child",
     "easyrl.runtime.workers.worker_pool",
     "easyrl.runtime.workers.worker_process",
     "easyrl.rewards.worker",

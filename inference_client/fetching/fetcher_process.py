@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import pickle
 import resource
 import socket
-import traceback
 
 import aiohttp
 import msgspec
 import numpy as np
 
 from easyrl.config import SamplingConfig
-from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.fetching.fetcher_messages import (
     HEARTBEAT_S,
     Cancel,
@@ -23,10 +22,10 @@ from easyrl.inference_client.fetching.fetcher_messages import (
     Send,
     decode_orders,
     encode,
-    failed,
 )
 from easyrl.inference_client.fetching.fetcher_pool import Fetch, local_fetch
 from easyrl.runtime.workers.child_process import FrameSplitter, frame
+from easyrl.runtime.workers.failure import Failure
 
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again
@@ -113,10 +112,8 @@ class _Fetcher(asyncio.Protocol):
                 completion.finish_reason,
                 completion.version_spans,
             )
-        except (EndpointError, ValueError) as error:
-            reply = failed(order.number, error)
-        except Exception:  # ours; it has to be seen where the run can stop
-            reply = Failed(order.number, "", f"in a fetcher process:\n{traceback.format_exc()}")
+        except Exception as error:
+            reply = Failed(order.number, pickle.dumps(Failure.of(error), 5))
         finally:
             del self._tasks[order.number]
         now_s = self._loop.time()
