@@ -20,8 +20,9 @@ import requests
 from easyrl.config import LaunchConfig
 from easyrl.inference_client.servers.managed.managed import ManagedServers, RestartRule
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
-from tests.inference_client.test_launch import QUICK_SERVER, answers, eventually, fake_vllm
+from tests.inference_client.test_launch import QUICK_SERVER, answers, fake_vllm
 from tests.tiny_models import save_tiny_model
+from tests.waiting import eventually
 
 FAST = RestartRule(
     interval_s=0.05, health_interval_s=0.1, hang_s=6.0, quick_death_s=0.0, back_off_s=0.01

@@ -19,11 +19,8 @@ from easyrl.inference_client.servers.managed.launch import (
     VllmServerProcess,
     visible_devices,
 )
-from easyrl.inference_client.servers.managed.server_process import (
-    ServerProcess,
-    ServerStartError,
-    free_port,
-)
+from easyrl.inference_client.servers.managed.server_process import ServerProcess, ServerStartError
+from easyrl.runtime.machine import free_port
 
 if TYPE_CHECKING:
     from easyrl.config import LaunchConfig

@@ -23,6 +23,7 @@ from easyrl.runtime.workers.worker_pool import (
     WorkerPool,
     WorkerTimeout,
 )
+from tests.waiting import wait_until
 
 
 class TwoArgumentError(Exception):
@@ -101,13 +102,6 @@ def alive(pid: int) -> bool:
     return state != "Z"  # a zombie has ended, its parent has not asked yet
 
 
-def wait_until(condition, what: str, limit_s: float = 20.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, f"{what} not within {limit_s} s"
-        time.sleep(0.02)
-
-
 async def test_results_of_many_calls_come_back_to_their_callers(pool):
     assert await asyncio.gather(*[pool.call(double, i) for i in range(300)]) == [
         2 * i for i in range(300)
@@ -122,7 +116,7 @@ async def test_two_workers_run_at_the_same_time(pool, tmp_path):
 def meet(folder: str, i: int) -> int:
     """Returns only when its twin has been started."""
     Path(folder, str(i)).touch()
-    wait_until(Path(folder, str(1 - i)).exists, "the other worker")
+    wait_until(Path(folder, str(1 - i)).exists)
     return os.getpid()
 
 
@@ -181,7 +175,7 @@ async def test_timeout_kills_what_the_task_had_started(pool, tmp_path):
     path = tmp_path / "pid"
     with pytest.raises(TimeoutError):
         await pool.call(spawn_child_and_hang, str(path), timeout_s=2)
-    wait_until(lambda: not alive(int(path.read_text())), "the end of the grandchild")
+    wait_until(lambda: not alive(int(path.read_text())))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +214,7 @@ async def test_a_worker_that_dies_while_idle_fails_no_task():
     async with WorkerPool(1) as pool:
         pid = await pool.call(os.getpid)
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not alive(pid), "the end of the worker")
+        wait_until(lambda: not alive(pid))
         assert await pool.call(double, 4) == 8
 
 
@@ -276,7 +270,8 @@ async def test_close_kills_hung_workers_and_cancels_what_waits(tmp_path):
     await pool.start()
     hung = asyncio.ensure_future(pool.call(hold_the_gil, str(tmp_path / "pid")))
     waiting = asyncio.ensure_future(pool.call(double, 1))
-    await asyncio.to_thread(wait_until, (tmp_path / "pid").exists, "the hung task")
+    path = tmp_path / "pid"
+    await asyncio.to_thread(wait_until, lambda: path.exists() and path.read_text())
     await pool.close()
     with pytest.raises(WorkerDied, match="closed"):
         await hung
@@ -345,7 +340,7 @@ def parent_with_busy_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, 
     )
     try:
         first = int(process.stdout.readline())
-        wait_until(lambda: path.exists() and path.read_text() != "", "the busy worker")
+        wait_until(lambda: path.exists() and path.read_text() != "")
         children = Path(f"/proc/{process.pid}/task").glob("*/children")
         pids = {int(pid) for file in children for pid in file.read_text().split()}
         assert {first, int(path.read_text())} <= pids and len(pids) == 2
@@ -359,7 +354,7 @@ def parent_with_busy_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, 
 def test_workers_end_when_the_parent_is_killed(tmp_path):
     with parent_with_busy_worker(tmp_path) as (process, pids):
         process.kill()
-        wait_until(lambda: not any(map(alive, pids)), "the end of the workers")
+        wait_until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -367,5 +362,5 @@ def test_ctrl_c_ends_the_parent_and_leaves_no_worker(tmp_path):
     with parent_with_busy_worker(tmp_path) as (process, pids):
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the whole group
         errors = process.communicate(timeout=20)[1].decode()
-        wait_until(lambda: not any(map(alive, pids)), "the end of the workers")
+        wait_until(lambda: not any(map(alive, pids)))
         assert "KeyboardInterrupt" in errors and "worker_main" not in errors
