@@ -87,7 +87,7 @@ class ServerProcess(ABC):
             return f"port {self.port} is in use by another process; give another one"
         return ""
 
-    # ---- attempt --------------------------------------------------------------------------------
+    # ---- start and stop -------------------------------------------------------------------------
 
     def _start(self, wait: bool) -> None:
         if self.port is not None:
@@ -169,7 +169,7 @@ class ServerProcess(ABC):
         self._guard = None
 
     def restart(self, *, wait: bool = True) -> None:
-        """Starts it again on the same port; what is left of the former attempt is stopped first."""
+        """Starts it again on the same port; what is left of the former start is stopped first."""
         self.stop()
         self._start(wait)
 
@@ -187,10 +187,10 @@ class ServerProcess(ABC):
     # ---- log ---------------------------------------------------------------------------------
 
     def _start_error(self, what: str) -> ServerStartError:
-        return ServerStartError(f"{self.name} {what}{self.last_words()}")
+        return ServerStartError(f"{self.name} {what}{self.failure_report()}")
 
-    def last_words(self) -> str:
-        """What probably went wrong, if that is known, and the end of the present attempt's log."""
+    def failure_report(self) -> str:
+        """What probably went wrong, if that is known, and the end of the log."""
         log = self._log_text()
         remedy = self._explain(log)
         head = f": {remedy}" if remedy else ""
