@@ -1,8 +1,9 @@
-"""Ports and processors of this machine."""
+"""Ports, processors and open files of this machine."""
 
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Sequence
 
@@ -25,3 +26,9 @@ def pin_process(pid: int, cpus: Sequence[int]) -> None:
     """Restricts a process to ``cpus``, where the system can."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(pid, cpus)
+
+
+def allow_open_files() -> None:
+    """As many as the system lets this process have, by default 1024; a connection is one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import pickle
-import resource
 import socket
 
 import aiohttp
@@ -25,6 +24,7 @@ from easyrl.inference_client.fetching.fetcher_messages import (
     encode,
 )
 from easyrl.inference_client.fetching.fetcher_pool import Fetch, local_fetch
+from easyrl.runtime.machine import allow_open_files
 from easyrl.runtime.workers.child_process import FrameSplitter, frame
 from easyrl.runtime.workers.failure import Failure
 
@@ -39,7 +39,7 @@ MAX_DELIVERY_DELAY_S = 0.1
 
 def fetcher_main(connection: socket.socket) -> None:
     """What a fetcher process runs, until the other end of ``connection`` is closed."""
-    _allow_open_files()
+    allow_open_files()
     asyncio.run(_serve(connection))
 
 
@@ -124,10 +124,3 @@ class _Fetcher:
 @functools.lru_cache(maxsize=64)
 def _sampling(encoded: bytes) -> SamplingConfig:
     return SamplingConfig.model_validate_json(encoded)
-
-
-def _allow_open_files() -> None:
-    """As many as the system lets us have, by default 1024; each request is a connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
