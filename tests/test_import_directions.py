@@ -41,8 +41,8 @@ MAY_IMPORT = {
     "recipes": "schema config engines.base kernels.logprobs.linear_token_loss",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema",
-    "engines": "schema config runtime.machine kernels.attention.segment_layout recipes models.loading models.lora"
-    " models.policy_model models.tri_model",
+    "engines": "schema config runtime.machine kernels.attention.segment_layout recipes"
+    " models.loading models.lora models.policy_model models.tri_model",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
     "runtime": "schema config metrics.event_log",
