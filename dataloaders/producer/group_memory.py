@@ -21,6 +21,11 @@ class StoredGroup(Protocol):
         """Of the group packed with its prompt once: P + ΣR."""
         ...
 
+    @property
+    def refused(self) -> bool:
+        """Rejected or excluded: it is not trained."""
+        ...
+
     def load(self) -> RolloutGroup:
         """Reads it back. Raises what the store raises where it is damaged."""
         ...
@@ -43,10 +48,14 @@ class GroupStore(Protocol):
 
 
 class GroupMemory(Protocol):
-    """Bounds the groups that wait in memory; one per stream."""
+    """Bounds the groups that wait in memory; one per batch."""
 
     async def keep(self, group: RolloutGroup) -> RolloutGroup | StoredGroup:
         """What of a finished group waits for the consumer. On the producer's loop."""
+        ...
+
+    async def put_away(self, group: RolloutGroup) -> RolloutGroup:
+        """A finished group that no consumer is given. On the producer's loop."""
         ...
 
     async def finish(self) -> None:
@@ -73,6 +82,9 @@ class BlockingMemory:
         await self._free.acquire()
         return group
 
+    async def put_away(self, group: RolloutGroup) -> RolloutGroup:
+        return group
+
     async def finish(self) -> None:
         pass
 
@@ -87,7 +99,7 @@ class SpillingMemory:
     """A finished group is stored; one that finds no room is kept as a reference to what is stored.
 
     Args:
-        disk: held while the store is written; shared by all streams, so that one thread at a time
+        disk: held while the store is written; shared by all batches, so that one thread at a time
             is busy with it.
     """
 
@@ -97,9 +109,11 @@ class SpillingMemory:
         self._disk = disk
 
     async def keep(self, group: RolloutGroup) -> RolloutGroup | StoredGroup:
-        async with self._disk:  # the loop goes on meanwhile
-            group, stored = await asyncio.to_thread(self._store.add, group)
+        group, stored = await self._add(group)
         return group if self._free.acquire(blocking=False) else stored
+
+    async def put_away(self, group: RolloutGroup) -> RolloutGroup:
+        return (await self._add(group))[0]
 
     async def finish(self) -> None:
         async with self._disk:
@@ -110,3 +124,7 @@ class SpillingMemory:
 
     def handed_out(self) -> None:
         self._free.release()
+
+    async def _add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredGroup]:
+        async with self._disk:  # the loop goes on meanwhile
+            return await asyncio.to_thread(self._store.add, group)

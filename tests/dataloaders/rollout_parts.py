@@ -119,6 +119,10 @@ class Stored:
     def num_tokens(self) -> int:
         return packed_tokens(self.group)
 
+    @property
+    def refused(self) -> bool:
+        return self.group.refused is not None
+
     def load(self) -> RolloutGroup:
         self.store.loads.append(self.group.prompt.index)
         return self.group

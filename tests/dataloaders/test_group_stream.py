@@ -211,10 +211,10 @@ def test_groups_that_are_named_are_waited_for_and_come_in_the_order_named(in_pro
         stream = rollouts.produce(prompts(5), "v")
         wait_until(lambda: stream.waiting == 3)
         threading.Timer(0.05, generate.release, (thread, 2)).start()
-        assert indices(stream.take([2, 0])) == [2, 0]
+        assert indices(stream.drain([(0, 2), (0, 0)])) == [2, 0]
         assert indices(stream.drain_ready(1)) == [1]
         stream.close()
-        assert stream.take([3]) == []
+        assert stream.drain([(0, 3)]) == []
 
 
 class Stop(Exception):
@@ -231,7 +231,7 @@ def test_an_interrupt_wakes_who_waits_with_the_error_itself(ask):
                 case "drain_ready":
                     stream.drain_ready(100)
                 case "take":
-                    stream.take([1])
+                    stream.drain([(0, 1)])
                 case "complete":
                     stream.complete()
                 case "iterate":
