@@ -13,8 +13,8 @@ import orjson
 from omegaconf import OmegaConf
 
 from easyrl.config import Config
-from easyrl.config.checks import check_paths
 from easyrl.config.file import validate_config
+from easyrl.config.machine import check_paths
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, usable_cpus
 
 Reward = Callable[..., Any]  # (prompt, texts, token_ids) -> one float per response

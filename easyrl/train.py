@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from easyrl.config import Config, ConfigError
-from easyrl.config.checks import check_paths
 from easyrl.config.file import dump_config, load_config
+from easyrl.config.machine import check_paths
 from easyrl.runtime.launcher_watch import end_with_launcher
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.stopping import StopRequest

@@ -1,158 +1,104 @@
-"""Walks every import of the project and fails on an edge that points the wrong way (DESIGN §3)."""
+"""Walks every import of the project and fails on one that points the wrong way (DESIGN §3)."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PLUGIN = ROOT / "inference_client/vllm_plugin"
-LEAVES = {
-    "easyrl.schema",
-    "easyrl.config",
-    "easyrl.metrics.event_log",
-    "easyrl.runtime.seeding",
-    "easyrl.runtime.numerics",
-    "easyrl.runtime.durable_files",
-    "easyrl.runtime.workers.child_process",
+EASYRL = "easyrl."
+
+# Room → what of ours its files may import besides each other, at module level or inside a function,
+# names below ``easyrl.``; a file belongs to the longest row that fits. From the leaves upwards.
+MAY_IMPORT = {
+    "schema": "",
+    "config": "",
+    "metrics.event_log": "",
+    "runtime.seeding": "",
+    "runtime.numerics": "",
+    "runtime.durable_files": "",
+    "runtime.workers": "",
+    "kernels.attention": "",
+    "kernels.logprobs": "",
+    # prompts in, micro-batches out
+    "dataloaders.prompts": "schema config",
+    "dataloaders.producer": "schema metrics.event_log",
+    "dataloaders.packing": "schema",
+    "rewards": "schema config runtime.workers.worker_pool",
+    # the endpoints
+    "inference_client": "schema config",
+    "inference_client.fetching": "schema config runtime.workers.child_process"
+    " inference_client.client inference_client.errors inference_client.responses",
+    "inference_client.pool": "schema config inference_client.client inference_client.errors",
+    "inference_client.vllm_plugin": "",
+    "inference_client.transfer": "inference_client.vllm_plugin",
+    "inference_client.servers.managed": "config",
+    "inference_client.servers.embedded": "schema runtime.numerics inference_client.transfer"
+    " inference_client.vllm_plugin",
+    # the model that is trained
+    "recipes": "schema config engines.base kernels.logprobs.linear_token_loss",
+    "models": "schema config engines.base kernels recipes runtime.numerics",
+    "engines.base": "schema",
+    "engines": "schema config kernels.attention.segment_layout recipes models.loading models.lora"
+    " models.policy_model models.tri_model",
+    # the run
+    "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
+    "runtime": "schema config metrics.event_log",
+    "ledger.journal": "schema config runtime.durable_files dataloaders.producer",
+    "ledger.checkpoints": "config engines.base metrics.event_log runtime.collectives"
+    " runtime.durable_files models.lora inference_client.transfer.artifact",
+    "ledger.certificate": "schema runtime.durable_files ledger.checkpoints.manifest ledger.journal"
+    " dataloaders.prompts.dataset",
+    "ledger.closed_batch": "schema metrics.batch_metrics ledger.certificate.records",
+    "ledger": "schema metrics.trackers runtime.run_files dataloaders.producer.group_stream",
+    "weight_sync": "schema config engines.base runtime.collectives runtime.stopping"
+    " inference_client",
+    "trainer": "",
+    "trainer.row_split": "schema",
+    "trainer.look_ahead": "schema metrics.event_log engines.base trainer.row_split",
+    "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics engines.base"
+    " runtime.collectives runtime.stopping trainer.look_ahead",
+    "trainer.loop": "schema metrics.event_log metrics.batch_metrics engines.base"
+    " runtime.collectives ledger.certificate.records ledger.closed_batch trainer.accumulation",
+    "trainer.evaluation": "schema runtime.collectives runtime.stopping",
+    # what puts the rooms together, and what a user calls
+    "build": "schema config dataloaders engines inference_client ledger metrics recipes rewards"
+    " runtime trainer weight_sync",
+    "train": "schema config build ledger.checkpoints metrics runtime",
+    "api": "config train inference_client.servers.managed",
+    "commands": "config train build ledger runtime inference_client.pool.membership"
+    " inference_client.servers.embedded.server",
+    "__main__": "commands",
+    "demo": "config metrics.trackers inference_client.servers.managed",
+    "__init__": "api",
 }
-# room → what of ours it may import besides itself
-ALLOWED = {
-    "easyrl.kernels": set(),
-    "easyrl.dataloaders": LEAVES,
-    "easyrl.inference_client": LEAVES,
-    "easyrl.rewards": LEAVES | {"easyrl.runtime.workers.worker_pool"},
-    "easyrl.ledger.certificate": LEAVES
-    | {
-        "easyrl.ledger.checkpoints.manifest",
-        "easyrl.ledger.journal",
-        "easyrl.dataloaders.prompts.dataset",
-    },
-    "easyrl.recipes": LEAVES | {"easyrl.engines.base", "easyrl.kernels.logprobs.linear_token_loss"},
-    "easyrl.engines": LEAVES
-    | {
-        "easyrl.kernels",
-        "easyrl.models.lora",
-        "easyrl.models.loading",
-        "easyrl.recipes",
-        "easyrl.models.policy_model",
-        "easyrl.models.tri_model",
-    },
-    "easyrl.trainer.loop": LEAVES
-    | {
-        "easyrl.trainer.accumulation",
-        "easyrl.runtime.collectives",
-        "easyrl.metrics.batch_metrics",
-        "easyrl.ledger.certificate.records",
-        "easyrl.ledger.closed_batch",
-        "easyrl.engines.base",
-    },
-    "easyrl.trainer.accumulation": LEAVES
-    | {
-        "easyrl.runtime.collectives",
-        "easyrl.metrics.batch_metrics",
-        "easyrl.engines.base",
-        "easyrl.trainer.look_ahead",
-        "easyrl.runtime.stopping",
-    },
-    "easyrl.trainer.look_ahead": LEAVES | {"easyrl.engines.base", "easyrl.trainer.row_split"},
-    "easyrl.trainer.row_split": LEAVES,
-    "easyrl.ledger.closed_batch": LEAVES
-    | {"easyrl.metrics.batch_metrics", "easyrl.ledger.certificate.records"},
-    "easyrl.ledger.journal": LEAVES
-    | {
-        "easyrl.dataloaders.producer.group_stream",
-        "easyrl.dataloaders.producer.open_samples",
-        "easyrl.dataloaders.producer.rollout_generator",
-    },
-    "easyrl.schema": set(),
-    "easyrl.config": set(),
-    "easyrl.metrics.event_log": set(),
-    "easyrl.runtime.numerics": set(),
-    "easyrl.runtime.workers.child_process": set(),
-    "easyrl.runtime.workers.worker_process": {"easyrl.runtime.workers.child_process"},
-    "easyrl.runtime.workers.worker_pool": {
-        "easyrl.runtime.workers.child_process",
-        "easyrl.runtime.workers.worker_process",
-    },
+
+# Imports that point the wrong way and still have to go: a file, and what it should not know.
+TO_BE_MENDED = {
+    ("runtime.determinism", "inference_client.client"),
+    ("runtime.determinism", "inference_client.pool.endpoint"),
+    ("runtime.determinism", "inference_client.pool.pool"),
+    ("runtime.run_folder", "metrics.console"),
+    ("runtime.run_folder", "metrics.trackers"),
+    ("trainer.evaluation", "dataloaders.producer.rollout_generator"),
+    ("trainer.evaluation", "inference_client.errors"),
+    ("weight_sync.sync", "dataloaders.producer.loop_thread"),
 }
-WIRING = {"easyrl.build", "easyrl.train"}
+
 HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
-LIGHT = {
-    "easyrl",
-    "easyrl.schema",
-    "easyrl.config",
-    "easyrl.config.checks",
-    "easyrl.config.file",
-    "easyrl.runtime.launcher_watch",
-    "easyrl.runtime.notices",
-    "easyrl.runtime.signals",
-    "easyrl.runtime.stacks",
-    "easyrl.runtime.stopping",
-    "easyrl.train",
-    "easyrl.runtime.watchdog",
-    "easyrl.runtime.workers.child_process",
-    "easyrl.runtime.workers.worker_pool",
-    "easyrl.runtime.workers.worker_process",
-    "easyrl.rewards.worker",
-    "easyrl.inference_client.client",
-    "easyrl.inference_client.responses",
-    "easyrl.inference_client.fetching.fetcher_pool",
-    "easyrl.inference_client.fetching.fetcher_messages",
-    "easyrl.inference_client.fetching.fetcher_process",
-}
-
-
-def module_files() -> dict[str, Path]:
-    files = {}
-    for folder, prefix in (
-        ("easyrl", "easyrl"),
-        ("dataloaders", "easyrl.dataloaders"),
-        ("inference_client", "easyrl.inference_client"),
-        ("kernels", "easyrl.kernels"),
-    ):
-        for path in (ROOT / folder).rglob("*.py"):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            name = ".".join((prefix, *parts)).removesuffix(".__init__")
-            files[name] = path
-    return files
-
-
-def imports(path: Path, *, module_level_only: bool = False) -> set[str]:
-    tree = ast.parse(path.read_text())
-    found = set()
-    nodes = tree.body if module_level_only else list(ast.walk(tree))
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            if node.level == 1 and PLUGIN in path.parents:
-                continue  # has another name inside vLLM; stays in its own folder
-            assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found
-
-
-def within(name: str, package: str) -> bool:
-    return name == package or name.startswith(package + ".")
-
-
-FILES = module_files()
-
-
-@pytest.mark.parametrize("room", sorted(ALLOWED))
-def test_a_room_imports_only_what_it_may(room):
-    members = [name for name in FILES if within(name, room)]
-    assert members, f"{room} has no files"
-    for name in members:
-        ours = {i for i in imports(FILES[name]) if within(i, "easyrl") and i != "easyrl"}
-        wrong = {
-            i
-            for i in ours
-            if not within(i, room) and not any(within(i, ok) for ok in ALLOWED[room])
-        }
-        assert not wrong, f"{name} must not import {sorted(wrong)}"
-
+# Imported where it has to be fast: by worker processes, which import the main module again, and by
+# a command that shows its help.
+LIGHT = """
+    __init__ __main__ schema config config.machine config.file train rewards.worker
+    commands.train commands.serve commands.evaluate commands.endpoints commands.verify
+    commands.replay
+    runtime.launcher_watch runtime.notices runtime.signals runtime.stacks runtime.stopping
+    runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
+    runtime.workers.worker_process
+    inference_client.client inference_client.responses inference_client.fetching.fetcher_pool
+    inference_client.fetching.fetcher_messages inference_client.fetching.fetcher_process
+""".split()
 
 PLAIN = {
     "__future__",
@@ -168,36 +114,170 @@ PLAIN = {
     "typing",
     "weakref",
 }
-
-
 # modules that are imported only where their package is: a kernel is compiled from module level
-LAZY_KERNELS = {"easyrl.kernels.logprobs.triton_logprob": {"triton"}}
+LAZY_KERNELS = {"kernels.logprobs.triton_logprob": {"triton"}}
+
+
+def module_files() -> dict[str, Path]:
+    """Every module's file, by its name below ``easyrl.``."""
+    files = {}
+    for folder in ("easyrl", "dataloaders", "inference_client", "kernels"):
+        for path in (ROOT / folder).rglob("*.py"):
+            below = ROOT / "easyrl" if folder == "easyrl" else ROOT
+            name = ".".join(path.relative_to(below).with_suffix("").parts)
+            files[name.removesuffix(".__init__")] = path
+    return files
+
+
+FILES = module_files()
+
+
+def imported(name: str, *, module_level_only: bool = False) -> set[str]:
+    """Full names of all that a module's file imports, of ours and of others."""
+    tree = ast.parse(FILES[name].read_text())
+    found: set[str] = set()
+    for node in tree.body if module_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:  # the plugin has another name inside vLLM and stays in its own folder
+                assert within(name, "inference_client.vllm_plugin") and node.level == 1, name
+                is_package = FILES[name].name == "__init__.py"
+                package = name if is_package else name.rpartition(".")[0]
+                module = f"{EASYRL}{package}.{module}".rstrip(".")
+            found |= {f"{module}.{alias.name}" for alias in node.names} | {module}
+    return found
+
+
+def imported_modules(name: str, *, module_level_only: bool = False) -> set[str]:
+    """Modules of ours that a module's file imports, packages that it names included."""
+    found = set()
+    for full_name in imported(name, module_level_only=module_level_only):
+        if full_name.startswith(EASYRL):
+            module = full_name.removeprefix(EASYRL)
+            while module and module not in FILES:  # a name inside a module
+                module = module.rpartition(".")[0]
+            found.add(module)
+    return found - {"", name}
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def room_of(name: str) -> str:
+    return max((room for room in MAY_IMPORT if within(name, room)), key=len, default="")
+
+
+def wrong_imports(name: str, modules: set[str]) -> set[str]:
+    """Those of ``modules`` that the file ``name`` must not import."""
+    room = room_of(name)
+    allowed = [room, *MAY_IMPORT[room].split()]
+    return {module for module in modules if not any(within(module, ok) for ok in allowed)}
+
+
+def a_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Files that import each other in a circle, the first again at the end; empty without one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def heavy_imports(name: str) -> set[tuple[str, str]]:
+    """Heavy packages that are imported with a module, and by which of ours."""
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            parts = module.split(".")
+            packages = {".".join(parts[:n]) for n in range(1, len(parts))} & set(FILES)
+            waiting += packages | imported_modules(module, module_level_only=True)
+    return {
+        (package, module)
+        for module in seen
+        for package in HEAVY & top_level(imported(module, module_level_only=True))
+    }
+
+
+def top_level(names: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
+
+
+def test_every_file_belongs_to_a_room_and_every_room_has_files():
+    assert {room_of(name) for name in FILES} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_what_it_may(room):
+    for name in FILES:
+        if room_of(name) == room:
+            wrong = wrong_imports(name, imported_modules(name))
+            assert {(name, w) for w in wrong} <= TO_BE_MENDED, f"{name} imports {sorted(wrong)}"
+
+
+def test_what_has_been_mended_is_not_listed_any_more():
+    for name, module in TO_BE_MENDED:
+        assert module in wrong_imports(name, imported_modules(name)), (name, module)
+
+
+@pytest.mark.parametrize(
+    "name, module",
+    [
+        ("schema", "config"),
+        ("config.tree", "schema"),
+        ("kernels.attention.merged_attention", "schema"),
+        ("dataloaders.packing.groups", "trainer.loop"),
+        ("dataloaders.producer.group_stream", "inference_client.client"),
+        ("trainer.loop", "dataloaders.packing.groups"),
+        ("trainer.loop", "inference_client.pool.pool"),
+        ("trainer.loop", "engines.deepspeed.engine"),
+        ("weight_sync.sync", "engines.deepspeed.engine"),
+        ("recipes.losses", "models.tri_model"),
+        ("ledger.journal.batch", "ledger.certificate.writer"),
+        ("train", "trainer.loop"),
+    ],
+)
+def test_an_import_against_the_direction_is_refused(name, module):
+    assert {name, module} <= set(FILES)
+    assert wrong_imports(name, {module}) == {module}
+
+
+def test_no_two_files_import_each_other():
+    """Round any number of corners; also where an import is for types or inside a function."""
+    assert a_cycle({name: imported_modules(name) for name in FILES}) == []
+
+
+def test_a_cycle_is_found():
+    graph = {name: imported_modules(name) for name in FILES}
+    assert "config.tree" in imported_modules("config.file")
+    graph["config.tree"] = graph["config.tree"] | {"config.file"}
+    assert set(a_cycle(graph)) == {"config.tree", "config.file"}
+
+
+def test_only_the_wiring_knows_all_rooms():
+    rooms = ("dataloaders", "inference_client", "engines.deepspeed")
+    for name in FILES:
+        known = {r for r in rooms for module in imported_modules(name) if within(module, r)}
+        assert len(known) < len(rooms) or within(name, "build"), f"{name} imports {sorted(known)}"
 
 
 def test_kernels_import_only_torch_at_module_level():
-    for name, path in FILES.items():
-        if within(name, "easyrl.kernels"):
-            top = {i.split(".")[0] for i in imports(path, module_level_only=True)}
+    for name in FILES:
+        if within(name, "kernels"):
+            top = top_level(imported(name, module_level_only=True))
             of_backend = LAZY_KERNELS.get(name, set())
             assert top <= {"torch", "easyrl"} | PLAIN | of_backend, (name, top)
 
 
-def test_only_the_wiring_knows_all_rooms():
-    for name, path in FILES.items():
-        rooms = {
-            room
-            for room in (
-                "easyrl.dataloaders",
-                "easyrl.inference_client",
-                "easyrl.engines.deepspeed.engine",
-            )
-            if any(within(i, room) for i in imports(path)) and not within(name, room)
-        }
-        if len(rooms) == 3:
-            assert any(within(name, room) for room in WIRING), f"{name} imports {sorted(rooms)}"
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_has_to_be_light_imports_nothing_heavy(name):
+    assert heavy_imports(name) == set()
 
 
-@pytest.mark.parametrize("name", sorted(LIGHT))
-def test_what_worker_processes_import_is_light(name):
-    heavy = {i.split(".")[0] for i in imports(FILES[name], module_level_only=True)} & HEAVY
-    assert not heavy, f"{name} imports {sorted(heavy)} at module level"
+def test_a_heavy_import_is_found_behind_others():
+    assert ("torch", "engines.deepspeed.engine") in heavy_imports("build.replay")

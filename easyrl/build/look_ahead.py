@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from easyrl.config import Config
-from easyrl.config.checks import no_look_ahead
+from easyrl.config.objective import no_look_ahead
 from easyrl.engines.base import TrainEngine
 
 
@@ -12,5 +12,6 @@ def looks_ahead(config: Config, engine: TrainEngine) -> bool:
 
     There a rank that computes a piece of work has all others wait for its next row.
     """
-    wanted = config.trainer.look_ahead and no_look_ahead(config) is None
+    reason = no_look_ahead(config.objective, config.trainer, config.run)
+    wanted = config.trainer.look_ahead and reason is None
     return wanted and engine.can_look_ahead and not engine.lockstep

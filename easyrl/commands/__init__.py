@@ -1,0 +1,1 @@
+"""The sub-commands of ``easyrl``, one per file: what its command line takes, and its work."""

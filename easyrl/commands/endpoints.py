@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
+import typer
+from rich.console import Console
 from rich.table import Table
 
 from easyrl.config import endpoint_url
@@ -20,6 +24,43 @@ from easyrl.inference_client.pool.membership import (
     read_state,
     read_wanted,
 )
+
+endpoints_commands = typer.Typer(
+    help="The inference endpoints of a run, while it goes on.", no_args_is_help=True
+)
+RunDir = Annotated[Path, typer.Argument(help="the run's run.output_dir", metavar="RUN_DIR")]
+Url = Annotated[str, typer.Argument(help="base URL, such as http://host:8000", metavar="URL")]
+
+
+@endpoints_commands.command("add")
+def add_command(run_dir: RunDir, url: Url) -> None:
+    """Take in a server: it is given the current weights, proves them, and is used."""
+    _print_result(lambda: add_endpoint(run_dir, url))
+
+
+@endpoints_commands.command("remove")
+def remove_command(
+    run_dir: RunDir,
+    url: Url,
+    force: Annotated[bool, typer.Option(help="even if it is the last: the run waits")] = False,
+) -> None:
+    """Let a server go: what it has in flight finishes, nothing new is sent."""
+    _print_result(lambda: remove_endpoint(run_dir, url, force=force))
+
+
+@endpoints_commands.command("list")
+def list_command(run_dir: RunDir) -> None:
+    """Show the run's servers and how they are."""
+    _print_result(lambda: endpoint_table(run_dir))
+
+
+def _print_result(command: Callable[[], str | Table]) -> None:
+    """Prints what ``command`` returns, or what the user has to mend (exit status 2)."""
+    try:
+        Console(soft_wrap=not sys.stdout.isatty()).print(command())
+    except (ValueError, OSError) as error:
+        print(f"easyrl: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 class EndpointsCommandError(ValueError):

@@ -1,4 +1,4 @@
-"""``easyrl eval``: pass@k and avg@k of whatever the endpoints serve, without a trainer."""
+"""``easyrl eval CONFIG``: pass@k and avg@k of whatever the endpoints serve, without a trainer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from easyrl.config import Config, ConfigError, EvaluationConfig
-from easyrl.config.checks import check_paths
 from easyrl.config.file import load_config
+from easyrl.config.machine import check_paths
 
 
-def evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
+def eval_command(
+    config: Annotated[Path, typer.Argument(help="YAML file with an evaluation section")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
+) -> None:
+    """Evaluate what the endpoints serve now on the held-out prompts; prints one JSON object."""
+    raise typer.Exit(_evaluate_endpoints(config, overrides or []))
+
+
+def _evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
     """Prints one JSON object; returns the exit status."""
     try:
         config = load_config(path, overrides)

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import typer
+
 from easyrl.config.file import load_config
 from easyrl.ledger.recorded_run import RecordedRun
 
@@ -44,6 +46,11 @@ class Row(NamedTuple):
             return 0.0
         relative = abs(self.recorded - self.replayed) / max(abs(self.recorded), abs(self.replayed))
         return relative if math.isfinite(relative) else math.inf
+
+
+def replay_command(context: typer.Context) -> None:
+    """Train a step of RUN_DIR again from its journal, without inference, and compare."""
+    raise typer.Exit(main(context.args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

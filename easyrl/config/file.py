@@ -17,8 +17,9 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
-from easyrl.config.checks import ConfigError
-from easyrl.config.sections import Config, Section
+from easyrl.config.base import Section
+from easyrl.config.errors import ConfigError
+from easyrl.config.tree import Config
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

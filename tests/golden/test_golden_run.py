@@ -1,4 +1,4 @@
-"""The golden run gives what it gave: figures on any machine, bits on one that computes alike.
+"""The golden run gives what it gave: bits on a machine that computes alike, nearly on any other.
 
 A change that is meant to change numbers rewrites them (see ``golden_run.py``) and says so.
 """
@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.golden.golden_run import GOLDEN
+from tests.golden.comparison import FIGURES_TOLERANCE, assert_as_kept, far_figures
+from tests.golden.golden_run import GOLDEN, WEIGHTS_TOLERANCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,18 +42,13 @@ def now() -> dict[str, Any]:
 
 
 def test_losses_and_what_the_objective_counted(now: dict[str, Any], golden: dict[str, Any]) -> None:
-    # in float32, summed in another order; a loss is a sum of terms of order 1 that cancel. The
-    # smallest and the largest instruction sets differ by 3e-7.
-    expected = [pytest.approx(step, rel=1e-6, abs=1e-6) for step in golden["steps"]]
-    assert now["steps"] == expected
-    assert len(expected) == 4
+    assert not far_figures(now["steps"], golden["steps"], tolerance=FIGURES_TOLERANCE)
+    steps = golden["steps"]
+    assert len(steps) == 4
     # what is compared is not all zero
-    assert any(step["clip_high"] > 0 for step in golden["steps"])
-    assert all(step["kl"] > 0.1 and abs(step["loss"]) > 1e-3 for step in golden["steps"])
+    assert any(step["clip_high"] > 0 for step in steps)
+    assert all(step["kl"] > 0.1 and abs(step["loss"]) > 1e-3 for step in steps)
 
 
-def test_bits(now: dict[str, Any], golden: dict[str, Any]) -> None:
-    if now["arithmetic"] != golden["arithmetic"]:
-        pytest.skip(f"computes with {now['arithmetic']}, was kept with {golden['arithmetic']}")
-    assert now["steps"] == golden["steps"]
-    assert now["weights"] == golden["weights"]
+def test_the_run_is_the_one_that_was_kept(now: dict[str, Any], golden: dict[str, Any]) -> None:
+    assert_as_kept(now, golden, weights_tolerance=WEIGHTS_TOLERANCE)

@@ -7,7 +7,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from easyrl.__main__ import app
+from easyrl.__main__ import command_line
 from easyrl.inference_client.pool.membership import (
     STATE_FILE,
     EndpointState,
@@ -20,7 +20,7 @@ A, B = "http://host-a:8000", "http://host-b:8000"
 
 
 def run(*arguments: object):
-    return CliRunner().invoke(app, ["endpoints", *map(str, arguments)])
+    return CliRunner().invoke(command_line(), ["endpoints", *map(str, arguments)])
 
 
 def state_of(url: str, state: str = "usable") -> EndpointState:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from easyrl.config import Config, ConfigError
-from easyrl.config.checks import check_paths
 from easyrl.config.file import dump_config, load_config
+from easyrl.config.machine import check_paths
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 MINIMAL = """

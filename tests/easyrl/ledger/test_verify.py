@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from easyrl.__main__ import app
+from easyrl.__main__ import command_line
 from easyrl.ledger.certificate import CertificateError, evidence
 from easyrl.ledger.certificate.chain import START, ChainReader, seal
 from easyrl.ledger.certificate.history import History
@@ -585,7 +585,7 @@ def test_any_history_of_kills_is_on_policy_and_any_changed_byte_is_found(
 
 def test_the_command_tells_and_exits_by_what_it_found(run, tmp_path_factory):
     def call(folder):
-        return CliRunner().invoke(app, ["verify", str(folder)])
+        return CliRunner().invoke(command_line(), ["verify", str(folder)])
 
     good = call(run.folder)
     assert (good.exit_code, good.stdout) == (

@@ -1,0 +1,157 @@
+"""Whether the present tree trains the same weights, to the bit, as an earlier commit.
+
+Both train a small random model with the same settings, each from its own checkout by its own
+command lines, on one machine in strict mode, and the tensors of their checkpoints, weights and
+Adam's moments, are compared after each batch:
+
+    python -m benchmarks.same_as_before
+    python -m benchmarks.same_as_before --settings ranks=1 zero=0 --base HEAD
+
+The last line is a JSON object with a row per setting. The status says whether the comparison was
+made, not what came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.same_as_before_settings import (
+    BATCH,
+    NUM_BATCHES,
+    PROMPT_TOKENS,
+    QUICK,
+    SETTINGS,
+    Inputs,
+    Setting,
+    base_form,
+    present_form,
+    select,
+)
+from benchmarks.same_as_before_side import Failed, Side
+from benchmarks.same_as_before_tensors import State, compare
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = "e7cfbd6"
+REWARDS = Path(__file__).resolve().with_name("same_as_before_reward.py")
+
+
+@contextmanager
+def worktree(revision: str, folder: Path) -> Iterator[Path]:
+    """A checkout of ``revision`` in ``folder``, gone with the block."""
+    git = ["git", "-C", str(ROOT), "worktree"]
+    added = subprocess.run(
+        [*git, "add", "--quiet", "--detach", str(folder), revision], capture_output=True, text=True
+    )
+    if added.returncode:
+        raise Failed(f"no checkout of {revision}: {added.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run([*git, "remove", "--force", str(folder)], check=False)
+
+
+def write_inputs(folder: Path) -> Inputs:
+    """The same for both; the server is each one's own."""
+    count = BATCH * NUM_BATCHES
+    return Inputs(
+        model=write_random_model(folder / "model", hidden_size=32, num_layers=2),
+        prompts=write_prompts(folder / "prompts.jsonl", count, PROMPT_TOKENS),
+        rewards=Path(shutil.copy(REWARDS, folder)),  # its folder comes onto the path of modules
+        url="",
+    )
+
+
+def train_all(
+    side: Side, settings: Sequence[Setting], inputs: Inputs
+) -> dict[Setting, list[State]]:
+    """The states after each batch, by setting; one server for all."""
+    side.folder.mkdir()
+    side.check()
+    trained = {}
+    with side.server(inputs.model) as url:
+        for setting in settings:
+            start = time.monotonic()
+            trained[setting] = side.train(setting, replace(inputs, url=url))
+            tell(f"{side.name:7} {setting}: {time.monotonic() - start:.1f} s")
+    return trained
+
+
+def compare_all(
+    base: dict[Setting, list[State]], present: dict[Setting, list[State]]
+) -> list[dict[str, Any]]:
+    """A row per setting."""
+    rows = []
+    for setting in base:
+        try:
+            difference = compare(base[setting], present[setting])
+        except ValueError as error:
+            raise Failed(f"{setting}: {error}") from error
+        words = ["equal" if equal else "differs" for equal in difference.equal_batches]
+        tell(f"{setting}: batches " + ", ".join(f"{n} {w}" for n, w in enumerate(words, 1)))
+        rows.append(
+            {
+                "setting": str(setting),
+                "equal": difference.equal,
+                "max_rel_diff": difference.max_rel_diff,
+            }
+        )
+    return rows
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(settings: Sequence[Setting], revision: str, base_dir: Path | None) -> list[dict[str, Any]]:
+    """Both sides, one after the other; raises ``Failed``."""
+    with tempfile.TemporaryDirectory(prefix="same-as-before-") as name:
+        folder = Path(name).resolve()
+        inputs = write_inputs(folder)
+        with ExitStack() as opened:
+            checkout = base_dir or opened.enter_context(worktree(revision, folder / "checkout"))
+            before = Side("base", checkout, base_form, folder / "base")
+            base = train_all(before, settings, inputs)
+        now = Side("present", ROOT, present_form, folder / "present")
+        return compare_all(base, train_all(now, settings, inputs))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Whether weights are trained as before.")
+    parser.add_argument("--base", default=BASE, metavar="REV", help=f"default: {BASE}")
+    parser.add_argument("--base-dir", type=Path, metavar="DIR", help="a checkout of the base")
+    parser.add_argument(
+        "--settings", nargs="+", metavar="PART", help="only those with all parts, as ranks=2 zero=0"
+    )
+    parser.add_argument("--quick", action="store_true", help="the first and the last setting only")
+    arguments = parser.parse_args(argv)
+    settings = QUICK if arguments.quick else SETTINGS
+    if arguments.settings:
+        settings = [setting for setting in settings if setting in select(arguments.settings)]
+    if not settings:
+        parser.error(f"no such setting; there are {', '.join(map(str, SETTINGS))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers and worktree go first
+    base_dir = arguments.base_dir.resolve() if arguments.base_dir else None
+    try:
+        rows = run(settings, arguments.base, base_dir)
+    except Failed as error:
+        tell(f"same_as_before: {error}")
+        return 1
+    print(json.dumps({"rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Section ``data``: prompt files, their fields, and how a record becomes a tokenised prompt."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from easyrl.config.base import FilePath, PositiveInt, Section
+
+
+class FieldsConfig(Section):
+    """Names of the dataset's fields."""
+
+    prompt: str = "prompt"
+    answer: str | None = "answer"
+
+
+class DatasetConfig(Section):
+    """Prompt files (.jsonl, .json array, .parquet) and how a record becomes a tokenised prompt."""
+
+    files: list[FilePath] = Field(min_length=1)
+    fields: FieldsConfig = FieldsConfig()
+    answer_pattern: str | None = None  # regular expression; its first group is the answer
+    system_prompt: str | None = None
+    prompt_template: str = "{prompt}"  # the user message
+    apply_chat_template: bool = True
+    chat_template: FilePath | None = None  # a Jinja file; default: the tokenizer's own
+    chat_template_kwargs: dict[str, Any] = {}  # e.g. enable_thinking
+    max_prompt_tokens: PositiveInt = 1024
+    on_long_prompt: Literal["skip", "fail"] = "skip"
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    max_records: PositiveInt | None = None
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_placeholder(cls, value: str) -> str:
+        if "{prompt}" not in value:
+            raise ValueError("must contain {prompt}")
+        return value
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _is_regex_with_group(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            groups = re.compile(value).groups
+        except re.error as error:
+            raise ValueError(f"is not a regular expression: {error}") from None
+        if groups < 1:
+            raise ValueError("needs one group, such as '#### (.+)'")
+        return value
+
+    @model_validator(mode="after")
+    def _chat_keys(self) -> Self:
+        for key in ("system_prompt", "chat_template", "chat_template_kwargs"):
+            if not self.apply_chat_template and getattr(self, key):
+                raise ValueError(f"{key}: has no effect without a chat template; remove it")
+        return self
+
+
+class DataConfig(DatasetConfig):
+    """The training prompts."""
+
+    shuffle: bool = True
+    epochs: PositiveInt = 1

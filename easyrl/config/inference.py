@@ -1,0 +1,89 @@
+"""Section ``inference``: the endpoints, and the servers that a run starts itself."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import field_validator, model_validator
+
+from easyrl.config.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class LaunchConfig(Section):
+    """Inference servers that the run starts, watches and restarts itself, on its own machine."""
+
+    engine: Literal["vllm", "embedded"] = "vllm"
+    count: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1  # devices per server (vllm)
+    devices: list[list[int]] | None = (
+        None  # per server; default: consecutive ones from 0; [] on CPU
+    )
+    python: FilePath | None = None  # interpreter of vLLM's environment; embedded: this one
+    options: list[
+        str
+    ] = []  # further options of the server's command line, e.g. --max-model-len=4096
+    env: dict[str, str] = {}  # further environment variables of the servers
+    restart: bool = True  # start a server again that has ended
+
+    @model_validator(mode="after")
+    def _fits_engine(self) -> Self:
+        if self.engine == "embedded" and self.tensor_parallel > 1:
+            raise ValueError("tensor_parallel: the embedded engine runs on one device; use vllm")
+        if self.engine == "vllm" and self.python is None:
+            raise ValueError(
+                "python: is required for engine vllm, the interpreter of the environment that vLLM "
+                "is installed in, for instance .venv-vllm/bin/python"
+            )
+        if self.devices is not None and len(self.devices) != self.count:
+            raise ValueError(f"devices: {len(self.devices)} lists for count={self.count} servers")
+        for given in self.devices or []:
+            if given and len(given) != self.tensor_parallel:
+                raise ValueError(
+                    f"devices: {given} are not tensor_parallel={self.tensor_parallel} devices"
+                )
+        return self
+
+
+class InferenceConfig(Section):
+    """The inference endpoints (``vllm serve`` or ``easyrl serve``)."""
+
+    endpoints: list[str] = []  # base URLs of servers that somebody else runs
+    launch: LaunchConfig | None = None  # servers of our own, beside or instead of them
+    api_key_env: str | None = None  # name of the environment variable that holds the bearer token
+    max_inflight: PositiveInt = 256  # requests at a time per endpoint
+    dispatch: Literal["shortest_first", "prompt_order"] = "shortest_first"  # which groups go first
+    num_fetchers: PositiveInt = 1  # processes that talk to the endpoints and decode responses
+    max_retries: NonNegativeInt = 10  # per request, each on another endpoint where there is one
+    progress_timeout_s: PositiveFloat = 600.0  # an endpoint silent for so long is set aside
+    health_interval_s: PositiveFloat = 5.0  # between two health probes of an endpoint
+    startup_timeout_s: PositiveFloat = 300.0
+    max_outage_s: PositiveFloat = 1800.0  # without any endpoint; then checkpoint and stop
+
+    @field_validator("endpoints")
+    @classmethod
+    def _urls(cls, value: list[str]) -> list[str]:
+        cleaned = [endpoint_url(url) for url in value]
+        if len(set(cleaned)) != len(cleaned):
+            raise ValueError("names an endpoint twice")
+        return cleaned
+
+    @model_validator(mode="after")
+    def _some_endpoint(self) -> Self:
+        if not self.endpoints and self.launch is None:
+            raise ValueError(
+                "endpoints: is empty; name the base URL of at least one server, or let the run "
+                "start its own with inference.launch"
+            )
+        return self
+
+
+def endpoint_url(url: str) -> str:
+    """``url`` without a trailing slash. Raises ``ValueError`` if it is none."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is not an http:// or https:// URL")
+    url = url.rstrip("/")
+    if url.endswith("/v1"):
+        raise ValueError(f"{url!r}: leave off /v1, other routes of the server are used too")
+    if "@" in url:
+        raise ValueError("a URL with a user name; name the key's variable in inference.api_key_env")
+    return url

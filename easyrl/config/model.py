@@ -1,0 +1,52 @@
+"""Section ``model``: the policy, its attention, activation checkpointing and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from easyrl.config.base import FilePath, PositiveFloat, PositiveInt, Section, is_set
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021): only they are trained, the model itself is frozen."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0  # the adapters' product is scaled by alpha / rank
+    target_modules: Annotated[list[str], Field(min_length=1)] = [
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ]  # names of linear layers
+
+
+class ModelConfig(Section):
+    """The policy, a Hugging Face causal language model on disk."""
+
+    path: FilePath
+    tokenizer: FilePath | None = None  # default: path
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    attention: Literal["auto", "reference", "merged", "flex", "varlen", "npu"] = "auto"  # of packed
+    # rows; auto: the fastest that the device has
+    activation_checkpointing: Literal["none", "layer", "selective"] = "none"  # what is computed
+    # again in the backward pass: nothing, whole decoder layers, or all of them but matrix products
+    # and attention
+    checkpoint_every: PositiveInt = 1  # n: every n-th decoder layer only
+    logprob_chunk_size: PositiveInt = 512  # positions projected to the vocabulary at a time
+    logprob_backward: Literal["auto", "same_pass", "recompute"] = "auto"  # auto: the gradient of
+    # the projection is formed with its values where the objective is a sum over tokens
+    lora: LoraConfig | None = None
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.tokenizer or self.path
+
+
+def model_contradictions(model: ModelConfig) -> list[str]:
+    """Values of the section that do not go together, each with its key and the remedy."""
+    if is_set(model, "checkpoint_every") and model.activation_checkpointing == "none":
+        return [
+            "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
+            "model.activation_checkpointing to layer or selective"
+        ]
+    return []

@@ -1,0 +1,50 @@
+"""Sections ``rewards`` and ``scoring``: reward functions, and the processes that call them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
+
+from easyrl.config.base import FilePath, PositiveFloat, PositiveInt, Section
+
+
+class RewardConfig(Section):
+    """One reward: a built-in by ``name`` or a user's ``function`` in ``file``."""
+
+    name: Literal["exact", "math", "format"] | None = None
+    file: FilePath | None = None
+    function: str = "reward_func"
+    weight: float = 1.0
+    scope: Literal["sample", "group"] | None = None  # built-ins: sample; files: group
+    timeout_s: PositiveFloat = 30.0
+    kwargs: dict[str, Any] = {}  # passed to the function
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.name is None) == (self.file is None):
+            raise ValueError("give either name (exact, math, format) or file")
+        if self.file is not None and not self.file.is_file():
+            raise ValueError(f"file: {self.file} does not exist")
+        return self
+
+    @property
+    def label(self) -> str:
+        return self.name or self.function
+
+
+class ScoringConfig(Section):
+    """The worker processes that decode responses and score them."""
+
+    num_workers: PositiveInt = 2
+    on_reward_error: Literal["fail", "zero", "retry"] = "fail"  # retry: again, then fail
+    max_reward_retries: PositiveInt = 2  # calls after the first, with on_reward_error: retry
+
+
+def reward_contradictions(rewards: Sequence[RewardConfig]) -> list[str]:
+    """Rewards that do not go together, with the remedy."""
+    labels = [reward.label for reward in rewards]
+    if len(set(labels)) != len(labels):
+        return [f"rewards: two are called the same ({labels}); rename a function"]
+    return []

@@ -1,0 +1,100 @@
+"""Section ``rollout``: sampling of the training responses, and what of it is on-policy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from easyrl.config.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    is_set,
+)
+
+# Sampling with any other value draws from another distribution than the policy's.
+_ON_POLICY_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,  # the end is masked for so many tokens
+}
+
+
+class SamplingConfig(Section):
+    """Sampling parameters, named as vLLM names them."""
+
+    max_tokens: PositiveInt = 512
+    temperature: NonNegativeFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1  # -1: all
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    min_tokens: NonNegativeInt = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k(cls, value: int) -> int:
+        if value == 0 or value < -1:
+            raise ValueError("must be -1 (all tokens) or at least 1")
+        return value
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens: {self.min_tokens} is more than max_tokens, which is "
+                f"{self.max_tokens}; lower it"
+            )
+        return self
+
+
+class RolloutConfig(SamplingConfig):
+    """How the training responses are sampled."""
+
+    num_generations: Annotated[int, Field(ge=1)] = 8  # G
+    truncated: Literal["keep", "mark", "mask"] = "keep"  # keep: as any other; mark: reward is
+    # truncated_reward; mask: not trained, though its reward counts in the group's mean
+    truncated_reward: float = 0.0
+    allow_off_policy_sampling: bool = False  # top_p, penalties, ...: the ratios are biased
+    queue_size: PositiveInt = 64  # groups that may wait between producer and trainer
+
+    @model_validator(mode="after")
+    def _on_policy(self) -> Self:
+        if self.temperature == 0:
+            raise ValueError(
+                "temperature: 0 is greedy, a group's responses would all be equal; use 1.0"
+            )
+        return self
+
+
+def rollout_contradictions(rollout: RolloutConfig) -> list[str]:
+    """Values of the section that do not go together, each with its key and the remedy."""
+    problems = []
+    if rollout.num_generations < 2:
+        problems.append("rollout.num_generations: a baseline needs at least 2 responses per group")
+    if is_set(rollout, "truncated_reward") and rollout.truncated != "mark":
+        problems.append(
+            f"rollout.truncated_reward: has no effect with truncated={rollout.truncated}; remove "
+            "it, or set rollout.truncated=mark"
+        )
+    if not rollout.allow_off_policy_sampling:
+        problems += [
+            f"rollout.{key}: {getattr(rollout, key)} samples from another distribution than the "
+            f"policy that is trained, its ratios are biased; use {neutral}, or set "
+            "rollout.allow_off_policy_sampling=true"
+            for key, neutral in _ON_POLICY_SAMPLING.items()
+            if getattr(rollout, key) != neutral
+        ]
+    return problems

@@ -1,0 +1,66 @@
+"""Section ``trainer``: batch, micro-batch, optimizer and ZeRO."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from easyrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from easyrl.config.model import ModelConfig
+
+
+class TrainerConfig(Section):
+    """Batch, micro-batch, optimizer, ZeRO."""
+
+    batch_size: PositiveInt = 32  # prompts between two weight syncs, over all ranks
+    updates_per_batch: PositiveInt = 1  # optimizer steps on a batch, each on its slice of prompts
+    max_steps: PositiveInt | None = None  # default: the dataset's epochs
+    packing: Literal["prompt", "tree"] = "prompt"  # a group shares its prompt; tree: all beginnings
+    # that responses and prompts have in common
+    max_tokens_per_micro_batch: PositiveInt = 8192  # packed
+    look_ahead: bool = True  # while no group is complete: reference and old log-probabilities of
+    # finished responses; not in strict or sync mode, with offload_reference, or with ZeRO 2 or 3
+    # over several ranks
+    learning_rate: PositiveFloat = 1e-6
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    adam_betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
+    adam_eps: PositiveFloat = 1e-8
+    max_grad_norm: NonNegativeFloat = 1.0  # 0: no clipping
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    offload_optimizer: bool = False
+    offload_reference: bool = False
+    max_bad_steps: PositiveInt = 3  # steps with a non-finite loss or gradient before the run stops
+    grace_s: PositiveFloat = 60.0  # from SIGTERM until the run has to have saved and ended
+
+
+def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig) -> list[str]:
+    """What does not go together in the section and with ``model``, with key and remedy."""
+    problems = []
+    if trainer.zero_stage == 0 and trainer.offload_optimizer:
+        problems.append("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
+    if trainer.batch_size % trainer.updates_per_batch:
+        problems.append(
+            f"trainer.updates_per_batch: {trainer.updates_per_batch} slices of "
+            f"trainer.batch_size={trainer.batch_size} prompts would not be equal; use a divisor"
+        )
+    if trainer.max_steps and trainer.max_steps % trainer.updates_per_batch:
+        problems.append(
+            f"trainer.max_steps: {trainer.max_steps} ends inside a batch of "
+            f"trainer.updates_per_batch={trainer.updates_per_batch} steps; use a multiple"
+        )
+    if trainer.max_steps and trainer.warmup_steps >= trainer.max_steps:
+        problems.append("trainer.warmup_steps: must be below trainer.max_steps")
+    if trainer.lr_schedule == "constant" and trainer.min_lr_ratio > 0:
+        problems.append(
+            "trainer.min_lr_ratio: has no effect with a constant lr_schedule; remove it"
+        )
+    if model.dtype == "bf16" and trainer.zero_stage == 0:
+        problems.append(
+            "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses "
+            "it); use 1, 2 or 3, or model.dtype=fp32"
+        )
+    return problems

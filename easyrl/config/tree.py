@@ -1,0 +1,53 @@
+"""The whole configuration: every section, and what contradicts what."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from easyrl.config.base import Section
+from easyrl.config.data import DataConfig
+from easyrl.config.evaluation import EvaluationConfig
+from easyrl.config.inference import InferenceConfig
+from easyrl.config.ledger import CheckpointConfig, JournalConfig
+from easyrl.config.model import ModelConfig, model_contradictions
+from easyrl.config.objective import ObjectiveConfig, objective_contradictions
+from easyrl.config.rewards import RewardConfig, ScoringConfig, reward_contradictions
+from easyrl.config.rollout import RolloutConfig, rollout_contradictions
+from easyrl.config.run import RunConfig
+from easyrl.config.trainer import TrainerConfig, trainer_contradictions
+from easyrl.config.watchdog import WatchdogConfig
+from easyrl.config.weight_sync import WeightSyncConfig
+
+
+class Config(Section):
+    """The whole tree."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    inference: InferenceConfig
+    rewards: list[RewardConfig] = Field(min_length=1)
+    scoring: ScoringConfig = ScoringConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    evaluation: EvaluationConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    journal: JournalConfig = JournalConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        problems = [
+            *rollout_contradictions(self.rollout),
+            *model_contradictions(self.model),
+            *trainer_contradictions(self.trainer, self.model),
+            *objective_contradictions(self.objective, self.model, self.trainer, self.run),
+            *reward_contradictions(self.rewards),
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
