@@ -83,9 +83,10 @@ class GroupBatch:
     def add_stored(self, position: int, prompt: Prompt, stored: StoredGroup) -> None:
         """A group that an earlier attempt has finished."""
         if stored.refused and not self.hands_out_refused:
-            self.refused.append(GroupOutcome.of(stored.load(), recovered=True))
+            self.refused.append(GroupOutcome.of(stored.load(), recovered=stored.is_recovered))
             return
-        self._recovered.add(position)
+        if stored.is_recovered:
+            self._recovered.add(position)
         self.add(position, ReadyGroup(prompt.key, stored.num_tokens, stored))
 
     def add_sample(

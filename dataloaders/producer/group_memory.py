@@ -26,6 +26,11 @@ class StoredGroup(Protocol):
         """Rejected or excluded: it is not trained."""
         ...
 
+    @property
+    def is_recovered(self) -> bool:
+        """Finished in an earlier attempt of the run."""
+        ...
+
     def load(self) -> RolloutGroup:
         """Reads it back. Raises what the store raises where it is damaged."""
         ...

@@ -62,7 +62,6 @@ def accept_all(group: RolloutGroup) -> None:
     """The ``Accept`` of a recipe that rejects nothing."""
 
 
-
 class Scorer(Protocol, Generic[SampleScores]):
     """Scores each response as it returns, and the group when it is complete."""
 

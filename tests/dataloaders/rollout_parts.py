@@ -123,6 +123,8 @@ class Stored:
     def refused(self) -> bool:
         return self.group.refused is not None
 
+    is_recovered = True
+
     def load(self) -> RolloutGroup:
         self.store.loads.append(self.group.prompt.index)
         return self.group

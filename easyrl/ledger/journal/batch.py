@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,12 +18,17 @@ from easyrl.ledger.journal.codec import (
     encode_drain,
     encode_group,
     encode_header,
+    encode_withdrawal,
     to_group,
     token_bytes,
     token_digest,
 )
 from easyrl.ledger.journal.drains import longest, usable_drains
-from easyrl.ledger.journal.earlier_attempts import read_earlier_attempts
+from easyrl.ledger.journal.earlier_attempts import (
+    MadeBy,
+    is_withdrawn,
+    read_earlier_attempts,
+)
 from easyrl.ledger.journal.reading import batch_folder, file_name
 from easyrl.ledger.journal.record_file import (
     FsyncPolicy,
@@ -46,6 +51,11 @@ class StoredRecord:
     place: RecordLocation
     num_tokens: int  # packed: P + ΣR
     prompt: Prompt
+    refused: bool
+    rank: int  # that finished it
+    is_recovered: bool = True  # finished in an earlier attempt
+    position: int = 0  # in the batch, of a group of this attempt
+    made_by: MadeBy = ()  # of a group of this attempt
     dispatched_s: float | None = None  # None: in an earlier attempt
     completed_s: float | None = None
 
@@ -81,6 +91,7 @@ class BatchJournal:
         self, folder: Path, served: ServedWeights, rank: int, fsync: FsyncPolicy, settings: str
     ) -> None:
         earlier = read_earlier_attempts(folder, served, settings, rank)
+        self._rank = rank
         self.served = served
         self.accepted_versions = frozenset({str(served.version)} | earlier.versions)
         self.discarded = frozenset(earlier.made_otherwise - earlier.finished.keys())
@@ -91,14 +102,17 @@ class BatchJournal:
         self._settings = settings
         self._lock = threading.Lock()
         self._writer: RecordWriter | None = None
-        self._added: set[Key] = set()
+        self._added: dict[Key, StoredRecord] = {}
         self._closed = False
 
     def find(self, prompt: Prompt) -> StoredRecord | None:
-        """The prompt's group if an earlier attempt finished it, by these very weights.
+        """The prompt's group if it was finished before, by these very weights: in an earlier
+        attempt, or before the batch began again.
 
         Raises ``JournalError`` if it was another prompt then.
         """
+        if (added := self._added.get(prompt.key)) is not None:
+            return added
         finished = self._finished.get(prompt.key)
         if finished is None:
             return None
@@ -108,7 +122,9 @@ class BatchJournal:
                 f"epoch {prompt.epoch} had other tokens when this was journalled; resume with the "
                 "same data, chat template and tokenizer, or start a new run"
             )
-        return StoredRecord(finished.place, finished.num_tokens, prompt)
+        return StoredRecord(
+            finished.place, finished.num_tokens, prompt, finished.refused, finished.rank
+        )
 
     def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredRecord]:
         """Journals a group; it outlives this process when this returns. Raises ``JournalError``."""
@@ -117,31 +133,63 @@ class BatchJournal:
         payload = encode_group(group, self.served.digest)
         with self._lock:
             assert not self._closed, "the batch is over"
-            assert key not in self._added | self._finished.keys(), f"{key} was journalled before"
-            self._added.add(key)
+            assert key not in self._added, f"{key} was journalled before"
+            assert key not in self._finished, f"{key} was journalled in an earlier attempt"
             place = self._open_writer().append(payload)
             if self._fsync == "group":
                 self._open_writer().sync()
-        stored = StoredRecord(
-            place, packed_tokens(group), group.prompt, group.dispatched_s, group.completed_s
-        )
+            stored = self._added[key] = StoredRecord(
+                place,
+                packed_tokens(group),
+                group.prompt,
+                group.refused is not None,
+                self._rank,
+                False,
+                group.position,
+                [(completion.endpoint, completion.proof) for completion in group.completions],
+                group.dispatched_s,
+                group.completed_s,
+            )
         return replace(group, digest=place.digest.hex()), stored
 
-    def add_drain(self, keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> None:
+    def withdraw(self, endpoint: str, proof: int) -> int:
+        """Groups with a completion that ``endpoint`` has made since its proof number ``proof`` are
+        not those of these weights: they are generated again. Their number.
+
+        Raises ``JournalError``.
+        """
+        with self._lock:
+            withdrawn = [
+                key
+                for key, stored in self._added.items()
+                if is_withdrawn(stored.made_by, endpoint, proof)
+            ]
+            if withdrawn:
+                self._open_writer().append(encode_withdrawal(endpoint, proof))
+                self._drains = []
+            for key in withdrawn:
+                del self._added[key]
+        return len(withdrawn)
+
+    @property
+    def added(self) -> Mapping[Key, StoredRecord]:
+        """What this attempt has journalled, without what was withdrawn."""
+        return self._added
+
+    def add_drain(
+        self, keys: Sequence[Key], max_tokens: int, update: int, ahead: Sequence[Piece] = ()
+    ) -> None:
         """Journals what the trainer took together, and what it had computed ahead before.
 
         Raises ``JournalError``.
         """
         with self._lock:
             assert not self._closed, "the batch is over"
-            self._open_writer().append(encode_drain(keys, max_tokens, ahead))
+            self._open_writer().append(encode_drain(keys, max_tokens, update, ahead))
 
-    def drained_before(self, prompts: Sequence[Prompt]) -> Sequence[DrainRecord]:
-        """What an earlier attempt took together of ``prompts``, as far as it can be repeated."""
-        keys = {prompt.key for prompt in prompts}
-        return longest(
-            usable_drains(drains, keys, self._finished.keys()) for drains in self._drains
-        )
+    def drained_before(self, groups: Collection[Key]) -> Sequence[DrainRecord]:
+        """What an earlier attempt drained at once, as far as ``groups`` can repeat it."""
+        return longest(usable_drains(drains, groups) for drains in self._drains)
 
     def flush(self) -> None:
         """``sync`` early, while the trainer is busy with the last groups."""

@@ -13,19 +13,12 @@ from easyrl.ledger.journal.codec import DrainRecord
 from easyrl.schema import Key
 
 
-def usable_drains(
-    drains: Iterable[DrainRecord], keys: Collection[Key], finished: Collection[Key]
-) -> list[DrainRecord]:
-    """Those of a stream of the prompts ``keys``, up to the first that it cannot repeat.
-
-    Streams of one batch share a file: drains without any of ``keys`` are another's.
-    """
+def usable_drains(drains: Iterable[DrainRecord], groups: Collection[Key]) -> list[DrainRecord]:
+    """Those that can be repeated with ``groups``, up to the first that cannot."""
     usable: list[DrainRecord] = []
-    left = set(keys)
+    left = set(groups)
     for drain in drains:
-        if not any(key in keys for key in drain.keys):
-            continue
-        if not all(key in left and key in finished for key in drain.keys):
+        if not left.issuperset(drain.keys):
             break
         left.difference_update(drain.keys)
         usable.append(drain)

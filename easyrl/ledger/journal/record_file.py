@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FsyncPolicy = Literal["group", "batch", "never"]
 
-MAGIC = b"EasyRL journal 1\n"
+MAGIC = b"EasyRL journal 2\n"
 DIGEST_BYTES = 16
 _FRAME = struct.Struct(f"<II{DIGEST_BYTES}s")
 _ALL_ONES = 0xFFFFFFFF
@@ -130,7 +130,10 @@ def read_records(path: Path) -> Iterator[tuple[RecordLocation, bytes]]:
             magic = file.read(min(len(MAGIC), size))
             if magic != MAGIC:
                 if not MAGIC.startswith(magic):
-                    raise JournalError(f"{path}: byte 0: is not a journal of this version")
+                    raise JournalError(
+                        f"{path}: byte 0: is not a journal of this version (commit e7cfbd6 "
+                        "was the last to read version 1)"
+                    )
                 _warn_of_cut(path, 0)
                 return
             at = len(MAGIC)
