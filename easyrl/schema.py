@@ -40,6 +40,10 @@ class StopRequested(RuntimeError):
     """SIGTERM, or a stop that another rank was asked for: save and end, nothing has failed."""
 
 
+class BatchWithdrawn(RuntimeError):
+    """Groups of the open batch were taken back: an endpoint that made them failed its proof."""
+
+
 class PolicyVersion(NamedTuple):
     """Identity of a set of weights: which run, which of its attempts, how many closed batches."""
 
@@ -90,6 +94,19 @@ class Published:
 
     served: ServedWeights
     metrics: Mapping[str, float]
+
+
+@dataclass
+class Progress:
+    """Where the run is; part of every checkpoint."""
+
+    step: int = 0  # optimizer steps, skipped ones included
+    closed_batches: int = 0  # v of the policy version
+    bad_steps: int = 0  # in a row
+    position: int = 0  # prompts that closed batches have drawn, from the beginning of the order
+    weights: str = ""  # digest of the weights after closed batches, once they were published
+    reported_step: int = -1  # whose metrics are out
+    unreported: dict[str, float] = field(default_factory=dict)  # of a closed batch, until they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +185,7 @@ class RolloutGroup:
         return self.excluded or self.rejected
 
 
+EndedBy = Literal["accepted", "data", "max_draws"]  # B accepted groups; the order's end; the bound
 Outcome = Literal["trained", "skipped", "excluded", "rejected"]
 
 

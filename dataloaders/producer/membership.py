@@ -8,9 +8,7 @@ accepted groups.
 
 from __future__ import annotations
 
-from typing import Literal
-
-EndedBy = Literal["accepted", "data", "max_draws"]  # B accepted groups; the order's end; the bound
+from easyrl.schema import EndedBy
 
 
 class BatchMembership:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from easyrl.build.accumulation import build_accumulator
-from easyrl.build.ledger import NoNotary
 from easyrl.build.steps import total_steps
 from easyrl.config import Config, ConfigError
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
@@ -15,14 +14,17 @@ from easyrl.inference_client.transfer.artifact import (
     tensor_checksum,
     weights_digest,
 )
+from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.ledger.recorded_run import RecordedPrompts, RecordedRollouts, RecordedRun
+from easyrl.ledger.recorded_run import RecordedRollouts, RecordedRun
+from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import ignore
 from easyrl.runtime.collectives import Agreement
 from easyrl.runtime.determinism import make_deterministic
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import Confirmation, PolicyVersion, Published, ServedWeights
-from easyrl.trainer.loop import Progress, Trainer
+from easyrl.schema import Confirmation, PolicyVersion, Progress, Published, ServedWeights
+from easyrl.trainer.loop import Plan, Trainer
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,40 @@ class HashedWeights:
         return Published(ServedWeights(version, digest), {})
 
 
+class NoLedger:
+    """A ``Ledger`` that writes nothing: the batch was written down when it was trained."""
+
+    def check(self, account: BatchRecord, *, whole: bool) -> None:
+        pass
+
+    def close_batch(self, account: BatchRecord) -> None:
+        pass
+
+    def save(self, progress: Progress) -> None:
+        pass
+
+    def save_if_due(self, progress: Progress) -> None:
+        pass
+
+    def end(self, progress: Progress, weights: str) -> None:
+        pass
+
+
+class LastMetrics:
+    """A ``Reporter`` that keeps the last batch's metrics."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def compare(self, totals: BatchTotals) -> None:
+        pass
+
+    def report(
+        self, step: int, version: PolicyVersion, metrics: dict[str, float], *, is_last: bool
+    ) -> None:
+        self.metrics = metrics
+
+
 def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
     """Trains from the newest checkpoint before batch ``v`` to its end. Every rank calls this.
 
@@ -69,23 +105,22 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
     configuration, ``ValueError`` if the journal does not go back to it.
     """
     make_deterministic(config)
-    metrics: dict[str, float] = {}
     with ExitStack() as opened:
         engine = DeepSpeedEngine(config, total_steps=_total_steps(run, v, config))
         agreement = Agreement(engine.dp_rank, engine.dp_size)
         progress = _restore(run, v, engine, agreement)
         first, from_step = progress.closed_batches, progress.step
         run.require_journal(first, v)
-        rollouts = RecordedRollouts(run)
+        updates_per_batch = config.trainer.updates_per_batch
+        ranks = Ranks.data_parallel(engine.dp_rank, engine.dp_size)
+        rollouts = RecordedRollouts(run, v, updates_per_batch, ranks)
         weights = HashedWeights(engine, agreement)
+        reporter = LastMetrics()
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)
         trainer = Trainer(
             engine=engine,
-            batches=RecordedPrompts(run, first, v),
             rollouts=rollouts,
-            weight_sync=weights,
-            agreement=agreement,
             accumulator=build_accumulator(
                 config,
                 engine,
@@ -95,13 +130,16 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
                 record=ignore,
                 synchronous=False,
             ),
-            notary=NoNotary(),
-            save=lambda: None,
+            weight_sync=weights,
+            ledger=NoLedger(),
+            reporter=reporter,
+            agreement=agreement,
+            plan=Plan(
+                PolicyVersion(run.run.run, 0, 0),
+                updates_per_batch=updates_per_batch,
+                max_bad_steps=config.trainer.max_bad_steps,
+            ),
             record=ignore,
-            on_step=[lambda step, measured: metrics.update(measured)],
-            version=PolicyVersion(run.run.run, 0, 0),
-            updates_per_batch=config.trainer.updates_per_batch,
-            max_bad_steps=config.trainer.max_bad_steps,
             progress=progress,
         )
         trainer.fit()
@@ -109,7 +147,7 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         first,
         v,
         from_step,
-        metrics,
+        reporter.metrics,
         weights.digests,
         engine.rank,
         agreement.num_ranks,
@@ -132,11 +170,10 @@ def _restore(run: RecordedRun, v: int, engine: DeepSpeedEngine, agreement: Agree
     # other settings.
     saved = state["progress"]
     reported = {"reported_step": saved["step"], "unreported": {}}
-    return Progress(**(saved | reported | {"weights": "", "cursor": {}}))
+    return Progress(**(saved | reported | {"weights": ""}))
 
 
-def _total_steps(run: RecordedRun, v: int, config: Config) -> int:
+def _total_steps(run: RecordedRun, v: int, config: Config) -> int | None:
     """Where the schedule ends, as it did in the attempt that trained batch ``v``."""
     step, position = run.begun(run.attempt_of(v))
-    num_prompts = run.run.num_prompts * config.data.epochs
-    return total_steps(config.trainer, num_prompts, step=step, position=position)
+    return total_steps(config, run.run.num_prompts, step=step, position=position)

@@ -14,6 +14,8 @@ class TrainerConfig(Section):
     """Batch, micro-batch, optimizer, ZeRO."""
 
     batch_size: PositiveInt = 32  # prompts between two weight syncs, over all ranks
+    max_draws_per_batch: PositiveInt | None = None  # prompts, those of rejected and excluded
+    # groups included; default: 10 × batch_size
     updates_per_batch: PositiveInt = 1  # optimizer steps on a batch, each on its slice of prompts
     max_steps: PositiveInt | None = None  # default: the dataset's epochs
     packing: Literal["prompt", "tree"] = "prompt"  # a group shares its prompt; tree: all beginnings

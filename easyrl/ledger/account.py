@@ -6,10 +6,9 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from easyrl.dataloaders.producer.membership import EndedBy
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.metrics.batch_metrics import Update
-from easyrl.schema import Confirmation, GroupOutcome, Key, ServedWeights
+from easyrl.schema import Confirmation, EndedBy, GroupOutcome, Key, ServedWeights
 
 
 def batch_account(

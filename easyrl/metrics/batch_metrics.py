@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -88,7 +89,7 @@ class BatchTotals:
             }
         )
         merged = BatchTotals(num_ranks=len(rows))
-        for row in rows:
+        for rank, row in enumerate(rows):
             denominator, tokens, micro_batches, ahead, *seconds = row["numbers"]
             wait_s, first_s, look_ahead_s, train_s = seconds
             merged.denominator += denominator
@@ -105,7 +106,8 @@ class BatchTotals:
                     {name: float(value) for name, value in row["maxima"].items()},
                 )
             )
-            merged.groups += msgspec.convert(row["groups"], list[GroupOutcome])
+            groups = msgspec.convert(row["groups"], list[GroupOutcome])
+            merged.groups += [msgspec.structs.replace(group, rank=rank) for group in groups]
         merged.groups.sort(key=lambda group: group.position)
         return merged
 
@@ -124,16 +126,22 @@ class Update:
         return self.result is None or self.result.skipped
 
 
-def batch_metrics(updates: Sequence[Update]) -> dict[str, float]:
+def batch_metrics(updates: Sequence[Update], groups: Sequence[GroupOutcome]) -> dict[str, float]:
     """The metrics of a closed batch; seconds end in ``_s`` and are means over ranks.
 
     With several updates: tokens and seconds are sums, ``loss``, ``grad_norm`` and ``policy/*``
     means over the updates, and each update's own are under ``update<i>/``. The comparison with the
-    inference server is the first update's.
+    inference server is the first update's. ``groups`` are all that the batch has drawn.
     """
     rows = [_update_metrics(update) for update in updates]
+    outcomes = Counter(group.outcome for group in groups)
+    drawn = {
+        "batch/groups_drawn": float(len(groups)),
+        "batch/groups_rejected": float(outcomes["rejected"]),
+        "batch/groups_excluded": float(outcomes["excluded"]),
+    }
     if len(rows) == 1:
-        return rows[0]
+        return rows[0] | drawn
     whole = BatchTotals()
     for update in updates:
         whole.add(update.totals)
@@ -148,7 +156,7 @@ def batch_metrics(updates: Sequence[Update]) -> dict[str, float]:
     metrics["step_skipped"] = sum(row["step_skipped"] for row in rows)
     for number, row in enumerate(rows, start=1):
         metrics |= {f"update{number}/{n}": value for n, value in row.items() if _is_objective(n)}
-    return metrics
+    return metrics | drawn
 
 
 def _is_objective(name: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from easyrl.runtime.notices import Notices
-from easyrl.schema import StopRequested
+from easyrl.schema import BatchWithdrawn, StopRequested
 
 T = TypeVar("T")
 
@@ -38,6 +38,17 @@ class PeerFailed(RuntimeError):
 
 class PeerOutage(RuntimeError):
     """Another rank has no endpoint left."""
+
+
+# of what ends a batch on all ranks, by what goes first
+_PEERS: tuple[type[Exception], ...] = (StopRequested, PeerOutage, BatchWithdrawn)
+
+
+def _kind(error: Exception) -> int:
+    """Its place in ``_PEERS``; what is neither a stop nor a withdrawal is an outage."""
+    if isinstance(error, StopRequested):
+        return 0
+    return 2 if isinstance(error, BatchWithdrawn) else 1
 
 
 class Agreement:
@@ -73,8 +84,12 @@ class Agreement:
 
     def open_notices(self) -> Notices:
         """A board for what cannot wait for a collective. Collective."""
+        return Notices(self.open_store(), self.rank)
+
+    def open_store(self) -> dist.TCPStore | None:
+        """A store of its own that all ranks see; None where nobody else is there. Collective."""
         if self.num_ranks == 1:
-            return Notices(None, self.rank)
+            return None
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store: dist.TCPStore | None = None
         if self.rank == 0:
@@ -82,24 +97,24 @@ class Agreement:
         port = self.from_rank_zero(None if store is None else store.port)
         if store is None:
             store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
-        return Notices(store, self.rank)
+        return store
 
     def end_together(self, error: Exception | None) -> None:
         """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
 
-        A stop goes first: the run ends well then, whatever else has happened. A rank raises its
-        own, the others ``StopRequested`` or ``PeerOutage`` with what the first one said.
+        A stop goes first: the run ends well then, whatever else has happened; then an outage, then
+        a withdrawal. A rank raises its own, the others ``StopRequested``, ``PeerOutage`` or
+        ``BatchWithdrawn`` with what the first one said.
         """
-        mine = None if error is None else [isinstance(error, StopRequested), str(error)]
-        told = list(enumerate(self.exchange(mine)))
-        stops = [f"rank {rank}: {e[1]}" for rank, e in told if e is not None and e[0]]
-        outages = [f"rank {rank}: {e[1]}" for rank, e in told if e is not None and not e[0]]
-        if error is not None and (not stops or isinstance(error, StopRequested)):
+        mine = None if error is None else [_kind(error), str(error)]
+        told = [(rank, *said) for rank, said in enumerate(self.exchange(mine)) if said is not None]
+        if not told:
+            return
+        first = min(kind for _, kind, _ in told)  # what goes first, on whichever rank
+        if error is not None and _kind(error) == first:
             raise error
-        if stops:
-            raise StopRequested(stops[0])
-        if outages:
-            raise PeerOutage(outages[0])
+        rank, _, text = next(each for each in told if each[1] == first)
+        raise _PEERS[first](f"rank {rank}: {text}")
 
     def in_lockstep(self, work: Iterator[T], dummy: Callable[[], T]) -> Iterator[T]:
         """Yields equally often on all ranks: own work while there is some, then ``dummy()``.

@@ -95,7 +95,9 @@ def open_event_log(config: Config, output: Path, agreement: Agreement, opened: E
     return log.record
 
 
-def open_trackers(config: Config, output: Path, from_step: int, total_steps: int) -> list[Tracker]:
+def open_trackers(
+    config: Config, output: Path, from_step: int, total_steps: int | None
+) -> list[Tracker]:
     """All back ends that the configuration names; their figures go on after ``from_step``."""
     trackers: list[Tracker] = [JsonlTracker(output / METRICS_FILE, from_step)]
     if "tensorboard" in config.run.trackers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,12 +37,8 @@ class GroupSource(Protocol):
         """Names of the weights that may have made the samples."""
 
     @property
-    def recovered(self) -> frozenset[Key]:
+    def recovered(self) -> Collection[Key]:
         """Finished in an earlier attempt of the run."""
-
-    @property
-    def discarded(self) -> frozenset[Key]:
-        """Finished in an earlier attempt, by weights that differ."""
 
     @property
     def open_samples(self) -> OpenGroups:

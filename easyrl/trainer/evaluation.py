@@ -6,17 +6,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, fsum
 
+from easyrl.config import EvaluationConfig
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.inference_client.errors import is_outage
 from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.schedule import Due
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import Prompt, StopRequested
+from easyrl.schema import PolicyVersion, Prompt, StopRequested
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate of P(one of k samples is correct) (Chen et al. 2021, eq. 1)."""
     assert 1 <= k <= num_samples and 0 <= num_correct <= num_samples
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+class ScheduledEvaluation:
+    """Evaluates every so many steps, and at start and end where that is wanted. Collective."""
+
+    def __init__(self, evaluator: Evaluator, schedule: EvaluationConfig, step: int) -> None:
+        self._evaluator = evaluator
+        self._schedule = schedule
+        self._due = Due(schedule.every_steps, step)
+
+    def evaluate(self, step: int, version: PolicyVersion, *, is_last: bool) -> dict[str, float]:
+        """Metrics of the endpoints' present weights; none if no evaluation is due."""
+        wanted = self._due.passes(step)
+        wanted |= step == 0 and self._schedule.at_start
+        wanted |= is_last and self._schedule.at_end
+        return self._evaluator.evaluate(str(version)) if wanted else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from easyrl.dataloaders.producer.membership import EndedBy
-from easyrl.schema import Confirmation, GroupOutcome, Key
+from easyrl.schema import Confirmation, EndedBy, GroupOutcome, Key
 
 FORMAT = 2  # of a certificate; 1 was last read by commit e7cfbd6
 

@@ -17,6 +17,7 @@ from easyrl.ledger.journal.batch import BatchJournal, Journal, StoredRecord
 from easyrl.ledger.journal.codec import DrainRecord, Piece
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import (
+    BatchWithdrawn,
     FinishedSamples,
     GroupOutcome,
     Key,
@@ -87,6 +88,20 @@ class JournalledRollouts:
         self._batch: BatchJournal | None = None
         self._open: OpenBatch | None = None
         self._num_restarts = 0  # of the open batch
+
+    def withdraw(self, endpoint: str, proof: int) -> None:
+        """Takes back what ``endpoint`` has made for the open batch since its proof ``proof``.
+
+        The batch begins again without it, on all ranks. From any thread; raises ``JournalError``.
+        """
+        if self._batch is None or self._open is None:
+            return
+        num_groups = self._batch.withdraw(endpoint, proof)
+        if num_groups:
+            self._open.withdraw(
+                f"{endpoint} failed its proof: {num_groups} groups with responses that it has made "
+                f"since its proof number {proof} are withdrawn and generated again"
+            )
 
     @property
     def num_waiting(self) -> int:
@@ -200,6 +215,7 @@ class OpenBatch:
         accepted_versions: those a token of this batch may be stamped with.
         discarded: prompts whose journalled groups are of other weights or settings, or were
             withdrawn, and are generated again.
+        withdrawn: why groups of it were taken back.
     """
 
     def __init__(
@@ -210,6 +226,7 @@ class OpenBatch:
         stored: Mapping[Key, StoredRecord],
     ) -> None:
         self._groups = groups
+        self.withdrawn: str | None = None
         self.accepted_versions = journal.accepted_versions
         self.discarded = journal.discarded
         self.updates = [
@@ -239,10 +256,11 @@ class OpenBatch:
     def num_waiting(self) -> int:
         return self._groups.num_waiting
 
-    def interrupt(self, error: BaseException) -> None:
-        """Whoever waits for a group raises ``error``. From any thread."""
+    def withdraw(self, reason: str) -> None:
+        """The batch has to begin again: whoever waits for a group raises ``BatchWithdrawn``."""
+        self.withdrawn = reason
         for stream in self.updates:
-            stream.interrupt(error)
+            stream.interrupt(BatchWithdrawn(reason))
 
     def close(self) -> None:
         """Gives up what is not finished. Safe to call twice."""
