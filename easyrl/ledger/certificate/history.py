@@ -129,7 +129,8 @@ class History:
             CertifiedBatch(line, first, record.num_drawn, record.step, num_unconfirmed)
         )
         self.open_batches[self.attempt.attempt] = record.batch + 1
-        self._owners[self._positions(record)] = record.batch
+        places = self._positions(record)
+        self._owners[places] = record.batch
         self._lines.setdefault(record.batch, []).append(line)
         self.last_step = max(self.last_step, record.step)
 
@@ -165,7 +166,8 @@ class History:
             )
 
     def _refuse_drawn_before(self, record: BatchRecord) -> None:
-        owners = self._owners[self._positions(record)]
+        places = self._positions(record)
+        owners = self._owners[places]
         for place in np.flatnonzero(owners >= 0)[:1]:
             raise CertificateError(
                 f"is in batch {owners[place]} already: it would be trained twice",
