@@ -143,7 +143,7 @@ class Completion:
     version_spans: tuple[VersionSpan, ...]  # stamped by the server
     endpoint: str  # URL
     loss_mask: np.ndarray  # bool [R], tokens that are trained
-    proof: int = 0  # number of its endpoint's proof of the weights, before the request was sent
+    proof: int = 0  # number of its endpoint's last good proof of its weights when it came; 0: none
 
     @property
     def truncated(self) -> bool:

@@ -83,7 +83,7 @@ TO_BE_MENDED = {
     ("runtime.run_folder", "metrics.trackers"),
     ("trainer.evaluation", "dataloaders.producer.rollout_generator"),
     ("trainer.evaluation", "inference_client.errors"),
-    ("weight_sync.sync", "dataloaders.producer.loop_thread"),
+    ("weight_sync.publish", "dataloaders.producer.loop_thread"),
 }
 
 HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
@@ -236,7 +236,7 @@ def test_what_has_been_mended_is_not_listed_any_more():
         ("trainer.loop", "dataloaders.packing.groups"),
         ("trainer.loop", "inference_client.pool.pool"),
         ("trainer.loop", "engines.deepspeed.engine"),
-        ("weight_sync.sync", "engines.deepspeed.engine"),
+        ("weight_sync.publish", "engines.deepspeed.engine"),
         ("recipes.losses", "models.tri_model"),
         ("ledger.journal.batch", "ledger.certificate.writer"),
         ("train", "trainer.loop"),

@@ -27,7 +27,7 @@ from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Prompt
 from easyrl.weight_sync.canary import Canary, canary_prompts
-from easyrl.weight_sync.sync import WeightSync
+from easyrl.weight_sync.publish import WeightSync
 
 logger = logging.getLogger(__name__)
 

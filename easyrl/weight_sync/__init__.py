@@ -1,8 +1,11 @@
-"""Once per batch: new weights to every endpoint, and proof of what each serves.
+"""Weight sync: new weights to every endpoint once per batch, and proof of what each serves.
 
 Consumes: the engine's weights after a batch is closed. Waits for: the push to the endpoints that
 are up and their proof (version, checksums, log-probabilities); with none up, for one to return. Is
 unblocked by: their answers, ``inference.max_outage_s``, or a stop. Produces: endpoints confirmed
-for the new version, and the digest of the weights that they serve. An endpoint that returns in
-mid-batch is brought to the served version without the trainer.
+for the new version, and the digest of the weights that they serve (DESIGN §2.1, §2.5, §9). An
+endpoint that returns in mid-batch is brought to the served version without the trainer.
+
+Read ``publish.py`` (all ranks, once per batch) → ``reconcile.py`` (one endpoint is brought to the
+target) → ``push.py``, ``proof.py`` → ``confirm.py`` (who serves the target, also in mid-batch).
 """

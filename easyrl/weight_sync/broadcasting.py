@@ -33,9 +33,9 @@ from easyrl.inference_client.transfer.broadcast import (
 )
 from easyrl.inference_client.transfer.hccl import open_hccl
 from easyrl.inference_client.transfer.nccl import open_nccl
-from easyrl.weight_sync.delivery import WATCH_INTERVAL_S
-from easyrl.weight_sync.feed import Feed, FeedClosed
+from easyrl.weight_sync.push import WATCH_INTERVAL_S
 from easyrl.weight_sync.store import local_address_towards
+from easyrl.weight_sync.tee import TeeClosed, TensorTee
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ OpenGroup = Callable[[Sequence[str], Sequence[WeightMeta]], Group]  # URLs, what
 
 
 class Broadcaster:
-    """Keeps one group open with the endpoints that are there, in their present restarts.
+    """Keeps one group open with the endpoints that are there, in their present starts.
 
     Args:
         open_group: called in a thread, as is the group.
@@ -78,13 +78,13 @@ class Broadcaster:
         self._members: dict[str, int] = {}
         self._failures = 0
 
-    def begin(self) -> Feed | None:
+    def begin(self) -> TensorTee | None:
         """For a pass over the weights; None if it is not to be broadcast.
 
         The receivers have to know all names and shapes before the first tensor. A first pass goes
         by artefact, the probe's if there is one, and tells them.
         """
-        return Feed() if self._metadata and self._failures < MOST_FAILURES else None
+        return TensorTee() if self._metadata and self._failures < MOST_FAILURES else None
 
     def note(self, named_weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """``named_weights``, whose names, dtypes and shapes are known when all have come."""
@@ -95,18 +95,18 @@ class Broadcaster:
         self._metadata = metadata
 
     async def send(
-        self, endpoints: Sequence[Endpoint], restarts: Mapping[str, int], version: str, feed: Feed
+        self, endpoints: Sequence[Endpoint], starts: Mapping[str, int], version: str, tee: TensorTee
     ) -> None:
-        """Brings what ``feed`` holds to ``endpoints``, which serve it under ``version``.
+        """Brings what ``tee`` holds to ``endpoints``, which serve it under ``version``.
 
-        Consumes: ``feed``. Waits for: the group, opened anew if ``restarts`` (by URL) are not
+        Consumes: ``tee``. Waits for: the group, opened anew if ``starts`` (by URL) are not
         those of the last time, and the slowest endpoint. Is unblocked by: its end, ``timeout_s``,
         or the pool finding an endpoint down. Raises ``BroadcastFailed``; the group is closed then.
         """
         given_up = threading.Event()
-        members = dict(restarts)
+        members = dict(starts)
         try:
-            sent = _in_thread(lambda: self._open_and_send(members, version, feed, given_up))
+            sent = _in_thread(lambda: self._open_and_send(members, version, tee, given_up))
             await self._until_done(sent, endpoints)
             self._failures = 0
         except BaseException as error:
@@ -126,7 +126,7 @@ class Broadcaster:
             closing.join(CLOSING_S)
 
     def _open_and_send(
-        self, members: dict[str, int], version: str, feed: Feed, given_up: threading.Event
+        self, members: dict[str, int], version: str, tee: TensorTee, given_up: threading.Event
     ) -> None:
         """In a thread that may be left behind."""
         if self._device.type != "cpu":  # which one is current is known by thread
@@ -143,8 +143,8 @@ class Broadcaster:
                     self._group, self._members = group, members
             if given_up.is_set():
                 group.close()
-                raise FeedClosed("the broadcast was given up before its group was open")
-        group.send(version, feed.copies(self._device))
+                raise TeeClosed("the broadcast was given up before its group was open")
+        group.send(version, tee.copies(self._device))
 
     async def _until_done(self, sent: asyncio.Future[None], endpoints: Sequence[Endpoint]) -> None:
         deadline_s = time.monotonic() + self._timeout_s

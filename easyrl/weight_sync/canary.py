@@ -88,6 +88,10 @@ class Expected:
         )
 
 
+# An endpoint's URL, its canary samples → what the trainer says of them
+Expect = Callable[[str, Sequence[Completion]], Awaitable[Expected]]
+
+
 class Canary:
     """Samples from an endpoint, and asks the trainer what it thinks of the samples.
 

@@ -17,7 +17,7 @@ from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import Chunk, WeightArtifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
-from easyrl.weight_sync.delivery import WeightStream
+from easyrl.weight_sync.target import WeightStream
 
 logger = logging.getLogger(__name__)
 

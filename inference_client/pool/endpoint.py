@@ -37,6 +37,7 @@ class Endpoint:
         self.max_inflight = max_inflight
         self.served: ServedModel | None = None  # known once healthy
         self.confirmed_version: str | None = None
+        self.proof = 0  # number of its last good proof in this attempt of the run, by URL
         self.excluded: str | None = None  # why it gets no more requests: it failed its proof
         self.down: str | None = None  # why it is set aside for now
         self.refused: RequestRejected | None = None  # it answers, and wants nothing of us

@@ -134,7 +134,10 @@ class Fleet:
     # ---- what others find out --------------------------------------------------------------------
 
     def confirm(self, endpoint: Endpoint, version: str) -> None:
-        """``endpoint`` has proved that it serves ``version`` (DESIGN §2.5), the current one."""
+        """``endpoint`` has proved that it serves ``version`` (DESIGN §2.5), the current one.
+
+        Each call is a good proof and gives ``endpoint.proof`` the next number.
+        """
         self._health.confirm(endpoint, version)
 
     def withdraw_confirmations(self) -> None:
@@ -146,6 +149,13 @@ class Fleet:
         for version in self._dispatcher.waiting_versions():
             if version is not None:  # would wait for what never comes back
                 self._dispatcher.fail(version, self._outage.no_endpoint(version))
+
+    def quarantine(self, endpoint: Endpoint, reason: str) -> None:
+        """``endpoint`` failed a proof: it is not used until ``confirm``.
+
+        Its requests in flight are sent to the others.
+        """
+        self._health.quarantine(endpoint, reason)
 
     def exclude(self, endpoint: Endpoint, reason: str) -> None:
         """``endpoint`` failed its proof and gets no more requests until it is removed and added."""

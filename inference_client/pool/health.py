@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -58,6 +59,7 @@ class Health:
         self._timers: dict[Endpoint, asyncio.TimerHandle] = {}  # of the next look at each
         self._background: set[asyncio.Task] = set()
         self._closed = False
+        self._num_proofs: Counter[str] = Counter()  # good ones, by URL: it may leave and come back
         self.current_version: str | None = None  # last confirmed; None while the weights move
         self.repair: Repair | None = None
         self.admission: Admission | None = None
@@ -86,6 +88,8 @@ class Health:
 
     def confirm(self, endpoint: Endpoint, version: str) -> None:
         self.current_version = version
+        self._num_proofs[endpoint.url] += 1
+        endpoint.proof = self._num_proofs[endpoint.url]
         endpoint.confirmed_version = version
         endpoint.lost_confirmation = None
         endpoint.down = None
@@ -118,6 +122,13 @@ class Health:
         endpoint.confirmed_version = None
         endpoint.lost_confirmation = reason
         self._start_repair(endpoint)
+        self._changed(endpoint)
+
+    def quarantine(self, endpoint: Endpoint, reason: str) -> None:
+        """It failed a proof: not used until it is confirmed again; what is in flight goes away."""
+        endpoint.confirmed_version = None
+        endpoint.lost_confirmation = reason
+        endpoint.abort_attempts(EndpointUnavailable(endpoint.url, f"quarantined: {reason}"))
         self._changed(endpoint)
 
     def exclude(self, endpoint: Endpoint, reason: str) -> None:

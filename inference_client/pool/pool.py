@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -192,7 +193,8 @@ class EndpointPool(Fleet):
             self._dispatcher.release(endpoint, group.sample_tokens)
             self._forget_if_done(endpoint)
         endpoint.answered()
-        return completion
+        # the number of now: a proof that is yet to come judges all since the last good one
+        return replace(completion, proof=endpoint.proof)
 
     def _check_stamps(
         self, endpoint: Endpoint, completion: Completion, version: str | None

@@ -235,6 +235,38 @@ async def test_weight_sync_may_set_an_endpoint_aside():
         await until(lambda: pool.endpoints[0].usable(V1))
 
 
+async def test_who_fails_a_proof_is_out_of_use_and_its_requests_go_elsewhere():
+    """Until it is confirmed again; nobody takes it for down meanwhile."""
+    first, second = servers(2, gated=True)
+    async with pool_of(first, second, health_interval_s=60) as pool:
+        tasks = [ask(pool, seed) for seed in range(4)]
+        await first.until(lambda: len(first.requests) == 2)
+        doubted = pool.endpoints[0]
+        pool.quarantine(doubted, "serves other weights")
+        assert not doubted.usable(V1) and doubted.is_up
+        assert "serves other weights" in doubted.status(V1)
+        await second.until(lambda: len(second.requests) == 4)
+        await open_all(tasks, first, second)
+        assert {task.result().endpoint for task in tasks} == {second.url}
+        assert doubted.is_up and doubted.num_failures == 0
+        pool.confirm(doubted, V1)
+        assert doubted.usable(V1)
+
+
+async def test_responses_carry_the_number_of_their_endpoints_proof():
+    """Of the last good one when they came; numbers go on when an endpoint leaves and comes back."""
+    (server,) = servers(1, gated=True)
+    async with pool_of(server, health_interval_s=60) as pool:
+        task = ask(pool, 0)
+        await server.until(lambda: len(server.requests) == 1)
+        pool.confirm(pool.endpoints[0], V1)  # away and back in the middle
+        await open_all([task], server)
+        assert task.result().proof == pool.endpoints[0].proof == 2
+        pool.remove(server.url)
+        pool.confirm(pool.add(server.url), V1)
+        assert (await ask(pool, 1)).proof == 3
+
+
 # -- all dead ------------------------------------------------------------------------------------
 
 

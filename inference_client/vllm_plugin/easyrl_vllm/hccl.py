@@ -1,4 +1,4 @@
-"""Backend ``easyrl_hccl``: vllm-ascend's HCCL broadcast for NPUs, with artifacts beside it.
+"""Backend ``easyrl_hccl``: vllm-ascend's HCCL broadcast for NPUs, with which takes artifacts too.
 
 Untested: vllm-ascend cannot be imported without an NPU's libraries. Written against its main branch
 of October 2026, which registers the engine below as ``hccl``; it has to be one whose engines own
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from vllm_ascend.distributed.weight_transfer.hccl_engine import HCCLWeightTransferEngine
 
-from .beside import ArtifactsBeside
+from .artifact_mixin import ArtifactMixin
 
 
-class EasyRLHCCLWeightTransferEngine(ArtifactsBeside, HCCLWeightTransferEngine):  # type: ignore[misc]
+class EasyRLHCCLWeightTransferEngine(ArtifactMixin, HCCLWeightTransferEngine):  # type: ignore[misc]
     """``{"backend": "easyrl_hccl"}``: what vllm-ascend's ``hccl`` takes, and ``easyrl`` too."""

@@ -1,4 +1,4 @@
-"""Backend ``easyrl_nccl``: vLLM's NCCL broadcast for GPUs, with artifacts beside it.
+"""Backend ``easyrl_nccl``: vLLM's NCCL broadcast for GPUs, with which takes artifacts too.
 
 Constructed and dispatched on a CPU in the tests; the broadcast itself, which is vLLM's own code,
 has not been run here.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from .beside import ArtifactsBeside
+from .artifact_mixin import ArtifactMixin
 
 
-class EasyRLNCCLWeightTransferEngine(ArtifactsBeside, NCCLWeightTransferEngine):  # type: ignore[misc]
+class EasyRLNCCLWeightTransferEngine(ArtifactMixin, NCCLWeightTransferEngine):  # type: ignore[misc]
     """``{"backend": "easyrl_nccl"}``: what vLLM's ``nccl`` takes, and what ``easyrl`` takes."""

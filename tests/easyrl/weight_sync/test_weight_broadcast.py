@@ -20,7 +20,7 @@ from easyrl.inference_client.transfer.artifact import write_artifact
 from easyrl.inference_client.transfer.broadcast import EndpointRoutes, WeightMeta
 from easyrl.schema import PolicyVersion
 from easyrl.weight_sync.broadcasting import MOST_FAILURES, address_towards_all
-from easyrl.weight_sync.feed import Feed, FeedClosed
+from easyrl.weight_sync.tee import TeeClosed, TensorTee
 from tests.easyrl.weight_sync.test_weight_repair import agreements, on_all
 from tests.easyrl.weight_sync.weight_sync_parts import (
     Hanging,
@@ -35,8 +35,9 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
 
 V = [PolicyVersion("sync", 0, number) for number in range(5)]
 PROBE0 = "sync:0:0:probe"
+STAMP = "/update_weight_version"
 SENT_BY_ARTEFACT = [
-    *("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+    *("/pause", STAMP, "/start_weight_update", "/update_weights", "/finish_weight_update"),
     *("/reset_prefix_cache", "/resume"),
 ]
 
@@ -76,7 +77,7 @@ class FakeGroup:
         self._post("/update_weights", {"update_info": artifact.update_info()})
         self._post("/finish_weight_update", {"weight_version": version})
         artifact.remove()
-        self.sent.append(version)
+        self.sent.append(version.removesuffix(":updating"))
 
     def close(self) -> None:
         self.aborted.set()
@@ -129,8 +130,10 @@ def test_a_version_is_broadcast_between_pause_and_resume(model_dir, server, grou
     with closing(Watched(server)) as proxy:
         rank = open_sync([proxy.url], engine)
         assert rank.sync.publish(V[0]).metrics["sync/broadcast"] == 1
-        seen = [path for path in proxy.seen if path in (*SENT_BY_ARTEFACT, "/collective_rpc")]
-        once = [*SENT_BY_ARTEFACT, "/collective_rpc"]
+        shown = (*SENT_BY_ARTEFACT, "/collective_rpc")
+        seen = [path for path in proxy.seen if path in shown]
+        # proved, stamped, and asked whether it has restarted before the stamp
+        once = [*SENT_BY_ARTEFACT, "/collective_rpc", STAMP, "/collective_rpc"]
         assert seen == once * 2  # the probe by artefact, then the weights in one piece
         assert len(proxy.inits) == 1  # the announcement, without which no proof
         assert engine.num_passes == 2
@@ -164,7 +167,7 @@ def test_the_group_follows_the_endpoints(model_dir, server, second_server, group
         assert rank.sync.publish(V[1]).metrics["sync/broadcast"] == 2
         with serve(model_dir) as restarted:
             proxy.move_to(restarted)
-            wait_until(lambda: proxy.given[-2:] == [PROBE0, "sync:0:1:unproven"])
+            wait_until(lambda: proxy.given[-2:] == [PROBE0, "sync:0:1"])
             wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:1")
             assert rank.sync.publish(V[2]).metrics["sync/broadcast"] == 2
 
@@ -336,32 +339,32 @@ def tensors(count: int = 4) -> Iterator[tuple[str, Tensor]]:
         yield f"w{number}", buffer.fill_(number)
 
 
-def test_a_feed_gives_copies_of_all() -> None:
-    feed, taken = Feed(), {}
+def test_a_tee_gives_copies_of_all() -> None:
+    tee, taken = TensorTee(), {}
 
     def take() -> None:
-        taken.update(feed.copies(torch.device("cpu")))
+        taken.update(tee.copies(torch.device("cpu")))
 
     sender = threading.Thread(target=take)
     sender.start()
-    passed = [(name, weight.tolist()) for name, weight in feed.pass_on(tensors())]
+    passed = [(name, weight.tolist()) for name, weight in tee.pass_on(tensors())]
     sender.join(10)
     assert passed == [(name, weight.tolist()) for name, weight in taken.items()]
     assert passed[3] == ("w3", [3.0, 3.0])
 
 
-def test_a_closed_feed_holds_nobody_up() -> None:
-    feed = Feed()
-    passing = feed.pass_on(tensors())
-    copies = feed.copies(torch.device("cpu"))
+def test_a_closed_tee_holds_nobody_up() -> None:
+    tee = TensorTee()
+    passing = tee.pass_on(tensors())
+    copies = tee.copies(torch.device("cpu"))
     next(passing)
     assert next(copies)[0] == "w0"
-    feed.close()
+    tee.close()
     assert len(list(passing)) == 3
-    feed = Feed()
-    feed.close()
-    with pytest.raises(FeedClosed):
-        next(feed.copies(torch.device("cpu")))
+    tee = TensorTee()
+    tee.close()
+    with pytest.raises(TeeClosed):
+        next(tee.copies(torch.device("cpu")))
 
 
 def test_the_trainer_is_found_by_all() -> None:

@@ -16,8 +16,9 @@ from easyrl.inference_client.transfer.artifact import Chunk
 from easyrl.runtime.collectives import Agreement
 from easyrl.schema import Completion, Prompt, VersionSpan
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
-from easyrl.weight_sync.delivery import WeightStream
-from easyrl.weight_sync.proof import Probe, ProofFailed, check_canary, check_stamp, prove_weights
+from easyrl.weight_sync.probe import Probe
+from easyrl.weight_sync.proof import ProofFailed, check_canary, check_stamp, prove_weights
+from easyrl.weight_sync.target import WeightStream
 
 URL = "http://endpoint:8000"
 HASHES = {"embed": "e0", "layer": "f0", "norm": "a0"}
@@ -48,7 +49,7 @@ def weights() -> WeightStream:
 
 
 def prove(client: Client, bits: bool = True) -> None:
-    asyncio.run(prove_weights(Endpoint(client, 1), weights(), bits=bits))
+    asyncio.run(prove_weights(Endpoint(client, 1), weights(), stamp="run:0:1", bits=bits))
 
 
 def test_every_tensor_of_every_worker_passes():

@@ -11,9 +11,8 @@ import pytest
 from easyrl.inference_client.errors import EndpointUnavailable, Outage
 from easyrl.runtime.collectives import Agreement
 from easyrl.schema import PolicyVersion
-from easyrl.weight_sync.delivery import WeightStream
-from easyrl.weight_sync.repair import Served
-from easyrl.weight_sync.sync import NoEndpointServes
+from easyrl.weight_sync.publish import NoEndpointServes
+from easyrl.weight_sync.target import Target, WeightStream
 from tests.easyrl.weight_sync.weight_sync_parts import (
     NOWHERE,
     PROVE,
@@ -27,10 +26,10 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
     wait_until,
     weight_sync,
 )
+from tests.end_to_end.proxy import reply
 
 V0, V1 = PolicyVersion("sync", 0, 0), PolicyVersion("sync", 0, 1)
 PROBE0 = "sync:0:0:probe"
-UNPROVEN0, UNPROVEN1 = f"{V0}:unproven", f"{V1}:unproven"  # repairs, until they are proved
 
 
 # ---- in the middle of a batch --------------------------------------------------------------------
@@ -55,7 +54,7 @@ def test_a_restart_in_mid_batch_is_repaired(probe, model_dir, second_server, tmp
         assert stamps(pending.result(60)) == {str(V0)}
         assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
         probes = [PROBE0] if probe else []
-        given = [*probes, "sync:0:0", *probes, UNPROVEN0]
+        given = [*probes, "sync:0:0", *probes, "sync:0:0"]
         assert proxy.given == given
         assert engine.num_probes == int(probe)  # in mid-batch without the trainer
         assert rank.sync.publish(V1).metrics["sync/canary_mean"] < 1e-5
@@ -71,10 +70,10 @@ def test_an_endpoint_that_comes_in_mid_batch_is_proved_and_used(
             rank.sync.publish(V0)
             rank.add(proxy.url)
             wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:0")
-            assert proxy.given == [PROBE0, UNPROVEN0]
+            assert proxy.given == [PROBE0, "sync:0:0"]
             rank.sync.publish(V1)
             assert set(rank.statuses().values()) == {"confirmed sync:0:1"}
-            assert proxy.given == [PROBE0, UNPROVEN0, "sync:0:1"]
+            assert proxy.given == [PROBE0, "sync:0:0", "sync:0:1"]
             assert engine.num_probes == 1
 
 
@@ -109,6 +108,42 @@ def test_an_endpoint_that_was_only_away_proves_its_weights_again(model_dir, serv
             assert proxy.seen.count(PROVE) == num_proofs + 1
 
 
+class WrongWhenItReturns(Restarting):
+    """Its weights are not what they were when it comes back, until they are pushed again."""
+
+    wrong = False
+
+    async def answer(self, request, body):
+        if request.path == "/start_weight_update":
+            self.wrong = False
+        if request.path == PROVE and self.wrong:
+            proof = {"checksums": {}, "problems": {"lm_head.weight": "a flipped bit"}}
+            return reply({"results": [proof | {"transport": "file"}]})
+        return await super().answer(request, body)
+
+
+def test_a_proof_that_fails_in_mid_batch_is_told_with_what_it_puts_in_doubt(
+    model_dir, server, tmp_path
+):
+    told = []
+    with closing(WrongWhenItReturns(server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path) as rank:
+            rank.sync.set_on_failed_proof(lambda *about: told.append(about))
+            rank.sync.publish(V0)
+            assert rank.generate(str(V0)).result(60).proof == 1
+            proxy.move_to(NOWHERE)
+            wait_until(lambda: "confirmed" not in rank.statuses()[proxy.url])
+            proxy.wrong = True
+            proxy.move_to(server)
+            wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:0")
+            assert told == [(proxy.url, 1)]
+            assert proxy.given == [PROBE0, "sync:0:0", PROBE0, "sync:0:0"]
+            assert rank.generate(str(V0)).result(60).proof == 2
+            rank.sync.publish(V1)
+            assert rank.generate(str(V1)).result(60).proof == 3
+            assert len(told) == 1
+
+
 # ---- in the middle of a sync ---------------------------------------------------------------------
 
 
@@ -127,7 +162,7 @@ def test_an_endpoint_that_is_down_is_not_waited_for_and_repaired_in_the_same_bat
             proxy.move_to(second_server)
             wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:1")
             # it had only been away: what it showed of the probe counts
-            assert proxy.given == [PROBE0, "sync:0:0", UNPROVEN1]
+            assert proxy.given == [PROBE0, "sync:0:0", "sync:0:1"]
 
 
 @pytest.mark.parametrize("at", ["/update_weights", "/collective_rpc"])
@@ -251,7 +286,7 @@ def test_rank_zero_repairs_for_all(open_ranks, model_dir, server, second_server)
             wait_until(lambda: len(proxy.given) == 4)
             for rank in ranks:
                 wait_until(lambda r=rank: set(r.statuses().values()) == {"confirmed sync:0:0"})
-            assert proxy.given == [PROBE0, "sync:0:0", PROBE0, UNPROVEN0]
+            assert proxy.given == [PROBE0, "sync:0:0", PROBE0, "sync:0:0"]
             assert stamps(ranks[1].generate(str(V0)).result(60)) == {str(V0)}
 
 
@@ -325,7 +360,7 @@ def test_another_rank_waits_only_so_long_for_a_repair(model_dir, server, tmp_pat
     other.rank = 1
     options = {"agreement": other, "startup_timeout_s": 0.1}
     with weight_sync(None, [server], tmp_path, **options) as rank:
-        served = Served(WeightStream("never-0-0", "never:0:0"), None)
-        rank.thread.run(rank.sync._repairs.go_on(served, {}))
+        target = Target(WeightStream("never-0-0", "never:0:0"), None)
+        rank.thread.run(rank.sync._confirmed.confirm(target, {}))
         with pytest.raises(EndpointUnavailable, match="not never:0:0"):
             rank.thread.run(rank.sync.repair(rank.pool.endpoints[0]))

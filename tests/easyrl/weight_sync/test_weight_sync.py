@@ -12,11 +12,12 @@ from benchmarks.random_model import write_random_model
 from easyrl.config import WeightSyncConfig
 from easyrl.schema import PolicyVersion, Prompt
 from easyrl.weight_sync.canary import canary_prompts
+from easyrl.weight_sync.publish import NoEndpointServes
 from easyrl.weight_sync.store import WeightStore, local_address_towards
-from easyrl.weight_sync.sync import NoEndpointServes
 from tests.easyrl.weight_sync.weight_sync_parts import (
     AnswersFromItsPrefixCache,
     FailsAt,
+    FailsHalfWay,
     ForgetsItsVersion,
     KeepsItsPrefixCache,
     MissesUpdates,
@@ -267,6 +268,24 @@ def test_a_failed_push_is_repeated(path, status, model_dir, server, tmp_path):
             rank.sync.publish(V0)
             assert proxy.times == 0
             assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
+
+
+def test_an_update_that_fails_half_way_leaves_no_version(
+    model_dir, server, second_server, tmp_path
+):
+    engine = PlainEngine(model_dir)
+    options = {"chunk_bytes": 1, "probe": False}  # a chunk for each tensor
+    with closing(FailsHalfWay(second_server)) as proxy:
+        with weight_sync(engine, [server, proxy.url], tmp_path, **options) as rank:
+            rank.sync.publish(V0)
+            engine.train(1e-1)
+            proxy.fails = True
+            rank.sync.publish(V1)
+            assert rank.statuses()[server] == "confirmed sync:0:1"
+            assert "out of luck" in rank.statuses()[proxy.url]
+            clients = {e.url: e.client for e in rank.pool.endpoints}
+            assert rank.thread.run(clients[proxy.url].weight_version()) == f"{V1}:updating"
+            assert rank.thread.run(clients[server].weight_version()) == str(V1)
 
 
 def test_an_endpoint_that_fails_every_push_is_excluded(model_dir, server, tmp_path):

@@ -8,11 +8,13 @@ import pytest
 
 from easyrl.inference_client.servers.managed.launch import VllmServerProcess
 from easyrl.schema import PolicyVersion
-from easyrl.weight_sync.sync import NoEndpointServes
+from easyrl.weight_sync.publish import NoEndpointServes
 from tests.easyrl.weight_sync.weight_sync_parts import (
+    FailsHalfWay,
     MissesUpdates,
     PlainEngine,
     Watched,
+    stamps,
     weight_sync,
 )
 from tests.end_to_end.proxy import reply
@@ -65,6 +67,21 @@ def test_each_version_is_proved(transport, model_dir, server, tmp_path):
         metrics = rank.sync.publish(V1).metrics
         assert rank.statuses() == {server: "confirmed sync:0:1"}
         assert metrics["sync/canary_mean"] < 1e-5
+
+
+def test_a_mixture_of_two_versions_is_served_as_neither(model_dir, server, tmp_path):
+    """An update that fails half way leaves the layers that have come, and the server goes on."""
+    engine = PlainEngine(model_dir)
+    options = {"chunk_bytes": 2**10, "probe": False}  # more chunks than go into one request
+    with closing(FailsHalfWay(server)) as proxy:
+        with weight_sync(engine, [proxy.url], tmp_path, **options) as rank:
+            rank.sync.publish(V0)
+            engine.train(1e-1)
+            proxy.fails = True
+            with pytest.raises(NoEndpointServes, match="out of luck"):
+                rank.sync.publish(V1)
+            for mixed in rank.thread.run(rank.sync._canary.sample(proxy.url)):
+                assert stamps(mixed) == {f"{V1}:updating"}
 
 
 def test_a_forgotten_reset_of_the_prefix_cache_is_caught(model_dir, server, tmp_path):

@@ -26,7 +26,7 @@ from easyrl.models.policy_model import run_micro_batch
 from easyrl.runtime.collectives import Agreement
 from easyrl.schema import Completion, Prompt
 from easyrl.weight_sync.canary import Canary, canary_prompts
-from easyrl.weight_sync.sync import WeightSync
+from easyrl.weight_sync.publish import WeightSync
 from tests.end_to_end.proxy import GENERATE, Proxy, reply
 
 TOLERANCE = 1e-3
@@ -200,7 +200,8 @@ class Watched(Proxy):
     """Honest; notes the versions it was given, and what else the tests ask about."""
 
     def __init__(self, upstream: str) -> None:
-        self.given: list[str] = []
+        self.given: list[str] = []  # versions that were loaded, under a stamp that nobody wants
+        self.stamped: list[str] = []  # versions that it was told to stamp after that
         self.inits: list[dict] = []
         self.seen: list[str] = []  # paths
         super().__init__(upstream)
@@ -208,7 +209,13 @@ class Watched(Proxy):
     async def answer(self, request, body):
         self.seen.append(request.path)
         if request.path == "/finish_weight_update":
-            self.given.append(orjson.loads(body)["weight_version"])
+            version, updating = orjson.loads(body)["weight_version"].rsplit(":", 1)
+            assert updating == "updating"
+            self.given.append(version)
+        if request.path == "/update_weight_version":
+            version = orjson.loads(body)["new_version"]
+            if not version.endswith(":updating"):
+                self.stamped.append(version)
         if request.path == "/init_weight_transfer_engine":
             self.inits.append(orjson.loads(body)["init_info"])
         return None
@@ -273,6 +280,23 @@ class FailsAt(Watched):
         return None
 
 
+class FailsHalfWay(Watched):
+    """Takes some of an update's chunks, and no more of them, while it ``fails``."""
+
+    fails = False
+    num_taken = 0
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path == "/start_weight_update":
+            self.num_taken = 0
+        if request.path == "/update_weights" and self.fails and b"abandon" not in body:
+            self.num_taken += 1
+            if self.num_taken > 1:
+                return reply({"error": "out of luck"}, status=500)
+        return None
+
+
 class AnswersFromItsPrefixCache(Proxy):
     """Says that it has reset its prefix cache, and goes on from what it had computed of a prompt
     under the weights before; under the present ones' name."""
@@ -285,6 +309,8 @@ class AnswersFromItsPrefixCache(Proxy):
     async def answer(self, request, body):
         if request.path == "/finish_weight_update":
             self.version = orjson.loads(body)["weight_version"]
+        if request.path == "/update_weight_version":
+            self.version = orjson.loads(body)["new_version"]
         if request.path != GENERATE:
             return None
         if body in self.kept:

@@ -1,4 +1,4 @@
-"""One pass over the weights, taken twice: to the host's copy, and to a broadcast beside it."""
+"""A tee for tensors: one pass over the weights feeds the host's copy and a broadcast."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 
-class FeedClosed(RuntimeError):
+class TeeClosed(RuntimeError):
     """The pass over the weights goes on without the broadcast."""
 
 
-class Feed:
+class TensorTee:
     """Hands each tensor of the main thread's pass to a sender's thread.
 
     The pass is a collective of the trainer's ranks. It belongs to the main thread, which therefore
@@ -48,7 +48,7 @@ class Feed:
         """All tensors of the pass on ``device``, for the sender's thread.
 
         Copied there, on the stream that the sender works on: the allocator gives a tensor's memory
-        to the next one of its stream. Raises ``FeedClosed``.
+        to the next one of its stream. Raises ``TeeClosed``.
         """
         while True:
             with self._changed:
@@ -61,7 +61,7 @@ class Feed:
                 self._changed.notify_all()
             yield name, copy
         if not self._ended:
-            raise FeedClosed("the broadcast was given up")
+            raise TeeClosed("the broadcast was given up")
 
     def close(self) -> None:
         """The pass waits for no sender any more. Safe to call twice, from any thread."""

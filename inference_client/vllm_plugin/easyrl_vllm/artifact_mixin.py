@@ -1,4 +1,4 @@
-"""Artifacts beside a broadcast between devices, in one weight-transfer engine.
+"""A mixin for vLLM's broadcast engines that takes artifacts too, in one weight-transfer engine.
 
 The trainer broadcasts version v to the endpoints that are up; one that comes back in mid-batch
 takes it from the copy on the host, and the proof reads that copy. Both use the same routes; the
@@ -15,7 +15,7 @@ from .loading import synchronize
 from .receiving import WeightReceiver
 
 
-class ArtifactsBeside:
+class ArtifactMixin:
     """Mixed in before one of vLLM's engines, which gets all that is not an artifact's.
 
     ``init_info`` with ``run`` and ``update_info`` with ``artifact`` or ``abandon`` are as in the

@@ -1,0 +1,402 @@
+"""Publishing: once per batch a version goes to every endpoint, and each proves it (DESIGN §9)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from easyrl.config import WeightSyncConfig
+from easyrl.dataloaders.producer.loop_thread import LoopThread
+from easyrl.engines.base import TrainEngine
+from easyrl.inference_client.errors import (
+    EndpointError,
+    EndpointUnavailable,
+    NoEndpointError,
+    Outage,
+)
+from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
+from easyrl.inference_client.transfer.artifact import weights_digest
+from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.stopping import StopRequest
+from easyrl.schema import (
+    Completion,
+    Confirmation,
+    MicroBatch,
+    PolicyVersion,
+    Published,
+    ServedWeights,
+    StopRequested,
+)
+from easyrl.weight_sync.broadcasting import Broadcaster, OpenGroup, device_broadcast
+from easyrl.weight_sync.canary import Canary, Expected
+from easyrl.weight_sync.confirm import ConfirmedEndpoints, FailedProof
+from easyrl.weight_sync.fan_out import FanOut
+from easyrl.weight_sync.probe import Probe
+from easyrl.weight_sync.proof import Prover, Shown, Spans
+from easyrl.weight_sync.push import WeightPusher
+from easyrl.weight_sync.reconcile import Reconciler
+from easyrl.weight_sync.store import WeightStore
+from easyrl.weight_sync.target import Target, WeightStream
+from easyrl.weight_sync.tee import TensorTee
+
+logger = logging.getLogger(__name__)
+
+
+class NoEndpointServes(RuntimeError):
+    """No endpoint proved that it serves the weights of the next batch."""
+
+
+RAISED_EVERYWHERE: dict[str, type[Exception]] = {
+    "StopRequested": StopRequested,
+    "Outage": Outage,
+    "NoEndpointError": NoEndpointServes,  # all are excluded
+}
+
+
+@dataclass(slots=True)
+class Delivery:
+    """How one version reached the endpoints. ``passed`` is the same on every rank.
+
+    All else is rank 0's.
+    """
+
+    weights: WeightStream | None
+    passed: list[str] = field(default_factory=list)  # URLs
+    shown: dict[str, Shown] = field(default_factory=dict)  # by URL, by those that passed
+    num_broadcast: int | None = None  # endpoints that a broadcast reached; None: never asked for
+    asking_s: float = 0.0  # seconds of the trainer's own forwards for the canary
+
+    @property
+    def spans(self) -> Spans:
+        """Of the endpoint that took longest."""
+        spans = (shown.spans for shown in self.shown.values())
+        return max(spans, key=lambda s: s.total_s, default=Spans())
+
+    def metrics(self) -> dict[str, float]:
+        found = {
+            "time/proof_s": self.spans.proof_s,
+            "time/canary_s": self.spans.canary_s + self.asking_s,
+            "sync/endpoints": float(len(self.passed)),
+        }
+        if self.weights is not None:
+            found["sync/bytes"] = float(self.weights.num_bytes)
+        if self.num_broadcast is not None:
+            found["sync/broadcast"] = float(self.num_broadcast)
+        if readings := [s.reading for s in self.shown.values() if s.reading is not None]:
+            found["sync/canary_mean"] = max(reading.mean for reading in readings)
+            found["sync/canary_max"] = max(reading.maximum for reading in readings)
+        return found
+
+
+class WeightSync:
+    """Publishes a version of the weights. Every method but ``repair`` is called by all ranks.
+
+    Consumes: the engine's weights. Waits for: the proof of the endpoints that are up. Is unblocked
+    by: their answers. Produces: endpoints confirmed for the version, on every rank's pool.
+
+    Args:
+        tolerance: of the canary's mean |Δ log-prob|, nats.
+        stop: ends the waiting for an endpoint.
+        startup_timeout_s: how long another rank waits for rank 0 to repair an endpoint.
+        max_outage_s: how long all endpoints may be down.
+        api_key: the endpoints' bearer token, for a broadcast's own requests.
+        open_group: of a broadcast; default: what the transport says.
+    Raises:
+        ValueError: the transport's package is not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: WeightSyncConfig,
+        tolerance: float,
+        run_name: str,
+        engine: TrainEngine,
+        pool: EndpointPool,
+        thread: LoopThread,
+        agreement: Agreement,
+        canary: Canary,
+        dummy: Callable[[], MicroBatch],
+        stop: StopRequest | None = None,
+        startup_timeout_s: float = 60.0,
+        max_outage_s: float = 1800.0,
+        api_key: str | None = None,
+        open_group: OpenGroup | None = None,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._pool = pool
+        self._thread = thread
+        self._agreement = agreement
+        self._canary = canary
+        self._dummy = dummy
+        self._stop = stop
+        self._max_outage_s = max_outage_s
+        self._prover = Prover(canary, tolerance=tolerance, reads_bits=config.prove)
+        # used on rank 0 only, as are the next three
+        self._store = WeightStore(config, run_name)
+        self._reconciler = Reconciler(pool, WeightPusher(self._store), self._prover)
+        self._current: WeightStream | None = None  # stays on the host until the next is served
+        self._broadcaster: Broadcaster | None = None
+        if config.transport in ("nccl", "hccl"):
+            open_group = open_group or device_broadcast(config, api_key)
+            self._broadcaster = Broadcaster(open_group, config.timeout_s)
+        self._confirmed = ConfirmedEndpoints(
+            pool,
+            self._prover,
+            self._reconciler if agreement.rank == 0 else None,
+            patience_s=startup_timeout_s,
+        )
+
+    @property
+    def confirmations(self) -> tuple[Confirmation, ...]:
+        """Of the endpoints that serve the published version, those that came later included.
+
+        On rank 0 of all, on another rank of those that it uses.
+        """
+        return self._confirmed.confirmations
+
+    def set_on_failed_proof(self, callback: FailedProof) -> None:
+        """What is told when an endpoint fails a proof in mid-batch that had served in this batch.
+
+        Called on the pool's loop of the rank that saw it, with the URL and the number of the last
+        good proof, once the endpoint is out of use and its requests in flight go elsewhere: what
+        came from it under that number (``Completion.proof``) is in doubt. Another rank's numbers
+        are its own; for it, all that came from that URL in this batch is.
+        """
+        self._confirmed.on_failed_proof = callback
+
+    def publish(self, version: PolicyVersion) -> Published:
+        """Brings ``version`` to the endpoints that are up and confirms it. Collective.
+
+        Those that are down are brought to it by ``repair`` when they return. Raises
+        ``NoEndpointServes`` naming each endpoint and what it showed, ``Outage`` when none was up
+        for ``max_outage_s``, or ``StopRequested`` while it waited for one; each on all ranks.
+        """
+        start_s = time.monotonic()
+        self._withdraw()
+        probe_s = self._learn_probe(version) if self._is_probe_due() else 0.0
+        delivery = self._deliver(str(version), canary=self._config.canary)
+        target = self._share(delivery)
+        readings = {url: delivery.shown.get(url, Shown()).reading for url in delivery.passed}
+        self._thread.run(self._confirmed.confirm(target, readings))
+        self._store.discard(self._current)  # the version before has been served until here
+        self._current = delivery.weights
+        metrics = {
+            "time/sync_s": time.monotonic() - start_s,
+            "time/probe_s": probe_s + delivery.spans.probe_s,
+        }
+        return Published(
+            ServedWeights(version, weights_digest(target.weights.chunks)),
+            metrics | delivery.metrics(),
+        )
+
+    async def repair(self, endpoint: Endpoint) -> None:
+        """Brings an endpoint that was down, or is new, to the served version, on the pool's loop.
+
+        It proves there what every endpoint proves, without the trainer: against what the trainer
+        said of the others' samples. Rank 0 has the weights and pushes, other ranks wait until it
+        has. Waits while the weights move. Raises ``EndpointUnavailable`` if it is gone again,
+        another ``EndpointError`` if it failed its proof.
+        """
+        await self._confirmed.repair(endpoint)
+
+    def close(self) -> None:
+        """Ends repairs, leaves the broadcast, removes the weights from the shared folder."""
+        self._thread.run(self._confirmed.end())
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+        self._store.close()
+
+    # ---- the probe -----------------------------------------------------------------------------
+
+    def _is_probe_due(self) -> bool:
+        """Whether this attempt of the run has no probe yet; the same on every rank."""
+        due: bool = self._agreement.from_rank_zero(
+            self._config.probe and self._reconciler.probe is None
+        )
+        return due
+
+    def _learn_probe(self, version: PolicyVersion) -> float:
+        """Pushes visibly changed weights and sees the change; true weights have to follow.
+
+        What the trainer says under the changed weights is kept, for endpoints that come later.
+        Returns the seconds it took.
+        """
+        start_s = time.monotonic()
+        while self._is_probe_due():
+            with self._engine.perturbed_weights():
+                delivery = self._deliver(f"{version}:probe", canary=True)
+            true = self._ask_trainer({url: s.samples for url, s in delivery.shown.items()})
+            problems: dict[str, str] = {}
+            for url, shown in delivery.shown.items():
+                assert delivery.weights is not None and shown.expected is not None
+                probe = Probe(delivery.weights, shown.expected, true[url])
+                if problem := probe.check(shown.samples, self._prover.tolerance):
+                    problems[url] = problem
+                else:
+                    self._reconciler.probe = probe
+                    self._prover.trust(url, probe.visible(shown.samples))
+            self._exclude(self._agreement.from_rank_zero(problems))
+            if self._reconciler.probe is None:
+                self._store.discard(delivery.weights)
+        return time.monotonic() - start_s
+
+    # ---- delivery ------------------------------------------------------------------------------
+
+    def _deliver(self, version: str, *, canary: bool) -> Delivery:
+        """Writes the weights and brings them to every live endpoint until at least one has passed.
+
+        The first push goes on while the weights are gathered and written. Collective.
+        """
+        weights = self._store.begin(version) if self._agreement.rank == 0 else None
+        delivery = Delivery(weights)
+        is_written = False
+        deadline_s = time.monotonic() + self._max_outage_s
+        while not delivery.passed:
+            urls = self._live_urls(deadline_s)
+            excluded: dict[str, str] = {}
+            if weights is not None:
+                excluded = self._fan_out(urls, weights, delivery, canary, write=not is_written)
+            else:
+                if not is_written:
+                    for _ in self._engine.named_weights():
+                        pass
+                self._answer_questions(None, delivery)
+            is_written = True
+            agreed = self._agreement.from_rank_zero([list(delivery.shown), excluded])
+            delivery.passed, excluded = agreed
+            self._exclude(excluded)
+        return delivery
+
+    def _live_urls(self, deadline_s: float) -> list[str]:
+        """Endpoints that are up, on every rank the same, as soon as there is one.
+
+        Rank 0's reasons to stop are raised on every rank.
+        """
+        urls: list[str] = []
+        stopped_by, reason = "", ""
+        if self._agreement.rank == 0:
+            try:
+                urls = self._wait_unless_stopped(deadline_s)
+            except (StopRequested, NoEndpointError) as error:
+                stopped_by, reason = type(error).__name__, str(error)
+        urls, stopped_by, reason = self._agreement.from_rank_zero([urls, stopped_by, reason])
+        if stopped_by:
+            raise RAISED_EVERYWHERE[stopped_by](reason)
+        return urls
+
+    def _wait_unless_stopped(self, deadline_s: float) -> list[str]:
+        limit_s = max(deadline_s - time.monotonic(), 0.0)
+        waiting = self._thread.submit(self._pool.until_live(limit_s))
+        if self._stop is None:
+            return [endpoint.url for endpoint in waiting.result()]
+        with self._stop.wakes(lambda _: waiting.cancel()):
+            try:
+                return [endpoint.url for endpoint in waiting.result()]
+            except CancelledError:
+                self._stop.raise_if_requested()
+                raise
+
+    def _fan_out(
+        self,
+        urls: Sequence[str],
+        weights: WeightStream,
+        delivery: Delivery,
+        canary: bool,
+        *,
+        write: bool,
+    ) -> dict[str, str]:
+        """Has ``urls`` reconciled, while the weights are written if ``write``. Rank 0.
+
+        Returns who failed for good and why.
+        """
+        endpoints = [endpoint for endpoint in self._pool.endpoints if endpoint.url in urls]
+        broadcaster = self._broadcaster
+        tee = broadcaster.begin() if write and broadcaster is not None else None
+        fan_out = FanOut(
+            *(self._reconciler, endpoints, weights),
+            canary=canary,
+            broadcaster=broadcaster,
+            tee=tee,
+        )
+        self._thread.run(fan_out.start())
+        try:
+            if write:
+                self._store.write(weights, self._named_weights(tee), self._thread.loop)
+            self._answer_questions(fan_out, delivery)
+            if broadcaster is not None:
+                reached = self._thread.run(fan_out.num_broadcast())
+                delivery.num_broadcast = (delivery.num_broadcast or 0) + reached
+            outcomes = self._thread.run(fan_out.outcomes())
+        except BaseException:
+            self._thread.run(fan_out.cancel())
+            raise
+        delivery.shown |= {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
+        failed = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
+        gone = {url: e for url, e in failed.items() if isinstance(e, EndpointUnavailable)}
+        self._thread.run(self._set_aside(gone))
+        return {url: error.reason for url, error in failed.items() if url not in gone}
+
+    def _named_weights(self, tee: TensorTee | None) -> Iterator[tuple[str, Tensor]]:
+        """The engine's, of which the broadcast takes what it needs on the way. Rank 0."""
+        named_weights = self._engine.named_weights()
+        if self._broadcaster is None:
+            return named_weights
+        if tee is None:
+            return self._broadcaster.note(named_weights)
+        return tee.pass_on(named_weights)
+
+    def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery) -> None:
+        """Asks the trainer what endpoints want to know, until all have ended. Collective."""
+        while True:
+            samples = {} if fan_out is None else self._thread.run(fan_out.questions())
+            if not self._agreement.from_rank_zero(bool(samples)):
+                return
+            start_s = time.monotonic()
+            expected = self._ask_trainer(samples)
+            if fan_out is not None:
+                self._thread.run(fan_out.answer(expected))
+            delivery.asking_s += time.monotonic() - start_s
+
+    def _ask_trainer(self, samples: Mapping[str, Sequence[Completion]]) -> dict[str, Expected]:
+        return self._canary.ask_trainer(samples, self._engine, self._agreement, self._dummy)
+
+    def _share(self, delivery: Delivery) -> Target:
+        """What every rank needs to have endpoints prove the version later. Collective."""
+        expected = next(iter(delivery.shown.values()), Shown()).expected
+        mine = None if delivery.weights is None else Target(delivery.weights, expected)
+        if self._agreement.num_ranks == 1:
+            assert mine is not None
+            return mine
+        record = self._agreement.from_rank_zero(None if mine is None else mine.to_json())
+        return mine or Target.from_json(record)
+
+    # ---- the pool, which belongs to the producer's loop ----------------------------------------
+
+    def _withdraw(self) -> None:
+        """No endpoint serves a known version from here on; what rank 0 excluded, all exclude."""
+        self._thread.run(self._confirmed.withdraw())
+        excluded = {e.url: e.excluded for e in self._pool.endpoints if e.excluded is not None}
+        self._exclude(self._agreement.from_rank_zero(excluded))
+
+    async def _set_aside(self, gone: Mapping[str, EndpointUnavailable]) -> None:
+        """Endpoints that no longer answer: they are down until they do."""
+        for endpoint in self._pool.endpoints:
+            if endpoint.url in gone and endpoint.down is None:
+                self._pool.set_aside(endpoint, gone[endpoint.url])
+
+    def _exclude(self, problems: Mapping[str, str]) -> None:
+        """Excludes by URL; a pool may not know an endpoint yet, or no longer."""
+
+        async def exclude() -> None:
+            for endpoint in self._pool.endpoints:
+                if endpoint.url in problems and endpoint.excluded is None:
+                    self._pool.exclude(endpoint, problems[endpoint.url])
+
+        self._thread.run(exclude())

@@ -1,0 +1,221 @@
+"""Pushing weights to an endpoint, chunk by chunk while they are being written.
+
+An endpoint that gives an update up keeps the layers that had come (vLLM's plugin) or refuses to
+generate (embedded server); neither puts the old weights back. So before the first chunk it is given
+a stamp that no request asks for, and only a proof (``reconcile.py``) gives it another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from easyrl.inference_client.client import EndpointClient
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.pool.pool import Endpoint
+from easyrl.weight_sync.target import WeightStream
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ANSWER_TIMEOUT_S = 10.0  # of a route that touches no weight
+GIVING_UP_S = 10.0  # to leave an endpoint in order behind us
+WATCH_INTERVAL_S = 0.2  # between looks at what the pool says of an endpoint
+
+
+class Announcer(Protocol):
+    """Says how an endpoint reaches the artefacts (``WeightStore``)."""
+
+    async def init_info(self, url: str) -> Mapping[str, Any]: ...
+
+
+@dataclass(slots=True)
+class Given:
+    """What an endpoint was given; void if it shows another stamp, for then it has restarted."""
+
+    stamp: str | None = None
+    artifact: str | None = None  # loaded completely
+    announced: bool = False  # it knows where artefacts are
+    num_starts: int = 0  # how often it was new or had restarted
+
+
+class WeightPusher:
+    """Pushes to endpoints and remembers what each was given. On rank 0, in the pool's loop.
+
+    Nothing here may run twice at a time for one endpoint.
+    """
+
+    def __init__(self, announcer: Announcer) -> None:
+        self._announcer = announcer
+        self._given: defaultdict[str, Given] = defaultdict(Given)  # by URL
+
+    async def has_restarted(self, endpoint: Endpoint) -> bool:
+        """Whether it shows another stamp than it was given; true of one that is new.
+
+        Raises ``EndpointError``.
+        """
+        given = self._given[endpoint.url]
+        if await endpoint.client.weight_version(ANSWER_TIMEOUT_S) == given.stamp:
+            return False
+        given.announced = False
+        given.num_starts += 1
+        return True
+
+    async def stamp_of(self, endpoint: Endpoint, weights: WeightStream) -> str | None:
+        """Under which it has all of ``weights``; None if it has not, or has restarted."""
+        given = self._given[endpoint.url]
+        if given.artifact == weights.name:
+            with contextlib.suppress(EndpointError):  # a push will tell why
+                if await endpoint.client.weight_version(ANSWER_TIMEOUT_S) == given.stamp:
+                    return given.stamp
+        return None
+
+    async def push(self, endpoint: Endpoint, weights: WeightStream) -> None:
+        """Loads all of ``weights`` into ``endpoint``; it goes on under their ``unproven_stamp``.
+
+        Consumes: the stream's chunks. Waits for: the endpoint's running requests, the writer. Is
+        unblocked by: the endpoint's answers. After an error (``EndpointError``, or a cancellation)
+        it has been told to give the update up and to go on, with what is left and the same stamp.
+        """
+        client = endpoint.client
+        try:
+            await self._prepare(endpoint, weights.unproven_stamp)
+            await _open_update(client)
+            async for chunks in weights.batches():
+                described = [chunk.describe() for chunk in chunks]
+                await client.update_weights({"artifact": weights.name, "chunks": described})
+            await client.finish_weight_update(weights.unproven_stamp)
+            await _resume(endpoint)
+            self._given[endpoint.url].artifact = weights.name
+        except BaseException:
+            self._given[endpoint.url].announced = False  # it may have restarted
+            await _give_up(client)
+            raise
+
+    async def push_together(
+        self,
+        endpoints: Sequence[Endpoint],
+        weights: WeightStream,
+        send: Callable[[Mapping[str, int]], Awaitable[None]],
+    ) -> None:
+        """As ``push`` to all ``endpoints`` at once: ``send`` loads ``weights`` into them.
+
+        ``send`` is told in which start each is, by URL. Raises what it raises, and
+        ``EndpointError``.
+        """
+        try:
+            await _each(endpoints, lambda e: self._prepare(e, weights.unproven_stamp))
+            await send({e.url: self._given[e.url].num_starts for e in endpoints})
+            await _each(endpoints, _resume)
+            for endpoint in endpoints:
+                self._given[endpoint.url].artifact = weights.name
+        except BaseException:
+            for endpoint in endpoints:
+                self._given[endpoint.url].announced = False
+            giving_up = (while_up(e, _give_up(e.client)) for e in endpoints)
+            await asyncio.gather(*giving_up, return_exceptions=True)
+            raise
+
+    async def stamp(self, endpoint: Endpoint, version: str, *, checks_start: bool) -> None:
+        """Has ``endpoint`` serve what it was given, and has proved, under ``version``.
+
+        Raises ``EndpointError``, also if it has restarted: then ``version`` is not what it serves.
+        With ``checks_start`` that is asked once more afterwards.
+        """
+        given, client = self._given[endpoint.url], endpoint.client
+        shown = await client.weight_version(ANSWER_TIMEOUT_S)
+        if shown != given.stamp:
+            raise EndpointError(endpoint.url, f"serves {shown}, not {given.stamp}: has restarted")
+        given.stamp = version
+        await client.set_weight_version(version, ANSWER_TIMEOUT_S)
+        if checks_start and given.artifact is not None:
+            # it may have restarted just before the stamp, and would refuse: no trainer is known
+            await client.prove_weights(given.artifact, [])
+
+    async def disown(self, endpoint: Endpoint, weights: WeightStream) -> None:
+        """``endpoint`` failed: it counts as restarted, and keeps no stamp that requests ask for."""
+        shown = self._given.pop(endpoint.url, Given())
+        self._given[endpoint.url] = Given(num_starts=shown.num_starts)
+        if shown.stamp == weights.version:
+            with contextlib.suppress(EndpointError):
+                await endpoint.client.set_weight_version(weights.unproven_stamp, ANSWER_TIMEOUT_S)
+
+    async def _prepare(self, endpoint: Endpoint, stamp: str) -> None:
+        """It knows where the artefacts are, has nothing running, and no version any more."""
+        client, given = endpoint.client, self._given[endpoint.url]
+        if not given.announced:
+            await client.init_weight_transfer(await self._announcer.init_info(endpoint.url))
+            given.announced = True
+        await client.pause("wait")  # what runs ends under the stamp that it began with
+        given.artifact, given.stamp = None, stamp
+        await client.set_weight_version(stamp, ANSWER_TIMEOUT_S)
+
+
+async def _each(endpoints: Sequence[Endpoint], work: Callable[[Endpoint], Awaitable[None]]) -> None:
+    """Does ``work`` with all to its end; raises what went wrong with the first of them."""
+    attempts = (while_up(endpoint, work(endpoint)) for endpoint in endpoints)
+    for outcome in await asyncio.gather(*attempts, return_exceptions=True):
+        if outcome is not None:
+            raise outcome
+
+
+async def _open_update(client: EndpointClient) -> None:
+    """A trainer that died in the middle of an update may have left it open."""
+    try:
+        await client.start_weight_update()
+    except EndpointError as error:
+        logger.warning("%s: gives up the weight update that is open and starts again", error)
+        await _abandon(client)
+        await client.start_weight_update()
+
+
+async def _resume(endpoint: Endpoint) -> None:
+    """Generates with its new weights."""
+    if not await endpoint.client.reset_prefix_cache():
+        raise EndpointError(endpoint.url, "did not reset its prefix cache, blocks are in use")
+    await endpoint.client.resume()
+
+
+async def _abandon(client: EndpointClient) -> None:
+    with contextlib.suppress(EndpointError):  # an error is the answer to be expected
+        await client.abandon_weight_update()
+
+
+async def _give_up(client: EndpointClient) -> None:
+    """Leaves the endpoint able to take requests and further updates, as far as it answers."""
+    with contextlib.suppress(EndpointError, TimeoutError):
+        async with asyncio.timeout(GIVING_UP_S):
+            await _abandon(client)
+            await client.resume()
+
+
+async def while_up(endpoint: Endpoint, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is given up when the pool finds ``endpoint`` down.
+
+    An endpoint that hangs would hold the others up for the whole time-out of an update.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if endpoint.down is not None:
+                raise EndpointUnavailable(endpoint.url, endpoint.down)
+            await asyncio.wait([task], timeout=WATCH_INTERVAL_S)
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def still_answers(endpoint: Endpoint) -> bool:
+    """Whether it is up after something has failed: then the failure was its answer."""
+    try:
+        await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
+    except EndpointUnavailable:
+        return False
+    except EndpointError:
+        return True
+    return True

@@ -1,0 +1,166 @@
+"""Reconciliation: the one coroutine that brings an endpoint to a version and has it prove it.
+
+    pause → stamp "updating" → push → resume → prove → canary → stamp the version
+
+What fails is taken out of use (*quarantine*), pushed again, proved again, then excluded. Publishing
+a version, pushing it again, an endpoint that was away, has restarted or is new: all come here. One
+that still has the weights (it was only away, or a broadcast brought them) is not pushed to, it
+proves them. The stamp of the version comes last, so no other process takes for served what has not
+been proved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
+from easyrl.weight_sync.broadcasting import Broadcaster, BroadcastFailed
+from easyrl.weight_sync.canary import Expect
+from easyrl.weight_sync.probe import Probe
+from easyrl.weight_sync.proof import (
+    ProofFailed,
+    Prover,
+    Shown,
+    Spans,
+    is_failed_proof,
+)
+from easyrl.weight_sync.push import WeightPusher, still_answers, while_up
+from easyrl.weight_sync.target import WeightStream
+from easyrl.weight_sync.tee import TensorTee
+
+logger = logging.getLogger(__name__)
+
+PUSH_ATTEMPTS = 2  # pushed, proved, pushed again, proved again, then excluded
+
+
+class Reconciler:
+    """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop."""
+
+    def __init__(self, pool: EndpointPool, pusher: WeightPusher, prover: Prover) -> None:
+        self._pool = pool
+        self._pusher = pusher
+        self._prover = prover
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by URL
+        self.probe: Probe | None = None  # once learned, shown by whoever is new or has restarted
+        # told of one that showed other weights than it was given, once it is out of use and its
+        # requests in flight go elsewhere
+        self.on_failed_proof: Callable[[Endpoint], None] | None = None
+
+    async def reconcile(
+        self, endpoint: Endpoint, weights: WeightStream, expect: Expect | None
+    ) -> Shown:
+        """Has ``endpoint`` serve ``weights``, proved, under their version.
+
+        Consumes: the stream's chunks. Waits for: an earlier call for this endpoint to give up, the
+        endpoint, and what ``expect`` waits for. Is unblocked by: answers, the pool finding it down,
+        a cancellation. Raises ``EndpointUnavailable`` if it is gone, ``ProofFailed`` when it failed
+        for good; then, and after a cancellation, it serves under no version that requests ask for,
+        unless it still serves the one before, untouched.
+        """
+        return await while_up(endpoint, self._until_proved(endpoint, weights, expect))
+
+    async def broadcast(
+        self,
+        endpoints: Sequence[Endpoint],
+        weights: WeightStream,
+        broadcaster: Broadcaster,
+        tee: TensorTee,
+    ) -> list[str]:
+        """Brings ``weights`` to all that have shown the probe's change at once, or to none.
+
+        They have yet to prove them. Returns the URLs of those that were reached.
+        """
+        ready: list[Endpoint] = []
+
+        async def show(endpoint: Endpoint) -> None:
+            with contextlib.suppress(EndpointError):  # will be seen again when it is pushed to
+                await while_up(endpoint, self._show_probe(endpoint, Spans()))
+                ready.append(endpoint)
+
+        async def send(starts: Mapping[str, int]) -> None:
+            await broadcaster.send(ready, starts, weights.unproven_stamp, tee)
+
+        async with contextlib.AsyncExitStack() as held:
+            for endpoint in endpoints:
+                await held.enter_async_context(self._locks[endpoint.url])
+            try:
+                await asyncio.gather(*map(show, endpoints))
+                if ready:
+                    await self._pusher.push_together(ready, weights, send)
+            except (BroadcastFailed, EndpointError) as error:
+                logger.warning(
+                    "weight sync: the broadcast of %s failed, it goes by artefact: %s",
+                    weights.version,
+                    error,
+                )
+                ready = []
+            finally:
+                tee.close()
+        if ready:
+            await weights.completed()  # the proof reads the host's copy
+        return [endpoint.url for endpoint in ready]
+
+    async def _until_proved(
+        self, endpoint: Endpoint, weights: WeightStream, expect: Expect | None
+    ) -> Shown:
+        async with self._locks[endpoint.url]:
+            spans = Spans()
+            pushes_left = PUSH_ATTEMPTS
+            while True:
+                try:
+                    stamp = await self._pusher.stamp_of(endpoint, weights)
+                    if stamp is None:
+                        pushes_left -= 1
+                        await self._show_probe(endpoint, spans)
+                        await self._pusher.push(endpoint, weights)
+                        stamp = weights.unproven_stamp
+                    shown = await self._prover.prove(endpoint, weights, stamp, expect, spans)
+                    if stamp != weights.version:
+                        await self._pusher.stamp(
+                            endpoint, weights.version, checks_start=self._prover.reads_bits
+                        )
+                    return shown
+                except EndpointError as error:
+                    is_gone = isinstance(error, EndpointUnavailable)
+                    if is_gone and not await still_answers(endpoint):
+                        raise
+                    logger.warning("weight sync: %s", error)
+                    await self._quarantine(endpoint, weights, error)
+                    if not pushes_left:
+                        raise ProofFailed(endpoint.url, error.reason) from error
+
+    async def _quarantine(
+        self, endpoint: Endpoint, weights: WeightStream, error: EndpointError
+    ) -> None:
+        """It gets no request, and what it has in flight goes elsewhere, until it is confirmed."""
+        self._prover.distrust(endpoint.url)
+        self._pool.quarantine(endpoint, error.reason)
+        if is_failed_proof(error) and self.on_failed_proof is not None:
+            self.on_failed_proof(endpoint)
+        await self._pusher.disown(endpoint, weights)
+
+    async def _show_probe(self, endpoint: Endpoint, spans: Spans) -> None:
+        """Makes an endpoint that is new or has restarted show the probe's change.
+
+        The true weights follow, and their canary: what it forgot to forget shows in either.
+        """
+        if await self._pusher.has_restarted(endpoint):
+            self._prover.distrust(endpoint.url)
+        probe = self.probe
+        if probe is None or self._prover.has_shown_probe(endpoint.url):
+            return
+        start_s = time.monotonic()
+        await self._pusher.push(endpoint, probe.weights)
+        stamp = probe.weights.unproven_stamp
+        await self._prover.prove(endpoint, probe.weights, stamp, None, Spans())
+        samples = await self._prover.sample(endpoint, stamp)
+        if problem := probe.check(samples, self._prover.tolerance):
+            raise ProofFailed(endpoint.url, problem)
+        self._prover.trust(endpoint.url, probe.visible(samples))
+        spans.probe_s += time.monotonic() - start_s

@@ -1,0 +1,387 @@
+"""The order of events of a reconciliation, against endpoints whose every answer is scripted."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from easyrl.inference_client.client import WorkerProof
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
+from easyrl.schema import Completion, VersionSpan
+from easyrl.weight_sync.canary import CanaryReading, Expected
+from easyrl.weight_sync.confirm import ConfirmedEndpoints
+from easyrl.weight_sync.fan_out import FanOut
+from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
+from easyrl.weight_sync.push import WeightPusher
+from easyrl.weight_sync.reconcile import Reconciler
+from easyrl.weight_sync.target import MOST_CHUNKS, Target
+from tests.easyrl.weight_sync.scripted_endpoint import (
+    PUSH,
+    UPDATING,
+    URL,
+    VERSION,
+    Announcer,
+    ScriptedClient,
+    failing,
+    stream,
+    until,
+)
+
+PROVED = ["prove", "sample"]
+STAMPED = ["stamp", "ask"]
+AGAIN = PUSH[:]  # after a failure it is told again where the weights are
+WRONG = WorkerProof({"weight-0": "ff"}, {}, "file")
+SAID = Expected((np.array([5], np.int32),), (np.array([-1.0], np.float32),))
+
+
+class FakePool:
+    """The part of ``EndpointPool`` that a reconciliation uses; notes what becomes of endpoints."""
+
+    def __init__(self, *endpoints: Endpoint) -> None:
+        self.endpoints = list(endpoints)
+        self.events: list[str] = []
+
+    def quarantine(self, endpoint: Endpoint, reason: str) -> None:
+        self.events.append("quarantine")
+        endpoint.confirmed_version = None
+        endpoint.abort_attempts(EndpointUnavailable(endpoint.url, reason))
+
+    def confirm(self, endpoint: Endpoint, version: str) -> None:
+        self.events.append("confirm")
+        endpoint.confirmed_version = version
+        endpoint.proof += 1
+
+    def withdraw_confirmations(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.confirmed_version = None
+
+
+class ScriptedCanary:
+    """Samples of a log-probability that the test chooses, stamped as the endpoint stamps."""
+
+    def __init__(self, *clients: ScriptedClient) -> None:
+        self.clients = {client.url: client for client in clients}
+        self.logprob = -1.0
+
+    async def sample(self, url: str) -> list[Completion]:
+        client = self.clients[url]
+        await client._called("sample")
+        tokens, spans = np.array([5], np.int32), (VersionSpan(client.version, 0, 1),)
+        logprobs = np.array([self.logprob], np.float32)
+        return [Completion(tokens, logprobs, "length", spans, url, np.ones(1, bool))]
+
+
+class Parts:
+    """One scripted endpoint, and what reconciles it."""
+
+    def __init__(self, script=None) -> None:
+        self.client = ScriptedClient(script)
+        self.endpoint = Endpoint(self.client, 1)
+        self.pool = FakePool(self.endpoint)
+        self.canary = ScriptedCanary(self.client)
+        self.prover = Prover(self.canary, tolerance=0.1, reads_bits=True)
+        self.reconciler = Reconciler(self.pool, WeightPusher(Announcer()), self.prover)
+        self.weights = stream(1)
+        self.target = Target(self.weights, SAID)
+
+    def reconcile(self):
+        return self.reconciler.reconcile(self.endpoint, self.weights, self.target.expect)
+
+
+def test_pause_updating_push_prove_canary_stamp():
+    async def story():
+        parts = Parts()
+        shown = await parts.reconcile()
+        client = parts.client
+        assert client.calls == [*PUSH, *PROVED, *STAMPED]
+        assert shown.reading == CanaryReading(0.0, 0.0, 1)
+        stamps = dict(client.stamps[: len(PUSH)])
+        assert stamps["pause"] == "default" and stamps["start"] == UPDATING
+        assert {stamp for _, stamp in client.stamps[3:-1]} == {UPDATING}  # up to the last stamp
+        assert client.version == VERSION
+        client.calls.clear()
+        await parts.reconcile()  # it was only away
+        assert client.calls == PROVED
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("broken", ["update", "finish", "prove", "sample", "ask"])
+def test_what_fails_half_way_serves_under_no_version_and_is_pushed_again(broken):
+    async def story():
+        parts = Parts({broken: failing(EndpointError(URL, "out of luck"))})
+        await parts.reconcile()
+        client = parts.client
+        assert parts.pool.events == ["quarantine"]
+        assert client.calls.count("update") == 2 and client.calls.count("init") == 2
+        assert client.calls[-len(AGAIN) - 4 :] == [*AGAIN, *PROVED, *STAMPED]
+        first_touch = client.calls.index("start")
+        wanted = [name for name, stamp in client.stamps[first_touch:] if stamp == VERSION]
+        # "ask" and what follows its refusal: until the stamp is taken away again
+        assert wanted == (["ask", "stamp", "ask"] if broken == "ask" else ["ask"])
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("broken", ["update", "prove"])
+def test_who_fails_twice_has_failed(broken):
+    async def story():
+        error = EndpointUnavailable(URL, "out of luck")
+        parts = Parts({broken: failing(error, error)})
+        with pytest.raises(ProofFailed, match="out of luck"):
+            await parts.reconcile()
+        assert parts.client.calls.count("start") == 2
+        assert parts.client.version == UPDATING
+
+    asyncio.run(story())
+
+
+def test_who_does_not_answer_any_more_is_gone_and_not_to_blame():
+    async def story():
+        parts = Parts()
+
+        async def die():
+            async def unanswered(timeout_s=None):
+                raise EndpointUnavailable(URL, "connection refused")
+
+            parts.client.weight_version = unanswered
+            raise EndpointUnavailable(URL, "connection lost")
+
+        parts.client.script["update"] = die
+        with pytest.raises(EndpointUnavailable, match="connection lost"):
+            await parts.reconcile()
+        assert parts.pool.events == []
+
+    asyncio.run(story())
+
+
+def test_a_restart_just_before_the_stamp_is_noticed():
+    async def story():
+        parts = Parts()
+        client = parts.client
+
+        async def restart():  # the new process takes the stamp, and knows of no trainer
+            client.version = VERSION
+            client.script.clear()
+            raise EndpointUnavailable(URL, "no trainer has announced itself")
+
+        client.script["ask"] = restart
+        await parts.reconcile()
+        assert client.calls == [*PUSH, *PROVED, *STAMPED, "stamp", *AGAIN, *PROVED, *STAMPED]
+
+    asyncio.run(story())
+
+
+def test_a_reconciliation_that_is_cancelled_gives_up_before_the_next():
+    async def story():
+        parts = Parts({"update": asyncio.Event().wait})
+        client, parts.weights = parts.client, stream(MOST_CHUNKS + 1)
+        old = asyncio.ensure_future(parts.reconcile())
+        await until(lambda: bool(client.chunks))
+        parts.weights = stream(1)
+        new = asyncio.ensure_future(parts.reconcile())
+        await asyncio.sleep(0.05)
+        assert client.calls == PUSH[:5]  # the new one waits
+        client.script.clear()
+        old.cancel()
+        await new
+        assert client.calls == [*PUSH[:5], "abandon", "resume", *AGAIN, *PROVED, *STAMPED]
+        assert old.cancelled()
+
+    asyncio.run(story())
+
+
+# ---- proofs that fail in mid-batch ---------------------------------------------------------------
+
+
+class MidBatch(Parts):
+    """An endpoint that has confirmed the open batch's version and has a request in flight."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.told: list[tuple[str, int]] = []
+        self.confirmed = ConfirmedEndpoints(
+            self.pool, self.prover, self.reconciler, patience_s=0.01, **options
+        )
+        self.confirmed.on_failed_proof = self.tell
+
+    async def publish(self) -> None:
+        await self.reconcile()
+        await self.confirmed.withdraw()
+        await self.confirmed.confirm(self.target, {URL: None})
+        self.in_flight = asyncio.ensure_future(asyncio.Event().wait())
+        self.attempt = Attempt(self.in_flight)
+        self.endpoint.attempts.add(self.attempt)
+        self.client.calls.clear()
+
+    def tell(self, url: str, proof: int) -> None:
+        assert self.attempt.aborted is not None and self.endpoint.confirmed_version is None
+        self.told.append((url, proof))
+
+    async def return_(self) -> None:
+        self.endpoint.confirmed_version = None  # it was down, and answers again
+        await self.confirmed.repair(self.endpoint)
+
+
+@pytest.mark.parametrize("wrong", ["bits", "canary"])
+def test_a_return_that_fails_its_proof_is_told_with_the_last_good_proof(wrong):
+    async def story():
+        batch = MidBatch()
+        await batch.publish()
+        await batch.return_()  # well, so far
+        assert batch.endpoint.proof == 2 and batch.told == []
+        if wrong == "bits":
+            batch.client.proof = WRONG
+        else:
+            batch.canary.logprob = -3.0
+
+        async def heal():
+            batch.client.proof = WorkerProof({"weight-0": "00"}, {}, "file")
+            batch.canary.logprob = -1.0
+
+        batch.client.script["start"] = heal
+        batch.client.calls.clear()
+        await batch.return_()
+        assert batch.told == [(URL, 2)]
+        shown = ["prove"] if wrong == "bits" else PROVED
+        # no token under the version from the failure on
+        assert batch.client.calls == [*shown, "stamp", *AGAIN, *PROVED, *STAMPED]
+        assert batch.endpoint.confirmed_version == VERSION and batch.endpoint.proof == 3
+        await asyncio.wait([batch.in_flight])
+        assert batch.in_flight.cancelled()
+
+    asyncio.run(story())
+
+
+def test_it_is_told_once_of_one_that_fails_for_good():
+    async def story():
+        batch = MidBatch()
+        await batch.publish()
+        batch.client.proof = WRONG
+        with pytest.raises(ProofFailed, match="serves other weights"):
+            await batch.return_()
+        assert batch.told == [(URL, 1)]
+        assert batch.client.version == UPDATING
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("event", ["restart", "no answer", "new"])
+def test_what_is_no_failed_proof_is_not_told(event):
+    async def story():
+        batch = MidBatch()
+        await batch.publish()
+        if event == "restart":
+            batch.client.version = "default"
+        elif event == "no answer":
+            batch.client.script["prove"] = failing(EndpointError(URL, "busy"))
+        else:  # came in this batch: nothing was generated by it
+            await batch.confirmed.confirm(batch.target, {})
+            batch.endpoint.confirmed_version = None
+            batch.client.proof = WRONG
+            with pytest.raises(ProofFailed):
+                await batch.return_()
+            assert batch.told == []
+            return
+        await batch.return_()
+        assert batch.told == [] and batch.endpoint.confirmed_version == VERSION
+
+    asyncio.run(story())
+
+
+def test_another_rank_tells_it_too_and_waits_for_rank_zero():
+    async def story():
+        batch = MidBatch()
+        await batch.publish()
+        other = ConfirmedEndpoints(batch.pool, batch.prover, None, patience_s=0.01)
+        other.on_failed_proof = batch.tell
+        await other.confirm(batch.target, {URL: None})
+        batch.client.proof = WRONG
+        batch.endpoint.confirmed_version = None
+        with pytest.raises(EndpointUnavailable, match="serves other weights"):
+            await other.repair(batch.endpoint)
+        assert batch.told == [(URL, 2)]
+        assert set(batch.client.calls) == {"prove"}  # it touches nothing
+
+    asyncio.run(story())
+
+
+def test_a_repair_that_a_new_target_overtakes_goes_on_with_that():
+    async def story():
+        batch = MidBatch()
+        await batch.publish()
+        batch.client.version = "default"
+        batch.client.script["update"] = asyncio.Event().wait
+        repairing = asyncio.ensure_future(batch.return_())
+        await until(lambda: "update" in batch.client.calls)
+        await batch.confirmed.withdraw()
+        batch.client.script.clear()
+        await until(lambda: batch.client.calls[-2:] == ["abandon", "resume"])
+        assert not repairing.done()
+        await batch.confirmed.confirm(batch.target, {})
+        await repairing
+        assert batch.endpoint.confirmed_version == VERSION
+
+    asyncio.run(story())
+
+
+# ---- all endpoints at once -----------------------------------------------------------------------
+
+
+def two_endpoints() -> tuple[list[ScriptedClient], FanOut, list[Endpoint]]:
+    clients = [ScriptedClient() for _ in range(2)]
+    clients[1].url = URL + "-2"
+    endpoints = [Endpoint(client, 1) for client in clients]
+    prover = Prover(ScriptedCanary(*clients), tolerance=0.1, reads_bits=True)
+
+    class Everywhere(Announcer):
+        async def init_info(self, url):
+            return {"to": URL}
+
+    reconciler = Reconciler(FakePool(*endpoints), WeightPusher(Everywhere()), prover)
+    return clients, FanOut(reconciler, endpoints, stream(1), canary=True), endpoints
+
+
+def test_the_trainer_is_asked_when_all_wait_for_it_or_have_ended():
+    async def story():
+        (first, second), fan_out, _ = two_endpoints()
+        gate = asyncio.Event()
+        second.script["update"] = gate.wait
+        await fan_out.start()
+        asking = asyncio.ensure_future(fan_out.questions())
+        await until(lambda: "sample" in first.calls)
+        await asyncio.sleep(0.01)
+        assert not asking.done()
+        gate.set()
+        samples = await asking
+        assert samples.keys() == {first.url, second.url}
+        wrong = Expected(SAID.token_ids, (np.array([-2.0], np.float32),))
+        await fan_out.answer({first.url: SAID, second.url: wrong})
+        samples = await fan_out.questions()  # pushed again, and asked again
+        assert samples.keys() == {second.url}
+        await fan_out.answer({second.url: SAID})
+        assert await fan_out.questions() == {}
+        outcomes = await fan_out.outcomes()
+        assert outcomes.keys() == {first.url, second.url}
+        assert all(isinstance(outcome, Shown) for outcome in outcomes.values())
+        assert first.version == second.version == VERSION
+
+    asyncio.run(story())
+
+
+def test_one_that_goes_down_while_it_waits_for_the_trainer_holds_nobody_up():
+    async def story():
+        (first, second), fan_out, endpoints = two_endpoints()
+        await fan_out.start()
+        assert len(await fan_out.questions()) == 2
+        endpoints[1].down = "2 health probes unanswered"
+        await asyncio.sleep(0.3)
+        await fan_out.answer(dict.fromkeys([first.url, second.url], SAID))
+        assert await fan_out.questions() == {}
+        outcomes = await fan_out.outcomes()
+        assert isinstance(outcomes[first.url], Shown)
+        assert isinstance(outcomes[second.url], EndpointUnavailable)
+        assert second.version == UPDATING
+
+    asyncio.run(story())
