@@ -31,6 +31,14 @@ class SharedDecisions(Protocol):
         """Positions with their outcomes that other ranks have published since the last call."""
         ...
 
+    def announce_withdrawal(self, reason: str) -> None:
+        """The batch has to begin again, on all ranks."""
+        ...
+
+    def withdrawal(self) -> str | None:
+        """The reason, if a rank has announced one."""
+        ...
+
 
 class OneRank:
     """``SharedDecisions`` of a run with one data-parallel rank."""
@@ -46,6 +54,12 @@ class OneRank:
 
     def news(self) -> Sequence[tuple[int, bool]]:
         return ()
+
+    def announce_withdrawal(self, reason: str) -> None:
+        pass
+
+    def withdrawal(self) -> str | None:
+        return None
 
 
 class Draws:
@@ -81,6 +95,7 @@ class Draws:
         self._num_claimed = 0
         self._next: int | None = None  # this rank's, and may not be drawn yet
         self.on_change: Callable[[], object] = lambda: None  # after every decision
+        self.on_withdrawal: Callable[[str], object] = lambda reason: None  # another rank's
 
     def __aiter__(self) -> Draws:
         return self
@@ -135,6 +150,8 @@ class Draws:
             self.membership.decide(position, accepted)
         if news:
             self._tell()
+        if self._polls and (reason := self._shared.withdrawal()) is not None:
+            self.on_withdrawal(reason)
 
     def _tell(self) -> None:
         self.on_change()

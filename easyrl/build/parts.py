@@ -152,6 +152,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         RankCoordination(agreement),
     )
     opened.callback(rollouts.close)
+    weight_sync.set_on_failed_proof(rollouts.withdraw)
     certificate = open_certificate(config, output, version, order, progress, agreement, opened)
     if ranks.is_first:
         keep_config(config, output, version.attempt)

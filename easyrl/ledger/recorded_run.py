@@ -227,6 +227,9 @@ class RecordedRollouts:
     def sync(self) -> None:
         pass
 
+    def share_withdrawals(self) -> None:
+        pass
+
     def _stream(
         self, v: int, keys: Sequence[Key], groups: Mapping[Key, RolloutGroup]
     ) -> JournalledStream:

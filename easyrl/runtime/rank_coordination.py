@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from easyrl.runtime.collectives import Agreement
 
@@ -59,6 +59,20 @@ class SharedBatch:
                 found.append((position, bool(accepted)))
         return found
 
+    def announce_withdrawal(self, reason: str) -> None:
+        """The batch has to begin again, on all ranks."""
+        if self._store is not None:
+            key = f"{self._name}/withdrawal"
+            self._store.set(key, reason)
+            self._written.append(key)
+
+    def withdrawal(self) -> str | None:
+        """The reason, if a rank has announced one."""
+        key = f"{self._name}/withdrawal"
+        if self._store is None or not self._store.check([key]):
+            return None
+        return self._store.get(key).decode()
+
     def forget(self) -> None:
         """Removes what this rank has written; nobody reads it any more."""
         for key in self._written:
@@ -85,6 +99,6 @@ class RankCoordination:
         self._open.append(SharedBatch(self._store, name, self._agreement.rank))
         return self._open[-1]
 
-    def gather(self, value: Sequence[tuple[int, bool]]) -> list[Sequence[tuple[int, bool]]]:
-        """Every rank's ``value``, in rank order."""
-        return self._agreement.exchange(list(value))
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able ``value``, in rank order."""
+        return self._agreement.exchange(value)

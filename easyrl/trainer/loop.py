@@ -74,6 +74,8 @@ class Rollouts(Protocol):
     def has_more(self, position: int) -> bool: ...
     def begin(self, served: ServedWeights, position: int) -> OpenBatch: ...
     def sync(self) -> None: ...
+    def share_withdrawals(self) -> None:
+        """What one rank has withdrawn, all withdraw. Collective."""
 
 
 class Publisher(Protocol):
@@ -234,6 +236,7 @@ class Trainer:
                 return self._train_batch(served)
             except BatchWithdrawn as error:
                 self._record("batch_withdrawn", version=str(served.version), problem=str(error))
+                self._rollouts.share_withdrawals()
                 if self._open_updates:  # the weights are not those that it was made by
                     raise
 

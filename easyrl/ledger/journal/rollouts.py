@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from easyrl.dataloaders.producer.draws import Draws, SharedDecisions
+from easyrl.dataloaders.producer.draws import Draws, OneRank, SharedDecisions
 from easyrl.dataloaders.producer.group_batch import GroupBatch
 from easyrl.dataloaders.producer.group_stream import GroupStream, Idle
 from easyrl.dataloaders.producer.membership import BatchMembership
@@ -41,8 +41,8 @@ class Coordination(Protocol):
         """For the batch ``name``, the same on all ranks."""
         ...
 
-    def gather(self, value: Sequence[tuple[int, bool]]) -> list[Sequence[tuple[int, bool]]]:
-        """Every rank's ``value``. Collective."""
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able ``value``. Collective."""
         ...
 
 
@@ -88,20 +88,39 @@ class JournalledRollouts:
         self._batch: BatchJournal | None = None
         self._open: OpenBatch | None = None
         self._num_restarts = 0  # of the open batch
+        self._shared: SharedDecisions = OneRank()
+        self._doubted: list[str] = []  # endpoints, since the batch began
 
     def withdraw(self, endpoint: str, proof: int) -> None:
         """Takes back what ``endpoint`` has made for the open batch since its proof ``proof``.
 
-        The batch begins again without it, on all ranks. From any thread; raises ``JournalError``.
+        The batch begins again without it, on all ranks. On the producer's loop; raises
+        ``JournalError``.
         """
         if self._batch is None or self._open is None:
             return
+        self._doubted.append(endpoint)
         num_groups = self._batch.withdraw(endpoint, proof)
-        if num_groups:
-            self._open.withdraw(
-                f"{endpoint} failed its proof: {num_groups} groups with responses that it has made "
-                f"since its proof number {proof} are withdrawn and generated again"
+        if num_groups or self._ranks.dp_size > 1:  # others may have some
+            reason = (
+                f"{endpoint} failed its proof: groups with responses that it has made since its "
+                f"proof number {proof} are withdrawn and generated again ({num_groups} of rank "
+                f"{self._ranks.dp_rank})"
             )
+            self._open.withdraw(reason)
+            self._shared.announce_withdrawal(reason)
+
+    def share_withdrawals(self) -> None:
+        """What one rank's proof has put in doubt, all ranks withdraw. Collective.
+
+        Another rank's numbers of proofs are its own: all that the endpoint has made for the open
+        batch is in doubt here.
+        """
+        mine, self._doubted = set(self._doubted), []
+        everyone = {url for rank in self._coordination.gather(sorted(mine)) for url in rank}
+        for endpoint in sorted(everyone - mine):
+            if self._batch is not None:
+                self._batch.withdraw(endpoint, 0)
 
     @property
     def num_waiting(self) -> int:
@@ -137,9 +156,10 @@ class JournalledRollouts:
         )
         mine = self._decide_known(membership, journal, prompt_at, restarts)
         polls = ranks.dp_size > 1
+        self._shared = self._coordination.open_batch(f"{served.version}/{self._num_restarts}")
         draws = Draws(
             membership,
-            self._coordination.open_batch(f"{served.version}/{self._num_restarts}"),
+            self._shared,
             fixed=(ranks.dp_rank, ranks.dp_size) if rules.in_prompt_order else None,
             room=-(-rules.batch_size // ranks.dp_size) if polls else None,
             polls=polls,
@@ -157,8 +177,9 @@ class JournalledRollouts:
         drains: Sequence[DrainRecord] = ()
         if not rules.in_prompt_order:
             drains = journal.drained_before(accepted.keys())
-        self._open = OpenBatch(generated, journal, drains, accepted)
-        return self._open
+        opened = self._open = OpenBatch(generated, journal, drains, accepted)
+        draws.on_withdrawal = opened.withdraw
+        return opened
 
     def sync(self) -> None:
         """The open batch's groups outlive the machine going down, unless the policy is never.
@@ -258,6 +279,8 @@ class OpenBatch:
 
     def withdraw(self, reason: str) -> None:
         """The batch has to begin again: whoever waits for a group raises ``BatchWithdrawn``."""
+        if self.withdrawn is not None:
+            return
         self.withdrawn = reason
         for stream in self.updates:
             stream.interrupt(BatchWithdrawn(reason))
