@@ -10,6 +10,7 @@ import numpy as np
 from easyrl.ledger.certificate.chain import ChainReader, Line
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import (
+    FORMAT,
     AttemptRecord,
     BatchRecord,
     EndRecord,
@@ -77,6 +78,11 @@ class History:
             case RunRecord():
                 if self.run is not None:
                     raise CertificateError("is a second run in the certificate of one")
+                if record.format != FORMAT:
+                    raise CertificateError(
+                        f"is of a certificate of format {record.format}, not {FORMAT}; commit "
+                        "e7cfbd6 was the last to read format 1"
+                    )
                 self.run = record
             case AttemptRecord():
                 self._begin_attempt(record)

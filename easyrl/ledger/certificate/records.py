@@ -6,7 +6,7 @@ import msgspec
 
 from easyrl.schema import Confirmation, EndedBy, GroupOutcome, Key
 
-FORMAT = 2  # of a certificate; 1 was last read by commit e7cfbd6
+FORMAT = 2  # of a certificate
 
 
 class RunRecord(msgspec.Struct, tag_field="kind", tag="run", frozen=True):

@@ -7,10 +7,12 @@ import re
 
 import msgspec
 import pytest
+from blake3 import blake3
 
 from easyrl.ledger.certificate import CertificateError
 from easyrl.ledger.certificate.chain import ChainReader
 from easyrl.ledger.certificate.records import AttemptRecord, EndRecord, RunRecord
+from easyrl.ledger.verify import verify
 from easyrl.schema import GroupOutcome
 from tests.easyrl.ledger.certificate_violations import VIOLATIONS, first_group, instead_of_first
 from tests.easyrl.ledger.certified_run import (
@@ -263,6 +265,32 @@ def test_a_broken_chain_is_not_gone_on_with(run, change, line):
     with pytest.raises(CertificateError, match=f"certificate.jsonl line {line}: .*restore the"):
         run.begin(1)
     assert run.certificate_path.read_bytes() == before
+
+
+OLD_LINES = (  # of format 1, without ``previous`` and ``digest``
+    b'"kind":"run","run":"small-1234abcd","seed":1,"shuffle":true,"epochs":2,"num_prompts":6,'
+    b'"batch_size":4,"updates_per_batch":1,"data":"da7a","format":1',
+    b'"kind":"attempt","attempt":0,"num_ranks":1,"first_batch":0,"reason":"start","epochs":2,'
+    b'"updates_per_batch":1',
+)
+
+
+def test_a_certificate_of_an_earlier_format_names_the_commit_that_read_it(tmp_path):
+    run = CertifiedRun(tmp_path)
+    previous = "0" * 32
+    for content in OLD_LINES:
+        body = b'{"previous":"%s",' % previous.encode() + content
+        digest = blake3(body).hexdigest(length=16)
+        line = body + b',"digest":"%s"}' % digest.encode()
+        previous = blake3(line).hexdigest(length=16)
+        with run.certificate_path.open("ab") as file:
+            file.write(line + b"\n")
+    before = run.certificate_path.read_bytes()
+    told = "certificate.jsonl line 1: .* format 1, not 2; commit e7cfbd6 was the last to read"
+    with pytest.raises(CertificateError, match=told):
+        run.begin()
+    assert run.certificate_path.read_bytes() == before
+    assert re.search(told, str(verify(tmp_path)))
 
 
 def test_a_full_disk_leaves_nothing_behind_that_counts(run, monkeypatch):

@@ -277,6 +277,16 @@ def test_zeros_that_a_power_loss_leaves_are_a_torn_tail(tmp_path, caplog):
         assert (f"byte {second}" in caplog.text) == (second < cut < len(whole))
 
 
+def test_a_journal_of_an_earlier_version_names_the_commit_that_read_it(tmp_path):
+    path = write(tmp_path, [group(0)])
+    path.write_bytes(path.read_bytes().replace(b"EasyRL journal 2\n", b"EasyRL journal 1\n", 1))
+    told = "attempt0-rank0.journal: byte 0: .*commit e7cfbd6 was the last to read version 1"
+    with pytest.raises(JournalError, match=told):
+        read(tmp_path)
+    with pytest.raises(JournalError, match=told):
+        journal(tmp_path, attempt=1).open_batch(served(1))
+
+
 def test_a_full_disk_is_named_and_the_records_before_it_stay_usable(tmp_path):
     batch = journal(tmp_path).open_batch(served())
     batch.add(group(0))
