@@ -57,7 +57,7 @@ setup(
         "tokenizers>=0.22",
         "torch>=2.8",
         "transformers>=5.19,<6",
-        "typer>=0.15",
+        "typer>=0.19",
     ],
     extras_require={
         "megatron": ["megatron-core==0.16.1"],

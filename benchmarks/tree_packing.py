@@ -36,10 +36,10 @@ from benchmarks.shared_prompt_timing import Disagreement, check, compare, second
 from benchmarks.shared_prompt_workload import OBJECTIVE, random_policy
 from benchmarks.tree_packing_groups import CASES, Planted, planted_groups
 from easyrl.dataloaders.packing.groups import Packing, batch_denominator, pack_groups
-from easyrl.inference_client.servers.managed.launch import pin_process, usable_cpus
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import TriModel
+from easyrl.runtime.machine import pin_process, usable_cpus
 from easyrl.schema import MicroBatch, RolloutGroup
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

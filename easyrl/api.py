@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.config.machine import check_paths
-from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, usable_cpus
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
+from easyrl.runtime.machine import usable_cpus
 
 Reward = Callable[..., Any]  # (prompt, texts, token_ids) -> one float per response
 

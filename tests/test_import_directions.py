@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "runtime.seeding": "",
     "runtime.numerics": "",
     "runtime.durable_files": "",
+    "runtime.machine": "",
     "runtime.workers": "",
     "kernels.attention": "",
     "kernels.logprobs": "",
@@ -28,20 +29,20 @@ MAY_IMPORT = {
     "rewards": "schema config runtime.workers.worker_pool",
     # the endpoints
     "inference_client": "schema config",
-    "inference_client.fetching": "schema config runtime.workers.child_process"
+    "inference_client.fetching": "schema config runtime.machine runtime.workers"
     " inference_client.client inference_client.errors inference_client.responses",
     "inference_client.pool": "schema config inference_client.client inference_client.errors",
     "inference_client.vllm_plugin": "",
     "inference_client.transfer": "inference_client.vllm_plugin",
-    "inference_client.servers.managed": "config",
+    "inference_client.servers.managed": "config runtime.machine",
     "inference_client.servers.embedded": "schema runtime.numerics inference_client.transfer"
     " inference_client.vllm_plugin",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_token_loss",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema",
-    "engines": "schema config kernels.attention.segment_layout recipes models.loading models.lora"
-    " models.policy_model models.tri_model",
+    "engines": "schema config runtime.machine kernels.attention.segment_layout recipes"
+    " models.loading models.lora models.policy_model models.tri_model",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
     "runtime": "schema config metrics.event_log",
@@ -52,7 +53,8 @@ MAY_IMPORT = {
     " dataloaders.prompts.dataset",
     "ledger.closed_batch": "schema metrics.batch_metrics ledger.certificate.records",
     "ledger": "schema metrics.trackers runtime.run_files dataloaders.producer.group_stream",
-    "weight_sync": "schema config engines.base runtime.collectives runtime.stopping"
+    "weight_sync": "schema config engines.base runtime.collectives runtime.machine"
+    " runtime.stopping"
     " inference_client",
     "trainer": "",
     "trainer.row_split": "schema",
@@ -66,11 +68,11 @@ MAY_IMPORT = {
     "build": "schema config dataloaders engines inference_client ledger metrics recipes rewards"
     " runtime trainer weight_sync",
     "train": "schema config build ledger.checkpoints metrics runtime",
-    "api": "config train inference_client.servers.managed",
+    "api": "config train runtime.machine inference_client.servers.managed",
     "commands": "config train build ledger runtime inference_client.pool.membership"
     " inference_client.servers.embedded.server",
     "__main__": "commands",
-    "demo": "config metrics.trackers inference_client.servers.managed",
+    "demo": "config metrics.trackers runtime.machine inference_client.servers.managed",
     "__init__": "api",
 }
 

@@ -145,13 +145,14 @@ def open_inference(
         urls: of the endpoints; default: the configuration's.
         num_shares: ranks that share them.
     """
+    thread = opened.enter_context(LoopThread())
     workers = WorkerPool(
         config.scoring.num_workers,
         initializer=reward_worker.initialize,
         initargs=(config.rewards, config.model.tokenizer_path),
     )
-    opened.callback(workers.close)
-    thread = opened.enter_context(LoopThread())
+    thread.run(workers.start())
+    opened.callback(lambda: thread.run(workers.close()))
     fetchers = FetcherPool(config.inference.num_fetchers, api_key=read_api_key(config.inference))
     thread.run(fetchers.start())
     opened.callback(lambda: thread.run(fetchers.close()))

@@ -28,12 +28,9 @@ from easyrl.demo.accuracy import held_out_accuracy
 from easyrl.demo.build_model import build_model
 from easyrl.demo.servers import Engine, start_server, vllm_python
 from easyrl.demo.task import write_splits
-from easyrl.inference_client.servers.managed.launch import (
-    ServerStartError,
-    pin_process,
-    usable_cpus,
-)
+from easyrl.inference_client.servers.managed.server_process import ServerStartError
 from easyrl.metrics.trackers import read_metrics
+from easyrl.runtime.machine import pin_process, usable_cpus
 
 CONFIG = "configs/demo.yaml"
 PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve

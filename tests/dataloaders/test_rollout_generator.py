@@ -23,8 +23,8 @@ from tests.dataloaders.rollout_parts import (
     completion,
     generator,
     prompt,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 def test_groups_arrive_in_order_of_completion():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from easyrl.inference_client.servers.managed.server_process import free_port
+from easyrl.runtime.machine import free_port
 from tests.easyrl.engines.engine_cases import AGGREGATIONS, prepare, relative_error
 from tests.easyrl.engines.update_cases import dense_updates, learning_rate
 

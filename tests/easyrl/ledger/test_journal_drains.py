@@ -23,7 +23,7 @@ from easyrl.ledger.journal.drains import longest, usable_drains
 from easyrl.ledger.journal.reading import read_drains
 from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.schema import FinishedSamples
-from tests.dataloaders.rollout_parts import completion, generator, prompt, wait_until
+from tests.dataloaders.rollout_parts import completion, generator, prompt
 from tests.easyrl.ledger.journal_groups import (
     OTHER_WEIGHTS,
     WEIGHTS,
@@ -33,6 +33,7 @@ from tests.easyrl.ledger.journal_groups import (
     served,
     write,
 )
+from tests.waiting import wait_until
 
 Takes = list[list[int]]
 quick = settings(max_examples=60, deadline=None)

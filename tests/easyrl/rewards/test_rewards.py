@@ -431,7 +431,7 @@ async def test_real_workers_survive_what_rewards_do(folder):
         RewardConfig(name="math", timeout_s=2.0),
         user(folder, "good"),
     ]
-    with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
+    async with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
         it = scorer(rewards, workers, "zero")
         completions = [completion("\\boxed{9^{9^{9^{9}}}}"), completion("\\boxed{72}")]
         began = time.monotonic()
@@ -451,7 +451,7 @@ async def test_real_workers_survive_what_rewards_do(folder):
 
 async def test_real_workers_retry_and_score_many_at_once(folder, tmp_path):
     rewards = [RewardConfig(name="math"), user(folder, "fails_twice")]
-    with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
+    async with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
         it = scorer(rewards, workers, "retry")
         asked = Prompt(0, np.zeros(1, np.int32), "", "72", 0, {"log": str(tmp_path / "log")})
         texts = ["\\boxed{72}", "\\boxed{71}", "72.0"]

@@ -39,8 +39,9 @@ from easyrl.schema import (
 from easyrl.trainer.accumulation import Accumulator, GroupFunctions, OnPolicyViolation
 from easyrl.trainer.look_ahead import LookAhead
 from tests.dataloaders.packed_rows import BUSY, PACKINGS, branch, pack, random_groups
-from tests.dataloaders.rollout_parts import SumScorer, at_once, wait_until
+from tests.dataloaders.rollout_parts import SumScorer, at_once
 from tests.tiny_models import random_group
+from tests.waiting import wait_until
 
 G = 4
 

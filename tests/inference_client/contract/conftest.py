@@ -16,11 +16,8 @@ import aiohttp
 import pytest
 
 from easyrl.inference_client.client import EndpointClient
-from easyrl.inference_client.servers.managed.launch import (
-    EmbeddedServerProcess,
-    ServerProcess,
-    VllmServerProcess,
-)
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, VllmServerProcess
+from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from tests.inference_client.contract.served_models import (
     MAX_MODEL_LEN,
     contract_model,
