@@ -29,9 +29,9 @@ from easyrl.dataloaders.producer.group_stream import (
     ReadyGroup,
     packed_tokens,
 )
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.metrics.event_log import Record, ignore
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, GroupOutcome, Prompt, RolloutGroup, Score
 
 __all__ = [

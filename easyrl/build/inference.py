@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
-from easyrl.inference_client.errors import NoEndpointError, PromptRejected, RequestRejected
+from easyrl.inference_client.errors import (
+    NoEndpointError,
+    PromptRejected,
+    RequestRejected,
+    is_outage,
+)
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
 from easyrl.inference_client.pool.pool import EndpointPool
@@ -20,10 +24,11 @@ from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
 from easyrl.runtime.collectives import Agreement
 from easyrl.runtime.determinism import is_strict
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
 from easyrl.runtime.workers.worker_pool import WorkerPool
-from easyrl.schema import Completion, Prompt
+from easyrl.schema import Completion, Prompt, StopRequested
 from easyrl.trainer.evaluation import Evaluator
 
 
@@ -68,6 +73,7 @@ class Inference:
         return Evaluator(
             prompts=prompts,
             rollouts=generator,
+            is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
             agreement=agreement,
             stop=stop,
             num_samples=evaluation.num_samples,

@@ -17,8 +17,10 @@ from easyrl.build.endpoints import (
     warn_of_short_contexts,
 )
 from easyrl.build.inference import Inference, open_inference
+from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import open_certificate, reference_identity
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
+from easyrl.build.trackers import open_trackers
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.producer.rollout_generator import accept_all
 from easyrl.dataloaders.prompts.dataset import PromptOrder
@@ -39,7 +41,6 @@ from easyrl.runtime.determinism import (
     is_strict,
     make_deterministic,
     remember_arithmetic,
-    require_invariant_endpoints,
 )
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
@@ -48,7 +49,6 @@ from easyrl.runtime.run_folder import (
     begin_attempt,
     keep_config,
     open_event_log,
-    open_trackers,
     prepare_output,
 )
 from easyrl.runtime.signals import RunSignals

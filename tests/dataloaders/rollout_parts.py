@@ -7,8 +7,8 @@ from threading import Event
 
 import numpy as np
 
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, packed_tokens
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
 
 G = 3

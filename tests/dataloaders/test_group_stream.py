@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.rollout_generator import ProducerError, packed_tokens
+from easyrl.runtime.loop_thread import LoopThread
 from tests.dataloaders.packed_rows import BUSY
 from tests.dataloaders.rollout_parts import (
     G,

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from easyrl.dataloaders.producer.draws import Draws, OneRank
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.rollout_generator import (
     ProducerError,
     RolloutGenerator,
     packed_tokens,
 )
+from easyrl.runtime.loop_thread import LoopThread
 from tests.dataloaders.rollout_parts import (
     G,
     ScriptedGenerate,

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.ledger.journal import JournalError, JournalledRollouts
 from easyrl.ledger.journal.codec import (
     CodecError,
@@ -22,6 +21,7 @@ from easyrl.ledger.journal.codec import (
 from easyrl.ledger.journal.drains import longest, usable_drains
 from easyrl.ledger.journal.reading import read_drains
 from easyrl.ledger.journal.rollouts import JournalledStream
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import FinishedSamples
 from tests.dataloaders.rollout_parts import completion, generator, prompt
 from tests.easyrl.ledger.journal_groups import (

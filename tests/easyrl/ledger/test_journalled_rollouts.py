@@ -2,8 +2,8 @@
 
 import asyncio
 
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.ledger.journal import JournalledRollouts
+from easyrl.runtime.loop_thread import LoopThread
 from tests.dataloaders.rollout_parts import G, ScriptedGenerate, generator, prompt
 from tests.easyrl.ledger.journal_groups import OTHER_WEIGHTS, journal, read, served
 from tests.waiting import wait_until

@@ -23,7 +23,6 @@ from torch import Tensor
 from easyrl.build.recipe import group_functions, rows_per_drain
 from easyrl.config import Config, ModelConfig
 from easyrl.config.file import validate_config
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.engines.base import MetricSums
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
@@ -31,6 +30,7 @@ from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.metrics.event_log import ignore
 from easyrl.models.loading import load_policy_model
 from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, FrozenLogprobs, MicroBatch, Prompt, RolloutGroup
 from easyrl.trainer.accumulation import Accumulator

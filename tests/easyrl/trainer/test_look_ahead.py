@@ -19,13 +19,13 @@ from easyrl.config import Config, ObjectiveConfig, TrainerConfig
 from easyrl.dataloaders.packing.groups import batch_denominator
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.dataloaders.producer.group_stream import GroupStream
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.engines.base import MetricSums
 from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.metrics.event_log import ignore
 from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Completion,
