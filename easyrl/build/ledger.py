@@ -18,6 +18,7 @@ from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES
 from easyrl.ledger.checkpoints.state_file import file_blake3
 from easyrl.ledger.journal import Journal
+from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Agreement
 from easyrl.runtime.run_folder import CERTIFICATE_FILE
 from easyrl.schema import PolicyVersion
@@ -91,7 +92,7 @@ class SavedAttempts:
             if state["reference"] != self._reference:
                 raise ValueError(
                     "the model at model.path, which is frozen, is not the one that the checkpoint "
-                    "was trained with; restore it, or keep objective.kl_coef and kl_in_reward_coef "
+                    "was trained with; restore it, or keep recipe.kl_coef and kl_in_reward_coef "
                     "as they were"
                 )
             progress = Progress(**state["progress"])
@@ -158,7 +159,7 @@ def reference_identity(config: Config, agreement: Agreement) -> str | None:
     That is the reference, and the model under an adapter; both are ``model.path``. None without.
     """
     identity: str | None = None
-    is_frozen = config.objective.has_reference or config.model.lora is not None
+    is_frozen = load_recipe(config).needs.reference or config.model.lora is not None
     if agreement.rank == 0 and is_frozen:
         digest = blake3()
         for file in sorted(config.model.path.iterdir()):

@@ -17,6 +17,7 @@ from easyrl.build.endpoints import (
 )
 from easyrl.build.inference import open_inference
 from easyrl.build.ledger import Due, SavedAttempts, open_notary, reference_identity
+from easyrl.build.recipe import say_what_cannot_act
 from easyrl.build.steps import total_steps, trained_before
 from easyrl.config import Config, EvaluationConfig
 from easyrl.dataloaders.prompts.dataset import PromptBatches
@@ -66,6 +67,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     start_process_group()
     agreement = Agreement(dist.get_rank(), dist.get_world_size())
     output = prepare_output(config, agreement, opened, resume=resume)
+    if agreement.rank == 0:
+        say_what_cannot_act(config)
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")

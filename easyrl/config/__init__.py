@@ -1,6 +1,7 @@
 """The run's configuration: a strict tree of sections, its checks, and its YAML file."""
 
 from easyrl.config.checks import ConfigError
+from easyrl.config.recipe import RecipeConfig
 from easyrl.config.sections import (
     SHARED_MEMORY,
     CheckpointConfig,
@@ -14,7 +15,6 @@ from easyrl.config.sections import (
     LaunchConfig,
     LoraConfig,
     ModelConfig,
-    ObjectiveConfig,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -40,7 +40,7 @@ __all__ = [
     "LaunchConfig",
     "LoraConfig",
     "ModelConfig",
-    "ObjectiveConfig",
+    "RecipeConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         Config,
         DatasetConfig,
         ModelConfig,
-        ObjectiveConfig,
         RolloutConfig,
         TrainerConfig,
     )
@@ -40,21 +39,15 @@ def contradictions(config: Config) -> list[str]:
     """Values that do not go together, each with its key and the remedy."""
     problems = [
         *_rollout_contradictions(config.rollout),
-        *_objective_contradictions(config.objective, config.trainer.updates_per_batch),
         *_trainer_contradictions(config.trainer),
-        *_model_contradictions(config.model, config.objective),
+        *_model_contradictions(config.model),
     ]
     if config.model.dtype == "bf16" and config.trainer.zero_stage == 0:
         problems.append(
             "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses "
             "it); use 1, 2 or 3, or model.dtype=fp32"
         )
-    if config.trainer.offload_reference and not config.objective.has_reference:
-        problems.append(
-            "trainer.offload_reference: has no effect without a reference model; remove it, or "
-            "set objective.kl_coef or objective.kl_in_reward_coef above 0"
-        )
-    elif config.trainer.offload_reference and config.model.lora is not None:
+    if config.trainer.offload_reference and config.model.lora is not None:
         problems.append(
             "trainer.offload_reference: has no effect with model.lora, whose reference is the "
             "policy without its adapter; remove it"
@@ -68,18 +61,16 @@ def contradictions(config: Config) -> list[str]:
 
 
 def no_look_ahead(config: Config) -> str | None:
-    """Why ``trainer.look_ahead`` has no effect; None where it has, as far as values tell."""
-    objective, trainer = config.objective, config.trainer
+    """Why ``trainer.look_ahead`` has no effect; None where it has, as far as values tell.
+
+    It also has none where the recipe needs no model beside the policy.
+    """
     if config.run.mode == "sync":
         return "has no effect with run.mode=sync, where training begins with complete groups"
     if config.run.determinism == "strict":
         # which responses are computed ahead is a matter of the clock, and decides the last bits
         return "has no effect with run.determinism=strict, where nothing is computed ahead"
-    if not (
-        objective.has_reference or objective.old_policy == "lagged" or trainer.updates_per_batch > 1
-    ):
-        return "has no effect without a reference, a lagged old policy or several updates per batch"
-    if trainer.offload_reference:  # every piece of work would move the whole reference
+    if config.trainer.offload_reference:  # every piece of work would move the whole reference
         return "has no effect with trainer.offload_reference"
     return None
 
@@ -96,11 +87,6 @@ def _rollout_contradictions(rollout: RolloutConfig) -> list[str]:
     problems = []
     if rollout.num_generations < 2:
         problems.append("rollout.num_generations: a baseline needs at least 2 responses per group")
-    if _is_set(rollout, "truncated_reward") and rollout.truncated != "mark":
-        problems.append(
-            f"rollout.truncated_reward: has no effect with truncated={rollout.truncated}; remove "
-            "it, or set rollout.truncated=mark"
-        )
     if not rollout.allow_off_policy_sampling:
         problems += [
             f"rollout.{key}: {getattr(rollout, key)} samples from another distribution than the "
@@ -112,40 +98,8 @@ def _rollout_contradictions(rollout: RolloutConfig) -> list[str]:
     return problems
 
 
-def _objective_contradictions(objective: ObjectiveConfig, updates_per_batch: int) -> list[str]:
+def _model_contradictions(model: ModelConfig) -> list[str]:
     problems = []
-    if objective.old_policy == "lagged" and updates_per_batch > 1:
-        problems.append(
-            "objective.old_policy: lagged is defined for trainer.updates_per_batch=1 (the weights "
-            "before the previous update); use auto, the batch's own policy"
-        )
-    if objective.old_policy == "auto" and updates_per_batch == 1:
-        problems += [
-            f"objective.{key}: never acts with one update per batch (the ratio is 1); "
-            "remove it, or set objective.old_policy=lagged or trainer.updates_per_batch above 1"
-            for key in ("clip_eps_low", "clip_eps_high")
-            if _is_set(objective, key)
-        ]
-    if _is_set(objective, "importance_cap") and objective.importance_correction == "none":
-        problems.append(
-            "objective.importance_cap: has no effect without a correction; remove it, or set "
-            "objective.importance_correction to truncated or masked"
-        )
-    if _is_set(objective, "kl_estimator") and objective.kl_coef == 0:
-        problems.append(
-            "objective.kl_estimator: has no effect without a KL term in the loss; remove it, or "
-            "set objective.kl_coef above 0"
-        )
-    return problems
-
-
-def _model_contradictions(model: ModelConfig, objective: ObjectiveConfig) -> list[str]:
-    problems = []
-    if model.logprob_backward == "same_pass" and objective.kl_in_reward_coef > 0:
-        problems.append(
-            "model.logprob_backward: same_pass needs an objective that is a sum over tokens, which "
-            "objective.kl_in_reward_coef is not; use auto, or objective.kl_coef instead"
-        )
     if _is_set(model, "checkpoint_every") and (model.activation_checkpointing == "none"):
         problems.append(
             "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
@@ -162,6 +116,11 @@ def _trainer_contradictions(trainer: TrainerConfig) -> list[str]:
         problems.append(
             f"trainer.updates_per_batch: {trainer.updates_per_batch} slices of "
             f"trainer.batch_size={trainer.batch_size} prompts would not be equal; use a divisor"
+        )
+    if trainer.old_policy == "lagged" and trainer.updates_per_batch > 1:
+        problems.append(
+            "trainer.old_policy: lagged is defined for trainer.updates_per_batch=1 (the weights "
+            "before the previous update); use auto, the batch's own policy"
         )
     if trainer.max_steps and trainer.max_steps % trainer.updates_per_batch:
         problems.append(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from easyrl.config.checks import contradictions
+from easyrl.config.recipe import RecipeConfig
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -80,7 +81,7 @@ class ModelConfig(Section):
     checkpoint_every: PositiveInt = 1  # n: every n-th decoder layer only
     logprob_chunk_size: PositiveInt = 512  # positions projected to the vocabulary at a time
     logprob_backward: Literal["auto", "same_pass", "recompute"] = "auto"  # auto: the gradient of
-    # the projection is formed with its values where the objective is a sum over tokens
+    # the projection is formed with its values where the recipe's loss is a sum over tokens
     lora: LoraConfig | None = None
 
     @property
@@ -183,9 +184,6 @@ class RolloutConfig(SamplingConfig):
     """How the training responses are sampled."""
 
     num_generations: Annotated[int, Field(ge=1)] = 8  # G
-    truncated: Literal["keep", "mark", "mask"] = "keep"  # keep: as any other; mark: reward is
-    # truncated_reward; mask: not trained, though its reward counts in the group's mean
-    truncated_reward: float = 0.0
     allow_off_policy_sampling: bool = False  # top_p, penalties, ...: the ratios are biased
     queue_size: PositiveInt = 64  # groups that may wait between producer and trainer
 
@@ -303,41 +301,13 @@ class RewardConfig(Section):
 
 
 class ScoringConfig(Section):
-    """The worker processes that decode responses and score them."""
+    """How responses are scored, and the worker processes that decode and score them."""
 
     num_workers: PositiveInt = 2
     on_reward_error: Literal["fail", "zero", "retry"] = "fail"  # retry: again, then fail
     max_reward_retries: PositiveInt = 2  # calls after the first, with on_reward_error: retry
-
-
-class ObjectiveConfig(Section):
-    """The policy-gradient objective (GRPO and its relatives)."""
-
-    advantage: Literal["group_std", "group_mean"] = "group_std"  # divide by the std, or only centre
-    aggregation: Literal["sequence", "token", "constant"] = "token"  # GRPO, DAPO, Dr. GRPO
-    clip_eps_low: PositiveFloat = 0.2
-    clip_eps_high: PositiveFloat = 0.2
-    kl_coef: NonNegativeFloat = 0.0
-    kl_estimator: Literal["k3", "k2"] = "k3"
-    kl_in_reward_coef: NonNegativeFloat = 0.0
-    entropy_coef: float = 0.0
-    old_policy: Literal["auto", "lagged"] = "auto"
-    importance_correction: Literal["none", "truncated", "masked"] = "none"  # of the trainer's over
-    # the inference engine's probability: TIS caps the ratio, masked IS drops tokens outside
-    importance_cap: Annotated[float, Field(gt=1)] = 2.0  # masked also drops below 1 / cap
+    truncated_reward: float | None = None  # of a response cut off at max_tokens; null: as scored
     shuffle_rewards: bool = False  # control experiment: permute rewards inside each group
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether a frozen reference model is kept."""
-        return self.kl_coef > 0 or self.kl_in_reward_coef > 0
-
-    @field_validator("kl_estimator", mode="before")
-    @classmethod
-    def _no_k1(cls, value: Any) -> Any:
-        if value == "k1":
-            raise ValueError("k1 has a zero expected gradient as a loss; use k3 or k2")
-        return value
 
 
 class TrainerConfig(Section):
@@ -345,6 +315,8 @@ class TrainerConfig(Section):
 
     batch_size: PositiveInt = 32  # prompts between two weight syncs, over all ranks
     updates_per_batch: PositiveInt = 1  # optimizer steps on a batch, each on its slice of prompts
+    old_policy: Literal["auto", "lagged"] = "auto"  # of the ratio; auto: the policy before the
+    # batch's first update; lagged: the one before the previous update
     max_steps: PositiveInt | None = None  # default: the dataset's epochs
     packing: Literal["prompt", "tree"] = "prompt"  # a group shares its prompt; tree: all beginnings
     # that responses and prompts have in common
@@ -442,7 +414,7 @@ class Config(Section):
     inference: InferenceConfig
     rewards: list[RewardConfig] = Field(min_length=1)
     scoring: ScoringConfig = ScoringConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    recipe: RecipeConfig = RecipeConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig | None = None

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.packing.groups import pack_groups
-from easyrl.dataloaders.packing.row import Aggregation
+from easyrl.recipes.aggregation import Aggregation
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
+from tests.recipes import pack_groups
 from tests.tiny_models import random_group
 
 BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine

@@ -12,9 +12,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.packing.groups import batch_denominator
-from easyrl.dataloaders.packing.row import Aggregation
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.recipes.aggregation import Aggregation
 from easyrl.schema import RolloutGroup
 from tests.dataloaders.packed_rows import (
     BUSY,
@@ -24,6 +23,7 @@ from tests.dataloaders.packed_rows import (
     random_groups,
     trained_tokens,
 )
+from tests.recipes import batch_denominator
 
 PACKING = st.sampled_from(PACKINGS)
 AGGREGATIONS = st.sampled_from(["sequence", "token", "constant"])

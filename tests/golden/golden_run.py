@@ -59,7 +59,8 @@ def configuration(folder: Path) -> Any:
             "inference": {"endpoints": ["http://127.0.0.1:1"]},
             "rewards": [{"name": "exact"}],
             "rollout": {"temperature": 0.8, "max_tokens": MAX_TOKENS},
-            "objective": {
+            "recipe": {
+                "aggregation": "token",
                 "kl_coef": 0.1,
                 "entropy_coef": 0.01,
                 "clip_eps_low": CLIP,
@@ -82,7 +83,6 @@ def configuration(folder: Path) -> Any:
 
 def train(folder: Path) -> dict[str, Any]:
     """The run: by step its loss and what the objective counted, and a hash of the weights."""
-    from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
     from easyrl.engines.base import MetricSums
     from easyrl.engines.deepspeed.engine import DeepSpeedEngine
     from easyrl.inference_client.transfer.artifact import tensor_checksum
@@ -90,6 +90,7 @@ def train(folder: Path) -> dict[str, Any]:
     from easyrl.recipes.advantages import group_advantages
     from easyrl.runtime.determinism import make_deterministic
     from easyrl.runtime.numerics import arithmetic
+    from tests.recipes import batch_denominator, pack_groups
     from tests.tiny_models import random_group
 
     config = configuration(folder)

@@ -11,12 +11,13 @@ def group_settings(config: Config) -> str:
     """Digest of sampling, seed and rewards, 32 hex digits; with the contents of reward files.
 
     A run that is resumed with others generates the open batch's groups again. What only decides
-    what happens after a failure (``scoring``) is not in it.
+    what happens after a failure is not in it.
     """
     digest = blake3()
     parts = [
         config.rollout.model_dump_json(exclude={"queue_size"}),
         str(config.run.seed),
+        str(config.scoring.truncated_reward),
         *(reward.model_dump_json() for reward in config.rewards),
     ]
     for part in parts:

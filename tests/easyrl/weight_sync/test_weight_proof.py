@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.errors import EndpointUnavailable
@@ -18,6 +17,7 @@ from easyrl.schema import Completion, Prompt, VersionSpan
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
 from easyrl.weight_sync.delivery import WeightStream
 from easyrl.weight_sync.proof import Probe, ProofFailed, check_canary, check_stamp, prove_weights
+from tests.recipes import pack_groups
 
 URL = "http://endpoint:8000"
 HASHES = {"embed": "e0", "layer": "f0", "norm": "a0"}
