@@ -24,6 +24,7 @@ ALLOWED = {
     "easyrl.rewards": LEAVES | {"easyrl.runtime.workers.worker_pool"},
     "easyrl.ledger.certificate": LEAVES
     | {
+        "easyrl.ledger.format",
         "easyrl.ledger.checkpoints.manifest",
         "easyrl.ledger.journal",
         "easyrl.dataloaders.prompts.dataset",
@@ -61,6 +62,7 @@ ALLOWED = {
     | {"easyrl.metrics.batch_metrics", "easyrl.ledger.certificate.records"},
     "easyrl.ledger.journal": LEAVES
     | {
+        "easyrl.ledger.format",
         "easyrl.dataloaders.producer.group_stream",
         "easyrl.dataloaders.producer.open_samples",
         "easyrl.dataloaders.producer.rollout_generator",

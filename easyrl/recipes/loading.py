@@ -122,6 +122,11 @@ def notices(config: Config, recipe: Recipe) -> list[str]:
 
 def _recipe(section: RecipeConfig) -> Recipe:
     cls = _class(section)
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(
+            f"recipe.name: {section.name} has no {' and no '.join(missing)}; define what "
+            "easyrl.recipes.Recipe leaves open"
+        )
     try:
         values = _keys_model(cls).model_validate(section.settings)
     except ValidationError as error:
@@ -130,7 +135,7 @@ def _recipe(section: RecipeConfig) -> Recipe:
         raise ConfigError("\n".join(["recipe:", *lines])) from None
     try:
         return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})
-    except (TypeError, ValueError) as error:  # __post_init__; methods that are missing
+    except ValueError as error:  # __post_init__: "key: what is wrong; what would be right"
         raise ConfigError(f"recipe.{error}") from error
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from easyrl.ledger.format import FORMAT
 from easyrl.schema import Confirmation, Key, RolloutGroup
 
 Outcome = Literal["trained", "skipped", "excluded"]
@@ -25,7 +26,7 @@ class RunRecord(msgspec.Struct, tag_field="kind", tag="run", frozen=True):
     batch_size: int
     updates_per_batch: int
     data: str  # hash of the dataset
-    format: int = 1
+    format: int = FORMAT
 
 
 class AttemptRecord(msgspec.Struct, tag_field="kind", tag="attempt", frozen=True):
