@@ -34,6 +34,7 @@ from easyrl.inference_client.servers.managed.launch import (
     usable_cpus,
 )
 from easyrl.metrics.trackers import read_metrics
+from easyrl.recipes.loading import load_recipe
 
 CONFIG = "configs/demo.yaml"
 PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve
@@ -69,6 +70,7 @@ def main() -> int:
         if arguments.engine == "vllm":
             vllm_python()  # before the minute of the warm start
         config = load_config(CONFIG, overrides)
+        load_recipe(config)
     except ValueError as error:  # ConfigError is one
         print(f"easyrl demo: {error}", file=sys.stderr)
         return 2

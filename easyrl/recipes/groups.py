@@ -55,16 +55,18 @@ def trained_group(
     for sample in chosen:
         completion = group.completions[sample]
         trained = recipe.trained_tokens(completion, run)
-        if trained.shape != completion.loss_mask.shape or (trained & ~completion.loss_mask).any():
+        mask = completion.loss_mask
+        if trained.dtype != bool or trained.shape != mask.shape or (trained & ~mask).any():
             raise ValueError(
                 f"{_name(recipe, 'trained_tokens')} has to be bool [R] within loss_mask"
             )
         tokens = np.flatnonzero(trained)
         if len(tokens):
-            per_token = np.broadcast_to(advantages[sample], trained.shape)
-            responses.append(
-                TrainedResponse(sample, tokens, per_token[tokens], weights[sample][tokens])
+            own, weight = (
+                _per_token(recipe, what, values[sample], len(mask))[tokens]
+                for what, values in (("advantages", advantages), ("token_weights", weights))
             )
+            responses.append(TrainedResponse(sample, tokens, own, weight))
     return TrainedGroup(group, tuple(responses))
 
 
@@ -79,6 +81,14 @@ def without_advantages(
             zeros, ones = np.zeros(len(tokens)), np.ones(len(tokens))
             responses.append(TrainedResponse(sample, tokens, zeros, ones))
     return TrainedGroup(group, tuple(responses))
+
+
+def _per_token(recipe: Recipe, method: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
+    if np.shape(values) not in ((), (num_tokens,)):
+        raise ValueError(
+            f"{_name(recipe, method)} gave shape {np.shape(values)} for {num_tokens} tokens"
+        )
+    return np.broadcast_to(values, num_tokens)
 
 
 def _name(recipe: Recipe, method: str) -> str:

@@ -28,6 +28,7 @@ def pack(
     budget: int = 100,
     packing: Literal["prompt", "tree"] = "prompt",
     keep_order: bool = True,
+    whole_groups: bool = False,
 ) -> list[MicroBatch]:
     return pack_groups(
         groups,
@@ -38,6 +39,7 @@ def pack(
         max_tokens_per_micro_batch=budget,
         packing=packing,
         keep_order=keep_order,
+        whole_groups=whole_groups,
     )
 
 

@@ -72,6 +72,24 @@ def test_budget_is_kept(
 
 
 @settings(BUSY, max_examples=100)
+@given(random_groups(max_groups=6), st.integers(1, 60), PACKING, st.booleans())
+def test_whole_groups_are_not_split(
+    groups: list[RolloutGroup],
+    budget: int,
+    packing: Literal["prompt", "tree"],
+    keep_order: bool,
+) -> None:
+    """For a loss that couples a group's tokens; one that exceeds the budget has its own row."""
+    rows = pack(groups, budget=budget, packing=packing, keep_order=keep_order, whole_groups=True)
+    tokens = trained_tokens(rows)
+    assert Counter(tokens) == Counter(expected_tokens(groups, "token", False))
+    members = [{key.prompt for key in row.sequences} for row in rows]
+    assert sum(map(len, members)) == len(set().union(*members))  # each in one row
+    for row, prompts in zip(rows, members, strict=True):
+        assert row.num_tokens <= budget or len(prompts) == 1
+
+
+@settings(BUSY, max_examples=100)
 @given(random_groups(max_groups=6), st.integers(1, 60))
 def test_rows_that_keep_the_order_are_closed_only_when_full(
     groups: list[RolloutGroup], budget: int

@@ -33,6 +33,7 @@ from tests.easyrl.engines.engine_cases import (
 )
 from tests.easyrl.weight_sync.weight_sync_parts import serve
 from tests.end_to_end.trainer_run import ROOT, run_trainer, trainer_command
+from tests.golden.whole_run import Inputs, servers
 from tests.recipes import run_settings
 
 FOLDER = ROOT / "examples" / "recipes"
@@ -223,6 +224,34 @@ def test_runs_by_one_command(tmp_path: Path, name: str) -> None:
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [step["step"] for step in steps if "grad_norm" in step] == [2, 4]
     assert all(step["grad_norm"] > 0 for step in steps if "grad_norm" in step)
+
+
+@pytest.mark.runs
+def test_a_batch_wide_statistic_is_that_of_all_ranks(tmp_path: Path) -> None:
+    """The same responses on one rank and on two: the same gradient, and it is said."""
+    inputs = Inputs(tmp_path)
+    norms = []
+    with servers(inputs.model, 1) as (server,):
+        for num_ranks in (0, 2):
+            command = trainer_command(
+                tmp_path / f"ranks-{num_ranks}",
+                inputs.model,
+                inputs.prompts,
+                [server.url],
+                f"recipe={{file: {FOLDER / 'batch_baseline.py'}, name: BatchBaseline}}",
+                *("run.determinism=strict", "rollout.num_generations=4", "rollout.max_tokens=12"),
+                *("trainer.batch_size=4", "trainer.max_steps=1"),
+                num_ranks=num_ranks,
+            )
+            output = run_trainer(command, timeout_s=180)
+            (step,) = [
+                step
+                for step in read_metrics(tmp_path / f"ranks-{num_ranks}" / "metrics.jsonl")
+                if "grad_norm" in step
+            ]
+            norms.append(step["grad_norm"])
+            assert "the run does not stream" in str(output)
+    assert norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_a_batch_wide_statistic_is_said_not_to_stream() -> None:
