@@ -49,12 +49,14 @@ MAY_IMPORT = {
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
     "runtime": "schema config metrics.event_log",
-    "ledger.journal": "schema config runtime.durable_files runtime.ranks dataloaders.producer",
-    "ledger.checkpoints": "schema config ledger.journal runtime.run_files runtime.schedule"
-    " engines.base metrics.event_log runtime.collectives"
+    "ledger.format": "",
+    "ledger.journal": "ledger.format schema config runtime.durable_files runtime.ranks"
+    " dataloaders.producer",
+    "ledger.checkpoints": "ledger.format schema config ledger.journal runtime.run_files"
+    " runtime.schedule engines.base metrics.event_log runtime.collectives"
     " runtime.durable_files models.lora inference_client.transfer.artifact",
-    "ledger.certificate": "schema runtime.durable_files ledger.checkpoints.manifest ledger.journal"
-    " dataloaders.prompts.dataset dataloaders.producer.membership",
+    "ledger.certificate": "ledger.format schema runtime.durable_files ledger.checkpoints.manifest"
+    " ledger.journal dataloaders.prompts.dataset dataloaders.producer.membership",
     "ledger.account": "schema metrics.batch_metrics ledger.certificate.records",
     "ledger": "schema metrics.trackers runtime.run_files runtime.ranks runtime.collectives"
     " dataloaders.producer.group_stream",

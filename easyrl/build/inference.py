@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
@@ -46,7 +45,7 @@ class Inference:
         self, sampling: SamplingConfig, num_generations: int, config: Config
     ) -> RolloutGenerator:
         """A producer of training groups."""
-        scorer = self._scorer(config, truncated=config.rollout.truncated)
+        scorer = self._scorer(config, config.scoring.truncated_reward)
         return self._generator(
             sampling,
             num_generations,
@@ -66,7 +65,7 @@ class Inference:
         record: Record = ignore,
     ) -> Evaluator:
         """Evaluates on ``prompts`` with the same rewards; its events are not the run's own."""
-        scorer = self._scorer(config, truncated="keep")
+        scorer = self._scorer(config, truncated_reward=None)
         generator = self._generator(
             evaluation.sampling, evaluation.num_samples, config, scorer, record
         )
@@ -82,13 +81,9 @@ class Inference:
             reward_name=config.rewards[0].label,
         )
 
-    def _scorer(self, config: Config, truncated: Literal["keep", "mark", "mask"]) -> Scorer:
+    def _scorer(self, config: Config, truncated_reward: float | None) -> Scorer:
         return Scorer(
-            config.rewards,
-            config.scoring,
-            self.workers,
-            truncated=truncated,
-            truncated_reward=config.rollout.truncated_reward,
+            config.rewards, config.scoring, self.workers, truncated_reward=truncated_reward
         )
 
     def _generator(

@@ -17,6 +17,7 @@ from easyrl.ledger.certificate.records import (
     RunRecord,
 )
 from easyrl.ledger.certificate.rules import Context, examine
+from easyrl.ledger.format import FORMAT, other_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class History:
             case RunRecord():
                 if self.run is not None:
                     raise CertificateError("is a second run in the certificate of one")
+                if record.format != FORMAT:
+                    raise CertificateError(other_format(record.format))
                 self.run = record
             case AttemptRecord():
                 self._begin_attempt(record)

@@ -118,6 +118,9 @@ def test_other_settings_discard_what_was_journalled(tmp_path):
         ("rollout", {"queue_size": 3}, True),
         ("run", {"seed": 7}, False),
         ("inference", {"max_inflight": 3}, True),
+        ("scoring", {"truncated_reward": 0.0}, False),
+        ("scoring", {"num_workers": 3}, True),
+        ("recipe", {"mask_truncated": True}, True),  # decides what is trained of them
     ],
 )
 def test_settings_tell_what_groups_are_made_with(section, change, same):

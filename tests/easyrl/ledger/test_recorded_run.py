@@ -13,7 +13,6 @@ from blake3 import blake3
 from easyrl.build.replay import Replayed
 from easyrl.commands.replay import _reasons
 from easyrl.config import Config
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.ledger.journal import Journal
 from easyrl.ledger.journal.codec import Piece, encode_drain
 from easyrl.ledger.journal.reading import file_name
@@ -27,6 +26,7 @@ from tests.easyrl.ledger.certified_run import (
     finished_group,
     other_token,
 )
+from tests.recipes import pack_groups
 
 
 def recorded(run: CertifiedRun) -> RecordedRun:

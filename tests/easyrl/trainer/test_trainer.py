@@ -7,8 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
-from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.base import MetricSums, NonFiniteLossError, StepResult
 from easyrl.metrics.throughput import Throughput
 from easyrl.runtime.collectives import Agreement
@@ -26,8 +24,9 @@ from easyrl.schema import (
     StopRequested,
     VersionSpan,
 )
-from easyrl.trainer.accumulation import Accumulator, GroupFunctions, OnPolicyViolation
+from easyrl.trainer.accumulation import Accumulator, OnPolicyViolation
 from easyrl.trainer.loop import Progress, TooManyBadSteps, Trainer
+from tests.recipes import group_functions, run_settings
 
 VERSION = PolicyVersion("run", 0, 0)
 GOOD = StepResult(1.0, 1e-3, skipped=False)
@@ -202,16 +201,6 @@ def make_trainer(
     ]
     reported = []
 
-    def pack(groups, advantages):
-        return pack_groups(
-            groups,
-            advantages,
-            aggregation="token",
-            max_tokens=3,
-            mask_truncated=False,
-            max_tokens_per_micro_batch=100,
-        )
-
     trainer = Trainer(
         engine=engine,
         batches=FakeBatches(batches),
@@ -221,12 +210,7 @@ def make_trainer(
         accumulator=Accumulator(
             engine=engine,
             agreement=agreement,
-            functions=GroupFunctions(
-                advantages=lambda group: group.rewards - group.rewards.mean(),
-                pack=pack,
-                denominator=lambda groups: batch_denominator(groups, "token", False),
-                dummy=dummy_micro_batch,
-            ),
+            functions=group_functions(run=run_settings(3), max_tokens_per_micro_batch=100),
             stop=stop or StopRequest(grace_s=60.0),
             is_interruption=lambda error: isinstance(error, FakeOutage | StopRequested),
             record=record,

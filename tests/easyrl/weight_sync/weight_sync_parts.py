@@ -14,7 +14,6 @@ import orjson
 import torch
 
 from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.inference_client.fetching.fetcher_pool import local_fetch
 from easyrl.inference_client.pool.pool import EndpointPool
@@ -28,6 +27,7 @@ from easyrl.schema import Completion, Prompt
 from easyrl.weight_sync.canary import Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
 from tests.end_to_end.proxy import GENERATE, Proxy, reply
+from tests.recipes import pack_groups
 
 TOLERANCE = 1e-3
 NOWHERE = "http://127.0.0.1:1"  # nobody listens there
