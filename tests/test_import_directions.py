@@ -74,12 +74,12 @@ MAY_IMPORT = {
     # what puts the rooms together, and what a user calls
     "build": "schema config dataloaders engines inference_client ledger metrics recipes rewards"
     " runtime trainer weight_sync",
-    "train": "schema config build ledger.checkpoints metrics runtime",
+    "train": "schema config build ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine inference_client.servers.managed",
-    "commands": "config train build ledger runtime inference_client.pool.membership"
+    "commands": "schema config train build ledger recipes runtime inference_client.pool.membership"
     " inference_client.servers.embedded.server",
     "__main__": "commands",
-    "demo": "config metrics.trackers runtime.machine inference_client.servers.managed",
+    "demo": "config recipes metrics.trackers runtime.machine inference_client.servers.managed",
     "__init__": "api",
 }
 
