@@ -62,7 +62,7 @@ class Row:
     unskipped_s: float
 
 
-class Takes:
+class ReadyGroups:
     """A ``GroupSource``: all groups are there."""
 
     wait_s = load_s = 0.0
@@ -136,7 +136,7 @@ class Steps:
     def take(self, groups: Sequence[RolloutGroup], *, skip: bool) -> float:
         """One step; processor seconds."""
         start = time.process_time()
-        totals = self._accumulators[skip].accumulate(cast(Any, Takes(groups)))
+        totals = self._accumulators[skip].accumulate(cast(Any, ReadyGroups(groups)))
         result = self.engine.optimizer_step(totals.denominator)
         assert not result.skipped
         return time.process_time() - start
@@ -149,7 +149,7 @@ def grad_difference(folder: Path, groups: Sequence[RolloutGroup], stop: StopRequ
     """Relative difference of the movements of one step with and without the groups."""
     moved = []
     for skip in (True, False):
-        steps = Steps(_configuration(folder, len(groups), DESCENT), stop)
+        steps = Steps(configuration(folder, len(groups), DESCENT), stop)
         before = steps.weights()
         steps.take(groups, skip=skip)
         moved.append(steps.weights() - before)
@@ -160,7 +160,7 @@ def measure(folder: Path, num_prompts: int, repeats: int) -> dict[str, Any]:
     """What the last line says."""
     rows, differences = [], []
     with closing(StopRequest(60.0)) as stop:
-        steps = Steps(_configuration(folder, num_prompts, STILL), stop)
+        steps = Steps(configuration(folder, num_prompts, STILL), stop)
         for share in SHARES:
             groups = random_groups(num_prompts, share)
             differences.append(grad_difference(folder, groups, stop))
@@ -177,7 +177,13 @@ def measure(folder: Path, num_prompts: int, repeats: int) -> dict[str, Any]:
     return {"rows": [vars(row) for row in rows], "max_grad_diff": max(differences)}
 
 
-def _configuration(folder: Path, num_prompts: int, trainer: dict[str, float]) -> Config:
+def write_inputs(folder: Path) -> None:
+    """The model, and the prompts that a configuration has to name."""
+    write_random_model(folder / "model", hidden_size=128, num_layers=3, vocab_size=VOCAB_SIZE)
+    write_prompts(folder / "prompts.jsonl", 1, 4)
+
+
+def configuration(folder: Path, num_prompts: int, trainer: dict[str, float]) -> Config:
     return validate_config(
         {
             "model": {"path": str(folder / "model"), "dtype": "fp32"},
@@ -211,8 +217,7 @@ def main() -> int:
     pin_process(0, usable_cpus()[-1:])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_random_model(folder / "model", hidden_size=128, num_layers=3, vocab_size=VOCAB_SIZE)
-        write_prompts(folder / "prompts.jsonl", 1, 4)
+        write_inputs(folder)
         result = measure(folder, arguments.prompts, arguments.repeats)
     print(json.dumps(result))
     return 0

@@ -193,17 +193,17 @@ class Accumulator:
     def _trained_when_complete(
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
     ) -> Iterator[list[TrainedGroup]]:
-        """The same packs of groups, once the rewards of all ranks are known. Collective."""
+        """The groups of each drain, once the rewards of all ranks are known. Collective."""
         self.record("waiting_for_batch")
-        takes: list[list[RolloutGroup]] = []
+        drains: list[list[RolloutGroup]] = []
         interruption: Exception | None = None
         try:
-            takes += self._usable(groups, totals, ahead)
+            drains += self._usable(groups, totals, ahead)
         except Exception as error:
             if not self.is_interruption(error):
                 raise
             interruption = error  # told below, the other ranks wait there
-        mine = [(g.prompt.key, g.rewards.tolist()) for usable in takes for g in usable]
+        mine = [(g.prompt.key, g.rewards.tolist()) for usable in drains for g in usable]
         told = self.agreement.exchange(None if interruption else mine)
         if interruption is not None:
             raise interruption
@@ -211,8 +211,8 @@ class Accumulator:
             return
         pairs = sorted(pair for rank in told for pair in rank)
         rewards = [np.array(own, dtype=np.float32) for _, own in pairs]
-        trained = self.functions.trained([g for usable in takes for g in usable], rewards)
-        for usable in takes:
+        trained = self.functions.trained([g for usable in drains for g in usable], rewards)
+        for usable in drains:
             yield trained[: len(usable)]
             del trained[: len(usable)]
 

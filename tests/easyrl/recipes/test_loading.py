@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import dump_config, load_config, validate_config
 from easyrl.recipes import DAPO, GRPO, DrGRPO
-from easyrl.recipes.loading import load_recipe, notices, with_whole_recipe
+from easyrl.recipes.loading import BUILT_IN, load_recipe, notices, with_whole_recipe
 
 MINIMAL = """
 model: {path: models/tiny}
@@ -307,3 +309,17 @@ def test_a_recipe_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     assert printed.stderr.splitlines()[-1] == "True False"
     whole = command(tmp_path, "recipe.name=dapo", "--print-config")
     assert whole.returncode == 0 and "overlong_buffer: 0.2" in whole.stdout
+
+
+# ---- the documentation ---------------------------------------------------------------------------
+
+
+def test_the_documented_defaults_are_those_of_the_code() -> None:
+    rows = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text().splitlines()
+    for name, cls in BUILT_IN.items():
+        (row,) = [row for row in rows if row.startswith(f"| `{name}` |")]
+        told = dict(re.findall(r"`(\w+): ([\w.]+)`", row.split("|")[-2]))
+        own = {key: str(value).lower() for key, value in asdict(cls()).items()}
+        assert told == {key: own[key] for key in told} and len(told) >= 5
+        others = {key for key in own.keys() - told.keys() if own[key] not in ("0.0", "none")}
+        assert others == {"kl_estimator", "importance_cap", "mask_truncated"}

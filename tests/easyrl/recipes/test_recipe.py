@@ -7,14 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 
 from easyrl.build.recipe import group_functions
 from easyrl.config import Config
 from easyrl.config.file import validate_config
+from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.recipes import DAPO, GRPO, DrGRPO, Recipe, group_advantages
 from easyrl.recipes.groups import trained_groups
+from easyrl.recipes.losses import terms_of
 from easyrl.runtime.seeding import sample_seed
-from easyrl.schema import RolloutGroup, Score, TrainedGroup
+from easyrl.schema import FrozenLogprobs, RolloutGroup, Score, TrainedGroup
 from tests.recipes import run_settings, token_grpo
 from tests.tiny_models import random_group
 
@@ -205,3 +208,26 @@ def test_has_signal() -> None:
     flat, other = functions.trained([group([2, 3], [1, 1]), group([2, 3], [0, 1])], ())
     assert not flat.has_signal and other.has_signal
     assert not TrainedGroup(flat.group, ()).has_signal
+
+
+# ---- terms ---------------------------------------------------------------------------------------
+
+
+def test_terms_know_sequence_and_group_and_can_be_sliced() -> None:
+    groups = [group([2, 1], index=0), group([1, 2], index=1)]
+    trained = trained_groups(Plain(), RUN, groups)
+    (row,) = pack_groups(trained, max_tokens_per_micro_batch=100)
+    logprobs = torch.arange(6.0, dtype=torch.float64)
+    frozen = FrozenLogprobs(reference=None, old_policy=None)
+    terms = terms_of(row, frozen)(logprobs)
+    assert terms.sequence_index.tolist() == [0, 0, 1, 2, 3, 3]
+    assert terms.group_index.tolist() == [0, 0, 0, 1, 1, 1]
+    assert terms.old_logprobs.equal(logprobs) and terms.reference_logprobs is None
+    assert terms.advantages.dtype == torch.float64
+    part, again = terms[2:4], terms_of(row, frozen)(logprobs[2:4], slice(2, 4))
+    assert part.group_index.tolist() == again.group_index.tolist() == [0, 1]
+    assert part.advantages.equal(again.advantages) and part.old_logprobs.equal(logprobs[2:4])
+    old = FrozenLogprobs(reference=logprobs + 1, old_policy=logprobs - 1)
+    other = terms_of(row, old)(logprobs[2:4], slice(2, 4))
+    assert other.old_logprobs.tolist() == [1.0, 2.0]
+    assert other.reference_logprobs is not None and other.reference_logprobs.tolist() == [3.0, 4.0]

@@ -34,8 +34,8 @@ def group(index: int, rewards: list[float], *endpoints: str, **settings: Any) ->
     return replace(made, completions=completions, scores=scores)
 
 
-class Takes:
-    """A ``GroupSource`` whose groups come in given takes."""
+class Drains:
+    """A ``GroupSource`` whose groups come in given drains."""
 
     wait_s = load_s = 0.0
     first_group_wait_s = None
@@ -43,11 +43,11 @@ class Takes:
     recovered: frozenset[Key] = frozenset()
     discarded: frozenset[Key] = frozenset()
 
-    def __init__(self, *takes: list[RolloutGroup]) -> None:
-        self._takes = list(takes)
+    def __init__(self, *drains: list[RolloutGroup]) -> None:
+        self._drains = list(drains)
 
     def drain_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
-        return self._takes.pop(0) if self._takes else []
+        return self._drains.pop(0) if self._drains else []
 
     def complete(self) -> None: ...
     def interrupt(self, error: BaseException) -> None: ...
@@ -75,7 +75,7 @@ def stop() -> Iterator[StopRequest]:
 
 
 def run(
-    stop: StopRequest, *takes: list[RolloutGroup], recipe: Recipe | None = None, skip: bool = True
+    stop: StopRequest, *drains: list[RolloutGroup], recipe: Recipe | None = None, skip: bool = True
 ) -> tuple[list[int], BatchTotals]:
     """The prompts that went through the model, and the update's sums."""
     engine = Engine()
@@ -90,7 +90,7 @@ def run(
         synchronous=False,
         skip_without_signal=skip,
     )
-    totals = accumulator.accumulate(cast(Any, Takes(*takes)))
+    totals = accumulator.accumulate(cast(Any, Drains(*drains)))
     return sorted(engine.prompts), totals
 
 
