@@ -31,7 +31,7 @@ class RecipeConfig(BaseModel):
         return dict(self.model_extra or {})
 
 
-_MOVED = {
+MOVED = {
     "objective": {
         "old_policy": "trainer.old_policy",
         "shuffle_rewards": "scoring.shuffle_rewards",
@@ -55,7 +55,7 @@ _MOVED = {
 def moved_keys(values: Mapping[str, Any]) -> list[str]:
     """A line for each key of ``values``, a configuration as loaded, that has another name now."""
     problems = []
-    for section, moved in _MOVED.items():
+    for section, moved in MOVED.items():
         given = values.get(section)
         if not isinstance(given, Mapping):
             continue

@@ -94,6 +94,8 @@ def main() -> int:
         "accuracy_after": round(after, 4),
         "seconds": round(seconds, 1),
         "steps": len(steps),
+        "groups_drawn": int(sum(m["batch/groups_drawn"] for m in steps)),
+        "groups_accepted": int(sum(m["batch/groups"] for m in steps)),
         "tokens_per_s_per_device": round(rates[len(rates) // 2], 1),
         "proof_share": round(_sum_s(run_dir, PROOF_TIMES) / seconds, 4),
         "certificate_share": round(_sum_s(run_dir, CERTIFICATE_TIMES) / seconds, 4),
