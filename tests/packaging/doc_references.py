@@ -174,7 +174,7 @@ def _dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
 def is_key(dotted: str) -> bool:
     """Whether the configuration has this key, as in ``rewards[0].weight``."""
     section, _, name = dotted.partition(".")
-    if name in MOVED.get(section, {}):
+    if dotted in NOT_OURS or name in MOVED.get(section, {}):
         return True  # named where it is said where it went
     if section == "recipe" and any(
         name == f.name for cls in BUILT_IN.values() for f in fields(cls)
