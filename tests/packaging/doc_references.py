@@ -33,7 +33,7 @@ IMPORT_NAMES = {  # of the folders that have modules
     "tests": "tests",
 }
 FOLDERS = (*IMPORT_NAMES, "configs", "docs")
-NOT_OURS = {"run.lock", "reward.py", "recipe.my_key"}  # of a run and of a user, a user's key
+NOT_OURS = {"run.lock", "reward.py", "my_recipe.py", "recipe.my_key"}  # of a run and of a user
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

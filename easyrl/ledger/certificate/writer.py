@@ -24,7 +24,7 @@ from easyrl.runtime.durable_files import fsync_folder
 # What has to stay as it was when a run is resumed: the setting that it comes from, if it is one.
 SETTINGS = {"seed": "run.seed", "shuffle": "data.shuffle", "batch_size": "trainer.batch_size"}
 DATA = ("num_prompts", "data")
-MUST_STAY = ("run", "format", *SETTINGS, *DATA)
+MUST_STAY = ("run", *SETTINGS, *DATA)
 
 
 class Certificate:

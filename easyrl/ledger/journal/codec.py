@@ -97,6 +97,7 @@ class DrainRecord(_Struct):
     update: int  # of the batch's optimizer steps
     # What it had computed ahead since the drain before, in order; of these groups or later ones.
     ahead: list[Piece] = []
+    restart: int = 0  # how often the batch had begun again in this attempt
     # last, so that it does not end in a zero byte, nor as a group does: with a version
     kind: Literal["drain"] = "drain"
 
@@ -106,6 +107,7 @@ class WithdrawalRecord(_Struct):
 
     endpoint: str  # URL
     proof: int  # number, on this rank, of the last proof that it passed
+    restart: int  # how often the batch had begun again in this attempt; it does so now
     kind: Literal["withdrawal"] = "withdrawal"
 
 
@@ -166,13 +168,13 @@ def decode_record(payload: bytes) -> GroupRecord:
 
 
 def encode_drain(
-    keys: Sequence[Key], max_tokens: int, update: int, ahead: Sequence[Piece] = ()
+    keys: Sequence[Key], max_tokens: int, update: int, ahead: Sequence[Piece] = (), restart: int = 0
 ) -> bytes:
-    return msgspec.msgpack.encode(DrainRecord(list(keys), max_tokens, update, list(ahead)))
+    return msgspec.msgpack.encode(DrainRecord(list(keys), max_tokens, update, list(ahead), restart))
 
 
-def encode_withdrawal(endpoint: str, proof: int) -> bytes:
-    return msgspec.msgpack.encode(WithdrawalRecord(endpoint, proof))
+def encode_withdrawal(endpoint: str, proof: int, restart: int) -> bytes:
+    return msgspec.msgpack.encode(WithdrawalRecord(endpoint, proof, restart))
 
 
 def decode_any(payload: bytes) -> GroupRecord | DrainRecord | WithdrawalRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from easyrl.ledger.journal.codec import (
     WithdrawalRecord,
     token_digest,
 )
-from easyrl.ledger.journal.reading import journal_files, read_file
+from easyrl.ledger.journal.drains import last_drains
+from easyrl.ledger.journal.reading import AnyRecord, journal_files, read_file
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation
 from easyrl.schema import Key, PolicyVersion, ServedWeights
 
@@ -50,6 +51,40 @@ class EarlierAttempts:
     drains: list[list[DrainRecord]] = field(default_factory=list)  # of one rank, by attempt
 
 
+@dataclass
+class _Share:
+    """What one rank of one attempt left."""
+
+    groups: dict[Key, tuple[Finished, MadeBy]] = field(default_factory=dict)
+    withdrawn: set[Key] = field(default_factory=set)
+    withdrawals: set[tuple[str, int]] = field(default_factory=set)  # endpoint, number of restarts
+    drains: list[DrainRecord] = field(default_factory=list)
+
+    def withdraw(self, endpoint: str, proof: int) -> None:
+        """Drops the groups with a completion that ``endpoint`` made since its ``proof``."""
+        for key, (_, made_by) in list(self.groups.items()):
+            if is_withdrawn(made_by, endpoint, proof):
+                del self.groups[key]
+                self.withdrawn.add(key)
+
+
+def _read_share(rank: int, records: Iterable[tuple[RecordLocation, AnyRecord]]) -> _Share:
+    share = _Share()
+    for place, record in records:
+        match record:
+            case DrainRecord():
+                share.drains.append(record)
+            case WithdrawalRecord():
+                share.withdrawals.add((record.endpoint, record.restart))
+                share.withdraw(record.endpoint, record.proof)
+            case GroupRecord():
+                # Again only if it was withdrawn, or an attempt did not see an earlier one's.
+                prompt = token_digest(record.prompt_token_ids)
+                finished = Finished(place, record.num_tokens, prompt, rank, record.refused)
+                share.groups[record.key] = finished, record.made_by
+    return share
+
+
 def read_earlier_attempts(
     folder: Path, served: ServedWeights, settings: str, rank: int
 ) -> EarlierAttempts:
@@ -61,6 +96,7 @@ def read_earlier_attempts(
     earlier = EarlierAttempts()
     version = served.version
     start = time.monotonic()
+    attempts: dict[int, list[_Share]] = {}  # with these weights and settings
     for file in journal_files(folder):
         if file.attempt > version.attempt:
             raise JournalError(
@@ -79,37 +115,17 @@ def read_earlier_attempts(
             )
             continue
         earlier.versions.add(header.version)
-        drains: list[DrainRecord] = []
+        share = _read_share(file.rank, records)
+        attempts.setdefault(file.attempt, []).append(share)
         if file.rank == rank:
-            earlier.drains.append(drains)
-        groups: dict[Key, tuple[Finished, MadeBy]] = {}  # of this file
-        for place, record in records:
-            match record:
-                case DrainRecord():
-                    drains.append(record)
-                case GroupRecord():
-                    # Again only if it was withdrawn, or an attempt did not see an earlier one's.
-                    groups[record.key] = (
-                        Finished(
-                            place,
-                            record.num_tokens,
-                            token_digest(record.prompt_token_ids),
-                            file.rank,
-                            record.refused,
-                        ),
-                        record.made_by,
-                    )
-                case WithdrawalRecord():
-                    withdrawn = [
-                        key
-                        for key, (_, made_by) in groups.items()
-                        if is_withdrawn(made_by, record.endpoint, record.proof)
-                    ]
-                    for key in withdrawn:
-                        del groups[key]
-                        earlier.made_otherwise.add(key)
-                    drains.clear()  # the batch began again
-        earlier.finished |= {key: finished for key, (finished, _) in groups.items()}
+            earlier.drains.append(last_drains(share.drains))
+    for shares in attempts.values():
+        withdrawals = {each for share in shares for each in share.withdrawals}
+        for share in shares:
+            for endpoint, _ in withdrawals - share.withdrawals:  # this rank was not told any more
+                share.withdraw(endpoint, 0)
+            earlier.finished |= {key: finished for key, (finished, _) in share.groups.items()}
+            earlier.made_otherwise |= share.withdrawn
     if earlier.finished or earlier.made_otherwise:
         log.info(
             "batch %d: %d journalled groups are of these weights and settings, %d of others "

@@ -18,6 +18,7 @@ from easyrl.ledger.journal.codec import (
     decode_header,
     to_group,
 )
+from easyrl.ledger.journal.drains import last_drains
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_records
 from easyrl.schema import Key, PolicyVersion, RolloutGroup
 
@@ -82,7 +83,7 @@ def read_drains(directory: Path, v: int, attempt: int) -> Iterator[list[DrainRec
     for file in journal_files(batch_folder(directory, v)):
         if file.attempt == attempt:
             _, records = read_file(file, v)
-            yield [record for _, record in records if isinstance(record, DrainRecord)]
+            yield last_drains(record for _, record in records if isinstance(record, DrainRecord))
 
 
 def batch_folder(directory: Path, v: int) -> Path:

@@ -13,7 +13,7 @@ from easyrl.dataloaders.producer.group_stream import GroupStream, Idle
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerator, accept_all
-from easyrl.ledger.journal.batch import BatchJournal, Journal, StoredRecord
+from easyrl.ledger.journal.batch import BatchJournal, Journal, Production, StoredRecord
 from easyrl.ledger.journal.codec import DrainRecord, Piece
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import (
@@ -87,7 +87,6 @@ class JournalledRollouts:
         self._coordination = coordination
         self._batch: BatchJournal | None = None
         self._open: OpenBatch | None = None
-        self._num_restarts = 0  # of the open batch
         self._shared: SharedDecisions = OneRank()
         self._doubted: list[str] = []  # endpoints, since the batch began
 
@@ -101,14 +100,13 @@ class JournalledRollouts:
             return
         self._doubted.append(endpoint)
         num_groups = self._batch.withdraw(endpoint, proof)
-        if num_groups or self._ranks.dp_size > 1:  # others may have some
-            reason = (
-                f"{endpoint} failed its proof: groups with responses that it has made since its "
-                f"proof number {proof} are withdrawn and generated again ({num_groups} of rank "
-                f"{self._ranks.dp_rank})"
-            )
-            self._open.withdraw(reason)
-            self._shared.announce_withdrawal(reason)
+        reason = (
+            f"{endpoint} failed its proof: groups with responses that it has made since its proof "
+            f"number {proof} are withdrawn and generated again ({num_groups} of rank "
+            f"{self._ranks.dp_rank}, not counting open ones)"
+        )
+        self._open.withdraw(reason)
+        self._shared.announce_withdrawal(reason)
 
     def share_withdrawals(self) -> None:
         """What one rank's proof has put in doubt, all ranks withdraw. Collective.
@@ -137,13 +135,13 @@ class JournalledRollouts:
         Again for the same weights: the batch starts again from what was journalled. Raises
         ``JournalError`` where what earlier attempts left is not as it was written.
         """
-        restarts = self._batch is not None and self._batch.served == served
-        if not restarts:
+        if self._batch is not None and self._batch.served == served:
+            journal = self._batch
+            journal.begin_again()
+        else:
             self.close()
-            self._batch, self._num_restarts = self._journal.open_batch(served), 0
-        assert self._batch is not None
-        journal, rules, ranks = self._batch, self._rules, self._ranks
-        self._num_restarts += restarts
+            journal = self._batch = self._journal.open_batch(served)
+        rules, ranks = self._rules, self._ranks
 
         def prompt_at(place: int) -> Prompt:
             return self._order.prompt(position + place)
@@ -154,9 +152,10 @@ class JournalledRollouts:
             num_left=self._order.num_left(position),
             max_draws=rules.max_draws,
         )
-        mine = self._decide_known(membership, journal, prompt_at, restarts)
+        mine = self._decide_known(membership, journal, prompt_at)
+        known_updates = {p: membership.update_of(p) for p in mine}  # before others are decided
         polls = ranks.dp_size > 1
-        self._shared = self._coordination.open_batch(f"{served.version}/{self._num_restarts}")
+        self._shared = self._coordination.open_batch(f"{served.version}/{journal.num_restarts}")
         draws = Draws(
             membership,
             self._shared,
@@ -169,16 +168,21 @@ class JournalledRollouts:
             prompt_at,
             str(served.version),
             num_updates=rules.num_updates,
-            store=journal,
+            store=Production(journal),
             recovered=sorted(mine.items()),
             accept=rules.accept,
         )
-        accepted = {prompt_at(p).key: stored for p, stored in mine.items() if not stored.refused}
+        accepted = {p: stored for p, stored in mine.items() if not stored.refused}
         drains: Sequence[DrainRecord] = ()
         if not rules.in_prompt_order:
-            drains = journal.drained_before(accepted.keys())
-        opened = self._open = OpenBatch(generated, journal, drains, accepted)
+            # A group that was lost since then may have shifted those behind it to another update.
+            certain = {stored.prompt.key: known_updates[p] for p, stored in accepted.items()}
+            drains = journal.drained_before(certain)
+        by_key = {stored.prompt.key: stored for stored in accepted.values()}
+        opened = self._open = OpenBatch(generated, journal, drains, by_key)
         draws.on_withdrawal = opened.withdraw
+        if journal.in_doubt:  # withdrawn meanwhile, from what was open before
+            opened.withdraw("an endpoint has failed its proof while the batch began")
         return opened
 
     def sync(self) -> None:
@@ -200,7 +204,6 @@ class JournalledRollouts:
         membership: BatchMembership,
         journal: BatchJournal,
         prompt_at: Callable[[int], Prompt],
-        restarts: bool,
     ) -> dict[int, StoredRecord]:
         """Decides what the journal knows, on all ranks the same; this rank's groups by position.
 
@@ -209,9 +212,8 @@ class JournalledRollouts:
         """
         ranks = self._ranks
         added: dict[int, bool] = {}  # by position, of all ranks
-        if restarts:
-            places = {key: stored.position for key, stored in journal.added.items()}
-            own = [(places[key], not stored.refused) for key, stored in journal.added.items()]
+        if journal.num_restarts:
+            own = [(stored.position, not stored.refused) for stored in journal.added]
             added = {p: yes for rank in self._coordination.gather(own) for p, yes in rank}
         mine: dict[int, StoredRecord] = {}
         position = 0
