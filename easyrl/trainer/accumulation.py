@@ -163,9 +163,8 @@ class Accumulator:
                 for group in ready:
                     _refuse_off_policy(group, groups.accepted_versions)
                     totals.add_group(group, recovered=group.prompt.key in groups.recovered)
-                usable = [group for group in ready if group.excluded is None]
-                totals.denominator += functions.denominator(usable)
-                for row in functions.pack(usable, [functions.advantages(g) for g in usable]):
+                totals.denominator += functions.denominator(ready)
+                for row in functions.pack(ready, [functions.advantages(g) for g in ready]):
                     self.stop.raise_if_requested()
                     yield row
         except Exception as error:
