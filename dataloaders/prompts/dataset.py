@@ -181,8 +181,11 @@ class PromptOrder:
         self._fingerprint = _fingerprint(dataset)
 
     def num_left(self, position: int) -> int | None:
-        """Prompts from ``position`` on; None: the order has no end."""
-        return None if self.epochs is None else len(self.dataset) * self.epochs - position
+        """Prompts from ``position`` on; None: the order has no end.
+
+        A run that is resumed with fewer epochs may be behind the end.
+        """
+        return None if self.epochs is None else max(len(self.dataset) * self.epochs - position, 0)
 
     def prompt(self, position: int) -> Prompt:
         """The prompt at ``position``, counted over all epochs from 0."""

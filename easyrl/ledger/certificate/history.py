@@ -10,7 +10,6 @@ import numpy as np
 from easyrl.ledger.certificate.chain import ChainReader, Line
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import (
-    FORMAT,
     AttemptRecord,
     BatchRecord,
     EndRecord,

@@ -208,9 +208,7 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
                     thread, at_once(script), TokenScorer(), num_generations=G
                 )
                 stream = generator.produce([group.prompt for group in groups], "run:0:0")
-                totals = accumulator.accumulate(
-                    JournalledStream(stream, frozenset({"run:0:0"}), frozenset())
-                )
+                totals = accumulator.accumulate(JournalledStream(stream, frozenset({"run:0:0"})))
                 result = engine.optimizer_step(totals.denominator)
                 assert totals.interruption is None and not result.skipped
                 updates.append(

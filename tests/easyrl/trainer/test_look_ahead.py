@@ -338,7 +338,6 @@ class Scripted:
     first_group_wait_s = None
     accepted_versions = frozenset({"run:0:0"})
     recovered: frozenset[Any] = frozenset()
-    discarded: frozenset[Any] = frozenset()
 
     def __init__(self, *script: Step, before: Sequence[Sequence[Any]] = ()) -> None:
         self._script = list(script)
@@ -417,8 +416,8 @@ def test_nothing_of_an_earlier_update_is_used() -> None:
     """The same responses again, as in a batch that is repeated: the old policy is another one."""
     engine, g = TellingEngine(), group(0, 3, 5, 5, 5, 5)
     accumulate = accumulator(engine).accumulate
-    excluded = replace(g, completions=(), scores=(), excluded="too long")
-    assert accumulate(Scripted(has(g, 0, 1, 2, 3), [excluded])).num_look_ahead_tokens == 0
+    refused = Scripted(has(g, 0, 1, 2, 3))  # its group never comes
+    assert accumulate(refused).num_look_ahead_tokens == 0
     assert len(engine.frozen) == 1 and engine.trained == []
     engine.weights = 1
     totals = accumulate(Scripted([g]))
@@ -477,7 +476,7 @@ def test_a_stop_ends_the_update_between_two_pieces_of_work() -> None:
         ahead = make(TellingEngine(), stream.open_samples)
         assert ahead.work() and ahead.work() and not ahead.work()  # two pieces
         stream = begin()
-        source = JournalledStream(stream, frozenset({"run:0:0"}), frozenset())
+        source = JournalledStream(stream, frozenset({"run:0:0"}))
         totals = accumulator(engine := Stopping(), stop=with_stop).accumulate(source)
     with_stop.close()
     assert isinstance(totals.interruption, StopRequested)
