@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM_VENV ?= .venv-vllm
 BIN    := $(VENV)/bin
-# As many test processes as there are CPUs, up to 4 (some 1.5 GB each, with what they start). A file
-# stays in one process, which makes its fixtures once. In the order of the files: with the reordering
-# the whole runs, single tests of many seconds, would come last. One process: make test PARALLEL=
+# As many test processes as there are CPUs, up to 4. A file stays in one process, which makes its
+# fixtures once. In the order of the files: xdist's own begins with those of many tests, and would
+# leave the whole runs, few tests of many seconds, for the end. One process: make test PARALLEL=
 PARALLEL ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 RUN    := runs/demo
 ENGINE ?= embedded
