@@ -75,6 +75,7 @@ setup(
             "pytest>=8.3",
             "pytest-asyncio>=1.0",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.7",
             "requests>=2.32",  # a side of benchmarks/producer.py
             "ruff>=0.9",
             "types-PyYAML",
