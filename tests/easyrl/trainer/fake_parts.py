@@ -136,6 +136,9 @@ class FakeRollouts:
     def sync(self):
         self.events.append("sync")
 
+    def share_withdrawals(self):
+        self.events.append("share withdrawals")
+
 
 class FakeEngine:
     rank = dp_rank = 0

@@ -192,7 +192,8 @@ def test_a_withdrawal_between_two_updates_ends_the_run_for_now():
     with pytest.raises(InterruptedRun, match=f"{REASON}\n1 of 2 updates of the open batch") as e:
         trainer.fit()
     assert e.value.status == TEMPORARY_FAILURE == 75
-    assert events[-4:] == ["backward", "step /6", "discard", "batch closed"]
+    expected = ["backward", "step /6", "discard", "batch closed", "share withdrawals"]
+    assert events[-5:] == expected
     assert "save" not in events and "certify 0" not in events
     assert trainer.progress == Progress(0, 0, 0, 0, "weights 0", 0)
     assert [each["event"] for each in told][-2:] == ["batch_withdrawn", "interrupted"]

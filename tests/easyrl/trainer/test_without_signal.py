@@ -101,7 +101,7 @@ def test_they_cost_nothing_and_count(stop: StopRequest) -> None:
     groups = [group(0, OTHER), group(1, FLAT), group(2, FLAT), group(3, OTHER)]
     prompts, totals = run(stop, groups)
     assert prompts == [0, 3]
-    metrics = batch_metrics([Update(totals, totals.groups)])
+    metrics = batch_metrics([Update(totals)], totals.groups)
     assert metrics["batch/groups_without_signal"] == 2 and metrics["batch/groups"] == 4
     assert metrics["tokens/compared"] == 12 and metrics["tokens/response"] == 24
     assert totals.denominator == metrics["batch/denominator"] == 24
