@@ -57,7 +57,7 @@ setup(
         "tokenizers>=0.22",
         "torch>=2.8",
         "transformers>=5.19,<6",
-        "typer>=0.15",
+        "typer>=0.19",
     ],
     extras_require={
         "megatron": ["megatron-core==0.16.1"],
@@ -75,6 +75,7 @@ setup(
             "pytest>=8.3",
             "pytest-asyncio>=1.0",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.7",
             "requests>=2.32",  # a side of benchmarks/producer.py
             "ruff>=0.9",
             "types-PyYAML",

@@ -77,7 +77,7 @@ class Victim:
                 self.server.restart(wait=False)
             fault.returned_s = time.monotonic()
         elif self.server.has_ended:
-            raise RuntimeError(f"{fault.url} did not start again{self.server.last_words()}")
+            raise RuntimeError(f"{fault.url} did not start again{self.server.failure_report()}")
         elif self.server.is_healthy():
             fault.answered_s = time.monotonic()
             self.fault = None

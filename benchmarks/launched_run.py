@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from easyrl.demo.servers import vllm_python
-from easyrl.inference_client.servers.managed.launch import (
-    EmbeddedServerProcess,
-    ServerProcess,
-    VllmServerProcess,
-    free_port,
-)
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, VllmServerProcess
+from easyrl.inference_client.servers.managed.server_process import ServerProcess
+from easyrl.runtime.machine import free_port
 
 Engine = Literal["embedded", "vllm"]
 

@@ -35,10 +35,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from easyrl.inference_client.servers.managed.launch import pin_process, usable_cpus
 from easyrl.kernels.logprobs import chunked_head
 from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
 from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
+from easyrl.runtime.machine import pin_process, usable_cpus
 
 METHODS = ("recompute", "same_pass")
 WHOLE = "whole"

@@ -317,12 +317,10 @@ def _configuration(folder: Path, work: Workload) -> Config:
             "num_generations": work.num_generations,
             "max_tokens": work.max_tokens,
         },
-        "objective": {
-            "kl_coef": 0.01,
-            "old_policy": "lagged" if work.frozen_models == 2 else "auto",
-        },
+        "recipe": {"aggregation": "token", "kl_coef": 0.01},
         "trainer": {
             "zero_stage": 0,
+            "old_policy": "lagged" if work.frozen_models == 2 else "auto",
             "batch_size": work.num_prompts,
             "learning_rate": 1e-9,  # repeats train the same policy
             "max_tokens_per_micro_batch": work.max_tokens_per_micro_batch,

@@ -24,12 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.inference_client.servers.managed.launch import (
-    EmbeddedServerProcess,
-    pin_process,
-    usable_cpus,
-)
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.metrics.event_log import read_events
+from easyrl.runtime.machine import pin_process, usable_cpus
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.producer_load import CpuMeter, Load, allow_open_files, imbalance, peak_mb, servers
+from benchmarks.producer_load import CpuMeter, Load, imbalance, peak_mb, servers
+from easyrl.runtime.machine import allow_open_files
 
 SIDES = ("easyrl", "openai", "requests", "slowdown")
 

@@ -107,15 +107,6 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def allow_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def cpus() -> list[int]:
-    return sorted(os.sched_getaffinity(0))
-
-
 def pin_threads(pid: int, cpu: int) -> None:
     """All threads that the process has now; those it starts later follow."""
     for thread in psutil.Process(pid).threads():

@@ -15,9 +15,10 @@ import psutil
 import torch
 from torch import nn
 
-from benchmarks.producer_load import VERSION, Load, cpus, pin_threads, servers
+from benchmarks.producer_load import VERSION, Load, pin_threads, servers
 from benchmarks.producer_rollouts import producer, prompts, wait_until_warm
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
+from easyrl.runtime.machine import usable_cpus
 
 GROUPS_PER_S = 5.0
 NUM_SAMPLES = 16
@@ -37,7 +38,7 @@ def measure_slowdown(num_blocks: int, window_s: float) -> dict[str, float]:
     The main thread has the first core to itself; the producer's thread, its processes and the
     servers share the second one. What else runs on the first core is not counted.
     """
-    trainer_cpu, other_cpu = cpus()[0], cpus()[-1]
+    trainer_cpu, other_cpu = usable_cpus()[0], usable_cpus()[-1]
     torch.set_num_threads(1)
     inflight = round(GROUPS_PER_S * NUM_SAMPLES * LATENCY_S)
     num_groups = round(GROUPS_PER_S * (2 * SETTLE_S + 2 * LATENCY_S + window_s)) + inflight

@@ -60,8 +60,8 @@ from benchmarks.shared_prompt_timing import (
 )
 from benchmarks.shared_prompt_trl import trl, trl_own_head
 from benchmarks.shared_prompt_workload import Side, Workload, random_policy, workload
-from easyrl.inference_client.servers.managed.launch import pin_process, usable_cpus
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.runtime.machine import pin_process, usable_cpus
 
 SIDES: dict[str, Side] = {
     OURS: ours,

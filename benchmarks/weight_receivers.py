@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.inference_client.servers.managed.launch import pin_process
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes, map_file
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.receiving import WeightReceiver
+from easyrl.runtime.machine import pin_process
 
 BLOCK_BYTES = 2**20  # of the plain client
 

@@ -36,10 +36,10 @@ from torch import Tensor
 
 from benchmarks.weight_receivers import Plan, receive_weights
 from easyrl.config import SHARED_MEMORY
-from easyrl.inference_client.servers.managed.launch import pin_process, usable_cpus
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import Chunk, WeightArtifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from easyrl.runtime.machine import pin_process, usable_cpus
 
 VOCAB_SIZE = 32_000
 HIDDEN_SIZES = {0.3: 512, 1.0: 1024, float("inf"): 2048}  # up to so many GB

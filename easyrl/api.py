@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.config.machine import check_paths
-from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, usable_cpus
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
+from easyrl.runtime.machine import usable_cpus
 
 Reward = Callable[..., Any]  # (prompt, texts, token_ids) -> one float per response
 
@@ -79,6 +80,8 @@ def _config(
             "trainer": {"batch_size": min(32, len(prompts)), "zero_stage": 0},
         }
     )
+    if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
+        tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
     for key, value in settings.items():
         OmegaConf.update(tree, key, value)
     return validate_config(OmegaConf.to_container(tree), source="train_policy")

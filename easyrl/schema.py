@@ -231,6 +231,29 @@ class GroupOutcome(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedResponse:
+    """What a recipe makes of a response of which n tokens are trained."""
+
+    sample: int  # of its group's responses
+    tokens: np.ndarray  # int64 [n], their places in the response
+    advantages: np.ndarray  # float [n]
+    loss_weights: np.ndarray  # float [n]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """A finished group, and those of its responses that are trained."""
+
+    group: RolloutGroup
+    responses: tuple[TrainedResponse, ...]  # each with a trained token
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether a token has another advantage than exactly zero."""
+        return any(response.advantages.any() for response in self.responses)
+
+
 class OpenGroup(NamedTuple):
     """How far a group is that is not complete."""
 

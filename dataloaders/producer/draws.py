@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
@@ -91,7 +90,8 @@ class Draws:
         self._open: set[int] = set()  # drawn by this rank and not decided
         self._changed = asyncio.Event()
         known = [p for p in range(membership.bound) if membership.is_decided(p)]
-        self._undecided = _undecided(frozenset(known))
+        self._undecided = _undecided(frozenset(known), fixed)
+        self._upcoming = next(self._undecided)  # nothing before it is drawn any more
         self._num_claimed = 0
         self._next: int | None = None  # this rank's, and may not be drawn yet
         self.on_change: Callable[[], object] = lambda: None  # after every decision
@@ -119,12 +119,13 @@ class Draws:
                 pass
 
     @property
-    def first_open(self) -> float:
-        """The first position that this rank has drawn and not decided; infinite if there is none.
+    def first_open(self) -> int:
+        """No position before it is this rank's and undecided, whether drawn already or not.
 
-        Every position that it draws later is behind all that it has drawn.
+        With claims it is a lower bound: another rank may have the position.
         """
-        return min(self._open, default=math.inf)
+        upcoming = self._upcoming if self._next is None else self._next
+        return min(self._open, default=upcoming)  # positions are drawn in their order
 
     def decide(self, position: int, accepted: bool) -> None:
         """What became of a position that this rank has drawn."""
@@ -135,14 +136,17 @@ class Draws:
 
     def _claim(self) -> int:
         if self._fixed is not None:
-            rank, num_ranks = self._fixed
-            return next(p for p in self._undecided if p % num_ranks == rank)
+            return self._advance()
         number = self._shared.claim()
-        for position in self._undecided:
+        while self._num_claimed < number:  # others have claimed these
+            self._advance()
             self._num_claimed += 1
-            if self._num_claimed > number:
-                return position
-        raise AssertionError("the order has no end")
+        self._num_claimed += 1
+        return self._advance()
+
+    def _advance(self) -> int:
+        position, self._upcoming = self._upcoming, next(self._undecided)
+        return position
 
     def _hear(self) -> None:
         news = self._shared.news() if self._polls else ()
@@ -158,6 +162,7 @@ class Draws:
         self._changed.set()
 
 
-def _undecided(known: Collection[int]) -> Iterator[int]:
-    """Positions that were not decided when the batch began, in order; without an end."""
-    return (position for position in itertools.count() if position not in known)
+def _undecided(known: Collection[int], fixed: tuple[int, int] | None) -> Iterator[int]:
+    """Positions of this rank that were not decided when the batch began, in order; no end."""
+    rank, num_ranks = fixed or (0, 1)
+    return (p for p in itertools.count(rank, num_ranks) if p not in known)

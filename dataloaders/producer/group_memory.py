@@ -76,8 +76,31 @@ class GroupMemory(Protocol):
         ...
 
 
+class UnboundedMemory:
+    """Every group stays in memory."""
+
+    async def keep(self, group: RolloutGroup) -> RolloutGroup:
+        return group
+
+    async def put_away(self, group: RolloutGroup) -> RolloutGroup:
+        return group
+
+    async def finish(self) -> None:
+        pass
+
+    def received(self) -> None:
+        pass
+
+    def handed_out(self) -> None:
+        pass
+
+
 class BlockingMemory:
-    """A finished group waits, off the queue, until the consumer has taken one."""
+    """A finished group waits, off the queue, until the consumer has taken one.
+
+    For groups that go to the consumer as they finish: one that is held back would keep the place
+    that those in front of it wait for.
+    """
 
     def __init__(self, size: int, loop: asyncio.AbstractEventLoop) -> None:
         self._free = asyncio.Semaphore(size)

@@ -22,6 +22,7 @@ from easyrl.dataloaders.producer.group_memory import (
     GroupStore,
     SpillingMemory,
     StoredGroup,
+    UnboundedMemory,
 )
 from easyrl.dataloaders.producer.group_stream import (
     GroupStream,
@@ -29,9 +30,9 @@ from easyrl.dataloaders.producer.group_stream import (
     ReadyGroup,
     packed_tokens,
 )
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.metrics.event_log import Record, ignore
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, GroupOutcome, Prompt, RolloutGroup, Score
 
 __all__ = [
@@ -98,9 +99,9 @@ class RolloutGenerator:
             complete or given up.
         scorer: scores responses as they return and groups when complete.
         num_generations: G, responses per prompt.
-        queue_size: finished groups that may wait in memory for the trainer. What the consumer has
-            taken off the queue and holds back (``complete``, ``drain``) counts only where there is
-            a store.
+        queue_size: finished groups that may wait in memory for the trainer. What is held back, for
+            its order or its optimizer step to be known or by the consumer (``complete``,
+            ``drain``), counts only where there is a store.
         excluded_by: errors of a sample that are its prompt's fault (it is too long): the group has
             no completions then, and the reason in ``excluded``.
         in_prompt_order: hand groups out in the order of their prompts, not in that of completion.
@@ -177,7 +178,7 @@ class RolloutGenerator:
             accept: a group's reason to be replaced by the next prompt, or None.
             hands_out_refused: excluded groups too go to the streams.
         """
-        memory = self._memory(store)
+        memory = self._memory(store, holds_back=self._in_prompt_order or num_updates > 1)
         batch = GroupBatch(
             self._num_generations,
             num_updates,
@@ -196,10 +197,12 @@ class RolloutGenerator:
         batch.producing = self._thread.submit(self._produce(run))
         return batch
 
-    def _memory(self, store: GroupStore | None) -> GroupMemory:
-        if store is None:
-            return BlockingMemory(self._queue_size, self._thread.loop)
-        return SpillingMemory(self._queue_size, store, self._disk)
+    def _memory(self, store: GroupStore | None, *, holds_back: bool) -> GroupMemory:
+        if store is not None:
+            return SpillingMemory(self._queue_size, store, self._disk)
+        if holds_back:
+            return UnboundedMemory()
+        return BlockingMemory(self._queue_size, self._thread.loop)
 
     async def _produce(self, run: _Run) -> None:
         batch = run.batch

@@ -74,13 +74,13 @@ def tokenise_records(
             texts.append(render(question))
             questions.append(question)
         except BadRecordError as error:
-            left_out.bad_record(error)
+            left_out.bad_record(record.location, str(error))
 
     prompts: list[Prompt] = []
     for question, ids in zip(questions, _encode(tokenizer, texts, config), strict=True):
         if not ids:
-            what = "the prompt has no tokens; does the tokenizer know its characters?"
-            left_out.bad_record(BadRecordError(f"{question.place}: {what}"))
+            problem = "the prompt has no tokens; does the tokenizer know its characters?"
+            left_out.bad_record(question.location, problem)
         elif len(ids) > config.max_prompt_tokens:
             left_out.too_long(question, len(ids))
         else:
@@ -105,15 +105,15 @@ class _LeftOut:
         self.config, self.source_key = config, source_key
         self.problems: dict[str, list[str]] = {"bad_record": [], "too_long": []}
 
-    def bad_record(self, error: BadRecordError) -> None:
+    def bad_record(self, location: str, problem: str) -> None:
         if self.config.on_bad_record == "fail":
             hint = f"({self.source_key}.on_bad_record=skip leaves such records out)"
-            raise BadRecordError(f"{error}\n{hint}") from error
-        self.problems["bad_record"].append(str(error))
+            raise BadRecordError(f"{location}: {problem}\n{hint}")
+        self.problems["bad_record"].append(f"{location}: {problem}")
 
     def too_long(self, question: Question, num_tokens: int) -> None:
         problem = (
-            f"{question.place}: the prompt has {num_tokens} tokens, "
+            f"{question.location}: the prompt has {num_tokens} tokens, "
             f"{self.source_key}.max_prompt_tokens is {self.config.max_prompt_tokens}"
         )
         if self.config.on_long_prompt == "fail":
@@ -181,8 +181,11 @@ class PromptOrder:
         self._fingerprint = _fingerprint(dataset)
 
     def num_left(self, position: int) -> int | None:
-        """Prompts from ``position`` on; None: the order has no end."""
-        return None if self.epochs is None else len(self.dataset) * self.epochs - position
+        """Prompts from ``position`` on; None: the order has no end.
+
+        A run that is resumed with fewer epochs may be behind the end.
+        """
+        return None if self.epochs is None else max(len(self.dataset) * self.epochs - position, 0)
 
     def prompt(self, position: int) -> Prompt:
         """The prompt at ``position``, counted over all epochs from 0."""

@@ -1,4 +1,4 @@
-"""Records out of files: .jsonl, .json arrays and .parquet, each with the place it came from.
+"""Records out of files: .jsonl, .json arrays and .parquet, each with its file and line.
 
 A record that cannot be read is a value here (``Record.problem``): the caller decides whether one
 bad line ends the run. A file that cannot be read raises ``ValueError`` with its name and a remedy.
@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 
 
 class BadRecordError(ValueError):
-    """A record cannot be used; the message is ``FILE:LINE: what; remedy``."""
+    """A record cannot be used. Says why and the remedy; ``tokenise_records`` adds where it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """One record, or what is wrong with it."""
 
-    place: str  # "FILE:LINE", in a parquet file "FILE:row NUMBER"; both count from 1
+    location: str  # "FILE:LINE", in a parquet file "FILE:row NUMBER"; both count from 1
     values: Mapping[str, Any] = field(default_factory=dict)
     problem: str | None = None  # "what; remedy" if the record could not be read
 
@@ -54,13 +54,14 @@ def _read_json_lines(path: Path) -> Iterator[Record]:
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
-        place = f"{path}:{number}"
+        location = f"{path}:{number}"
         try:
             values = _parse(line)
         except ValueError as error:
-            yield Record(place, problem=f"is not JSON ({error}); a line must be one whole object")
-            continue
-        yield _record(place, values)
+            problem = f"is not JSON ({error}); a line must be one whole object"
+            yield Record(location, problem=problem)
+        else:
+            yield _record(location, values)
 
 
 def _read_json_array(path: Path) -> Iterator[Record]:
@@ -138,11 +139,11 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _record(place: str, values: Any) -> Record:
+def _record(location: str, values: Any) -> Record:
     if not isinstance(values, dict):
         kind = type(values).__name__
-        return Record(place, problem=f"is of type {kind}; a record must be a JSON object")
-    return Record(place, values)
+        return Record(location, problem=f"is of type {kind}; a record must be a JSON object")
+    return Record(location, values)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -48,8 +48,8 @@ class PromptRenderer:
         if not config.apply_chat_template:
             if question.messages is not None:
                 raise BadRecordError(
-                    f"{question.place}: the prompt is a chat; set "
-                    f"{self.source_key}.apply_chat_template=true or give plain text"
+                    f"the prompt is a chat; set {self.source_key}.apply_chat_template=true or "
+                    "give plain text"
                 )
             return self._user_message(question.text)
         try:
@@ -64,8 +64,8 @@ class PromptRenderer:
             raise ValueError(f"{self.source_key}.chat_template: is not Jinja ({error})") from error
         except jinja2.TemplateError as error:
             raise BadRecordError(
-                f"{question.place}: the chat template refuses the prompt ({error}); check roles "
-                f"and {self.source_key}.system_prompt"
+                f"the chat template refuses the prompt ({error}); check roles and "
+                f"{self.source_key}.system_prompt"
             ) from error
         assert isinstance(text, str)
         return text

@@ -123,7 +123,7 @@ def build_weight_sync(
         asked,
         config.rollout.temperature,
         # its responses all end at max_tokens; it reads the rows' tokens in their order
-        pack_function(config, mask_truncated=False, keep_order=True),
+        pack_function(config, keep_order=True),
         inference.fetchers,
         config.weight_sync.timeout_s,
     )

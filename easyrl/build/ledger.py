@@ -15,6 +15,7 @@ from easyrl.ledger.certificate.records import AttemptRecord, RunRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES
 from easyrl.ledger.checkpoints.state_file import file_blake3
+from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Agreement
 from easyrl.runtime.run_files import CERTIFICATE_FILE
 from easyrl.schema import PolicyVersion, Progress
@@ -26,7 +27,7 @@ def reference_identity(config: Config, agreement: Agreement) -> str | None:
     That is the reference, and the model under an adapter; both are ``model.path``. None without.
     """
     identity: str | None = None
-    is_frozen = config.objective.has_reference or config.model.lora is not None
+    is_frozen = load_recipe(config).needs.reference or config.model.lora is not None
     if agreement.rank == 0 and is_frozen:
         digest = blake3()
         for file in sorted(config.model.path.iterdir()):

@@ -17,10 +17,12 @@ from easyrl.build.endpoints import (
     warn_of_short_contexts,
 )
 from easyrl.build.inference import Inference, open_inference
+from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import open_certificate, reference_identity
+from easyrl.build.recipe import accept_function, say_what_cannot_act
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
+from easyrl.build.trackers import open_trackers
 from easyrl.config import Config, ConfigError
-from easyrl.dataloaders.producer.rollout_generator import accept_all
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
@@ -33,13 +35,13 @@ from easyrl.metrics.event_log import ignore
 from easyrl.metrics.logprob_mismatch import LogprobAgreement
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.throughput import Throughput
+from easyrl.recipes.loading import load_recipe
 from easyrl.rewards.startup import check_rewards
 from easyrl.runtime.collectives import Agreement, PeerOutage
 from easyrl.runtime.determinism import (
     is_strict,
     make_deterministic,
     remember_arithmetic,
-    require_invariant_endpoints,
 )
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
@@ -48,7 +50,6 @@ from easyrl.runtime.run_folder import (
     begin_attempt,
     keep_config,
     open_event_log,
-    open_trackers,
     prepare_output,
 )
 from easyrl.runtime.signals import RunSignals
@@ -77,6 +78,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     agreement = Agreement(dist.get_rank(), dist.get_world_size())
     ranks = Ranks.data_parallel(agreement.rank, agreement.num_ranks)
     output = prepare_output(config, agreement, opened, resume=resume)
+    if agreement.rank == 0:
+        say_what_cannot_act(config)
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")
@@ -90,7 +93,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         )
     checkpoint_folder = config.run.output_dir / "checkpoints"
     step, position = trained_before(checkpoint_folder) if resume else (0, 0)
-    num_steps = total_steps(config, len(prompts), step=step, position=position)
+    rejects = load_recipe(config).rejects
+    num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
 
     engine = DeepSpeedEngine(config, total_steps=num_steps)
     notices = agreement.open_notices()
@@ -115,7 +119,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         version.attempt,
         agreement.rank,
         config.journal.fsync,
-        settings=group_settings(config),
+        settings=group_settings(config, rejects=rejects),
     )
     prunes = ranks.is_first and config.journal.keep != "all"
     saver = CheckpointSaver(
@@ -145,7 +149,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             config.trainer.batch_size,
             config.trainer.updates_per_batch,
             max_draws=max_draws(config),
-            accept=accept_all,
+            accept=accept_function(config),
             in_prompt_order=is_strict(config),
         ),
         ranks,

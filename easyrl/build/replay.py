@@ -19,6 +19,7 @@ from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.recorded_run import RecordedRollouts, RecordedRun
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import ignore
+from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Agreement
 from easyrl.runtime.determinism import make_deterministic
 from easyrl.runtime.ranks import Ranks
@@ -176,4 +177,5 @@ def _restore(run: RecordedRun, v: int, engine: DeepSpeedEngine, agreement: Agree
 def _total_steps(run: RecordedRun, v: int, config: Config) -> int | None:
     """Where the schedule ends, as it did in the attempt that trained batch ``v``."""
     step, position = run.begun(run.attempt_of(v))
-    return total_steps(config, run.run.num_prompts, step=step, position=position)
+    rejects = load_recipe(config).rejects
+    return total_steps(config, run.run.num_prompts, step=step, position=position, rejects=rejects)

@@ -31,6 +31,9 @@ def _evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
         check_paths(config)
         if config.evaluation is None:
             raise ConfigError(f"{path}: evaluation: is required for easyrl eval")
+        from easyrl.recipes.loading import load_recipe
+
+        load_recipe(config)
         _evaluate(config, config.evaluation)
     except ConfigError as error:
         print(f"easyrl: {error}", file=sys.stderr)

@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from easyrl.inference_client.servers.managed.launch import (
-    EmbeddedServerProcess,
-    ServerProcess,
-    VllmServerProcess,
-)
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, VllmServerProcess
+from easyrl.inference_client.servers.managed.server_process import ServerProcess
 
 Engine = Literal["embedded", "vllm"]
 

@@ -36,7 +36,7 @@ class TriLogprobs:
 
     @property
     def reference_logprobs(self) -> Tensor | None:
-        """float32 [N]; None when the KL coefficient is zero."""
+        """float32 [N]; None where the recipe needs none."""
         return self.frozen.reference
 
 
@@ -121,7 +121,7 @@ class TrainEngine(Protocol):
         ...
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
-        """Accumulates the gradients of the objective's *sums*; one metrics record per micro-batch.
+        """Accumulates the gradients of the recipe's *sums*; one metrics record per micro-batch.
 
         Collective when ``lockstep``. Raises ``NonFiniteLossError`` when all backwards are done; the
         gradient is then NaN, and ``optimizer_step`` skips on every rank.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -13,6 +12,8 @@ from contextlib import contextmanager, redirect_stdout
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
+
+from easyrl.runtime.machine import free_port
 
 
 def start_process_group() -> int:
@@ -23,7 +24,7 @@ def start_process_group() -> int:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     if "RANK" not in os.environ:
         os.environ.update(alone)
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = str(free_port())
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
@@ -40,9 +41,3 @@ def quiet() -> Iterator[None]:
     """Keeps DeepSpeed's bare ``print`` calls (memory statistics) off the console."""
     with redirect_stdout(io.StringIO()):
         yield
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from easyrl.dataloaders.producer.group_memory import UnboundedMemory
 from easyrl.dataloaders.producer.group_stream import (
     End,
     GroupStream,
@@ -240,7 +241,7 @@ class RecordedRollouts:
         for key in keys:
             ready.put_group(ReadyGroup(key, packed_tokens(groups[key]), groups[key]))
         ready.put(End())
-        stream = GroupStream(ready, _WholeBatch(), cancel=lambda: None, in_prompt_order=True)
+        stream = GroupStream(ready, UnboundedMemory(), cancel=lambda: None, in_prompt_order=True)
         return _RecordedStream(
             stream,
             frozenset(self._run.batch(v).accepted_versions),
@@ -299,22 +300,3 @@ class _RecordedStream(JournalledStream):
         if any(drain.max_tokens != max_tokens for drain in self._drains):
             self._drains.clear()
             self._forget()
-
-
-class _WholeBatch:
-    """A ``GroupMemory`` without a bound: nothing is produced."""
-
-    async def keep(self, group: RolloutGroup) -> RolloutGroup:
-        return group
-
-    async def put_away(self, group: RolloutGroup) -> RolloutGroup:
-        return group
-
-    async def finish(self) -> None:
-        pass
-
-    def received(self) -> None:
-        pass
-
-    def handed_out(self) -> None:
-        pass

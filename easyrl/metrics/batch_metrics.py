@@ -150,16 +150,16 @@ def batch_metrics(updates: Sequence[Update], groups: Sequence[GroupOutcome]) -> 
     for name in metrics:
         if name in AGAINST_INFERENCE:  # later updates train weights that have moved on
             metrics[name] = rows[0].get(name, 0.0)
-        elif _is_objective(name):
+        elif _is_of_recipe(name):
             metrics[name] = float(np.mean([row.get(name, 0.0) for row in rows]))
     metrics["time/optimizer_s"] = sum(row["time/optimizer_s"] for row in rows)
     metrics["step_skipped"] = sum(row["step_skipped"] for row in rows)
     for number, row in enumerate(rows, start=1):
-        metrics |= {f"update{number}/{n}": value for n, value in row.items() if _is_objective(n)}
+        metrics |= {f"update{number}/{n}": value for n, value in row.items() if _is_of_recipe(n)}
     return metrics | drawn
 
 
-def _is_objective(name: str) -> bool:
+def _is_of_recipe(name: str) -> bool:
     return name in ("loss", "grad_norm") or name.startswith("policy/")
 
 
@@ -178,8 +178,10 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "response/truncated": _ratio(sums.pop("truncated", 0.0), responses),
         "tokens/prompt": sums.pop("prompt_tokens", 0.0),
         "tokens/response": sums.pop("response_tokens", 0.0),
+        "tokens/compared": loss_tokens,  # with the inference server; policy/* are means over them
         "tokens/packed": float(totals.num_packed_tokens),
         "batch/groups": groups,
+        "batch/groups_without_signal": sums.pop("groups_without_signal", 0.0),
         "batch/groups_recovered": sums.pop("groups_recovered", 0.0),
         "batch/micro_batches": float(totals.num_micro_batches),
         "batch/look_ahead_tokens": float(totals.num_look_ahead_tokens),
@@ -193,7 +195,7 @@ def _update_metrics(update: Update) -> dict[str, float]:
     }
     for name in [name for name in sums if name.startswith("rewards/")]:
         metrics[f"reward/{name.removeprefix('rewards/')}"] = _ratio(sums.pop(name), responses)
-    # what the objective counted: means over the trained tokens, maxima as they are
+    # what the recipe counted: means over the tokens that went through the model, maxima as they are
     for name, value in sums.items():
         if name.endswith("_sum"):
             metrics[f"policy/{name.removesuffix('_sum')}"] = _ratio(value, loss_tokens)

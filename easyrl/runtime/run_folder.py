@@ -11,9 +11,7 @@ from typing import TypeVar
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import dump_config
-from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import EventLog, Record, ignore
-from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 from easyrl.runtime.collectives import Agreement
 from easyrl.runtime.durable_files import write_durably
 from easyrl.runtime.folder_lock import FolderLock
@@ -93,21 +91,6 @@ def open_event_log(config: Config, output: Path, agreement: Agreement, opened: E
     log = EventLog(output / f"events-rank{agreement.rank}.jsonl")
     opened.callback(log.close)
     return log.record
-
-
-def open_trackers(
-    config: Config, output: Path, from_step: int, total_steps: int | None
-) -> list[Tracker]:
-    """All back ends that the configuration names; their figures go on after ``from_step``."""
-    trackers: list[Tracker] = [JsonlTracker(output / METRICS_FILE, from_step)]
-    if "tensorboard" in config.run.trackers:
-        trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
-    if "wandb" in config.run.trackers:
-        plain = config.model_dump(mode="json")
-        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, plain))
-    if config.run.console:
-        trackers.append(ConsoleView(total_steps))
-    return trackers
 
 
 def _refuse_earlier_run(output: Path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb, fsum
+from typing import Protocol
 
 from easyrl.config import EvaluationConfig
-from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
-from easyrl.inference_client.errors import is_outage
 from easyrl.runtime.collectives import Agreement
 from easyrl.runtime.schedule import Due
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import PolicyVersion, Prompt, StopRequested
+from easyrl.schema import PolicyVersion, Prompt, RolloutGroup
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -37,12 +36,27 @@ class ScheduledEvaluation:
         return self._evaluator.evaluate(str(version)) if wanted else {}
 
 
+class Groups(Protocol):
+    """Finished groups, in order of completion (``GroupStream``)."""
+
+    def __iter__(self) -> Iterator[RolloutGroup]: ...
+    def interrupt(self, error: BaseException) -> None: ...
+    def close(self) -> None: ...
+
+
+class Rollouts(Protocol):
+    """Generates every prompt's group (``RolloutGenerator``)."""
+
+    def produce(self, prompts: Sequence[Prompt], version: str | None) -> Groups: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """Samples every held-out prompt ``num_samples`` times and counts the correct responses."""
 
     prompts: Sequence[Prompt]
-    rollouts: RolloutGenerator
+    rollouts: Rollouts
+    is_interruption: Callable[[Exception], bool]  # nothing is wrong: an outage, a stop
     agreement: Agreement
     stop: StopRequest
     num_samples: int
@@ -66,7 +80,7 @@ class Evaluator:
                     correct.append(sum(score >= self.threshold for score in scores))
         except Exception as error:
             groups.close()
-            if not (is_outage(error) or isinstance(error, StopRequested)):
+            if not self.is_interruption(error):
                 raise
             interruption = error
         self.agreement.end_together(interruption)

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.pool.pool import Endpoint
-from easyrl.inference_client.servers.managed.server_process import free_port
 from easyrl.inference_client.transfer.broadcast import (
     EndpointRoutes,
     EndpointsClient,
@@ -33,6 +32,7 @@ from easyrl.inference_client.transfer.broadcast import (
 )
 from easyrl.inference_client.transfer.hccl import open_hccl
 from easyrl.inference_client.transfer.nccl import open_nccl
+from easyrl.runtime.machine import free_port
 from easyrl.weight_sync.push import WATCH_INTERVAL_S
 from easyrl.weight_sync.store import local_address_towards
 from easyrl.weight_sync.tee import TeeClosed, TensorTee

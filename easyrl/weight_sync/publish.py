@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -22,6 +21,7 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
 from easyrl.inference_client.transfer.artifact import weights_digest
 from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Completion,

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from easyrl.inference_client import errors
 from easyrl.schema import Completion, VersionSpan
 
 
@@ -55,37 +54,13 @@ class Failed(msgspec.Struct, array_like=True, tag=1, gc=False):
     """A request that failed."""
 
     number: int
-    kind: str  # name of an EndpointError, "ValueError", or "" for what must not happen
-    reason: str
+    failure: bytes  # a pickled Failure
 
-    def exception(self, url: str) -> Exception:
-        kind = _ENDPOINT_ERRORS.get(self.kind)
-        if kind is not None:
-            return kind(url, self.reason)
-        return RuntimeError(self.reason) if self.kind == "" else ValueError(self.reason)
-
-
-HEARTBEAT_S = 1.0  # a fetcher sends a list of replies, maybe an empty one, at least so often
 
 Order: TypeAlias = Send | Cancel
 Reply: TypeAlias = Fetched | Failed
 
-_ENDPOINT_ERRORS: dict[str, type[errors.EndpointError]] = {
-    kind.__name__: kind
-    for kind in (
-        errors.EndpointUnavailable,
-        errors.MalformedResponse,
-        errors.PromptRejected,
-        errors.RequestRejected,
-    )
-}
-
+HEARTBEAT_S = 1.0  # a fetcher sends a list of replies, maybe an empty one, at least so often
 encode = msgspec.msgpack.Encoder().encode
 decode_replies: Any = msgspec.msgpack.Decoder(list[Reply]).decode
 decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
-
-
-def failed(number: int, error: errors.EndpointError | ValueError) -> Failed:
-    """``error`` on its way to the trainer's process."""
-    reason = error.reason if isinstance(error, errors.EndpointError) else str(error)
-    return Failed(number, type(error).__name__, reason)

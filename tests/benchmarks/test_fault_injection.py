@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.fault_injection import FaultInjector, Schedule, Victim
 from easyrl.inference_client.servers.managed.process_guard import session_members
-from easyrl.inference_client.servers.managed.server_process import ServerProcess, free_port
+from easyrl.inference_client.servers.managed.server_process import ServerProcess
+from easyrl.runtime.machine import free_port
 
 # answers /health; has a child, as vLLM has its engine core
 SERVER = """

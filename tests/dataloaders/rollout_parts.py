@@ -1,15 +1,14 @@
 """A generate, a scorer and a store that the test controls."""
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from threading import Event
 
 import numpy as np
 
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, packed_tokens
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
 
 G = 3
@@ -76,13 +75,6 @@ def generator(thread, generate, scorer=None, **options) -> RolloutGenerator:
     return RolloutGenerator(
         thread, at_once(generate), scorer or SumScorer(), num_generations=G, **options
     )
-
-
-def wait_until(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the event did not happen"
-        time.sleep(0.005)
 
 
 @dataclass

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import pytest
 
 from easyrl.dataloaders.producer import group_stream
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.dataloaders.producer.rollout_generator import ProducerError, packed_tokens
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import OpenGroup
 from tests.dataloaders.rollout_parts import (
     G,
@@ -24,8 +24,8 @@ from tests.dataloaders.rollout_parts import (
     completion,
     generator,
     prompt,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 class SampleGates:

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from easyrl.dataloaders.producer.draws import Draws, OneRank
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.rollout_generator import (
     ProducerError,
     RolloutGenerator,
     packed_tokens,
 )
+from easyrl.runtime.loop_thread import LoopThread
 from tests.dataloaders.rollout_parts import (
     G,
     ScriptedGenerate,
@@ -23,8 +23,8 @@ from tests.dataloaders.rollout_parts import (
     completion,
     generator,
     prompt,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 def test_groups_arrive_in_order_of_completion():

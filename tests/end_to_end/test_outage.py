@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks.ledger import dataset_order, read_ledger
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, free_port
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
+from easyrl.runtime.machine import free_port
 from easyrl.schema import TEMPORARY_FAILURE
 from tests.end_to_end.trainer_run import (
     event_names,

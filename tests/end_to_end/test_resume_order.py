@@ -82,7 +82,7 @@ def run_dir(served, objective: str, tmp_path_factory: pytest.TempPathFactory) ->
     prompts = write_prompts(folder / "prompts.jsonl", BATCH * NUM_BATCHES, 12)
     proxy = SlowProxy(served.url)
     try:
-        options = [*OPTIONS, *(["objective.kl_coef=0.5"] if objective == "reference" else [])]
+        options = [*OPTIONS, *(["recipe.kl_coef=0.5"] if objective == "reference" else [])]
         command = trainer_command(run_dir, served.model, prompts, [proxy.url], *options)
         kill_behind(run_dir, command, folder / "log", CLOSED)
         run_trainer([*command, "--resume"])

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from easyrl.inference_client.servers.managed.server_process import free_port
 from easyrl.metrics.event_log import read_events
+from easyrl.runtime.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "benchmarks/overlap.yaml"

@@ -27,6 +27,7 @@ from easyrl.inference_client.errors import (
 )
 from easyrl.inference_client.fetching import fetcher_pool
 from easyrl.inference_client.fetching.fetcher_pool import FetcherDied, FetcherPool, local_fetch
+from easyrl.runtime.workers import supervised_child
 from easyrl.schema import VersionSpan
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
@@ -209,7 +210,7 @@ async def test_requests_fail_when_no_fetcher_can_be_started(endpoint, fetch, mon
     request = asyncio.ensure_future(fetch(endpoint.url, PROMPT, SAMPLING, 0))
     await endpoint.until(lambda: endpoint.num_open == 1)
     with monkeypatch.context() as broken:
-        broken.setattr(fetcher_pool, "start_child", break_down)
+        broken.setattr(supervised_child, "start_child", break_down)
         fetcher().kill()
         with pytest.raises(FetcherDied, match="can be started: ValueError: no such thing"):
             await asyncio.wait_for(request, 20)

@@ -10,33 +10,20 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import requests
 
-from easyrl.inference_client.servers.managed.launch import (
-    EmbeddedServerProcess,
-    ServerProcess,
-    ServerStartError,
-    VllmServerProcess,
-    free_port,
-)
+from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, VllmServerProcess
 from easyrl.inference_client.servers.managed.process_guard import (
     _is_resource_tracker,
     kill_session,
     session_members,
 )
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
+from easyrl.inference_client.servers.managed.server_process import ServerProcess, ServerStartError
+from easyrl.runtime.machine import free_port
+from tests.waiting import eventually
 
 
 def answers(url: str) -> bool:

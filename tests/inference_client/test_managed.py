@@ -18,13 +18,14 @@ import pytest
 import requests
 
 from easyrl.config import LaunchConfig
-from easyrl.inference_client.servers.managed.managed import ManagedServers, RestartRule
+from easyrl.inference_client.servers.managed.managed import ManagedServers, RestartPolicy
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
-from tests.inference_client.test_launch import QUICK_SERVER, answers, eventually, fake_vllm
+from tests.inference_client.test_launch import QUICK_SERVER, answers, fake_vllm
 from tests.tiny_models import save_tiny_model
+from tests.waiting import eventually
 
-FAST = RestartRule(
-    interval_s=0.05, health_interval_s=0.1, hang_s=6.0, quick_death_s=0.0, back_off_s=0.01
+FAST = RestartPolicy(
+    interval_s=0.05, health_interval_s=0.1, hang_s=6.0, min_uptime_s=0.0, back_off_s=0.01
 )
 
 
@@ -37,13 +38,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def managed(
     model: Path,
     logs: Path,
-    rule: RestartRule = FAST,
+    policy: RestartPolicy = FAST,
     *,
     batch_invariant: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[ManagedServers, list[str]]]:
     config = LaunchConfig(**({"engine": "embedded"} | settings))
-    servers = ManagedServers(config, model, logs, "fp32", rule, batch_invariant=batch_invariant)
+    servers = ManagedServers(config, model, logs, "fp32", policy, batch_invariant=batch_invariant)
     try:
         yield servers, servers.start()
     finally:
@@ -100,8 +101,8 @@ def test_hanging_server_is_killed_and_restarted(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ServerProcess, "health_timeout_s", 0.5)
-    rule = RestartRule(0.05, 0.1, hang_s=0.8, quick_death_s=0.0, back_off_s=0.01)
-    with managed(model_dir, tmp_path, rule, **quick_server(tmp_path)) as (_, urls):
+    policy = RestartPolicy(0.05, 0.1, hang_s=0.8, min_uptime_s=0.0, back_off_s=0.01)
+    with managed(model_dir, tmp_path, policy, **quick_server(tmp_path)) as (_, urls):
         assert eventually(lambda: answers(urls[0]))
         first = listener_of(urls[0])
         assert not eventually(lambda: listener_of(urls[0]) != first, 1.5)  # it is healthy
@@ -124,10 +125,10 @@ def test_without_restart_it_stays_down(
 def test_a_server_that_never_comes_up_is_given_up_with_its_log(
     model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rule = RestartRule(interval_s=0.05, back_off_s=0.01, max_quick_deaths=2)
+    policy = RestartPolicy(interval_s=0.05, back_off_s=0.01, max_early_exits=2)
     server = "import sys\nsys.exit('error: unrecognized arguments: --no-such-option')"
     python = fake_vllm(tmp_path / "environment", "vllm", "easyrl-vllm", server=server)
-    with managed(model_dir, tmp_path, rule, engine="vllm", python=python) as (servers, urls):
+    with managed(model_dir, tmp_path, policy, engine="vllm", python=python) as (servers, urls):
         assert eventually(lambda: bool(servers.given_up), 60)
         assert "2 times in a row; it stays down" in servers.given_up[urls[0]]
         assert "does not know --no-such-option; use vLLM 0.32" in servers.given_up[urls[0]]
@@ -138,10 +139,10 @@ def test_a_server_that_never_comes_up_is_given_up_with_its_log(
 def test_a_server_that_hangs_before_its_first_answer_is_killed(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    rule = RestartRule(interval_s=0.05, back_off_s=0.01, max_quick_deaths=2, start_timeout_s=0.5)
+    policy = RestartPolicy(interval_s=0.05, back_off_s=0.01, max_early_exits=2, start_timeout_s=0.5)
     server = "import time\ntime.sleep(600)"
     python = fake_vllm(tmp_path / "environment", "vllm", "easyrl-vllm", server=server)
-    with managed(model_dir, tmp_path, rule, engine="vllm", python=python) as (servers, urls):
+    with managed(model_dir, tmp_path, policy, engine="vllm", python=python) as (servers, urls):
         assert eventually(lambda: bool(servers.given_up), 60)
         said = "did not answer within 0 s of its start and was killed, 2 times in a row"
         assert said in servers.given_up[urls[0]]

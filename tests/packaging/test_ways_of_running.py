@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.inference_client.servers.managed.server_process import free_port
+from easyrl.runtime.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (

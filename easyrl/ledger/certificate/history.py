@@ -10,7 +10,6 @@ import numpy as np
 from easyrl.ledger.certificate.chain import ChainReader, Line
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import (
-    FORMAT,
     AttemptRecord,
     BatchRecord,
     EndRecord,
@@ -18,6 +17,7 @@ from easyrl.ledger.certificate.records import (
     RunRecord,
 )
 from easyrl.ledger.certificate.rules import Context, examine
+from easyrl.ledger.format import FORMAT, other_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,7 @@ class History:
                 if self.run is not None:
                     raise CertificateError("is a second run in the certificate of one")
                 if record.format != FORMAT:
-                    raise CertificateError(
-                        f"is of a certificate of format {record.format}, not {FORMAT}; commit "
-                        "e7cfbd6 was the last to read format 1"
-                    )
+                    raise CertificateError(other_format(record.format))
                 self.run = record
             case AttemptRecord():
                 self._begin_attempt(record)

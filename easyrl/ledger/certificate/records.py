@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from easyrl.ledger.format import FORMAT
 from easyrl.schema import Confirmation, EndedBy, GroupOutcome, Key
-
-FORMAT = 2  # of a certificate
 
 
 class RunRecord(msgspec.Struct, tag_field="kind", tag="run", frozen=True):

@@ -68,7 +68,7 @@ class CheckpointSaver:
         if state["reference"] != self._reference:
             raise ValueError(
                 "the model at model.path, which is frozen, is not the one that the checkpoint "
-                "was trained with; restore it, or keep objective.kl_coef and kl_in_reward_coef "
+                "was trained with; restore it, or keep recipe.kl_coef and kl_in_reward_coef "
                 "as they were"
             )
         self._order.position(state["cursor"])  # refuses another order

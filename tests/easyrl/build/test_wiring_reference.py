@@ -18,7 +18,7 @@ def config(model: Path, kl_coef: float = 0.1, **settings: object) -> Config:
             "data": {"files": ["prompts.jsonl"]},
             "inference": {"endpoints": ["http://127.0.0.1:1"]},
             "rewards": [{"name": "exact"}],
-            "objective": {"kl_coef": kl_coef},
+            "recipe": {"kl_coef": kl_coef},
         }
     )
 

@@ -20,25 +20,25 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from easyrl.config import ModelConfig, ObjectiveConfig
-from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
-from easyrl.dataloaders.packing.row import Aggregation, dummy_micro_batch
+from easyrl.config import ModelConfig
 from easyrl.engines.base import MetricSums
 from easyrl.metrics.event_log import ignore
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import FrozenModel, TriModel
 from easyrl.recipes.advantages import group_advantages
+from easyrl.recipes.aggregation import Aggregation
 from easyrl.recipes.losses import policy_loss
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Key, MicroBatch, RolloutGroup
 from easyrl.trainer.accumulation import Accumulator, GroupFunctions
+from tests.recipes import group_functions, run_settings, token_grpo
 from tests.tiny_models import random_group, save_tiny_model
 
 BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine
 CPU = torch.device("cpu")
 MAX_TOKENS, LEARNING_RATE, TEMPERATURE = 12, 0.5, 0.8
-OBJECTIVE = ObjectiveConfig(entropy_coef=0.01, clip_eps_low=0.1, clip_eps_high=0.2)
+OBJECTIVE = token_grpo(entropy_coef=0.01, clip_eps_low=0.1, clip_eps_high=0.2)
 
 
 @dataclass(frozen=True)
@@ -207,19 +207,10 @@ def streamed_updates(model: PolicyModel, spread: Spread, stop: StopRequest) -> d
 
 
 def functions(spread: Spread, budget: int) -> GroupFunctions:
-    return GroupFunctions(
-        advantages=lambda group: group_advantages(group.rewards, "group_std"),
-        pack=lambda groups, advantages: pack_groups(
-            groups,
-            advantages,
-            aggregation=spread.aggregation,
-            max_tokens=MAX_TOKENS,
-            mask_truncated=spread.mask_truncated,
-            max_tokens_per_micro_batch=budget,
-        ),
-        denominator=lambda g: batch_denominator(g, spread.aggregation, spread.mask_truncated),
-        dummy=dummy_micro_batch,
+    recipe = replace(
+        OBJECTIVE, aggregation=spread.aggregation, mask_truncated=spread.mask_truncated
     )
+    return group_functions(recipe, run_settings(MAX_TOKENS), max_tokens_per_micro_batch=budget)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from easyrl.inference_client.servers.managed.server_process import free_port
+from easyrl.runtime.machine import free_port
 from tests.easyrl.engines.engine_cases import prepare
 from tests.easyrl.engines.test_deepspeed_engine import ROOT, run
 from tests.easyrl.ledger.checkpoint_cases import CASES

@@ -217,10 +217,13 @@ def test_other_settings_discard_what_was_journalled(tmp_path):
         ("rollout", {"queue_size": 3}, True),
         ("run", {"seed": 7}, False),
         ("inference", {"max_inflight": 3}, True),
+        ("scoring", {"truncated_reward": 0.0}, False),
+        ("scoring", {"num_workers": 3}, True),
+        ("recipe", {"mask_truncated": True}, True),  # decides what is trained of them
     ],
 )
 def test_settings_tell_what_groups_are_made_with(section, change, same):
-    def settings(values):
+    def settings(values, *, rejects=False):
         plain = {
             "model": {"path": "model"},
             "data": {"files": ["prompts.jsonl"]},
@@ -228,9 +231,11 @@ def test_settings_tell_what_groups_are_made_with(section, change, same):
             "rewards": [{"name": "exact"}],
         }
         plain[section] = plain.get(section, {}) | values
-        return group_settings(Config.model_validate(plain))
+        return group_settings(Config.model_validate(plain), rejects=rejects)
 
     assert (settings({}) == settings(change)) == same
+    if section == "recipe":  # it decides of them too
+        assert settings({}, rejects=True) != settings(change, rejects=True)
 
 
 def test_settings_tell_an_edited_reward_file(tmp_path):
@@ -244,7 +249,7 @@ def test_settings_tell_an_edited_reward_file(tmp_path):
             "inference": {"endpoints": ["http://h:1"]},
             "rewards": [{"file": str(file)}],
         }
-        return group_settings(Config.model_validate(plain))
+        return group_settings(Config.model_validate(plain), rejects=False)
 
     assert settings("a = 1") == settings("a = 1") != settings("a = 2")
 
@@ -379,7 +384,7 @@ def test_zeros_that_a_power_loss_leaves_are_a_torn_tail(tmp_path, caplog):
 def test_a_journal_of_an_earlier_version_names_the_commit_that_read_it(tmp_path):
     path = write(tmp_path, [group(0)])
     path.write_bytes(path.read_bytes().replace(b"EasyRL journal 2\n", b"EasyRL journal 1\n", 1))
-    told = "attempt0-rank0.journal: byte 0: .*commit e7cfbd6 was the last to read version 1"
+    told = "attempt0-rank0.journal: was written in format 1.*commit e7cfbd6 is the last that reads"
     with pytest.raises(JournalError, match=told):
         read(tmp_path)
     with pytest.raises(JournalError, match=told):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.ledger.journal import JournalError
 from easyrl.ledger.journal.codec import (
     CodecError,
@@ -23,8 +22,9 @@ from easyrl.ledger.journal.codec import (
 from easyrl.ledger.journal.drains import longest, usable_drains
 from easyrl.ledger.journal.reading import read_drains
 from easyrl.ledger.journal.rollouts import JournalledStream
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import FinishedSamples, Key
-from tests.dataloaders.rollout_parts import completion, generator, prompt, wait_until
+from tests.dataloaders.rollout_parts import completion, generator, prompt
 from tests.easyrl.ledger.journal_groups import (
     OTHER_WEIGHTS,
     URL,
@@ -36,6 +36,7 @@ from tests.easyrl.ledger.journal_groups import (
     served,
     write,
 )
+from tests.waiting import wait_until
 
 Drains = list[list[int]]
 quick = settings(max_examples=60, deadline=None)

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.ledger.journal import JournalledRollouts, OpenBatch
 from easyrl.ledger.journal.record_file import read_records
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.rank_coordination import SharedBatch
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import BatchWithdrawn
-from tests.dataloaders.rollout_parts import G, ScriptedGenerate, generator, prompt, wait_until
+from tests.dataloaders.rollout_parts import G, ScriptedGenerate, generator, prompt
 from tests.easyrl.ledger.journal_groups import OTHER_WEIGHTS, read, rollouts_of, served
+from tests.waiting import wait_until
 
 PROMPTS = [prompt(index) for index in range(4)]
 

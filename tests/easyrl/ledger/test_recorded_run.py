@@ -13,7 +13,6 @@ from blake3 import blake3
 from easyrl.build.replay import Replayed
 from easyrl.commands.replay import _reasons
 from easyrl.config import Config
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.ledger.journal import Journal, JournalledStream
 from easyrl.ledger.journal.codec import Piece, encode_drain
 from easyrl.ledger.journal.reading import file_name
@@ -29,6 +28,7 @@ from tests.easyrl.ledger.certified_run import (
     other_token,
     with_refused,
 )
+from tests.recipes import pack_groups
 
 ONE_RANK = Ranks.data_parallel()
 

@@ -18,9 +18,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from easyrl.config import Config, ObjectiveConfig
+from easyrl.config import Config
 from easyrl.config.file import validate_config
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine, GenerationRequest
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams
@@ -30,6 +29,7 @@ from easyrl.models.policy_model import run_micro_batch
 from easyrl.recipes.comparison import comparison_sums
 from easyrl.recipes.losses import policy_loss
 from easyrl.schema import Completion, FrozenLogprobs, Prompt, RolloutGroup, Score
+from tests.recipes import pack_groups, token_grpo
 from tests.tiny_models import tiny_config
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -178,7 +178,7 @@ def batch_sums(
         with torch.no_grad():
             logprobs, entropy = run_micro_batch(model, row, temperature)
         tri = TriLogprobs(TokenLogprobs(logprobs, entropy), FrozenLogprobs(None, None))
-        total.add(policy_loss(tri, row, ObjectiveConfig())[1])
+        total.add(policy_loss(tri, row, token_grpo())[1])
     return total.sums
 
 

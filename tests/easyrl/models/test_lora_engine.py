@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from easyrl.inference_client.servers.managed.server_process import free_port
+from easyrl.runtime.machine import free_port
 from tests.easyrl.engines.test_deepspeed_engine import ROOT, run
 from tests.easyrl.models.lora_cases import EVERY, LORA, QUICK, prepare
 

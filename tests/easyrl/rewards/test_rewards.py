@@ -361,13 +361,11 @@ async def test_weighted_sums_of_samples_and_groups(folder):
 
 
 @pytest.mark.parametrize(
-    ("truncated", "expected"), [("keep", [1.0, 1.0]), ("mark", [1.0, -0.5]), ("mask", [1.0, 1.0])]
+    ("truncated_reward", "expected"), [(None, [1.0, 1.0]), (-0.5, [1.0, -0.5]), (0.0, [1.0, 0.0])]
 )
-async def test_truncated_responses(folder, truncated, expected):
+async def test_truncated_responses(folder, truncated_reward, expected):
     rewards = [RewardConfig(name="exact")]
-    it = scorer(
-        rewards, InProcessWorkers(rewards, folder), truncated=truncated, truncated_reward=-0.5
-    )
+    it = scorer(rewards, InProcessWorkers(rewards, folder), truncated_reward=truncated_reward)
     scores = await score(it, prompt(), [completion("72"), completion("72", "length")])
     assert [s.reward for s in scores] == expected
     assert [s.components["exact"] for s in scores] == [1.0, 1.0]
@@ -431,7 +429,7 @@ async def test_real_workers_survive_what_rewards_do(folder):
         RewardConfig(name="math", timeout_s=2.0),
         user(folder, "good"),
     ]
-    with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
+    async with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
         it = scorer(rewards, workers, "zero")
         completions = [completion("\\boxed{9^{9^{9^{9}}}}"), completion("\\boxed{72}")]
         began = time.monotonic()
@@ -451,7 +449,7 @@ async def test_real_workers_survive_what_rewards_do(folder):
 
 async def test_real_workers_retry_and_score_many_at_once(folder, tmp_path):
     rewards = [RewardConfig(name="math"), user(folder, "fails_twice")]
-    with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
+    async with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
         it = scorer(rewards, workers, "retry")
         asked = Prompt(0, np.zeros(1, np.int32), "", "72", 0, {"log": str(tmp_path / "log")})
         texts = ["\\boxed{72}", "\\boxed{71}", "72.0"]

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from easyrl.inference_client.servers.managed.server_process import free_port
 from easyrl.runtime.collectives import Agreement, PeerFailed
+from easyrl.runtime.machine import free_port
 
 
 def _rank(rank: int, port: int, results) -> None:

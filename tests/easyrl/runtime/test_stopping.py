@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import pytest
 
-from easyrl.inference_client.servers.managed.server_process import free_port
+from easyrl.runtime.machine import free_port
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import InterruptedRun, StopRequested

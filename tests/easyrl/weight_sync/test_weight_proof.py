@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.errors import EndpointUnavailable
@@ -19,6 +18,7 @@ from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
 from easyrl.weight_sync.probe import Probe
 from easyrl.weight_sync.proof import ProofFailed, check_canary, check_stamp, prove_weights
 from easyrl.weight_sync.target import WeightStream
+from tests.recipes import pack_groups
 
 URL = "http://endpoint:8000"
 HASHES = {"embed": "e0", "layer": "f0", "norm": "a0"}

@@ -14,9 +14,7 @@ import orjson
 import torch
 
 from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.inference_client.fetching.fetcher_pool import local_fetch
 from easyrl.inference_client.pool.pool import EndpointPool
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
@@ -24,10 +22,12 @@ from easyrl.inference_client.servers.embedded.server import EmbeddedServer, star
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import run_micro_batch
 from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, Prompt
 from easyrl.weight_sync.canary import Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
 from tests.end_to_end.proxy import GENERATE, Proxy, reply
+from tests.recipes import pack_groups
 
 TOLERANCE = 1e-3
 NOWHERE = "http://127.0.0.1:1"  # nobody listens there

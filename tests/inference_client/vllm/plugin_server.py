@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from easyrl.inference_client.servers.managed.server_process import free_port
+from easyrl.runtime.machine import free_port
 
 PYTHON = os.environ.get("EASYRL_VLLM_PYTHON")
 needs_vllm = pytest.mark.skipif(

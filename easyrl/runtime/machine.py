@@ -1,0 +1,34 @@
+"""Ports, processors and open files of this machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Sequence
+
+
+def free_port() -> int:
+    """A loopback port that nothing listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def usable_cpus() -> list[int]:
+    """Numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def pin_process(pid: int, cpus: Sequence[int]) -> None:
+    """Restricts a process to ``cpus``, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(pid, cpus)
+
+
+def allow_open_files() -> None:
+    """As many as the system lets this process have, by default 1024; a connection is one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,110 @@
+"""A child process on an asyncio loop: started when it is needed, read, and replaced when it ends.
+
+No other thread wakes up for a message. Every method belongs to one loop, whose thread has to
+outlive the child (see ``start_child``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from easyrl.runtime.workers.child_process import Child, FrameSplitter, frame, start_child
+
+RECEIVE_BYTES = 2**18
+
+
+class SupervisedChild(asyncio.BufferedProtocol, ABC):
+    """One process at a time, one after another, and the connection to it.
+
+    Args:
+        entry: what the processes run (see ``start_child``).
+        greeting: the first message to each of them.
+        environment: added to this process's own.
+    """
+
+    def __init__(
+        self, entry: str, greeting: bytes, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.child: Child | None = None
+        self._entry, self._greeting, self._environment = entry, greeting, environment
+        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
+        self._transport: asyncio.Transport | None = None
+        self._why_killed: str | None = None
+
+    # -- for the subclass to say ---------------------------------------------------------------
+
+    def on_start(self) -> None:
+        """A process has been started and can be sent messages."""
+
+    @abstractmethod
+    def on_message(self, payload: bytes) -> None: ...
+
+    @abstractmethod
+    def on_end(self, how: str) -> None:
+        """The process has ended, or none could be started; the next is started on demand."""
+
+    # -- for the subclass to use ---------------------------------------------------------------
+
+    def ensure_started(self) -> None:
+        """Starts a process if there is none. What prevents it is told by ``on_end``."""
+        if self.child is not None:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            self.child = start_child(self._entry, self._environment)
+        except Exception as error:  # such as no memory, no process, no file left
+            loop.call_soon(self.on_end, f"none can be started: {type(error).__name__}: {error}")
+            return
+        self._frames = FrameSplitter()
+        connection = loop.create_unix_connection(lambda: self, sock=self.child.socket)
+        self._connecting = loop.create_task(connection)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs and can be sent messages."""
+        return self._transport is not None and self.child is not None and self.child.alive()
+
+    def send(self, payload: bytes) -> None:
+        """To the present process; lost without one."""
+        if self._transport is not None:
+            self._transport.write(frame(payload))
+
+    def kill(self, why: str) -> None:
+        """Kills the process; ``on_end`` is told ``why`` when all that it had sent has been read."""
+        assert self.child is not None
+        self._why_killed = why
+        self.child.kill()
+
+    async def close(self) -> None:
+        """Kills the process, without ``on_end``."""
+        child, self.child = self.child, None
+        if child is not None:
+            child.kill()
+            await asyncio.wait([self._connecting])
+            if self._transport is not None:
+                self._transport.abort()
+                self._transport = None
+
+    # -- asyncio's protocol --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.send(self._greeting)
+        self.on_start()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        for payload in self._frames.feed(self._buffer[:nbytes]):
+            self.on_message(payload)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        child, self.child, self._transport = self.child, None, None
+        if child is not None:  # else it was closed
+            ending = child.ending()
+            how, self._why_killed = self._why_killed or ending, None
+            self.on_end(how)

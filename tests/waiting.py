@@ -1,0 +1,20 @@
+"""Waiting for a condition that another thread or process brings about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def eventually(condition: Callable[[], object], limit_s: float = 15.0) -> bool:
+    """Whether ``condition`` becomes true within ``limit_s``."""
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    assert eventually(condition, limit_s), f"the condition was not met within {limit_s:g} s"
