@@ -203,7 +203,6 @@ class PlayedStream:
     first_group_wait_s = load_s = 0.0
     accepted_versions = frozenset({VERSION})
     recovered: frozenset[Key] = frozenset()
-    discarded: frozenset[Key] = frozenset()
 
     def __init__(self, batch: Batch, slots: int, clock: WorkClock) -> None:
         self._batch = batch

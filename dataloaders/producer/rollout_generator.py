@@ -105,7 +105,8 @@ class RolloutGenerator:
         excluded_by: errors of a sample that are its prompt's fault (it is too long): the group has
             no completions then, and the reason in ``excluded``.
         in_prompt_order: hand groups out in the order of their prompts, not in that of completion.
-        record: receives the events ``batch_dispatched``, ``response_scored``, ``group_ready``, and
+        record: receives the events ``batch_dispatched``, ``response_scored``, ``group_ready``,
+            ``batch_generated`` when all drawn positions of all ranks are decided, and
             ``group_recovered`` for each group that a store had.
     """
 
@@ -210,6 +211,7 @@ class RolloutGenerator:
             async with asyncio.TaskGroup() as tasks:
                 async for position in run.draws:
                     tasks.create_task(self._draw(position, run))
+            self._record("batch_generated", version=run.version)
             await run.memory.finish()
             batch.release(run.draws)
         except BaseExceptionGroup as errors:

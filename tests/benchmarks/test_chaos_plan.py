@@ -38,11 +38,12 @@ def test_phases_of_an_attempt():
     for event in (
         {"event": "sync_start"},
         {"event": "sync_end"},
-        {"event": "batch_dispatched", "num_prompts": 3, "num_recovered": 1},
+        {"event": "batch_dispatched", "num_recovered": 1},
         {"event": "group_ready"},
         {"event": "micro_batch_start"},
         {"event": "micro_batch_end"},  # one group is missing
         {"event": "group_ready"},
+        {"event": "batch_generated"},
         {"event": "micro_batch_start"},
         {"event": "micro_batch_end"},
         {"event": "step", "step": 4},
@@ -51,7 +52,7 @@ def test_phases_of_an_attempt():
         seen.append(phase.name)
     assert seen == [
         *(STARTING, SYNCING, CLOSING, GENERATING, GENERATING, TRAINING, GENERATING, GENERATING),
-        *(TRAINING, CLOSING, CLOSING),
+        *(GENERATING, TRAINING, CLOSING, CLOSING),
     ]
     assert phase.closed_batches == 4 and phase.has_dispatched
 

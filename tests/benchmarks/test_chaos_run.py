@@ -31,7 +31,7 @@ class FakeAttempt:
     def poll(self) -> int | None:
         if self.returncode is None:
             self._step += 1
-            self._tell(event="batch_dispatched", num_prompts=1, num_recovered=0)
+            self._tell(event="batch_dispatched", num_recovered=0)
             self._tell(event="step", step=self._step)
             if self._step == self._last:
                 self.returncode = self._status

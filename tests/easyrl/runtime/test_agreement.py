@@ -10,8 +10,11 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from easyrl.inference_client.errors import Outage
 from easyrl.runtime.collectives import Agreement, PeerFailed
 from easyrl.runtime.machine import free_port
+from easyrl.runtime.rank_coordination import RankCoordination
+from easyrl.schema import BatchWithdrawn, StopRequested
 
 
 def _rank(rank: int, port: int, results) -> None:
@@ -57,7 +60,41 @@ def _failing(rank, agreement):
     return seen
 
 
+def _ending(mine: tuple[Exception | None, Exception | None]):
+    """What each rank raises, whose own errors are these."""
+
+    def scenario(rank, agreement):
+        try:
+            agreement.end_together(mine[rank])
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return scenario
+
+
+def _notes(rank, agreement):
+    """A batch that both ranks fill: claims, decisions, and what is left of them."""
+    ranks = RankCoordination(agreement)
+    seen = []
+    for number in range(4):
+        batch = ranks.open_batch(f"run:0:{number}/0")
+        claims = [batch.claim() for _ in range(5)]
+        for claim in claims:
+            batch.publish(claim, claim % 2 == rank)
+        agreement.exchange(None)  # both have published
+        seen.append((claims, list(batch.news()), list(batch.news())))
+        agreement.exchange(None)  # both have read
+    return seen, ranks.gather([(rank, True)]), ranks._store.num_keys() if rank == 0 else None
+
+
 SCENARIOS = {
+    "no error": _ending((None, None)),
+    "withdrawal": _ending((None, BatchWithdrawn("http://a failed its proof"))),
+    "outage and withdrawal": _ending((BatchWithdrawn("http://a"), Outage("all are down"))),
+    "stop and withdrawal": _ending((BatchWithdrawn("http://a"), StopRequested("SIGTERM"))),
+    "two withdrawals": _ending((BatchWithdrawn("http://a"), BatchWithdrawn("http://b"))),
+    "stop and outage": _ending((Outage("all are down"), StopRequested("SIGTERM"))),
+    "notes": _notes,
     "exchange": _exchange,
     "from_rank_zero": _from_rank_zero,
     "uneven": _uneven,
@@ -85,6 +122,41 @@ def results() -> list:
 )
 def test_two_ranks(scenario, expected, results):
     assert [seen[scenario] for seen in results] == expected
+
+
+@pytest.mark.parametrize(
+    ("scenario", "expected"),
+    [
+        ("no error", [None, None]),
+        (
+            "withdrawal",
+            [
+                "BatchWithdrawn: rank 1: http://a failed its proof",
+                "BatchWithdrawn: http://a failed its proof",
+            ],
+        ),
+        (
+            "outage and withdrawal",
+            ["PeerOutage: rank 1: all are down", "Outage: all are down"],
+        ),
+        ("stop and withdrawal", ["StopRequested: rank 1: SIGTERM", "StopRequested: SIGTERM"]),
+        ("two withdrawals", ["BatchWithdrawn: http://a", "BatchWithdrawn: http://b"]),
+        ("stop and outage", ["StopRequested: rank 1: SIGTERM", "StopRequested: SIGTERM"]),
+    ],
+)
+def test_ranks_end_together_for_what_goes_first(scenario, expected, results):
+    assert [seen[scenario] for seen in results] == expected
+
+
+def test_ranks_share_the_decisions_of_a_batch(results):
+    (first, gathered, num_keys), (second, also_gathered, _) = (seen["notes"] for seen in results)
+    for (mine, news, again), (theirs, their_news, _) in zip(first, second, strict=True):
+        assert sorted(mine + theirs) == list(range(10))  # each number is claimed once
+        assert news == [(claim, claim % 2 == 1) for claim in theirs] and again == []
+        assert their_news == [(claim, claim % 2 == 0) for claim in mine]
+    assert gathered == also_gathered == [[[0, True]], [[1, True]]]
+    # of the last two batches: ten decisions each; of all: the two counters
+    assert num_keys <= 2 * 10 + 4 * 2 + 1
 
 
 def test_one_rank_needs_no_process_group():
