@@ -39,9 +39,9 @@ from easyrl.build.recipe import group_functions, rows_per_drain
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
-from easyrl.inference_client.servers.managed.launch import pin_process, usable_cpus
 from easyrl.metrics.event_log import ignore
 from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.machine import pin_process, usable_cpus
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
 from easyrl.trainer.accumulation import Accumulator

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.dataloaders.producer.draws import Draws, OneRank
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.rollout_generator import ProducerError
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import RolloutGroup
 from tests.dataloaders.packed_rows import BUSY
 from tests.dataloaders.rollout_parts import (

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.membership import BatchMembership
-from easyrl.inference_client.servers.managed.server_process import free_port
 from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.machine import free_port
 from easyrl.runtime.rank_coordination import RankCoordination, SharedBatch
 
 
