@@ -113,7 +113,7 @@ def test_they_had_come_in_another_order_than_asked_for(run_dir: Path) -> None:
     for v in range(CLOSED):
         takes = taken(run_dir, v, attempt=0)
         order = [tuple(key) for take in takes for key in take.keys]
-        dispatched = [tuple(key) for update in lines[v]["updates"] for key in update]
+        dispatched = [(group["epoch"], group["index"]) for group in lines[v]["groups"]]
         assert sorted(order) == sorted(dispatched)
         assert taken(run_dir, v, attempt=1) == takes
         others += order != dispatched and len(takes) > 1
