@@ -25,8 +25,8 @@ from tests.dataloaders.rollout_parts import (
     completion,
     generator,
     prompt,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 class TooLong(Exception):
