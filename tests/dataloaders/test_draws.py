@@ -23,6 +23,7 @@ class Board:
 
     num_claims: int = 0
     said: list[tuple[int, int, bool]] = field(default_factory=list)  # rank, position, accepted
+    withdrawal: str | None = None
 
 
 class Shared:
@@ -43,6 +44,12 @@ class Shared:
         until = self.rng.randint(self.num_read, len(self.board.said))
         news, self.num_read = self.board.said[self.num_read : until], until
         return [(position, accepted) for rank, position, accepted in news if rank != self.rank]
+
+    def announce_withdrawal(self, reason: str) -> None:
+        self.board.withdrawal = reason
+
+    def withdrawal(self) -> str | None:
+        return self.board.withdrawal
 
 
 class Batch:

@@ -74,6 +74,7 @@ def make_evaluator(rollouts, agreement, stop, num_prompts=3):
     return Evaluator(
         prompts=[Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(num_prompts)],
         rollouts=rollouts,
+        is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
         agreement=agreement,
         stop=stop,
         num_samples=2,
