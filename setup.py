@@ -77,6 +77,7 @@ setup(
             "pytest-timeout>=2.3",
             "requests>=2.32",  # a side of benchmarks/producer.py
             "ruff>=0.9",
+            "simpy>=4.1",  # the simulation in benchmarks/dynamic_sampling.py
             "types-PyYAML",
         ],
     },
