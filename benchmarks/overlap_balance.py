@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 WANTED = (0.7, 0.8)  # training over generation
 MAX_MEASUREMENTS = 5
+MAX_FACTOR = 1.6  # of one change: a measurement may be far off on a busy machine
 
 
 def balance(
@@ -29,5 +30,5 @@ def balance(
         if low <= ratio <= high:
             return speed
         distances[speed] = abs(ratio - middle)
-        speed = slower(speed, ratio / middle)
+        speed = slower(speed, min(max(ratio / middle, 1 / MAX_FACTOR), MAX_FACTOR))
     return min(distances, key=distances.__getitem__)

@@ -105,6 +105,7 @@ class OneRank:
             overrides = work.overrides(
                 mode, self.folder, run_dir, server.url, max_inflight, num_batches
             )
+            overrides += ["model.activation_checkpointing=layer"]  # nearer to generation's time
             command = [sys.executable, "-m", "easyrl.train", CONFIG, *overrides]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             with log.open("wb") as file:
