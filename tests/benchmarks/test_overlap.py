@@ -40,8 +40,8 @@ class Measured:
 def test_generation_is_made_faster_or_slower_until_the_share_is_right() -> None:
     # a second of it does not change with the speed
     measure = Measured(lambda seconds_per_token: 6 / (1 + 10 * seconds_per_token))
-    chosen = balance(0.1, measure, lambda s, factor: s * factor)
-    assert measure.speeds[0] == 0.1 and measure.speeds[-1] == chosen
+    chosen = balance(0.3, measure, lambda s, factor: s * factor)
+    assert measure.speeds[0] == 0.3 and measure.speeds[-1] == chosen
     assert 0.7 <= measure.share(chosen) <= 0.8
     assert 2 <= len(measure.speeds) <= MAX_MEASUREMENTS
 
