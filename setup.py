@@ -78,6 +78,7 @@ setup(
             "pytest-xdist>=3.7",
             "requests>=2.32",  # a side of benchmarks/producer.py
             "ruff>=0.9",
+            "simpy>=4.1",  # the simulation in benchmarks/dynamic_sampling.py
             "types-PyYAML",
         ],
     },

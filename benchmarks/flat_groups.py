@@ -40,8 +40,9 @@ from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.metrics.event_log import ignore
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.machine import pin_process, usable_cpus
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
 from easyrl.trainer.accumulation import Accumulator
@@ -120,7 +121,7 @@ class Steps:
         self._accumulators = {
             skip: Accumulator(
                 engine=self.engine,
-                agreement=Agreement(0, 1),
+                collectives=Collectives(Ranks.data_parallel(0, 1)),
                 functions=group_functions(config),
                 stop=stop,
                 is_interruption=lambda error: False,

@@ -46,7 +46,8 @@ from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import ignore
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, FinishedSamples, Key, Prompt, RolloutGroup, Score, VersionSpan
 from easyrl.trainer.accumulation import Accumulator
@@ -275,7 +276,7 @@ class Trainer:
         self._engine = DeepSpeedEngine(config, total_steps=1000)
         self._accumulator = Accumulator(
             engine=self._engine,
-            agreement=Agreement(0, 1),
+            collectives=Collectives(Ranks.data_parallel(0, 1)),
             functions=group_functions(config),
             stop=StopRequest(grace_s=60.0),
             is_interruption=lambda error: False,

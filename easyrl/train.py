@@ -89,7 +89,7 @@ def _finish(config: Config, parts: Parts) -> None:
     from easyrl.runtime.run_folder import METRICS_FILE
 
     output, lora = config.run.output_dir, config.model.lora
-    if parts.engine.rank != 0:
+    if parts.engine.ranks.rank != 0:
         if config.checkpoint.export_at_end:  # collectives: rank 0 writes
             for _ in parts.engine.named_weights():
                 pass

@@ -21,7 +21,7 @@ from easyrl.inference_client.pool.startup import read_api_key
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.seeding import sample_seed
@@ -60,7 +60,7 @@ class Inference:
         evaluation: EvaluationConfig,
         prompts: Sequence[Prompt],
         config: Config,
-        agreement: Agreement,
+        collectives: Collectives,
         stop: StopRequest,
         record: Record = ignore,
     ) -> Evaluator:
@@ -73,7 +73,7 @@ class Inference:
             prompts=prompts,
             rollouts=generator,
             is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
-            agreement=agreement,
+            collectives=collectives,
             stop=stop,
             num_samples=evaluation.num_samples,
             pass_at=evaluation.pass_at,

@@ -16,25 +16,25 @@ from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES
 from easyrl.ledger.checkpoints.state_file import file_blake3
 from easyrl.recipes.loading import load_recipe
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
 from easyrl.schema import PolicyVersion, Progress
 
 
-def reference_identity(config: Config, agreement: Agreement) -> str | None:
+def reference_identity(config: Config, collectives: Collectives) -> str | None:
     """Hash of the weight files of what is frozen and in no checkpoint, 64 hex digits. Collective.
 
     That is the reference, and the model under an adapter; both are ``model.path``. None without.
     """
     identity: str | None = None
     is_frozen = load_recipe(config).needs.reference or config.model.lora is not None
-    if agreement.rank == 0 and is_frozen:
+    if collectives.ranks.rank == 0 and is_frozen:
         digest = blake3()
         for file in sorted(config.model.path.iterdir()):
             if file.is_file() and file.suffix in WEIGHT_SUFFIXES:
                 digest.update(f"{file.name}\0{file_blake3(file)}\n".encode())
         identity = digest.hexdigest()
-    shared: str | None = agreement.from_rank_zero(identity)
+    shared: str | None = collectives.broadcast(identity)
     return shared
 
 
@@ -44,11 +44,11 @@ def open_certificate(
     version: PolicyVersion,
     order: PromptOrder,
     progress: Progress,
-    agreement: Agreement,
+    collectives: Collectives,
     opened: ExitStack,
 ) -> Certificate | None:
     """The certificate on the first rank, which says that a new attempt begins."""
-    if agreement.rank != 0:
+    if collectives.ranks.rank != 0:
         return None
     cursor = order.cursor(progress.position)
     run = RunRecord(
@@ -61,7 +61,7 @@ def open_certificate(
     )
     attempt = AttemptRecord(
         attempt=version.attempt,
-        num_ranks=agreement.num_ranks,
+        num_ranks=collectives.ranks.world_size,
         first_batch=progress.closed_batches,
         reason="checkpoint" if progress.step else "start",
         epochs=num_epochs(config),

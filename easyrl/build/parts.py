@@ -32,12 +32,12 @@ from easyrl.ledger.checkpoints.saver import CheckpointSaver
 from easyrl.ledger.journal import BatchRules, Journal, JournalledRollouts, group_settings
 from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.event_log import ignore
-from easyrl.metrics.logprob_mismatch import LogprobAgreement
+from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.throughput import Throughput
 from easyrl.recipes.loading import load_recipe
 from easyrl.rewards.startup import check_rewards
-from easyrl.runtime.collectives import Agreement, PeerOutage
+from easyrl.runtime.collectives import Collectives, PeerOutage
 from easyrl.runtime.determinism import (
     is_strict,
     make_deterministic,
@@ -75,10 +75,10 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     make_deterministic(config)
     check_rewards(config.rewards)
     start_process_group()
-    agreement = Agreement(dist.get_rank(), dist.get_world_size())
-    ranks = Ranks.data_parallel(agreement.rank, agreement.num_ranks)
-    output = prepare_output(config, agreement, opened, resume=resume)
-    if agreement.rank == 0:
+    ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
+    collectives = Collectives(ranks)
+    output = prepare_output(config, collectives, opened, resume=resume)
+    if collectives.ranks.rank == 0:
         say_what_cannot_act(config)
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
@@ -97,27 +97,27 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
 
     engine = DeepSpeedEngine(config, total_steps=num_steps)
-    notices = agreement.open_notices()
+    notices = collectives.open_notices()
     stop.follow_peers(notices)
     if ranks.is_first:
         remember_arithmetic(config, output)
     tokens = TokenProgress()
-    record = tokens.counting(open_event_log(config, output, agreement, opened))
+    record = tokens.counting(open_event_log(config, output, collectives, opened))
     checkpoints = opened.enter_context(  # a run that ends well waits for its last checkpoint
         Checkpoints(
             checkpoint_folder,
             config.checkpoint.keep,
             engine,
-            agreement,
+            collectives,
             config.checkpoint.background,
             record=record,
         )
     )
-    version = begin_attempt(config, output, agreement)
+    version = begin_attempt(config, output, collectives)
     journal = Journal(
         output / "journal",
         version.attempt,
-        agreement.rank,
+        collectives.ranks.rank,
         config.journal.fsync,
         settings=group_settings(config, rejects=rejects),
     )
@@ -127,20 +127,20 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         order,
         every_steps=config.checkpoint.every_steps,
         journal=journal if prunes else None,
-        reference=reference_identity(config, agreement),
+        reference=reference_identity(config, collectives),
     )
     progress = _resume(saver) if resume else Progress()
 
-    urls: list[str] = agreement.from_rank_zero(own_urls)
+    urls: list[str] = collectives.broadcast(own_urls)
     inference = open_inference(config, opened, urls=urls, num_shares=ranks.dp_size, record=record)
     require_invariant_endpoints(config, inference.pool, output if ranks.is_first else None)
     warn_of_short_contexts(config, inference, rollout=True)
     weight_sync = build_weight_sync(
-        config, version.run, engine, agreement, inference, prompts, stop
+        config, version.run, engine, collectives, inference, prompts, stop
     )
     opened.callback(weight_sync.close)
     inference.pool.set_repair(weight_sync.repair)
-    follow_membership(inference, output, urls, agreement, opened)
+    follow_membership(inference, output, urls, collectives, opened)
     rollouts = JournalledRollouts(
         inference.rollouts(config.rollout, config.rollout.num_generations, config),
         journal,
@@ -153,17 +153,17 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             in_prompt_order=is_strict(config),
         ),
         ranks,
-        RankCoordination(agreement),
+        RankCoordination(collectives),
     )
     opened.callback(rollouts.close)
     weight_sync.set_on_failed_proof(rollouts.withdraw)
-    certificate = open_certificate(config, output, version, order, progress, agreement, opened)
+    certificate = open_certificate(config, output, version, order, progress, collectives, opened)
     if ranks.is_first:
         keep_config(config, output, version.attempt)
     evaluation = None
     if config.evaluation is not None:
         evaluator = inference.evaluator(
-            config.evaluation, held_out, config, agreement, stop, tokens.counting(ignore)
+            config.evaluation, held_out, config, collectives, stop, tokens.counting(ignore)
         )
         evaluation = ScheduledEvaluation(
             evaluator, config.evaluation, max(progress.reported_step, 0)
@@ -179,21 +179,21 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         accumulator=build_accumulator(
             config,
             engine,
-            agreement,
+            collectives,
             stop,
             is_interruption=_is_interruption,
             record=record,
             synchronous=config.run.mode == "sync",
         ),
         weight_sync=weight_sync,
-        ledger=Ledger(certificate, saver, agreement),
+        ledger=Ledger(certificate, saver, collectives),
         reporter=StepReporter(
             Throughput(inference.pool, ranks.world_size + len(inference.pool.endpoints)),
             evaluation=evaluation,
             trackers=trackers,
-            mismatch=LogprobAgreement(config) if ranks.is_first else None,
+            mismatch=LogprobMismatch(config) if ranks.is_first else None,
         ),
-        agreement=agreement,
+        collectives=collectives,
         plan=_plan(config, version),
         record=record,
         progress=progress,

@@ -20,9 +20,8 @@ from easyrl.ledger.recorded_run import RecordedRollouts, RecordedRun
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import ignore
 from easyrl.recipes.loading import load_recipe
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import make_deterministic
-from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Confirmation, PolicyVersion, Progress, Published, ServedWeights
 from easyrl.trainer.loop import Plan, Trainer
@@ -45,9 +44,9 @@ class Replayed:
 class HashedWeights:
     """A ``Publisher`` that sends nothing: it only says what an endpoint would have to serve."""
 
-    def __init__(self, engine: DeepSpeedEngine, agreement: Agreement) -> None:
+    def __init__(self, engine: DeepSpeedEngine, collectives: Collectives) -> None:
         self._engine = engine
-        self._agreement = agreement
+        self._collectives = collectives
         self.digests: dict[int, str] = {}  # by closed batches
 
     @property
@@ -58,10 +57,10 @@ class HashedWeights:
         """Collective."""
         checksums = {}
         for name, weight in self._engine.named_weights():
-            if self._agreement.rank == 0:
+            if self._collectives.ranks.rank == 0:
                 checksums[name] = tensor_checksum(weight)
         digest = weights_digest([Chunk("", checksums, 0)])
-        self.digests[version.v] = digest = self._agreement.from_rank_zero(digest)
+        self.digests[version.v] = digest = self._collectives.broadcast(digest)
         return Published(ServedWeights(version, digest), {})
 
 
@@ -108,14 +107,13 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
     make_deterministic(config)
     with ExitStack() as opened:
         engine = DeepSpeedEngine(config, total_steps=_total_steps(run, v, config))
-        agreement = Agreement(engine.dp_rank, engine.dp_size)
-        progress = _restore(run, v, engine, agreement)
+        collectives = Collectives(engine.ranks)
+        progress = _restore(run, v, engine, collectives)
         first, from_step = progress.closed_batches, progress.step
         run.require_journal(first, v)
         updates_per_batch = config.trainer.updates_per_batch
-        ranks = Ranks.data_parallel(engine.dp_rank, engine.dp_size)
-        rollouts = RecordedRollouts(run, v, updates_per_batch, ranks)
-        weights = HashedWeights(engine, agreement)
+        rollouts = RecordedRollouts(run, v, updates_per_batch, engine.ranks)
+        weights = HashedWeights(engine, collectives)
         reporter = LastMetrics()
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)
@@ -125,7 +123,7 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
             accumulator=build_accumulator(
                 config,
                 engine,
-                agreement,
+                collectives,
                 stop,
                 is_interruption=lambda error: False,
                 record=ignore,
@@ -134,7 +132,7 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
             weight_sync=weights,
             ledger=NoLedger(),
             reporter=reporter,
-            agreement=agreement,
+            collectives=collectives,
             plan=Plan(
                 PolicyVersion(run.run.run, 0, 0),
                 updates_per_batch=updates_per_batch,
@@ -150,17 +148,19 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         from_step,
         reporter.metrics,
         weights.digests,
-        engine.rank,
-        agreement.num_ranks,
+        engine.ranks.rank,
+        collectives.ranks.world_size,
         frozenset(rollouts.in_prompt_order),
     )
 
 
-def _restore(run: RecordedRun, v: int, engine: DeepSpeedEngine, agreement: Agreement) -> Progress:
+def _restore(
+    run: RecordedRun, v: int, engine: DeepSpeedEngine, collectives: Collectives
+) -> Progress:
     """The state before batch ``v`` or an earlier one. Collective."""
     before = run.batch(v - 1).step if v else 0
     folder = run.folder / "checkpoints"
-    checkpoints = Checkpoints(folder, 1, engine, agreement, background=False)
+    checkpoints = Checkpoints(folder, 1, engine, collectives, background=False)
     try:
         state = checkpoints.load_latest(at_most=before)
     except ValueError as error:  # other settings than those of the checkpoint

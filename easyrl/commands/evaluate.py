@@ -45,7 +45,8 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.build.data import load_held_out, load_tokenizer
     from easyrl.build.endpoints import start_servers, warn_of_short_contexts
     from easyrl.build.inference import open_inference
-    from easyrl.runtime.collectives import Agreement
+    from easyrl.runtime.collectives import Collectives
+    from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
 
     prompts = load_held_out(evaluation, load_tokenizer(config))
@@ -54,6 +55,8 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)
         opened.callback(nobody_stops.close)
-        evaluator = inference.evaluator(evaluation, prompts, config, Agreement(0, 1), nobody_stops)
+        evaluator = inference.evaluator(
+            evaluation, prompts, config, Collectives(Ranks.data_parallel(0, 1)), nobody_stops
+        )
         metrics = evaluator.evaluate(version=None)
     print(json.dumps({"num_prompts": len(prompts), **metrics}))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from easyrl.runtime.ranks import Ranks
     from easyrl.schema import FrozenLogprobs, MicroBatch
 
 
@@ -104,9 +105,7 @@ class SavedState(Protocol):
 class TrainEngine(Protocol):
     """A model being trained. All ranks call every method; *collective* ones wait for all."""
 
-    rank: int  # among all processes
-    dp_rank: int
-    dp_size: int
+    ranks: Ranks
     lockstep: bool  # all ranks must run equally many micro-batches (ZeRO 2 and 3)
     can_look_ahead: bool  # there are frozen models, and this rank can run them by itself
 

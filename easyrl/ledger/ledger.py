@@ -5,7 +5,7 @@ from __future__ import annotations
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.saver import CheckpointSaver
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.schema import Progress
 
 
@@ -21,11 +21,11 @@ class Ledger:
     """
 
     def __init__(
-        self, certificate: Certificate | None, saver: CheckpointSaver, agreement: Agreement
+        self, certificate: Certificate | None, saver: CheckpointSaver, collectives: Collectives
     ) -> None:
         self._certificate = certificate
         self._saver = saver
-        self._agreement = agreement
+        self._collectives = collectives
 
     def check(self, account: BatchRecord, *, whole: bool) -> None:
         """Whether ``account`` may be trained on; ``whole``: the batch is over.
@@ -39,7 +39,7 @@ class Ledger:
         """Certifies a batch: its line is on the disk before any rank goes on."""
         if self._certificate is not None:
             self._certificate.close_batch(account)
-        self._agreement.exchange(None)
+        self._collectives.all_gather(None)
 
     def save(self, progress: Progress) -> None:
         """Returns when there is a checkpoint of ``progress``."""

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from easyrl.engines.base import MetricSums, StepResult
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.schema import GroupOutcome, RolloutGroup
 
 AGAINST_INFERENCE = ("policy/logprob_diff", "policy/logprob_diff_max", "policy/inference_kl")
@@ -68,9 +68,9 @@ class BatchTotals:
         self.look_ahead_s += other.look_ahead_s
         self.train_s += other.train_s
 
-    def merge(self, agreement: Agreement) -> BatchTotals:
+    def merge(self, collectives: Collectives) -> BatchTotals:
         """The totals of all ranks. Collective."""
-        rows = agreement.exchange(
+        rows = collectives.all_gather(
             {
                 "numbers": [
                     self.denominator,

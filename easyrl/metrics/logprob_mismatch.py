@@ -103,7 +103,7 @@ def diagnose(seen: Pattern, dtype: Literal["fp32", "bf16"]) -> Cause | None:
     return None
 
 
-class LogprobAgreement:
+class LogprobMismatch:
     """Looks at each batch's comparison and warns of each cause once per run.
 
     What the configuration asks for is no news: ``rollout.allow_off_policy_sampling`` and

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from easyrl.metrics.batch_metrics import BatchTotals
-from easyrl.metrics.logprob_mismatch import LogprobAgreement
+from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.throughput import Throughput
 from easyrl.metrics.trackers import Tracker
 from easyrl.schema import PolicyVersion
@@ -33,7 +33,7 @@ class StepReporter:
         *,
         evaluation: Evaluation | None = None,
         trackers: Sequence[Tracker] = (),
-        mismatch: LogprobAgreement | None = None,
+        mismatch: LogprobMismatch | None = None,
     ) -> None:
         self._throughput = throughput
         self._evaluation = evaluation

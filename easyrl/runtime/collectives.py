@@ -1,4 +1,4 @@
-"""What the data-parallel ranks tell each other, over a CPU group and in JSON."""
+"""Collective operations of the ranks on small values, over a CPU group and in JSON."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from easyrl.runtime.notices import Notices
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import BatchWithdrawn, StopRequested
 
 T = TypeVar("T")
@@ -51,50 +52,49 @@ def _kind(error: Exception) -> int:
     return 2 if isinstance(error, BatchWithdrawn) else 1
 
 
-class Agreement:
-    """Exchanges small values between ranks. With one rank everything is local."""
+class Collectives:
+    """Gathers and broadcasts small values between ranks. With one rank everything is local."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self._group: dist.ProcessGroup | None = None
-        if num_ranks > 1:
+        if ranks.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Every rank's JSON-able ``value``, in rank order. Collective."""
         if self._group is None:
             return [value]
         payload = torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.world_size)]
         self._gather(sizes, torch.tensor([len(payload)]))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(payload)] = payload
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.ranks.world_size)]
         self._gather(rows, padded)
         return [
             orjson.loads(row[: int(size)].numpy().tobytes())
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def from_rank_zero(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank. Collective."""
-        return self.exchange(value if self.rank == 0 else None)[0]
+        return self.all_gather(value if self.ranks.rank == 0 else None)[0]
 
     def open_notices(self) -> Notices:
         """A board for what cannot wait for a collective. Collective."""
-        return Notices(self.open_store(), self.rank)
+        return Notices(self.open_store(), self.ranks.rank)
 
     def open_store(self) -> dist.TCPStore | None:
         """A store of its own that all ranks see; None where nobody else is there. Collective."""
-        if self.num_ranks == 1:
+        if self.ranks.world_size == 1:
             return None
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store: dist.TCPStore | None = None
-        if self.rank == 0:
+        if self.ranks.rank == 0:
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        port = self.from_rank_zero(None if store is None else store.port)
+        port = self.broadcast(None if store is None else store.port)
         if store is None:
             store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
         return store
@@ -107,7 +107,9 @@ class Agreement:
         ``BatchWithdrawn`` with what the first one said.
         """
         mine = None if error is None else [_kind(error), str(error)]
-        told = [(rank, *said) for rank, said in enumerate(self.exchange(mine)) if said is not None]
+        told = [
+            (rank, *said) for rank, said in enumerate(self.all_gather(mine)) if said is not None
+        ]
         if not told:
             return
         first = min(kind for _, kind, _ in told)  # what goes first, on whichever rank
@@ -127,9 +129,9 @@ class Agreement:
                 item = next(work, None)
                 status = Status.FINISHED if item is None else Status.WORK
             except BaseException:
-                self.exchange(Status.FAILED)
+                self.all_gather(Status.FAILED)
                 raise
-            statuses = self.exchange(status)
+            statuses = self.all_gather(status)
             if Status.FAILED in statuses:
                 raise PeerFailed(f"rank {statuses.index(Status.FAILED)} failed")
             if all(s == Status.FINISHED for s in statuses):

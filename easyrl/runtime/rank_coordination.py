@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 
 
 class CountingStore(Protocol):
@@ -87,18 +87,18 @@ class RankCoordination:
     What a batch leaves is removed when the next but one begins: every rank has read it by then.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-        self._store = agreement.open_store()
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._store = collectives.open_store()
         self._open: list[SharedBatch] = []
 
     def open_batch(self, name: str) -> SharedBatch:
         """For the batch ``name``, the same on all ranks."""
         if len(self._open) == 2:
             self._open.pop(0).forget()
-        self._open.append(SharedBatch(self._store, name, self._agreement.rank))
+        self._open.append(SharedBatch(self._store, name, self._collectives.ranks.rank))
         return self._open[-1]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON-able ``value``, in rank order."""
-        return self._agreement.exchange(value)
+        return self._collectives.all_gather(value)

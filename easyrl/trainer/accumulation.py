@@ -12,7 +12,7 @@ import numpy as np
 from easyrl.engines.base import MetricSums, NonFiniteLossError
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import Record
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import FinishedSamples, Key, MicroBatch, RolloutGroup, TrainedGroup
 from easyrl.trainer.look_ahead import LookAhead, OpenGroups
@@ -105,7 +105,7 @@ class Accumulator:
     """
 
     engine: TrainEngine
-    agreement: Agreement
+    collectives: Collectives
     functions: GroupFunctions
     stop: StopRequest
     is_interruption: Callable[[Exception], bool]
@@ -129,7 +129,7 @@ class Accumulator:
         ahead = self._ahead_of(groups)
         work = self._micro_batches(groups, totals, ahead)
         if self.engine.lockstep:
-            work = self.agreement.in_lockstep(work, self.functions.dummy)
+            work = self.collectives.in_lockstep(work, self.functions.dummy)
         for micro_batch in work:
             self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
             start = time.monotonic()
@@ -204,7 +204,7 @@ class Accumulator:
                 raise
             interruption = error  # told below, the other ranks wait there
         mine = [(g.prompt.key, g.rewards.tolist()) for usable in drains for g in usable]
-        told = self.agreement.exchange(None if interruption else mine)
+        told = self.collectives.all_gather(None if interruption else mine)
         if interruption is not None:
             raise interruption
         if None in told:  # another rank's interruption ends the batch for all

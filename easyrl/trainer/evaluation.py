@@ -8,7 +8,7 @@ from math import comb, fsum
 from typing import Protocol
 
 from easyrl.config import EvaluationConfig
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.schedule import Due
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import PolicyVersion, Prompt, RolloutGroup
@@ -57,7 +57,7 @@ class Evaluator:
     prompts: Sequence[Prompt]
     rollouts: Rollouts
     is_interruption: Callable[[Exception], bool]  # nothing is wrong: an outage, a stop
-    agreement: Agreement
+    collectives: Collectives
     stop: StopRequest
     num_samples: int
     pass_at: Sequence[int]
@@ -69,7 +69,7 @@ class Evaluator:
 
         Raises on all ranks what keeps one of them from going on: an outage, ``StopRequested``.
         """
-        share = self.prompts[self.agreement.rank :: self.agreement.num_ranks]
+        share = self.prompts[self.collectives.ranks.rank :: self.collectives.ranks.world_size]
         correct: list[int] = []
         interruption: Exception | None = None
         groups = self.rollouts.produce(share, version)
@@ -83,8 +83,8 @@ class Evaluator:
             if not self.is_interruption(error):
                 raise
             interruption = error
-        self.agreement.end_together(interruption)
-        everyone = [c for rank in self.agreement.exchange(correct) for c in rank]
+        self.collectives.end_together(interruption)
+        everyone = [c for rank in self.collectives.all_gather(correct) for c in rank]
         num_prompts = len(everyone)
         accuracy = sum(everyone) / (num_prompts * self.num_samples)
         metrics = {"eval/accuracy": accuracy, f"eval/avg@{self.num_samples}": accuracy}

@@ -18,7 +18,7 @@ from easyrl.ledger.account import batch_account
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
 from easyrl.metrics.event_log import Record
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.schema import (
     TEMPORARY_FAILURE,
     BatchWithdrawn,
@@ -157,7 +157,7 @@ class Trainer:
         weight_sync: brings new weights to the endpoints.
         ledger: writes down what was trained before it counts as trained.
         reporter: is told what was measured.
-        agreement: the ranks.
+        collectives: the ranks.
         record: receives the events of the loop.
     """
 
@@ -170,7 +170,7 @@ class Trainer:
         weight_sync: Publisher,
         ledger: Ledger,
         reporter: Reporter,
-        agreement: Agreement,
+        collectives: Collectives,
         plan: Plan,
         record: Record,
         progress: Progress | None = None,
@@ -181,7 +181,7 @@ class Trainer:
         self._weight_sync = weight_sync
         self._ledger = ledger
         self._reporter = reporter
-        self._agreement = agreement
+        self._collectives = collectives
         self._plan = plan
         self._record = record
         self._open_updates = 0  # optimizer steps of the open batch
@@ -269,11 +269,11 @@ class Trainer:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
         totals = self._accumulator.accumulate(groups)
         try:
-            self._agreement.end_together(totals.interruption)
+            self._collectives.end_together(totals.interruption)
         except Exception:
             self._engine.discard_gradients()
             raise
-        merged = totals.merge(self._agreement)
+        merged = totals.merge(self._collectives)
         if not self._open_updates:  # later updates train weights that have moved on
             self._reporter.compare(merged)
         return merged
@@ -289,7 +289,7 @@ class Trainer:
 
     def _raise_if_withdrawn(self, batch: OpenBatch) -> None:
         """Raises on all ranks if groups of the batch were taken back on one. Collective."""
-        reasons = [reason for reason in self._agreement.exchange(batch.withdrawn) if reason]
+        reasons = [reason for reason in self._collectives.all_gather(batch.withdrawn) if reason]
         if reasons:
             self._engine.discard_gradients()
             raise BatchWithdrawn(reasons[0])
@@ -331,7 +331,7 @@ class Trainer:
 
     def _refused(self, batch: OpenBatch) -> list[GroupOutcome]:
         """Rejected and excluded groups of all ranks. Collective."""
-        told = self._agreement.exchange(msgspec.to_builtins(list(batch.refused)))
+        told = self._collectives.all_gather(msgspec.to_builtins(list(batch.refused)))
         return [
             msgspec.structs.replace(msgspec.convert(group, GroupOutcome), rank=rank)
             for rank, groups in enumerate(told)
@@ -342,7 +342,7 @@ class Trainer:
         """The batch is written down; the seconds that its journal and account took. Collective."""
         start = time.monotonic()
         self._rollouts.sync()
-        self._agreement.exchange(None)  # the journals of all ranks come before the certificate
+        self._collectives.all_gather(None)  # the journals of all ranks come before the certificate
         synced = time.monotonic()
         self._ledger.close_batch(account)
         return {
@@ -366,7 +366,7 @@ class Trainer:
                 skipped=update.skipped,
             )
         for group in account.groups:
-            if group.rank == self._agreement.rank:
+            if group.rank == self._collectives.ranks.rank:
                 self._record("group_closed", version=version, **msgspec.to_builtins(group))
         self.progress.closed_batches += 1
         self.progress.weights = ""

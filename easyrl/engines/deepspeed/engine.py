@@ -49,6 +49,7 @@ from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import Frozen, FrozenModel, TriModel
 from easyrl.recipes.loading import load_recipe
 from easyrl.recipes.recipe import Recipe
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
 
 OLD_POLICY, SCHEDULE = "old_policy", "schedule"  # in a checkpoint
@@ -76,11 +77,10 @@ class DeepSpeedEngine:
         load_model: Callable[[], PolicyModel] | None = None,
     ) -> None:
         local_rank = start_process_group()
-        self.rank = self.dp_rank = dist.get_rank()
-        self.dp_size = dist.get_world_size()
+        self.ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
         self._config = config
         self._stage = config.trainer.zero_stage
-        self.lockstep = self._stage >= 2 and self.dp_size > 1
+        self.lockstep = self._stage >= 2 and self.ranks.dp_size > 1
         self._device = torch.device(get_accelerator().device_name(local_rank))
         load = load_model or (lambda: load_policy_model(config.model, seed=config.run.seed))
         factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
@@ -105,7 +105,7 @@ class DeepSpeedEngine:
             device=self._device,
         )
         self.can_look_ahead = (with_reference or with_old_policy) and not (
-            self._stage == 3 and self.dp_size > 1  # the frozen models are sharded too
+            self._stage == 3 and self.ranks.dp_size > 1  # the frozen models are sharded too
         )
         self._same_pass = _same_pass(config, self._recipe)
         self._num_backwards = 0
@@ -154,7 +154,7 @@ class DeepSpeedEngine:
             self._backward_of_nothing(scale=0.0)
         before = copy_of(self._local(self._parameters().values())) if self._is_lagged else []
         # DeepSpeed averages over ranks, the denominator is of all ranks' sums.
-        grad_norm, applied = step_divided(self._engine, denominator / self.dp_size)
+        grad_norm, applied = step_divided(self._engine, denominator / self.ranks.dp_size)
         self._num_backwards = 0
         if applied and self._is_lagged:
             self._set_old_policy(before)
@@ -216,7 +216,7 @@ class DeepSpeedEngine:
         """
         self._release_gathered()
         weights = {"full": saved_weights, "adapter": adapter_weights}[kind]
-        return weights(self._policy.model, is_writer=self.rank == 0)
+        return weights(self._policy.model, is_writer=self.ranks.rank == 0)
 
     @contextmanager
     def perturbed_weights(self) -> Iterator[None]:
@@ -332,7 +332,7 @@ class DeepSpeedEngine:
                 own = held
             else:
                 held = Fragment(name, 0, tensor.numel(), 0)
-                own = own_part(held, self.dp_rank, self.dp_size)
+                own = own_part(held, self.ranks.dp_rank, self.ranks.dp_size)
             if held.numel > 0:
                 yield tensor.view(-1), held, own
 

@@ -12,7 +12,8 @@ from easyrl.build.recipe import ROWS_PER_DRAIN, group_functions, pack_function, 
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.metrics.event_log import ignore
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import MicroBatch, RolloutGroup, StopRequested
 from easyrl.trainer.accumulation import Accumulator
@@ -82,7 +83,7 @@ class Engine:
 def accumulator(config: Config, engine: Engine, stop: StopRequest) -> Accumulator:
     return Accumulator(
         engine=engine,  # type: ignore[arg-type]
-        agreement=Agreement(0, 1),
+        collectives=Collectives(Ranks.data_parallel(0, 1)),
         functions=group_functions(config),
         stop=stop,
         is_interruption=lambda error: isinstance(error, StopRequested),

@@ -41,7 +41,8 @@ from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import FrozenModel, TriModel
 from easyrl.recipes.loading import load_recipe
 from easyrl.recipes.losses import policy_loss
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import MicroBatch
 from tests.easyrl.engines.engine_cases import (
     AGGREGATIONS,
@@ -159,7 +160,7 @@ class Session:
 def weights_of(engine: DeepSpeedEngine) -> Weights:
     """Rank 0: all weights; other ranks: nothing."""
     weights = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    return weights if engine.rank == 0 else {}
+    return weights if engine.ranks.rank == 0 else {}
 
 
 def same_bits(one: Weights, two: Weights) -> bool:
@@ -360,15 +361,15 @@ def check_discard(session: Session, stage: int, dtype: str, **settings: Any) -> 
 def check_resume(session: Session, stage: int, dtype: str, **settings: Any) -> Results:
     """Saved after two steps and loaded into a new engine, the third step is the same to the bit."""
     folder = session.folder / f"checkpoint-{stage}-{dtype}-{bool(settings)}"
-    agreement = Agreement(session.rank, session.size)
+    collectives = Collectives(Ranks.data_parallel(session.rank, session.size))
     engine = session.engine(stage, dtype, **settings, **ADAM)
     for seed in (0, 1):
         session.train(engine, seed)
-    Checkpoints(folder, 1, engine, agreement, background=False).save(2, {})
+    Checkpoints(folder, 1, engine, collectives, background=False).save(2, {})
     saved = weights_of(engine)
     resumed = session.engine(stage, dtype, **settings, **ADAM)
     fresh = weights_of(resumed)
-    Checkpoints(folder, 1, resumed, agreement, background=False).load_latest()
+    Checkpoints(folder, 1, resumed, collectives, background=False).load_latest()
     loaded = weights_of(resumed)
     rates = [e._engine.get_lr()[0] for e in (engine, resumed)]
     norms = [session.train(e, seed=2) for e in (engine, resumed)]
@@ -376,7 +377,7 @@ def check_resume(session: Session, stage: int, dtype: str, **settings: Any) -> R
     auto = config.trainer.model_copy(update={"old_policy": "auto"})
     other = DeepSpeedEngine(config.model_copy(update={"trainer": auto}))
     try:
-        Checkpoints(folder, 1, other, agreement, background=False).load_latest()
+        Checkpoints(folder, 1, other, collectives, background=False).load_latest()
         message = ""
     except ValueError as error:
         message = str(error)

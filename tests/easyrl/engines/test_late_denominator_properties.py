@@ -165,12 +165,12 @@ class OneRank:
 
 
 class InTurn:
-    """An ``Agreement`` of ranks that come one after another: what they say is given in advance."""
+    """A ``Collectives`` of ranks that come one after another: what they say is given in advance."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.said.append(value)
         return self.said
 
@@ -188,11 +188,11 @@ def streamed_updates(model: PolicyModel, spread: Spread, stop: StopRequest) -> d
     tri.old_is_policy = True
     for ranks in spread.arrivals:
         policy.zero_grad()
-        agreement = InTurn()
+        collectives = InTurn()
         for calls, budget in zip(ranks, spread.budgets, strict=True):
             accumulator = Accumulator(
                 engine=OneRank(tri),  # type: ignore[arg-type]
-                agreement=agreement,  # type: ignore[arg-type]
+                collectives=collectives,  # type: ignore[arg-type]
                 functions=functions(spread, budget),
                 stop=stop,
                 is_interruption=lambda error: False,
@@ -200,7 +200,7 @@ def streamed_updates(model: PolicyModel, spread: Spread, stop: StopRequest) -> d
                 max_tokens=budget,
                 synchronous=False,
             )
-            merged = accumulator.accumulate(Arrivals(calls)).merge(agreement)  # type: ignore[arg-type]
+            merged = accumulator.accumulate(Arrivals(calls)).merge(collectives)  # type: ignore[arg-type]
         if take_step(policy, merged.denominator / len(ranks), averaged_over=len(ranks)):
             tri.old_is_policy = False
     return weights(policy.model)

@@ -15,7 +15,7 @@ from easyrl.ledger.journal import (
     read_batch,
 )
 from easyrl.ledger.journal.rollouts import Coordination
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import (
@@ -67,7 +67,7 @@ def rollouts_of(
         ListedOrder(prompts),
         BatchRules(**{"batch_size": len(prompts)} | rules),
         ranks,
-        coordination or RankCoordination(Agreement(0, 1)),
+        coordination or RankCoordination(Collectives(Ranks.data_parallel(0, 1))),
     )
 
 

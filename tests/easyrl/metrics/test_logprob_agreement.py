@@ -23,7 +23,7 @@ from easyrl.config.file import validate_config
 from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine, GenerationRequest
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams
-from easyrl.metrics.logprob_mismatch import LogprobAgreement, pattern
+from easyrl.metrics.logprob_mismatch import LogprobMismatch, pattern
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import run_micro_batch
 from easyrl.recipes.comparison import comparison_sums
@@ -206,7 +206,7 @@ def verdict(
 ) -> tuple[str | None, str]:
     """The cause, and what was logged."""
     caplog.clear()
-    watch = LogprobAgreement(config_of(taught, temperature=temperature, dtype=dtype))
+    watch = LogprobMismatch(config_of(taught, temperature=temperature, dtype=dtype))
     with caplog.at_level(logging.WARNING):
         cause = watch.look(sums)
     return cause, caplog.text
@@ -346,7 +346,7 @@ def test_other_weights_are_named(
 def test_each_cause_is_said_once_per_run(taught: Taught, caplog: pytest.LogCaptureFixture) -> None:
     top_p = batch_sums(taught, generate(taught, top_p=0.8))
     half = batch_sums(taught, generate(taught, dtype="bfloat16"))
-    watch = LogprobAgreement(config_of(taught))
+    watch = LogprobMismatch(config_of(taught))
     with caplog.at_level(logging.WARNING):
         causes = [watch.look(sums) for sums in (top_p, half, top_p, half)]
     assert causes == ["truncation", "dtype"] * 2  # seen each time
@@ -359,7 +359,7 @@ def test_truncation_that_was_asked_for_is_no_news(
     sums = batch_sums(taught, generate(taught, top_p=0.8))
     config = config_of(taught, top_p=0.8, allow_off_policy_sampling=True)
     with caplog.at_level(logging.WARNING):
-        assert LogprobAgreement(config).look(sums) == "truncation"
+        assert LogprobMismatch(config).look(sums) == "truncation"
     assert not caplog.records
 
 

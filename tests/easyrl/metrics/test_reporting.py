@@ -19,7 +19,8 @@ from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.throughput import Throughput
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, WandbTracker, read_metrics
-from easyrl.runtime.collectives import Agreement, PeerOutage
+from easyrl.runtime.collectives import Collectives, PeerOutage
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import PolicyVersion, Prompt, RolloutGroup, Score, StopRequested
@@ -70,12 +71,12 @@ def stop():
     request.close()
 
 
-def make_evaluator(rollouts, agreement, stop, num_prompts=3):
+def make_evaluator(rollouts, collectives, stop, num_prompts=3):
     return Evaluator(
         prompts=[Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(num_prompts)],
         rollouts=rollouts,
         is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
-        agreement=agreement,
+        collectives=collectives,
         stop=stop,
         num_samples=2,
         pass_at=[1, 2],
@@ -85,7 +86,7 @@ def make_evaluator(rollouts, agreement, stop, num_prompts=3):
 
 
 def test_evaluator_counts_correct_samples(stop):
-    evaluator = make_evaluator(FakeRollouts(), Agreement(0, 1), stop)
+    evaluator = make_evaluator(FakeRollouts(), Collectives(Ranks.data_parallel(0, 1)), stop)
     metrics = evaluator.evaluate("v")
     assert metrics == {
         "eval/accuracy": 0.5,
@@ -123,14 +124,14 @@ class WaitingRollouts:
         return stream
 
 
-class TwoRanks(Agreement):
+class TwoRanks(Collectives):
     """This rank, and another whose words are given."""
 
     def __init__(self, other):
         super().__init__(0, 1)
         self.other = list(other)
 
-    def exchange(self, value):
+    def all_gather(self, value):
         return [value, self.other.pop(0)]
 
 

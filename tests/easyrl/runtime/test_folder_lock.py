@@ -93,7 +93,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
 
 
 class Ranks:
-    """What an ``Agreement`` of two ranks does, between threads."""
+    """What an ``Collectives`` of two ranks does, between threads."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=10)
@@ -107,7 +107,7 @@ class ThreadAgreement:
         self.rank = rank
         self._ranks = ranks
 
-    def from_rank_zero(self, value):
+    def broadcast(self, value):
         if self.rank == 0:
             self._ranks.said = json.dumps(value)
         self._ranks.barrier.wait()
@@ -131,7 +131,7 @@ class Settings(BaseModel):
 
 
 def on_two_ranks(work):
-    """What ``work(agreement)`` of each rank returned or raised."""
+    """What ``work(collectives)`` of each rank returned or raised."""
     ranks = Ranks()
 
     def one(rank):

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.membership import BatchMembership
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.machine import free_port
 from easyrl.runtime.rank_coordination import RankCoordination, SharedBatch
+from easyrl.runtime.ranks import Ranks
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_two_ranks_fill_a_batch_over_a_real_store(
 
 
 def test_one_rank_needs_no_store() -> None:
-    ranks = RankCoordination(Agreement(0, 1))
+    ranks = RankCoordination(Collectives(Ranks.data_parallel(0, 1)))
     for number in range(3):
         batch = ranks.open_batch(f"batch {number}")
         assert [batch.claim(), batch.claim()] == [0, 1]

@@ -9,7 +9,8 @@ from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.base import MetricSums, StepResult
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.throughput import Throughput
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     BatchWithdrawn,
@@ -141,8 +142,7 @@ class FakeRollouts:
 
 
 class FakeEngine:
-    rank = dp_rank = 0
-    dp_size = 1
+    ranks = Ranks.data_parallel()
     lockstep = False
 
     def __init__(self, events, results=()):
@@ -244,7 +244,7 @@ def make_trainer(
     make=group,
     results=(),
     engine=None,
-    agreement=None,
+    collectives=None,
     evaluation=None,
     trackers=(),
     weight_sync=None,
@@ -256,7 +256,7 @@ def make_trainer(
     **plan,
 ):
     engine = engine or FakeEngine(events, results)
-    agreement = agreement or Agreement(0, 1)
+    collectives = collectives or Collectives(Ranks.data_parallel(0, 1))
     reported = []
 
     trainer = Trainer(
@@ -270,7 +270,7 @@ def make_trainer(
         ),
         accumulator=Accumulator(
             engine=engine,
-            agreement=agreement,
+            collectives=collectives,
             functions=group_functions(run=run_settings(3), max_tokens_per_micro_batch=100),
             stop=stop or StopRequest(grace_s=60.0),
             is_interruption=lambda error: isinstance(
@@ -287,7 +287,7 @@ def make_trainer(
             evaluation=evaluation,
             trackers=[ListTracker(reported), *trackers],
         ),
-        agreement=agreement,
+        collectives=collectives,
         plan=Plan(VERSION, **plan),
         record=record,
         progress=progress,

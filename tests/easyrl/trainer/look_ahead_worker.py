@@ -30,8 +30,9 @@ from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.metrics.event_log import ignore
 from easyrl.models.loading import load_policy_model
 from easyrl.recipes.loading import load_recipe
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, FrozenLogprobs, MicroBatch, Prompt, RolloutGroup
 from easyrl.trainer.accumulation import Accumulator
@@ -180,7 +181,7 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
     stop = StopRequest(grace_s=60.0)
     accumulator = Accumulator(
         engine=watched,  # type: ignore[arg-type]
-        agreement=Agreement(0, 1),
+        collectives=Collectives(Ranks.data_parallel(0, 1)),
         functions=group_functions(config),
         stop=stop,
         is_interruption=lambda error: False,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.schema import TEMPORARY_FAILURE, BatchWithdrawn, InterruptedRun, Progress
 from easyrl.trainer.loop import NothingAccepted
 from tests.easyrl.trainer.fake_parts import (
@@ -249,14 +249,14 @@ class Threads:
         self.barrier = threading.Barrier(num_ranks, timeout=20)
 
 
-class ThreadAgreement(Agreement):
+class ThreadAgreement(Collectives):
     """A rank that is a thread."""
 
     def __init__(self, rank, threads):
         super().__init__(rank, 1)
         self.threads = threads
 
-    def exchange(self, value):
+    def all_gather(self, value):
         self.threads.values[self.rank] = value
         self.threads.barrier.wait()
         values = list(self.threads.values)
@@ -285,7 +285,7 @@ def two_ranks(prepare=lambda rank, trainer: None, **options):
     def run(rank):
         events, ledger = results[rank]
         trainer, _ = make_trainer(
-            events, agreement=ThreadAgreement(rank, threads), ledger=ledger, **options
+            events, collectives=ThreadAgreement(rank, threads), ledger=ledger, **options
         )
         trainer._rollouts.__class__ = OneOfTwo
         trainer._rollouts.rank = rank

@@ -75,22 +75,22 @@ class Engine:
 
 
 class Threads:
-    """An ``Agreement`` of ranks that are threads of this process."""
+    """An ``Collectives`` of ranks that are threads of this process."""
 
     def __init__(self, num_ranks: int) -> None:
         self._barrier = threading.Barrier(num_ranks, timeout=30)
         self._said: list[Any] = [None] * num_ranks
 
     def of(self, rank: int) -> Any:
-        class Agreement:
-            def exchange(_, value: Any) -> list[Any]:
+        class Collectives:
+            def all_gather(_, value: Any) -> list[Any]:
                 self._said[rank] = value
                 self._barrier.wait()
                 said = list(self._said)
                 self._barrier.wait()
                 return said
 
-        return Agreement()
+        return Collectives()
 
 
 def group(index: int, size: int = 3) -> RolloutGroup:
@@ -109,7 +109,7 @@ def run(
         recorded: Callable[..., None] = lambda event, **_: events[rank].append(event)  # noqa: E731
         accumulator = Accumulator(
             engine=cast(Any, engines[rank]),
-            agreement=threads.of(rank),
+            collectives=threads.of(rank),
             functions=group_functions(
                 recipe or Whole(), run_settings(), max_tokens_per_micro_batch=40
             ),
@@ -188,7 +188,7 @@ def test_another_failure_is_raised() -> None:
     with pytest.raises(RuntimeError, match="broken"), closing(StopRequest(60.0)) as stop:
         Accumulator(
             engine=cast(Any, Engine()),
-            agreement=Threads(1).of(0),
+            collectives=Threads(1).of(0),
             functions=group_functions(Whole(), run_settings(), max_tokens_per_micro_batch=40),
             stop=stop,
             is_interruption=lambda error: isinstance(error, Outage),

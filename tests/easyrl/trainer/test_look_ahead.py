@@ -23,8 +23,9 @@ from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.engines.base import MetricSums
 from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.metrics.event_log import ignore
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Completion,
@@ -375,7 +376,7 @@ class Scripted:
 def accumulator(engine: TellingEngine, *, look_ahead: bool = True, **options: Any) -> Accumulator:
     return Accumulator(
         engine=cast(Any, engine),
-        agreement=Agreement(0, 1),
+        collectives=Collectives(Ranks.data_parallel(0, 1)),
         functions=group_functions(run=run_settings(50), max_tokens_per_micro_batch=100),
         stop=options.get("stop") or StopRequest(grace_s=60.0),
         is_interruption=lambda error: isinstance(error, StopRequested),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from easyrl.engines.base import NonFiniteLossError, StepResult
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     InterruptedRun,
@@ -215,7 +215,7 @@ def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch
 # ---- micro-batches without weight --------------------------------------------------------------
 
 
-class PeerWithMoreWork(Agreement):
+class PeerWithMoreWork(Collectives):
     """A rank whose peer has two micro-batches more."""
 
     def in_lockstep(self, work, dummy):
@@ -229,7 +229,7 @@ def test_dummies_run_but_are_not_counted():
     engine = FakeEngine(events)
     engine.lockstep = True
     trainer, reported = make_trainer(
-        events, num_batches=1, engine=engine, agreement=PeerWithMoreWork(0, 1)
+        events, num_batches=1, engine=engine, collectives=PeerWithMoreWork(0, 1)
     )
     trainer.fit()
     assert events.count("backward") == 4

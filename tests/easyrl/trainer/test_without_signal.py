@@ -13,7 +13,8 @@ from easyrl.engines.base import MetricSums
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
 from easyrl.metrics.event_log import ignore
 from easyrl.recipes import Recipe
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Key, MicroBatch, RolloutGroup, Score
 from easyrl.trainer.accumulation import Accumulator
@@ -81,7 +82,7 @@ def run(
     engine = Engine()
     accumulator = Accumulator(
         engine=cast(Any, engine),
-        agreement=Agreement(0, 1),
+        collectives=Collectives(Ranks.data_parallel(0, 1)),
         functions=group_functions(recipe, run_settings(), max_tokens_per_micro_batch=100),
         stop=stop,
         is_interruption=lambda error: False,

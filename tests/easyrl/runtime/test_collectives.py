@@ -11,9 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from easyrl.inference_client.errors import Outage
-from easyrl.runtime.collectives import Agreement, PeerFailed
+from easyrl.runtime.collectives import Collectives, PeerFailed
 from easyrl.runtime.machine import free_port
 from easyrl.runtime.rank_coordination import RankCoordination
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import BatchWithdrawn, StopRequested
 
 
@@ -25,25 +26,25 @@ def _rank(rank: int, port: int, results) -> None:
         world_size=2,
         timeout=timedelta(seconds=30),
     )
-    agreement = Agreement(rank, 2)
-    results[rank] = {name: scenario(rank, agreement) for name, scenario in SCENARIOS.items()}
+    collectives = Collectives(Ranks.data_parallel(rank, 2))
+    results[rank] = {name: scenario(rank, collectives) for name, scenario in SCENARIOS.items()}
     dist.destroy_process_group()
 
 
-def _exchange(rank, agreement):
-    return agreement.exchange({"rank": rank, "text": "ä" * (rank * 100)})
+def _exchange(rank, collectives):
+    return collectives.all_gather({"rank": rank, "text": "ä" * (rank * 100)})
 
 
-def _from_rank_zero(rank, agreement):
-    return agreement.from_rank_zero({"rank": rank})
+def _from_rank_zero(rank, collectives):
+    return collectives.broadcast({"rank": rank})
 
 
-def _uneven(rank, agreement):
+def _uneven(rank, collectives):
     work = iter(range(1 + 4 * rank))
-    return list(agreement.in_lockstep(work, lambda: "dummy"))
+    return list(collectives.in_lockstep(work, lambda: "dummy"))
 
 
-def _failing(rank, agreement):
+def _failing(rank, collectives):
     def work():
         yield 1
         if rank == 1:
@@ -53,7 +54,7 @@ def _failing(rank, agreement):
 
     seen = []
     try:
-        for item in agreement.in_lockstep(work(), lambda: "dummy"):
+        for item in collectives.in_lockstep(work(), lambda: "dummy"):
             seen.append(item)
     except (ValueError, PeerFailed) as error:
         seen.append(f"{type(error).__name__}: {error}")
@@ -63,27 +64,27 @@ def _failing(rank, agreement):
 def _ending(mine: tuple[Exception | None, Exception | None]):
     """What each rank raises, whose own errors are these."""
 
-    def scenario(rank, agreement):
+    def scenario(rank, collectives):
         try:
-            agreement.end_together(mine[rank])
+            collectives.end_together(mine[rank])
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
     return scenario
 
 
-def _notes(rank, agreement):
+def _notes(rank, collectives):
     """A batch that both ranks fill: claims, decisions, and what is left of them."""
-    ranks = RankCoordination(agreement)
+    ranks = RankCoordination(collectives)
     seen = []
     for number in range(4):
         batch = ranks.open_batch(f"run:0:{number}/0")
         claims = [batch.claim() for _ in range(5)]
         for claim in claims:
             batch.publish(claim, claim % 2 == rank)
-        agreement.exchange(None)  # both have published
+        collectives.all_gather(None)  # both have published
         seen.append((claims, list(batch.news()), list(batch.news())))
-        agreement.exchange(None)  # both have read
+        collectives.all_gather(None)  # both have read
     return seen, ranks.gather([(rank, True)]), ranks._store.num_keys() if rank == 0 else None
 
 
@@ -160,14 +161,14 @@ def test_ranks_share_the_decisions_of_a_batch(results):
 
 
 def test_one_rank_needs_no_process_group():
-    agreement = Agreement(0, 1)
-    assert agreement.exchange("x") == ["x"]
-    assert list(agreement.in_lockstep(iter([1, 2]), lambda: 0)) == [1, 2]
+    collectives = Collectives(Ranks.data_parallel(0, 1))
+    assert collectives.all_gather("x") == ["x"]
+    assert list(collectives.in_lockstep(iter([1, 2]), lambda: 0)) == [1, 2]
 
 
 def _wait_in_vain(rank: int, port: int, started) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    agreement = Agreement(rank, 2)
+    collectives = Collectives(Ranks.data_parallel(rank, 2))
     if rank == 1:
         threading.Event().wait(60)  # never joins; is killed
         return
@@ -177,7 +178,7 @@ def _wait_in_vain(rank: int, port: int, started) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     threading.Timer(0.5, started.set).start()  # by then it waits
-    agreement.exchange("alone")
+    collectives.all_gather("alone")
 
 
 def test_a_signal_ends_a_rank_that_waits_for_another():
