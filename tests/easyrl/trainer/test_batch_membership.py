@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import TEMPORARY_FAILURE, BatchWithdrawn, InterruptedRun, Progress
 from easyrl.trainer.loop import NothingAccepted
 from tests.easyrl.trainer.fake_parts import (
@@ -249,15 +250,16 @@ class Threads:
         self.barrier = threading.Barrier(num_ranks, timeout=20)
 
 
-class ThreadAgreement(Collectives):
+class ThreadCollectives(Collectives):
     """A rank that is a thread."""
 
     def __init__(self, rank, threads):
-        super().__init__(rank, 1)
+        super().__init__(Ranks.data_parallel())
+        self.ranks = Ranks.data_parallel(rank, len(threads.values))
         self.threads = threads
 
     def all_gather(self, value):
-        self.threads.values[self.rank] = value
+        self.threads.values[self.ranks.rank] = value
         self.threads.barrier.wait()
         values = list(self.threads.values)
         self.threads.barrier.wait()
@@ -285,7 +287,7 @@ def two_ranks(prepare=lambda rank, trainer: None, **options):
     def run(rank):
         events, ledger = results[rank]
         trainer, _ = make_trainer(
-            events, collectives=ThreadAgreement(rank, threads), ledger=ledger, **options
+            events, collectives=ThreadCollectives(rank, threads), ledger=ledger, **options
         )
         trainer._rollouts.__class__ = OneOfTwo
         trainer._rollouts.rank = rank
