@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.run_watch import Event
+from easyrl.schema import PolicyVersion
 
 STARTING, SYNCING, GENERATING = "starting", "syncing", "generating"
 TRAINING, CLOSING, STOPPING = "training", "closing", "stopping"
@@ -48,6 +49,8 @@ class RunPhase:
         elif kind == "micro_batch_end":
             self.name = CLOSING if self._is_generated else GENERATING
         elif kind == "step":
-            self.closed_batches = max(self.closed_batches, event["step"])
+            self.closed_batches = max(
+                self.closed_batches, PolicyVersion.parse(event["version"]).v + 1
+            )
         elif kind.startswith("checkpoint_"):
             self.writes_checkpoint = kind == "checkpoint_copied"
