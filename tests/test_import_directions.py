@@ -43,8 +43,9 @@ MAY_IMPORT = {
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_token_loss",
     "models": "schema config engines.base kernels recipes runtime.numerics",
-    "engines.base": "schema",
-    "engines": "schema config runtime.machine kernels.attention.segment_layout recipes"
+    "engines.base": "schema runtime.ranks",
+    "engines": "schema config runtime.machine runtime.ranks recipes"
+    " kernels.attention.segment_layout"
     " models.loading models.lora models.policy_model models.tri_model",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",

@@ -187,7 +187,7 @@ class Accumulator:
     def _trained_as_they_come(
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
     ) -> Iterator[list[TrainedGroup]]:
-        for usable in self._usable(groups, totals, ahead):
+        for usable in self._drains(groups, totals, ahead):
             yield self.functions.trained(usable, ())
 
     def _trained_when_complete(
@@ -198,7 +198,7 @@ class Accumulator:
         drains: list[list[RolloutGroup]] = []
         interruption: Exception | None = None
         try:
-            drains += self._usable(groups, totals, ahead)
+            drains += self._drains(groups, totals, ahead)
         except Exception as error:
             if not self.is_interruption(error):
                 raise
@@ -216,16 +216,16 @@ class Accumulator:
             yield trained[: len(usable)]
             del trained[: len(usable)]
 
-    def _usable(
+    def _drains(
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
     ) -> Iterator[list[RolloutGroup]]:
-        """Groups that are packed together, counted, without those that have no responses."""
+        """Groups that are packed together, checked and counted."""
         while ready := self._take(groups, ahead):
             self.stop.raise_if_requested()
             for group in ready:
                 _refuse_off_policy(group, groups.accepted_versions)
                 totals.add_group(group, recovered=group.prompt.key in groups.recovered)
-            usable = [self.functions.scored(g) for g in ready if g.excluded is None]
+            usable = [self.functions.scored(group) for group in ready]
             totals.denominator += self.functions.denominator(usable)
             yield usable
 

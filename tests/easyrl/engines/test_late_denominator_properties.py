@@ -89,9 +89,6 @@ class Spread:
         return f"Spread({lengths}, {ready}, {how})"
 
 
-ONE_IN_EIGHT = st.integers(0, 7).map(lambda number: number == 7)
-
-
 @st.composite
 def spreads(draw: st.DrawFn) -> Spread:
     groups = [
@@ -104,10 +101,6 @@ def spreads(draw: st.DrawFn) -> Spread:
             truncated=tuple(draw(st.sets(st.integers(0, 3), max_size=2))),
         )
         for index in range(draw(st.integers(1, 6)))
-    ]
-    groups = [
-        replace(g, completions=(), scores=(), excluded="too long") if draw(ONE_IN_EIGHT) else g
-        for g in groups
     ]
     slices = cut(draw, groups)
     num_ranks = draw(st.integers(1, 3))
@@ -228,7 +221,7 @@ def whole_batch_updates(model: PreTrainedModel, spread: Spread) -> dict[str, Ten
     policy, old = copy.deepcopy(model), copy.deepcopy(model)
     for groups in spread.slices:
         trained = []  # prompt, completion, advantage, mask
-        for group in [group for group in groups if group.excluded is None]:
+        for group in groups:
             for c, a in zip(
                 group.completions, group_advantages(group.rewards, "group_std"), strict=True
             ):

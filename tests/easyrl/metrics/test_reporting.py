@@ -128,7 +128,7 @@ class TwoRanks(Collectives):
     """This rank, and another whose words are given."""
 
     def __init__(self, other):
-        super().__init__(0, 1)
+        super().__init__(Ranks.data_parallel())
         self.other = list(other)
 
     def all_gather(self, value):

@@ -8,6 +8,7 @@ import pytest
 
 from easyrl.engines.base import NonFiniteLossError, StepResult
 from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     InterruptedRun,
@@ -229,7 +230,7 @@ def test_dummies_run_but_are_not_counted():
     engine = FakeEngine(events)
     engine.lockstep = True
     trainer, reported = make_trainer(
-        events, num_batches=1, engine=engine, collectives=PeerWithMoreWork(0, 1)
+        events, num_batches=1, engine=engine, collectives=PeerWithMoreWork(Ranks.data_parallel())
     )
     trainer.fit()
     assert events.count("backward") == 4

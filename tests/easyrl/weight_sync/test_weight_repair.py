@@ -357,8 +357,7 @@ def test_every_rank_hears_that_nobody_serves(gone, open_ranks, server):
 
 
 def test_another_rank_waits_only_so_long_for_a_repair(model_dir, server, tmp_path):
-    other, _ = thread_collectives()
-    other.rank = 1
+    _, other = thread_collectives()
     options = {"collectives": other, "startup_timeout_s": 0.1}
     with weight_sync(None, [server], tmp_path, **options) as rank:
         target = Target(WeightStream("never-0-0", "never:0:0"), None)
