@@ -102,12 +102,13 @@ def test_spans_are_those_of_the_slowest_rank(tmp_path: Path) -> None:
 
 def test_the_bound_is_the_longer_phase_with_sync_and_step() -> None:
     sync = Batch(wall=19, generation=10, training=7, step=1, sync=1, first_group=1, tail=7)
-    fast = Batch(wall=13, generation=10, training=7, step=1, sync=1, first_group=1, tail=1)
+    fast = Batch(wall=13, generation=9, training=8, step=1, sync=1, first_group=1, tail=2)
     figures = overlap([sync, sync], [fast, fast])
     assert training_over_generation([sync, sync]) == 0.7
     assert figures["bound_s"] == 24 and figures["bound"] == pytest.approx(38 / 24)
     assert figures["async_over_sync"] == pytest.approx(38 / 26)
     assert figures["efficiency"] == pytest.approx(24 / 26)
+    assert figures["own_efficiency"] == pytest.approx(22 / 26)
     assert (figures["generation_s"], figures["training_s"]) == (20, 14)
 
 
