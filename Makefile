@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM_VENV ?= .venv-vllm
 BIN    := $(VENV)/bin
+# As many test processes as there are CPUs, up to 4. A file stays in one process, which makes its
+# fixtures once. In the order of the files: xdist's own begins with those of many tests, and would
+# leave the whole runs, few tests of many seconds, for the end. One process: make test PARALLEL=
+PARALLEL ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 RUN    := runs/demo
 ENGINE ?= embedded
 
@@ -20,7 +24,7 @@ demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo mod
 	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m easyrl.demo --engine $(ENGINE) --run-dir $(RUN) $(ARGS)
 
 test: setup lint typecheck   ## lint, types and all fast tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-runs: setup       ## whole runs and several ranks, two minutes more
 	$(BIN)/python -m pytest -m "runs and not slow"

@@ -75,8 +75,10 @@ setup(
             "pytest>=8.3",
             "pytest-asyncio>=1.0",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.7",
             "requests>=2.32",  # a side of benchmarks/producer.py
             "ruff>=0.9",
+            "simpy>=4.1",  # the simulation in benchmarks/dynamic_sampling.py
             "types-PyYAML",
         ],
     },

@@ -1,11 +1,12 @@
 """A run whose trainer and endpoints are killed at random moments, against one that nobody disturbs.
 
-``python -m benchmarks.chaos [--kills 200] [--batches 100] [--seed 0]``
+``python -m benchmarks.chaos [--kills 200] [--batches 100] [--seed 0] [--reject 0.3] [--updates 2]``
 
 Real runs of two data-parallel ranks through the ``deepspeed`` launcher, in strict mode, against two
 embedded servers, all proofs on. After each hit the trainer is started again with ``--resume``.
 In the end, weights and reproducible metrics have to be those of the undisturbed run to the bit, and
-``easyrl verify`` and the event log have to say that every prompt was trained exactly once.
+``easyrl verify`` and the event log have to say that every prompt was trained exactly once, or, with
+``--reject``, rejected; the order of the prompts then goes through as many epochs as it takes.
 The last line printed is one JSON object; the exit status is 0 if all that held.
 """
 
@@ -25,6 +26,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.chaos_attempt import Attempt
@@ -32,12 +34,14 @@ from benchmarks.chaos_plan import plan_strikes
 from benchmarks.chaos_run import AttemptFailed, ChaosRun, Hit, Pace, StartAttempt
 from benchmarks.chaos_verdict import SHOWN, certificate_verdict, compare_runs
 from benchmarks.launched_run import start_servers
-from benchmarks.ledger import Ledger, dataset_order, read_ledger
+from benchmarks.ledger import Key, Ledger, dataset_order, read_ledger
 from benchmarks.random_model import write_prompts, write_random_model
 from benchmarks.run_phase import PHASES
 from benchmarks.run_watch import RunStuck
+from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from easyrl.metrics.event_log import read_events
+from easyrl.schema import Prompt
 
 CONFIG = "benchmarks/chaos.yaml"
 NUM_RANKS, NUM_SERVERS = 2, 2
@@ -81,6 +85,7 @@ def _compare(arguments: argparse.Namespace, folder: Path) -> bool:
             f"data.epochs={EPOCHS}",
             f"inference.endpoints=[{','.join(server.url for server in servers)}]",
             f"trainer.batch_size={BATCH_SIZE}",
+            *_recipe(arguments),
             *arguments.overrides,
         ]
         pace = _run_undisturbed(_attempts(folder / "undisturbed", overrides), servers, folder)
@@ -100,7 +105,7 @@ def _compare(arguments: argparse.Namespace, folder: Path) -> bool:
         finally:
             _show(chaos.hits)
     compared = compare_runs(folder / "undisturbed", folder / "disturbed")
-    ledger = read_ledger(folder / "disturbed", dataset_order(num_prompts, EPOCHS))
+    ledger = read_ledger(folder / "disturbed", _expected(arguments, folder, num_prompts))
     for problem in [*compared.differences[:SHOWN], *ledger.problems[:SHOWN]]:
         print(problem)
     result = {
@@ -117,8 +122,33 @@ def _compare(arguments: argparse.Namespace, folder: Path) -> bool:
         compared.is_equal
         and result["certificate"] == "on-policy"
         and ledger.is_clean
-        and (result["kills"], ledger.batches) == (arguments.kills, arguments.batches)
+        and result["kills"] == arguments.kills
+        and ledger.batches == arguments.batches * arguments.updates
     )
+
+
+def _recipe(arguments: argparse.Namespace) -> list[str]:
+    """Settings of ``--reject`` and ``--updates``."""
+    settings = [f"trainer.updates_per_batch={arguments.updates}"]
+    if arguments.reject:
+        settings += [
+            "recipe.file=benchmarks/rejecting_recipe.py",
+            "recipe.name=Rejecting",
+            f"recipe.reject={arguments.reject}",
+            f"trainer.max_steps={arguments.batches * arguments.updates}",
+        ]
+    return settings
+
+
+def _expected(arguments: argparse.Namespace, folder: Path, num_prompts: int) -> set[Key]:
+    """Every prompt that has to be trained or rejected, once; by the undisturbed run's cursor."""
+    if not arguments.reject:
+        return dataset_order(num_prompts, EPOCHS)
+    nothing = np.zeros(0, np.int32)
+    prompts = [Prompt(index, nothing, "", None) for index in range(num_prompts)]
+    order = PromptOrder(prompts, seed=arguments.seed, shuffle=True, epochs=None)
+    cursor = read_ledger(folder / "undisturbed", set()).cursor
+    return {order.prompt(position).key for position in range(cursor)}
 
 
 def _attempts(run_dir: Path, overrides: Sequence[str]) -> StartAttempt:
@@ -154,6 +184,7 @@ def _counts(hits: Sequence[Hit], ledger: Ledger) -> dict[str, object]:
         "batches": ledger.batches,
         "groups_lost": ledger.prompts_lost,
         "groups_trained_twice": ledger.prompts_trained_twice,
+        "groups_rejected": ledger.prompts_rejected,
         "wrong_version_trained": ledger.wrong_version_trained,
         "trainer_kills": len(at_trainer),
         "endpoint_kills": len(hits) - len(at_trainer),
@@ -187,6 +218,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reject", type=float, default=0.0, help="share of the groups")
+    parser.add_argument("--updates", type=int, default=1, help="optimizer steps on each batch")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds without progress")
     parser.add_argument("--keep", action="store_true", help="keep the runs' folder")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")

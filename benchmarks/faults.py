@@ -191,6 +191,7 @@ def _report(
         "prompts_trained_twice": ledger.prompts_trained_twice,
         "wrong_version_trained": ledger.wrong_version_trained,
         "prompts_excluded": ledger.prompts_excluded,
+        "prompts_rejected": ledger.prompts_rejected,
         "kills": kinds.count("kill"),
         "stops": kinds.count("stop"),
         "none_left": sum(_leaves_none(fault, outcome.faults) for fault in outcome.faults),

@@ -46,7 +46,8 @@ from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import ignore
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, FinishedSamples, Key, Prompt, RolloutGroup, Score, VersionSpan
 from easyrl.trainer.accumulation import Accumulator
@@ -203,7 +204,6 @@ class PlayedStream:
     first_group_wait_s = load_s = 0.0
     accepted_versions = frozenset({VERSION})
     recovered: frozenset[Key] = frozenset()
-    discarded: frozenset[Key] = frozenset()
 
     def __init__(self, batch: Batch, slots: int, clock: WorkClock) -> None:
         self._batch = batch
@@ -276,7 +276,7 @@ class Trainer:
         self._engine = DeepSpeedEngine(config, total_steps=1000)
         self._accumulator = Accumulator(
             engine=self._engine,
-            agreement=Agreement(0, 1),
+            collectives=Collectives(Ranks.data_parallel(0, 1)),
             functions=group_functions(config),
             stop=StopRequest(grace_s=60.0),
             is_interruption=lambda error: False,
@@ -317,12 +317,10 @@ def _configuration(folder: Path, work: Workload) -> Config:
             "num_generations": work.num_generations,
             "max_tokens": work.max_tokens,
         },
-        "objective": {
-            "kl_coef": 0.01,
-            "old_policy": "lagged" if work.frozen_models == 2 else "auto",
-        },
+        "recipe": {"aggregation": "token", "kl_coef": 0.01},
         "trainer": {
             "zero_stage": 0,
+            "old_policy": "lagged" if work.frozen_models == 2 else "auto",
             "batch_size": work.num_prompts,
             "learning_rate": 1e-9,  # repeats train the same policy
             "max_tokens_per_micro_batch": work.max_tokens_per_micro_batch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.run_watch import Event
+from easyrl.schema import PolicyVersion
 
 STARTING, SYNCING, GENERATING = "starting", "syncing", "generating"
 TRAINING, CLOSING, STOPPING = "training", "closing", "stopping"
@@ -35,19 +36,21 @@ class RunPhase:
         self.name = STARTING
         self.writes_checkpoint = False
         self.has_dispatched = False
-        self._missing = 0  # groups of the open batch that are not ready
+        self._is_generated = False  # the open batch, on all ranks
 
     def take(self, event: Event) -> None:
         kind = event["event"]
         self.name = BEGINS.get(kind, self.name)
         if kind == "batch_dispatched":
             self.has_dispatched = True
-            self._missing = event["num_prompts"] - event["num_recovered"]
-        elif kind == "group_ready":
-            self._missing -= 1
+            self._is_generated = False
+        elif kind == "batch_generated":
+            self._is_generated = True
         elif kind == "micro_batch_end":
-            self.name = GENERATING if self._missing else CLOSING
+            self.name = CLOSING if self._is_generated else GENERATING
         elif kind == "step":
-            self.closed_batches = max(self.closed_batches, event["step"])
+            self.closed_batches = max(
+                self.closed_batches, PolicyVersion.parse(event["version"]).v + 1
+            )
         elif kind.startswith("checkpoint_"):
             self.writes_checkpoint = kind == "checkpoint_copied"

@@ -139,7 +139,17 @@ def base_form(setting: Setting, inputs: Inputs, run_dir: Path) -> dict[str, Any]
 
 def present_form(setting: Setting, inputs: Inputs, run_dir: Path) -> dict[str, Any]:
     """The same values as the present tree reads them."""
-    return base_form(setting, inputs, run_dir)
+    form = base_form(setting, inputs, run_dir)
+    objective = form.pop("objective")
+    form["recipe"] = {"name": "grpo", "mask_truncated": False} | {
+        key: value
+        for key, value in objective.items()
+        if key not in ("old_policy", "shuffle_rewards")
+    }
+    form["trainer"]["old_policy"] = objective["old_policy"]
+    form["scoring"] |= {"shuffle_rewards": objective["shuffle_rewards"], "truncated_reward": None}
+    del form["rollout"]["truncated"]
+    return form
 
 
 # ======================================================================================

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from benchmarks.shared_prompt_workload import OBJECTIVE, Forward, Workload
+from benchmarks.shared_prompt_sizes import RECIPE
+from benchmarks.shared_prompt_workload import Forward, Workload
 from easyrl.models.tri_model import TriModel
 
 
@@ -15,7 +16,7 @@ def ours(work: Workload) -> Forward:
     )
 
     def forward() -> Tensor:
-        loss_sum, _ = tri_model.loss(work.batch.micro_batch, OBJECTIVE, same_pass=work.same_pass)
+        loss_sum, _ = tri_model.loss(work.batch.micro_batch, RECIPE, same_pass=work.same_pass)
         return loss_sum / work.batch.denominator
 
     return forward

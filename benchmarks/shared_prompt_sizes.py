@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
+from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.recipes import GRPO, RunSettings
+from easyrl.recipes.groups import trained_group
 from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Score
+
+RECIPE = GRPO(kl_coef=0.0)  # the clipped loss alone, a mean over sequences
 
 
 class Shape(NamedTuple):
@@ -147,12 +151,9 @@ def random_batch(shape: Shape, vocab_size: int, *, ragged: bool = False, seed: i
         dispatched_s=0.0,
         completed_s=0.0,
     )
+    run = RunSettings(shape.R, shape.G, temperature=1.0, seed=0)
     (micro_batch,) = pack_groups(
-        [group],
-        [advantages],
-        aggregation="sequence",
-        max_tokens=shape.R,
-        mask_truncated=False,
+        [trained_group(RECIPE, group, advantages, run)],
         max_tokens_per_micro_batch=shape.P + shape.G * shape.R,
     )
     return Batch(
@@ -160,5 +161,5 @@ def random_batch(shape: Shape, vocab_size: int, *, ragged: bool = False, seed: i
         responses=tuple(torch.from_numpy(tokens.astype(np.int64)) for tokens in responses),
         advantages=torch.from_numpy(advantages),
         micro_batch=micro_batch,
-        denominator=batch_denominator([group], "sequence", mask_truncated=False),
+        denominator=RECIPE.denominator([group], run),
     )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.shared_prompt_workload import OBJECTIVE, Forward, Workload, attention_set_to
+from benchmarks.shared_prompt_sizes import RECIPE
+from benchmarks.shared_prompt_workload import Forward, Workload, attention_set_to
 from easyrl.demo.tokenizer import build_tokenizer
 
 
@@ -111,8 +112,8 @@ def _trainer(work: Workload) -> Any:
             output_dir=tempfile.gettempdir(),
             loss_type="grpo",
             beta=0.0,
-            epsilon=OBJECTIVE.clip_eps_low,
-            epsilon_high=OBJECTIVE.clip_eps_high,
+            epsilon=RECIPE.clip_eps_low,
+            epsilon_high=RECIPE.clip_eps_high,
             temperature=1.0,
             num_generations=group,
             per_device_train_batch_size=group,

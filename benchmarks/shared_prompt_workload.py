@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.shared_prompt_sizes import Batch
-from easyrl.config import ModelConfig, ObjectiveConfig
+from benchmarks.shared_prompt_sizes import RECIPE, Batch
+from easyrl.config import ModelConfig
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import TriModel
 from easyrl.recipes.losses import token_loss
 from easyrl.schema import FrozenLogprobs
 
-OBJECTIVE = ObjectiveConfig(aggregation="sequence")  # GRPO's clipped loss, no KL, no entropy bonus
 OLD_POLICY_NOISE = 0.05  # nats between the policy and the old policy: the ratio is not 1
 
 Forward = Callable[[], Tensor]  # the loss, a scalar to call backward on
@@ -64,7 +63,7 @@ class Workload:
         head = self.model.get_output_embeddings()
         micro_batch = self.batch.micro_batch
         labels = micro_batch.label_ids
-        losses = token_loss(micro_batch, self.frozen, OBJECTIVE)
+        losses = token_loss(micro_batch, self.frozen, RECIPE)
         if self.same_pass:
             loss_sum, logprobs, entropy = head(hidden, labels, 1.0, losses)
         else:

@@ -31,14 +31,16 @@ import transformers
 from torch import Tensor
 
 from benchmarks.shared_prompt_flops import Work, counting, flops
-from benchmarks.shared_prompt_sizes import model_config
+from benchmarks.shared_prompt_sizes import RECIPE, model_config
 from benchmarks.shared_prompt_timing import Disagreement, check, compare, seconds_in_turns
-from benchmarks.shared_prompt_workload import OBJECTIVE, random_policy
+from benchmarks.shared_prompt_workload import random_policy
 from benchmarks.tree_packing_groups import CASES, Planted, planted_groups
-from easyrl.dataloaders.packing.groups import Packing, batch_denominator, pack_groups
+from easyrl.dataloaders.packing.groups import Packing, pack_groups
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import TriModel
+from easyrl.recipes import RunSettings
+from easyrl.recipes.groups import trained_group
 from easyrl.runtime.machine import pin_process, usable_cpus
 from easyrl.schema import MicroBatch, RolloutGroup
 
@@ -103,7 +105,7 @@ def _measure(
         start = time.perf_counter()
         packed_row(groups, "tree")
         pack_s.append(time.perf_counter() - start)
-    denominator = batch_denominator(groups, OBJECTIVE.aggregation, mask_truncated=False)
+    denominator = RECIPE.denominator(groups, _run(groups))
     sides = {name: _forward(policy, row, denominator, device) for name, row in packed.items()}
     check(compare(sides, policy, "prompt"), dtype)
     seconds = seconds_in_turns(sides, policy, device, repeats)
@@ -129,17 +131,19 @@ def _measure(
 
 def packed_row(groups: list[RolloutGroup], packing: Packing) -> MicroBatch:
     """All groups in one row, advantages of a fixed kind."""
-    advantages = [np.linspace(-1, 2, len(g.completions), dtype=np.float32) for g in groups]
-    (row,) = pack_groups(
-        groups,
-        advantages,
-        aggregation=OBJECTIVE.aggregation,
-        max_tokens=max(len(c.token_ids) for g in groups for c in g.completions),
-        mask_truncated=False,
-        max_tokens_per_micro_batch=10**9,
-        packing=packing,
-    )
+    trained = [
+        trained_group(
+            RECIPE, g, np.linspace(-1, 2, len(g.completions), dtype=np.float32), _run(groups)
+        )
+        for g in groups
+    ]
+    (row,) = pack_groups(trained, max_tokens_per_micro_batch=10**9, packing=packing)
     return row
+
+
+def _run(groups: list[RolloutGroup]) -> RunSettings:
+    longest = max(len(c.token_ids) for g in groups for c in g.completions)
+    return RunSettings(longest, len(groups[0].completions), temperature=1.0, seed=0)
 
 
 def _forward(
@@ -148,7 +152,7 @@ def _forward(
     tri_model = TriModel(policy, reference=None, old_policy=None, temperature=1.0, device=device)
 
     def forward() -> Tensor:
-        return tri_model.loss(row, OBJECTIVE, same_pass=True)[0] / denominator
+        return tri_model.loss(row, RECIPE, same_pass=True)[0] / denominator
 
     return forward
 

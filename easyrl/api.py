@@ -80,6 +80,8 @@ def _config(
             "trainer": {"batch_size": min(32, len(prompts)), "zero_stage": 0},
         }
     )
+    if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
+        tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
     for key, value in settings.items():
         OmegaConf.update(tree, key, value)
     return validate_config(OmegaConf.to_container(tree), source="train_policy")

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class InterruptedRun(RuntimeError):
 
 class StopRequested(RuntimeError):
     """SIGTERM, or a stop that another rank was asked for: save and end, nothing has failed."""
+
+
+class BatchWithdrawn(RuntimeError):
+    """Groups of the open batch were taken back: an endpoint that made them failed its proof."""
 
 
 class PolicyVersion(NamedTuple):
@@ -89,6 +94,19 @@ class Published:
 
     served: ServedWeights
     metrics: Mapping[str, float]
+
+
+@dataclass
+class Progress:
+    """Where the run is; part of every checkpoint."""
+
+    step: int = 0  # optimizer steps, skipped ones included
+    closed_batches: int = 0  # v of the policy version
+    bad_steps: int = 0  # in a row
+    position: int = 0  # prompts that closed batches have drawn, from the beginning of the order
+    weights: str = ""  # digest of the weights after closed batches, once they were published
+    reported_step: int = -1  # whose metrics are out
+    unreported: dict[str, float] = field(default_factory=dict)  # of a closed batch, until they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +169,89 @@ class RolloutGroup:
     policy_version: str  # the version it was requested for
     dispatched_s: float  # time.monotonic() when its first request was sent
     completed_s: float  # ... when its last response was scored
+    position: int = 0  # of its prompt in the order, from the batch's first
     excluded: str | None = None  # why it has no completions and is not trained
+    rejected: str | None = None  # the recipe's reason not to train it
     digest: str | None = None  # blake3 of its journal record, 32 hex digits; None: not journalled
 
     @property
     def rewards(self) -> np.ndarray:
         """float32 [G]"""
         return np.array([score.reward for score in self.scores], dtype=np.float32)
+
+    @property
+    def refused(self) -> str | None:
+        """Why it is replaced by the next prompt of the order; None: it is trained."""
+        return self.excluded or self.rejected
+
+
+EndedBy = Literal["accepted", "data", "max_draws"]  # B accepted groups; the order's end; the bound
+Outcome = Literal["trained", "skipped", "excluded", "rejected"]
+
+
+class GroupOutcome(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True):
+    """What became of one drawn prompt: in the certificate, the events, and between ranks."""
+
+    epoch: int
+    index: int
+    position: int  # in the order, from the batch's first prompt
+    outcome: Outcome  # skipped: its optimizer step was; excluded: it has no usable responses
+    digest: str | None  # of its journal record, 32 hex digits; None: not journalled
+    stamped: list[str]  # versions on its tokens, sorted
+    endpoints: list[str]  # URLs that made them, sorted
+    update: int = 0  # of the batch's optimizer steps
+    rank: int = 0  # data-parallel, that drew it
+    reason: str | None = None  # why it was excluded or rejected
+    recovered: bool = False  # from the journal of an earlier attempt
+
+    @property
+    def key(self) -> Key:
+        return self.epoch, self.index
+
+    @property
+    def accepted(self) -> bool:
+        return self.outcome in ("trained", "skipped")
+
+    @classmethod
+    def of(cls, group: RolloutGroup, *, recovered: bool = False) -> GroupOutcome:
+        """What is to be said of ``group``; a usable one counts as trained for now."""
+        outcome: Outcome = "trained"
+        if group.refused is not None:
+            outcome = "rejected" if group.excluded is None else "excluded"
+        return cls(
+            epoch=group.prompt.epoch,
+            index=group.prompt.index,
+            position=group.position,
+            outcome=outcome,
+            digest=group.digest,
+            stamped=sorted({span.version for c in group.completions for span in c.version_spans}),
+            endpoints=sorted({c.endpoint for c in group.completions}),
+            reason=group.refused,
+            recovered=recovered,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedResponse:
+    """What a recipe makes of a response of which n tokens are trained."""
+
+    sample: int  # of its group's responses
+    tokens: np.ndarray  # int64 [n], their places in the response
+    advantages: np.ndarray  # float [n]
+    loss_weights: np.ndarray  # float [n]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """A finished group, and those of its responses that are trained."""
+
+    group: RolloutGroup
+    responses: tuple[TrainedResponse, ...]  # each with a trained token
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether a token has another advantage than exactly zero."""
+        return any(response.advantages.any() for response in self.responses)
 
 
 class OpenGroup(NamedTuple):

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.print_config:
-            print(dump_config(config), end="")
+            print(dump_config(_checked(config)), end="")
             return 0
         check_paths(config)
         signals = RunSignals(StopRequest(config.trainer.grace_s))
@@ -55,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(config: Config, *, resume: bool = False, signals: RunSignals | None = None) -> None:
     """Trains one model from ``config``; every rank calls this.
 
-    Raises ``InterruptedRun`` in an outage, and when a stop was asked for by ``signals``.
+    Raises ``ConfigError`` for a recipe that cannot be used, ``InterruptedRun`` in an outage, and
+    when a stop was asked for by ``signals``.
     """
+    config = _checked(config)
     from easyrl.build.parts import build_parts
 
     with ExitStack() as open_parts:
@@ -72,6 +74,13 @@ def run(config: Config, *, resume: bool = False, signals: RunSignals | None = No
         _finish(config, parts)
 
 
+def _checked(config: Config) -> Config:
+    """With all keys of its recipe, which is looked at before anything heavy is loaded but torch."""
+    from easyrl.recipes.loading import with_whole_recipe
+
+    return with_whole_recipe(config)
+
+
 def _finish(config: Config, parts: Parts) -> None:
     """Exports the trained model, and the adapter if there is one; draws the reward curve."""
     from easyrl.ledger.checkpoints.export import export_adapter, export_model
@@ -80,7 +89,7 @@ def _finish(config: Config, parts: Parts) -> None:
     from easyrl.runtime.run_folder import METRICS_FILE
 
     output, lora = config.run.output_dir, config.model.lora
-    if parts.engine.rank != 0:
+    if parts.engine.ranks.rank != 0:
         if config.checkpoint.export_at_end:  # collectives: rank 0 writes
             for _ in parts.engine.named_weights():
                 pass

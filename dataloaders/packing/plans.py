@@ -27,7 +27,8 @@ from easyrl.dataloaders.packing.row import TrainedSequence
 class PromptRows:
     """Responses of a group share its prompt.
 
-    ``groups`` has the sequences of each group, ``budget`` is the tokens of a row.
+    ``groups`` has the sequences of each group, ``budget`` is the tokens of a row; with
+    ``whole_groups`` no group is split over rows, also where a row exceeds the budget for it.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class PromptRows:
         groups: Sequence[Sequence[int]],
         budget: int,
         cost: RowCost,
+        whole_groups: bool = False,
     ) -> None:
         self._groups, self._budget, self._cost = groups, budget, cost
+        self._whole_groups = whole_groups
         self._lengths = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
         self._prompts = np.array([s.prompt_length for s in sequences], dtype=np.int64)
         self._num_labels = np.array([len(s.trained) for s in sequences], dtype=np.int64)
@@ -51,7 +54,7 @@ class PromptRows:
         leave all rows half empty.
         """
         whole = self._rows_of_groups(keep_order)
-        if keep_order or len(whole) == 1:
+        if keep_order or self._whole_groups or len(whole) == 1:
             return whole
         order = self.order_of(np.arange(len(self._group)))
         filled = neighbours(order, self._num_labels, self._budget, self._cost)
@@ -71,7 +74,7 @@ class PromptRows:
     def parts(self, group: int) -> Rows:
         """The group, or its responses in as many parts as the budget asks for."""
         members = np.array(self._groups[group])
-        if self.order_of(members).num_tokens <= self._budget:
+        if self._whole_groups or self.order_of(members).num_tokens <= self._budget:
             return [members.tolist()]
         prompts = self._prompts[members]
         costs = self._cost.tokens(prompts, self._lengths[members])
@@ -105,9 +108,11 @@ class TreeRows:
         groups: Sequence[Sequence[int]],
         budget: int,
         cost: RowCost,
+        whole_groups: bool = False,
     ) -> None:
         self._groups, self._budget, self._cost = groups, budget, cost
-        self._prompt_rows = PromptRows(sequences, groups, budget, cost)
+        self._whole_groups = whole_groups
+        self._prompt_rows = PromptRows(sequences, groups, budget, cost, whole_groups)
         self._num_labels = np.array([len(s.trained) for s in sequences], dtype=np.int64)
         self._order = lexicographic([s.token_ids for s in sequences])
 
@@ -133,11 +138,13 @@ class TreeRows:
 
     def _best(self, members: Sequence[int], prompt_rows: Rows) -> Rows:
         """One row if it holds ``members``; else neighbours in the tree together, or what is best
-        with prompts shared, whichever costs less (``plan_price``).
+        with prompts shared, whichever costs less (``plan_price``); the latter for whole groups.
         """
         order = self.order_of(members)
         if order.num_tokens <= self._budget:
             return [list(members)] if members else []
+        if self._whole_groups:
+            return prompt_rows
         stretches = neighbours(order, self._num_labels, self._budget, self._cost)
         return min(stretches, prompt_rows, key=self._price)
 

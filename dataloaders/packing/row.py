@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
 from easyrl.dataloaders.packing.prefix_tree import PrefixTree, SharedOrder
 from easyrl.schema import MicroBatch, SampleKey, Segment
-
-Aggregation = Literal["sequence", "token", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +21,16 @@ class TrainedSequence:
     prompt_length: int  # P, at least 1: the first token of a response needs one that predicts it
     trained: np.ndarray  # int64 [n], places of the trained tokens, all of them behind the prompt
     logprobs: np.ndarray  # float32 [n], the server's
-    advantage: float
+    advantages: np.ndarray  # float [n]
+    loss_weights: np.ndarray  # float [n]
 
 
-def packed_row(
-    sequences: Sequence[TrainedSequence],
-    order: SharedOrder,
-    aggregation: Aggregation,
-    max_tokens: int,
-) -> MicroBatch:
+def packed_row(sequences: Sequence[TrainedSequence], order: SharedOrder) -> MicroBatch:
     """The row of those of ``sequences`` that ``order`` names.
 
     The input has each beginning that ``order`` says is shared once, depth first. The trained tokens
-    stand sequence by sequence, in the order of ``sequences``, each with its own advantage, also
-    where sequences share it.
+    stand sequence by sequence, in the order of ``sequences``, each with its own advantage and
+    weight, also where sequences share it.
     """
     tree = PrefixTree(order)
     placed = zip(order.index.tolist(), order.shared.tolist(), strict=True)
@@ -49,20 +42,15 @@ def packed_row(
         tree.positions(place, sequence.trained - 1)
         for place, sequence in zip(places.tolist(), chosen, strict=True)
     ]
-    weights = {
-        "sequence": 1.0 / counts,
-        "token": np.ones(len(counts)),
-        "constant": np.full(len(counts), 1.0 / max_tokens),
-    }[aggregation]
     return MicroBatch(
         input_ids=_int64(np.concatenate(runs)),
         position_ids=_int64(tree.depths),
         segments=tree.segments,
         predictor_index=_int64(np.concatenate(predictors)),
         label_ids=_int64(np.concatenate([s.token_ids[s.trained] for s in chosen])),
-        advantages=_float32(np.repeat([s.advantage for s in chosen], counts)),
+        advantages=_float32(np.concatenate([s.advantages for s in chosen])),
         inference_logprobs=_float32(np.concatenate([s.logprobs for s in chosen])),
-        loss_weights=_float32(np.repeat(weights, counts)),
+        loss_weights=_float32(np.concatenate([s.loss_weights for s in chosen])),
         sequence_index=_int64(np.repeat(np.arange(len(counts)), counts)),
         sequences=tuple(sequence.key for sequence in chosen),
     )

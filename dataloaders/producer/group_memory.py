@@ -21,6 +21,16 @@ class StoredGroup(Protocol):
         """Of the group packed with its prompt once: P + ΣR."""
         ...
 
+    @property
+    def refused(self) -> bool:
+        """Rejected or excluded: it is not trained."""
+        ...
+
+    @property
+    def is_recovered(self) -> bool:
+        """Finished in an earlier attempt of the run."""
+        ...
+
     def load(self) -> RolloutGroup:
         """Reads it back. Raises what the store raises where it is damaged."""
         ...
@@ -43,10 +53,14 @@ class GroupStore(Protocol):
 
 
 class GroupMemory(Protocol):
-    """Bounds the groups that wait in memory; one per stream."""
+    """Bounds the groups that wait in memory; one per batch."""
 
     async def keep(self, group: RolloutGroup) -> RolloutGroup | StoredGroup:
         """What of a finished group waits for the consumer. On the producer's loop."""
+        ...
+
+    async def put_away(self, group: RolloutGroup) -> RolloutGroup:
+        """A finished group that no consumer is given. On the producer's loop."""
         ...
 
     async def finish(self) -> None:
@@ -62,8 +76,31 @@ class GroupMemory(Protocol):
         ...
 
 
+class UnboundedMemory:
+    """Every group stays in memory."""
+
+    async def keep(self, group: RolloutGroup) -> RolloutGroup:
+        return group
+
+    async def put_away(self, group: RolloutGroup) -> RolloutGroup:
+        return group
+
+    async def finish(self) -> None:
+        pass
+
+    def received(self) -> None:
+        pass
+
+    def handed_out(self) -> None:
+        pass
+
+
 class BlockingMemory:
-    """A finished group waits, off the queue, until the consumer has taken one."""
+    """A finished group waits, off the queue, until the consumer has taken one.
+
+    For groups that go to the consumer as they finish: one that is held back would keep the place
+    that those in front of it wait for.
+    """
 
     def __init__(self, size: int, loop: asyncio.AbstractEventLoop) -> None:
         self._free = asyncio.Semaphore(size)
@@ -71,6 +108,9 @@ class BlockingMemory:
 
     async def keep(self, group: RolloutGroup) -> RolloutGroup:
         await self._free.acquire()
+        return group
+
+    async def put_away(self, group: RolloutGroup) -> RolloutGroup:
         return group
 
     async def finish(self) -> None:
@@ -87,7 +127,7 @@ class SpillingMemory:
     """A finished group is stored; one that finds no room is kept as a reference to what is stored.
 
     Args:
-        disk: held while the store is written; shared by all streams, so that one thread at a time
+        disk: held while the store is written; shared by all batches, so that one thread at a time
             is busy with it.
     """
 
@@ -97,9 +137,11 @@ class SpillingMemory:
         self._disk = disk
 
     async def keep(self, group: RolloutGroup) -> RolloutGroup | StoredGroup:
-        async with self._disk:  # the loop goes on meanwhile
-            group, stored = await asyncio.to_thread(self._store.add, group)
+        group, stored = await self._add(group)
         return group if self._free.acquire(blocking=False) else stored
+
+    async def put_away(self, group: RolloutGroup) -> RolloutGroup:
+        return (await self._add(group))[0]
 
     async def finish(self) -> None:
         async with self._disk:
@@ -110,3 +152,7 @@ class SpillingMemory:
 
     def handed_out(self) -> None:
         self._free.release()
+
+    async def _add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredGroup]:
+        async with self._disk:  # the loop goes on meanwhile
+            return await asyncio.to_thread(self._store.add, group)

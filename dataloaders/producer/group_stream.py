@@ -1,4 +1,4 @@
-"""The consumer's end of a batch: its groups as they arrive, or in the order of their prompts."""
+"""Queue of finished groups between producer and trainer, the trainer's end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ class ProducerError(RuntimeError):
 class ReadyGroup(NamedTuple):
     """A finished group on its way to the consumer."""
 
-    position: int  # of its prompt in the batch
+    key: Key
     num_tokens: int  # packed
     group: RolloutGroup | StoredGroup
 
 
-class ReadyQueue(queue.SimpleQueue[ReadyGroup | BaseException | None]):
-    """What goes from producer to consumer: groups, or why there are no more.
+class End:
+    """Nothing comes behind it: all groups are on the queue."""
+
+
+class ReadyQueue(queue.SimpleQueue[ReadyGroup | End | BaseException | None]):
+    """What goes from producer to consumer: groups, their end, or why there are no more.
 
     None only wakes the consumer.
 
@@ -47,48 +51,47 @@ Idle = Callable[[], bool]  # does one piece of other work; False if there was no
 
 
 class GroupStream:
-    """The groups of one batch; iterating blocks until the next one is there.
+    """The groups of one optimizer step; iterating blocks until the next one is there.
 
-    Consumes: groups from the queue. Waits for: the next group, in order of completion, or in that
-    of the prompts if ``in_prompt_order``. Is unblocked by: the producer thread, ``interrupt``, and
-    a finished response of ``open_samples`` where there is other work to do with it.
-    Produces: every group of the batch exactly once, then stops.
+    Consumes: groups from the queue. Waits for: the next group, as the producer puts them: in order
+    of completion, or in that of the prompts. Is unblocked by: the producer thread, ``interrupt``,
+    and a finished response of ``open_samples`` where there is other work to do with it.
+    Produces: every group exactly once, then stops.
     Raises ``ProducerError`` if the producer failed, and what a store raises for a damaged group.
 
     Args:
-        num_groups: of the batch, those that are on the queue already included.
         memory: is told what has left the queue and what has left memory.
         cancel: gives up the groups that are not finished.
         open_samples: the responses of groups that are not complete; wakes the consumer with None.
-        recovered: keys of the groups that come from the store, finished in an earlier attempt.
+        in_prompt_order: the queue has them in that order; ``drain_ready`` waits for each next one.
+
+    Attributes:
+        recovered: keys of the groups that come from the store, finished in an earlier attempt; the
+            producer adds to it before such a group is on the queue.
     """
 
     def __init__(
         self,
-        num_groups: int,
         ready: ReadyQueue,
         memory: GroupMemory,
         cancel: Callable[[], object],
         *,
         open_samples: OpenSamples | None = None,
-        recovered: frozenset[Key] = frozenset(),
         in_prompt_order: bool = False,
     ) -> None:
-        self._num_missing = num_groups  # not off the queue yet
+        self._has_more = True  # behind what is off the queue
         self._ready = ready
         self._memory = memory
         self._cancel = cancel
         self._in_prompt_order = in_prompt_order
-        # off the queue and not handed out: positions in order of arrival
-        self._here: OrderedDict[int, ReadyGroup] = OrderedDict()
-        self._first_missing = 0  # position; all before it are handed out
-        self._ahead: set[int] = set()  # positions behind it that are handed out
+        # off the queue and not handed out, in order of arrival
+        self._here: OrderedDict[Key, ReadyGroup] = OrderedDict()
         self._num_handed_out = 0
         self._closed = False
         self._failure: ProducerError | None = None
         self._interruption: BaseException | None = None
         self.open_samples = open_samples or OpenSamples()
-        self.recovered = recovered
+        self.recovered: set[Key] = set()
         self.wait_s = 0.0  # time the consumer was blocked
         self.load_s = 0.0  # time the consumer read groups back from the store
         self.first_group_wait_s: float | None = None
@@ -104,8 +107,8 @@ class GroupStream:
         return 0 if self._closed else self._ready.num_groups - self._num_handed_out
 
     def __iter__(self) -> Iterator[RolloutGroup]:
-        while (position := self._next(block=True)) is not None:
-            yield self._hand_out(position)
+        while (key := self._next(block=True)) is not None:
+            yield self._hand_out(key)
 
     def drain_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
         """Waits for one group, then adds those ready now, within ``max_tokens`` packed tokens.
@@ -120,39 +123,38 @@ class GroupStream:
         """
         groups: list[RolloutGroup] = []
         tokens = 0
-        while (position := self._next(not groups or self._in_prompt_order, idle)) is not None:
-            tokens += self._here[position].num_tokens
+        while (key := self._next(not groups or self._in_prompt_order, idle)) is not None:
+            tokens += self._here[key].num_tokens
             if groups and tokens > max_tokens:
                 break
-            groups.append(self._hand_out(position))
+            groups.append(self._hand_out(key))
         return groups
 
-    def take(self, positions: Sequence[int]) -> list[RolloutGroup]:
+    def drain(self, keys: Sequence[Key]) -> list[RolloutGroup]:
         """Waits for the groups of these prompts and hands them out, in this order.
 
-        ``positions`` are in the batch, of groups that are not handed out yet. Empty when the stream
-        is closed.
+        They have not been handed out yet. Empty when the stream is closed.
         """
         if self._closed:
             return []
         self._raise_if_ended()
-        for position in positions:
-            while position not in self._here:
-                assert self._num_missing, f"group {position} was handed out before"
+        for key in keys:
+            while key not in self._here:
+                assert self._has_more, f"group {key} was handed out before"
                 self._receive(block=True)
-        return [self._hand_out(position) for position in positions]
+        return [self._hand_out(key) for key in keys]
 
     def complete(self) -> None:
         """Waits for the whole batch (``mode: sync``); from then on nothing blocks."""
         self._raise_if_ended()
-        while self._num_missing:
+        while self._has_more:
             self._receive(block=True)
         self.first_group_wait_s = self.wait_s
 
     def close(self) -> None:
         """Gives up the rest of the batch: its requests are cancelled."""
         self._closed = True
-        self._num_missing = 0
+        self._has_more = False
         self._here.clear()
         self._cancel()
 
@@ -164,19 +166,19 @@ class GroupStream:
         self._interruption = error
         self._ready.put(None)
 
-    def _next(self, block: bool, idle: Idle | None = None) -> int | None:
-        """Position of the next group, once it is here. Waits for it if it may ``block``."""
+    def _next(self, block: bool, idle: Idle | None = None) -> Key | None:
+        """Key of the next group, once it is here. Waits for it if it may ``block``."""
         if self._closed:
             return None
         self._raise_if_ended()
-        while (position := self._next_here()) is None:
-            if not self._num_missing:
+        while not self._here:
+            if not self._has_more:
                 return None
             if block and idle is not None and self._does_other_work(idle):
                 continue
             if not self._receive(block):
                 return None
-        return position
+        return next(iter(self._here))
 
     def _does_other_work(self, idle: Idle) -> bool:
         """False if there is nothing to do but wait. Otherwise the queue may have been read."""
@@ -184,11 +186,6 @@ class GroupStream:
             return True
         self.open_samples.listen()  # before the look: what returns behind it must be noticed
         return idle()
-
-    def _next_here(self) -> int | None:
-        if self._in_prompt_order:
-            return self._first_missing if self._first_missing in self._here else None
-        return next(iter(self._here), None)
 
     def _receive(self, block: bool) -> bool:
         """Takes what comes next off the queue. False if there is nothing and it may not wait."""
@@ -202,10 +199,11 @@ class GroupStream:
         if isinstance(item, BaseException):
             self._failure = ProducerError(f"rollout production failed: {item}")
             self._failure.__cause__ = item
-        elif item is not None:
+        elif isinstance(item, ReadyGroup):
             self._memory.received()
-            self._here[item.position] = item
-            self._num_missing -= 1
+            self._here[item.key] = item
+        elif isinstance(item, End):
+            self._has_more = False
         self._raise_if_ended()
         return True
 
@@ -215,13 +213,9 @@ class GroupStream:
         if self._failure is not None:
             raise self._failure
 
-    def _hand_out(self, position: int) -> RolloutGroup:
-        group = self._here.pop(position).group
+    def _hand_out(self, key: Key) -> RolloutGroup:
+        group = self._here.pop(key).group
         self._num_handed_out += 1
-        self._ahead.add(position)
-        while self._first_missing in self._ahead:
-            self._ahead.remove(self._first_missing)
-            self._first_missing += 1
         if self.first_group_wait_s is None:
             self.first_group_wait_s = self.wait_s
         if isinstance(group, RolloutGroup):

@@ -1,4 +1,4 @@
-"""The temporary data generator: a producer of finished groups (periodic asynchrony, paper §4.3).
+"""Producer of finished groups: the temporary data generator of periodic asynchrony (paper §4.3).
 
 Knows neither vLLM, rewards nor files: it is given a ``begin_group`` callable, a ``Scorer`` and,
 for groups that outlive the process, a store.
@@ -11,30 +11,33 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from easyrl.dataloaders.producer.draws import Draws, OneRank
+from easyrl.dataloaders.producer.group_batch import GroupBatch
 from easyrl.dataloaders.producer.group_memory import (
     BlockingMemory,
     GroupMemory,
     GroupStore,
     SpillingMemory,
     StoredGroup,
+    UnboundedMemory,
 )
 from easyrl.dataloaders.producer.group_stream import (
     GroupStream,
     ProducerError,
     ReadyGroup,
-    ReadyQueue,
     packed_tokens,
 )
-from easyrl.dataloaders.producer.loop_thread import LoopThread
-from easyrl.dataloaders.producer.open_samples import OpenSamples
+from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.metrics.event_log import Record, ignore
-from easyrl.schema import Completion, Prompt, RolloutGroup, Score
+from easyrl.runtime.loop_thread import LoopThread
+from easyrl.schema import Completion, GroupOutcome, Prompt, RolloutGroup, Score
 
 __all__ = [
     "BeginGroup",
+    "GroupBatch",
     "GroupStore",
     "GroupStream",
     "ProducerError",
@@ -51,7 +54,13 @@ Sample = Callable[[int], Awaitable[Completion]]  # index of the sample → its r
 # prompt, version, priority → entered when it is the group's turn; inside, its samples may be asked
 # for. Groups of a smaller priority go first.
 BeginGroup = Callable[[Prompt, str | None, int], AbstractAsyncContextManager[Sample]]
+# A group's reason to be replaced by the next prompt of the order, or None: it is trained.
+Accept = Callable[[RolloutGroup], str | None]
 SampleScores = TypeVar("SampleScores")
+
+
+def accept_all(group: RolloutGroup) -> None:
+    """The ``Accept`` of a recipe that rejects nothing."""
 
 
 class Scorer(Protocol, Generic[SampleScores]):
@@ -68,19 +77,20 @@ class Scorer(Protocol, Generic[SampleScores]):
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """What one call of ``produce`` has to bring about."""
+class _Run:
+    """What one call of ``produce_batch`` has to bring about."""
 
-    prompts: Sequence[tuple[int, Prompt]]  # the missing ones, with their positions
+    draws: Draws
+    prompt_at: Callable[[int], Prompt]
     version: str | None
-    priority: int
-    ready: ReadyQueue
+    store: GroupStore | None
+    accept: Accept
     memory: GroupMemory
-    open_samples: OpenSamples
+    batch: GroupBatch
 
 
 class RolloutGenerator:
-    """Turns a batch of prompts into a stream of finished groups, in the background.
+    """Turns prompts into streams of finished groups, in the background.
 
     Args:
         thread: the loop on which requests run.
@@ -89,13 +99,14 @@ class RolloutGenerator:
             complete or given up.
         scorer: scores responses as they return and groups when complete.
         num_generations: G, responses per prompt.
-        queue_size: finished groups of a stream that may wait in memory. What the consumer has
-            taken off the queue and holds back (``complete``, ``in_prompt_order``) counts only
-            where there is a store.
-        excluded_by: errors of a sample that are its prompt's fault (it is too long): the group is
-            handed on without completions, with the reason in ``excluded``.
+        queue_size: finished groups that may wait in memory for the trainer. What is held back, for
+            its order or its optimizer step to be known or by the consumer (``complete``,
+            ``drain``), counts only where there is a store.
+        excluded_by: errors of a sample that are its prompt's fault (it is too long): the group has
+            no completions then, and the reason in ``excluded``.
         in_prompt_order: hand groups out in the order of their prompts, not in that of completion.
-        record: receives the events ``batch_dispatched``, ``response_scored``, ``group_ready``, and
+        record: receives the events ``batch_dispatched``, ``response_scored``, ``group_ready``,
+            ``batch_generated`` when all drawn positions of all ranks are decided, and
             ``group_recovered`` for each group that a store had.
     """
 
@@ -122,86 +133,131 @@ class RolloutGenerator:
         self._disk = asyncio.Lock()
 
     def produce(
-        self,
-        prompts: Sequence[Prompt],
-        version: str | None,
-        *,
-        store: GroupStore | None = None,
-        priority: int = 0,
+        self, prompts: Sequence[Prompt], version: str | None, *, store: GroupStore | None = None
     ) -> GroupStream:
-        """Starts the batch and returns at once. All groups ask for their turn, in this order.
+        """Starts the generation of ``prompts`` and returns at once; every group is handed out.
 
         What ``store`` has of them is ready from the start; only the others are asked for, and
         stored as they finish, before they are handed out. Raises what ``store.find`` raises.
         """
-        missing: list[tuple[int, Prompt]] = []
-        recovered: list[Prompt] = []
-        ready = ReadyQueue()
+        membership = BatchMembership(max(len(prompts), 1), num_left=len(prompts))
+        recovered = []
         for position, prompt in enumerate(prompts):
             stored = None if store is None else store.find(prompt)
-            if stored is None:
-                missing.append((position, prompt))
-            else:
-                recovered.append(prompt)
-                ready.put_group(ReadyGroup(position, stored.num_tokens, stored))
-        self._record(
-            "batch_dispatched",
-            version=version,
-            num_prompts=len(prompts),
-            num_recovered=len(recovered),
+            if stored is not None:
+                membership.decide(position, True)
+                recovered.append((position, stored))
+        batch = self.produce_batch(
+            Draws(membership, OneRank()),
+            prompts.__getitem__,
+            version,
+            store=store,
+            recovered=recovered,
+            hands_out_refused=True,
         )
-        for prompt in recovered:
-            self._record("group_recovered", epoch=prompt.epoch, index=prompt.index)
-        memory = self._memory(store)
-        open_samples = OpenSamples(self._num_generations, wake=lambda: ready.put(None))
-        batch = self._thread.submit(
-            self._produce(_Batch(missing, version, priority, ready, memory, open_samples))
-        )
-        return GroupStream(
-            len(prompts),
-            ready,
+        return batch.streams[0]
+
+    def produce_batch(
+        self,
+        draws: Draws,
+        prompt_at: Callable[[int], Prompt],
+        version: str | None,
+        *,
+        num_updates: int = 1,
+        store: GroupStore | None = None,
+        recovered: Sequence[tuple[int, StoredGroup]] = (),
+        accept: Accept = accept_all,
+        hands_out_refused: bool = False,
+    ) -> GroupBatch:
+        """Starts a batch whose members are found while it runs; returns at once.
+
+        Args:
+            draws: the positions to generate.
+            prompt_at: the prompt at a position of the batch.
+            store: keeps each group before it counts; asked for each prompt before it is generated.
+            recovered: positions that ``draws`` counts as decided already, with this rank's groups.
+            accept: a group's reason to be replaced by the next prompt, or None.
+            hands_out_refused: excluded groups too go to the streams.
+        """
+        memory = self._memory(store, holds_back=self._in_prompt_order or num_updates > 1)
+        batch = GroupBatch(
+            self._num_generations,
+            num_updates,
             memory,
-            batch.cancel,
-            open_samples=open_samples,
-            recovered=frozenset(prompt.key for prompt in recovered),
             in_prompt_order=self._in_prompt_order,
+            hands_out_refused=hands_out_refused,
         )
+        self._record("batch_dispatched", version=version, num_recovered=len(recovered))
+        for position, stored in recovered:
+            prompt = prompt_at(position)
+            self._note_recovered(prompt)
+            batch.add_stored(position, prompt, stored)
+        run = _Run(draws, prompt_at, version, store, accept, memory, batch)
+        draws.on_change = lambda: batch.release(draws)
+        batch.release(draws)  # what is recovered is ready from the start
+        batch.producing = self._thread.submit(self._produce(run))
+        return batch
 
-    def _memory(self, store: GroupStore | None) -> GroupMemory:
-        if store is None:
-            return BlockingMemory(self._queue_size, self._thread.loop)
-        return SpillingMemory(self._queue_size, store, self._disk)
+    def _memory(self, store: GroupStore | None, *, holds_back: bool) -> GroupMemory:
+        if store is not None:
+            return SpillingMemory(self._queue_size, store, self._disk)
+        if holds_back:
+            return UnboundedMemory()
+        return BlockingMemory(self._queue_size, self._thread.loop)
 
-    async def _produce(self, batch: _Batch) -> None:
-        async def produce_group(position: int, prompt: Prompt) -> None:
-            try:
-                group = await self._group(prompt, batch)
-                kept = await batch.memory.keep(group)
-            finally:
-                batch.open_samples.close_group(prompt)
-            self._record("group_ready", epoch=prompt.epoch, index=prompt.index)
-            batch.ready.put_group(ReadyGroup(position, packed_tokens(group), kept))
-
+    async def _produce(self, run: _Run) -> None:
+        batch = run.batch
         try:
             async with asyncio.TaskGroup() as tasks:
-                for position, prompt in batch.prompts:
-                    tasks.create_task(produce_group(position, prompt))
-            await batch.memory.finish()
+                async for position in run.draws:
+                    tasks.create_task(self._draw(position, run))
+            self._record("batch_generated", version=run.version)
+            await run.memory.finish()
+            batch.release(run.draws)
         except BaseExceptionGroup as errors:
-            batch.ready.put(_first_leaf(errors))
+            batch.fail(_first_leaf(errors))
         except BaseException as error:
-            batch.ready.put(error)  # cancelled: whoever still waits must wake up
+            batch.fail(error)  # cancelled: whoever still waits must wake up
             raise
 
-    async def _group(self, prompt: Prompt, batch: _Batch) -> RolloutGroup:
+    async def _draw(self, position: int, run: _Run) -> None:
+        """One prompt, from its dispatch to its outcome."""
+        prompt = run.prompt_at(position)
+        stored = None if run.store is None else run.store.find(prompt)
+        if stored is not None:  # finished before, and not needed until now
+            self._note_recovered(prompt)
+            run.batch.add_stored(position, prompt, stored)
+            run.draws.decide(position, not stored.refused)
+            return
+        try:
+            group = await self._group(position, prompt, run)
+            if group.excluded is None and (reason := run.accept(group)) is not None:
+                group = replace(group, rejected=reason)
+            hands_out = not group.refused or run.batch.hands_out_refused
+            if not hands_out:
+                group = await run.memory.put_away(group)
+                run.batch.refused.append(GroupOutcome.of(group))
+            else:
+                kept = await run.memory.keep(group)
+                run.batch.add(position, ReadyGroup(prompt.key, packed_tokens(group), kept))
+        finally:
+            run.batch.close_open_group(prompt)
+        self._record("group_ready", epoch=prompt.epoch, index=prompt.index)
+        run.draws.decide(position, hands_out)
+
+    def _note_recovered(self, prompt: Prompt) -> None:
+        self._record("group_recovered", epoch=prompt.epoch, index=prompt.index)
+
+    async def _group(self, position: int, prompt: Prompt, run: _Run) -> RolloutGroup:
         dispatched_s = time.monotonic()
         completions: tuple[Completion, ...] = ()
         scores: tuple[Score, ...] = ()
         excluded: str | None = None
         try:
-            async with self._begin_group(prompt, batch.version, batch.priority) as sample:
+            priority = run.draws.membership.expected_update_of(position)
+            async with self._begin_group(prompt, run.version, priority) as sample:
                 dispatched_s = time.monotonic()
-                completions, sample_scores = await self._samples(prompt, sample, batch.open_samples)
+                completions, sample_scores = await self._samples(position, prompt, sample, run)
             scores = await self._scorer.score_group(prompt, completions, sample_scores)
         except self._excluded_by as error:
             log.warning("prompt %d is excluded: %s", prompt.index, error)
@@ -210,21 +266,22 @@ class RolloutGenerator:
             prompt=prompt,
             completions=completions,
             scores=scores,
-            policy_version=batch.version or "",
+            policy_version=run.version or "",
+            position=position,
             dispatched_s=dispatched_s,
             completed_s=time.monotonic(),
             excluded=excluded,
         )
 
     async def _samples(
-        self, prompt: Prompt, sample: Sample, open_samples: OpenSamples
+        self, position: int, prompt: Prompt, sample: Sample, run: _Run
     ) -> tuple[tuple[Completion, ...], list[Any]]:
         """All responses and what was scored of each. Raises the first error that ended one."""
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 samples = [
-                    tasks.create_task(self._sample(prompt, sample, number, open_samples))
+                    tasks.create_task(self._sample(position, prompt, sample, number, run))
                     for number in range(self._num_generations)
                 ]
         except ExceptionGroup as errors:
@@ -237,10 +294,10 @@ class RolloutGenerator:
         return tuple(result[0] for result in results), [result[1] for result in results]
 
     async def _sample(
-        self, prompt: Prompt, sample: Sample, number: int, open_samples: OpenSamples
+        self, position: int, prompt: Prompt, sample: Sample, number: int, run: _Run
     ) -> tuple[Completion, Any]:
         completion = await sample(number)
-        open_samples.add(prompt, number, completion)
+        run.batch.add_sample(position, prompt, number, completion, run.draws)
         scores = await self._scorer.score_sample(prompt, completion)
         self._record(
             "response_scored",

@@ -1,9 +1,9 @@
-"""Records → tokenised prompts, and batches of them with a cursor that survives a restart."""
+"""Records → tokenised prompts, and the order in which a run draws them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, overload
@@ -156,81 +156,74 @@ def _encode(
     return encoded["input_ids"]
 
 
-class PromptBatches(Iterator[list[Prompt]]):
-    """Iterates over ``epochs`` passes of ``dataset``, ``batch_size`` prompts at a time.
+class PromptOrder:
+    """The prompts of a run in the order in which they are drawn: position → prompt.
 
-    Each epoch has its own order, a function of ``seed`` and the epoch only. Batches run across the
-    ends of epochs, so that no prompt is dropped; the last batch of all may be short.
+    Positions go through ``epochs`` passes of ``dataset``, or through as many as are asked for.
+    Each epoch has its own order, a function of ``seed`` and the epoch only.
     """
 
     def __init__(
         self,
         dataset: Sequence[Prompt],
-        batch_size: int,
         *,
         seed: int = 0,
         shuffle: bool = True,
-        epochs: int = 1,
+        epochs: int | None = 1,
     ) -> None:
         if not dataset:
             raise ValueError("the dataset is empty")
         self.dataset = dataset
-        self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
         self.epochs = epochs
-        self._position = 0  # prompts handed out, over all epochs
         self._order: tuple[int, np.ndarray] | None = None  # of the epoch last asked for
         self._fingerprint = _fingerprint(dataset)
 
-    @property
-    def num_batches(self) -> int:
-        """Batches of all epochs together, the ones already handed out included."""
-        return -(-len(self.dataset) * self.epochs // self.batch_size)
+    def num_left(self, position: int) -> int | None:
+        """Prompts from ``position`` on; None: the order has no end.
 
-    def __next__(self) -> list[Prompt]:
-        end = min(self._position + self.batch_size, len(self.dataset) * self.epochs)
-        if self._position >= end:
-            raise StopIteration
-        batch = [self._prompt(position) for position in range(self._position, end)]
-        self._position = end
-        return batch
+        A run that is resumed with fewer epochs may be behind the end.
+        """
+        return None if self.epochs is None else max(len(self.dataset) * self.epochs - position, 0)
 
-    def state(self) -> dict[str, int | bool | str]:
-        """The cursor, JSON-able: what ``restore`` takes."""
-        return {"position": self._position, **self._identity()}
+    def prompt(self, position: int) -> Prompt:
+        """The prompt at ``position``, counted over all epochs from 0."""
+        assert position >= 0 and self.num_left(position) != 0
+        epoch, place = divmod(position, len(self.dataset))
+        order = self._order
+        if order is None or order[0] != epoch:
+            order = self._order = (epoch, self._epoch_order(epoch))
+        return replace(self.dataset[int(order[1][place])], epoch=epoch)
 
-    def restore(self, state: Mapping[str, int | bool | str]) -> None:
-        """Continues where ``state`` was taken. ``epochs`` may differ: a run can be extended.
+    def cursor(self, position: int) -> dict[str, int | bool | str]:
+        """``position`` and what it is a position of, JSON-able."""
+        return {"position": position, **self._identity()}
 
-        Raises ``ValueError`` if dataset, order or batch size are not those of ``state``.
+    def position(self, cursor: Mapping[str, int | bool | str]) -> int:
+        """The position in ``cursor``. ``epochs`` may differ: a run can be extended.
+
+        Raises ``ValueError`` if dataset or order are not those of ``cursor``.
         """
         identity = self._identity()
-        if set(state) != {"position", *identity}:
-            raise ValueError(f"not a state of PromptBatches: it has the keys {sorted(state)}")
+        if set(cursor) != {"position", *identity}:
+            raise ValueError(f"not a cursor of PromptOrder: it has the keys {sorted(cursor)}")
         for key, value in identity.items():
-            if state[key] != value:
+            if cursor[key] != value:
                 raise ValueError(
-                    f"cannot resume the prompts: {key} was {state[key]!r} when the checkpoint was "
-                    f"written and is {value!r} now; resume with the same data, seed and batch "
-                    "size, or start a new run"
+                    f"cannot resume the prompts: {key} was {cursor[key]!r} when the checkpoint was "
+                    f"written and is {value!r} now; resume with the same data and seed, or start a "
+                    "new run"
                 )
-        self._position = int(state["position"])
+        return int(cursor["position"])
 
     def _identity(self) -> dict[str, int | bool | str]:
         return {
             "num_prompts": len(self.dataset),
-            "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "dataset_hash": self._fingerprint,
         }
-
-    def _prompt(self, position: int) -> Prompt:
-        epoch, offset = divmod(position, len(self.dataset))
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._epoch_order(epoch))
-        return replace(self.dataset[int(self._order[1][offset])], epoch=epoch)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:

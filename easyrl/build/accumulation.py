@@ -9,7 +9,7 @@ from easyrl.build.recipe import group_functions, rows_per_drain
 from easyrl.config import Config
 from easyrl.engines.base import TrainEngine
 from easyrl.metrics.event_log import Record
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.stopping import StopRequest
 from easyrl.trainer.accumulation import Accumulator
 
@@ -17,7 +17,7 @@ from easyrl.trainer.accumulation import Accumulator
 def build_accumulator(
     config: Config,
     engine: TrainEngine,
-    agreement: Agreement,
+    collectives: Collectives,
     stop: StopRequest,
     *,
     is_interruption: Callable[[Exception], bool],
@@ -27,7 +27,7 @@ def build_accumulator(
     """What is left to the caller is who may interrupt, who listens, and what is waited for."""
     return Accumulator(
         engine=engine,
-        agreement=agreement,
+        collectives=collectives,
         functions=group_functions(config),
         stop=stop,
         is_interruption=is_interruption,

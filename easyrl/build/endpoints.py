@@ -22,7 +22,7 @@ from easyrl.inference_client.pool.membership import (
 from easyrl.inference_client.pool.pool import Endpoint
 from easyrl.inference_client.pool.startup import read_api_key
 from easyrl.inference_client.servers.managed.managed import ManagedServers
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Prompt
@@ -69,12 +69,14 @@ def start_servers(config: Config, opened: ExitStack) -> list[str]:
 
 
 def follow_membership(
-    inference: Inference, output: Path, urls: list[str], agreement: Agreement, opened: ExitStack
+    inference: Inference, output: Path, urls: list[str], collectives: Collectives, opened: ExitStack
 ) -> None:
     """From now on ``easyrl endpoints`` adds and removes endpoints."""
-    begun = asdict(begin_membership(output, urls)) if agreement.rank == 0 else None
-    wanted = Wanted(**agreement.from_rank_zero(begun))
-    follower = MembershipFollower(inference.pool, output, wanted, writes_state=agreement.rank == 0)
+    begun = asdict(begin_membership(output, urls)) if collectives.ranks.rank == 0 else None
+    wanted = Wanted(**collectives.broadcast(begun))
+    follower = MembershipFollower(
+        inference.pool, output, wanted, writes_state=collectives.ranks.rank == 0
+    )
     inference.thread.run(follower.start())
     opened.callback(lambda: inference.thread.run(follower.close()))
 
@@ -108,7 +110,7 @@ def build_weight_sync(
     config: Config,
     run: str,
     engine: DeepSpeedEngine,
-    agreement: Agreement,
+    collectives: Collectives,
     inference: Inference,
     prompts: Sequence[Prompt],
     stop: StopRequest,
@@ -123,7 +125,7 @@ def build_weight_sync(
         asked,
         config.rollout.temperature,
         # its responses all end at max_tokens; it reads the rows' tokens in their order
-        pack_function(config, mask_truncated=False, keep_order=True),
+        pack_function(config, keep_order=True),
         inference.fetchers,
         config.weight_sync.timeout_s,
     )
@@ -138,7 +140,7 @@ def build_weight_sync(
             engine=engine,
             pool=inference.pool,
             thread=inference.thread,
-            agreement=agreement,
+            collectives=collectives,
             canary=canary,
             dummy=dummy_micro_batch,
             stop=stop,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
-from easyrl.inference_client.errors import NoEndpointError, PromptRejected, RequestRejected
+from easyrl.inference_client.errors import (
+    NoEndpointError,
+    PromptRejected,
+    RequestRejected,
+    is_outage,
+)
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
 from easyrl.inference_client.pool.pool import EndpointPool
@@ -18,12 +21,13 @@ from easyrl.inference_client.pool.startup import read_api_key
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
 from easyrl.runtime.workers.worker_pool import WorkerPool
-from easyrl.schema import Completion, Prompt
+from easyrl.schema import Completion, Prompt, StopRequested
 from easyrl.trainer.evaluation import Evaluator
 
 
@@ -41,7 +45,7 @@ class Inference:
         self, sampling: SamplingConfig, num_generations: int, config: Config
     ) -> RolloutGenerator:
         """A producer of training groups."""
-        scorer = self._scorer(config, truncated=config.rollout.truncated)
+        scorer = self._scorer(config, config.scoring.truncated_reward)
         return self._generator(
             sampling,
             num_generations,
@@ -56,19 +60,20 @@ class Inference:
         evaluation: EvaluationConfig,
         prompts: Sequence[Prompt],
         config: Config,
-        agreement: Agreement,
+        collectives: Collectives,
         stop: StopRequest,
         record: Record = ignore,
     ) -> Evaluator:
         """Evaluates on ``prompts`` with the same rewards; its events are not the run's own."""
-        scorer = self._scorer(config, truncated="keep")
+        scorer = self._scorer(config, truncated_reward=None)
         generator = self._generator(
             evaluation.sampling, evaluation.num_samples, config, scorer, record
         )
         return Evaluator(
             prompts=prompts,
             rollouts=generator,
-            agreement=agreement,
+            is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
+            collectives=collectives,
             stop=stop,
             num_samples=evaluation.num_samples,
             pass_at=evaluation.pass_at,
@@ -76,13 +81,9 @@ class Inference:
             reward_name=config.rewards[0].label,
         )
 
-    def _scorer(self, config: Config, truncated: Literal["keep", "mark", "mask"]) -> Scorer:
+    def _scorer(self, config: Config, truncated_reward: float | None) -> Scorer:
         return Scorer(
-            config.rewards,
-            config.scoring,
-            self.workers,
-            truncated=truncated,
-            truncated_reward=config.rollout.truncated_reward,
+            config.rewards, config.scoring, self.workers, truncated_reward=truncated_reward
         )
 
     def _generator(

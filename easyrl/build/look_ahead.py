@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from easyrl.config import Config
-from easyrl.config.objective import no_look_ahead
+from easyrl.config.trainer import no_look_ahead
 from easyrl.engines.base import TrainEngine
 
 
@@ -12,6 +12,6 @@ def looks_ahead(config: Config, engine: TrainEngine) -> bool:
 
     There a rank that computes a piece of work has all others wait for its next row.
     """
-    reason = no_look_ahead(config.objective, config.trainer, config.run)
+    reason = no_look_ahead(config.trainer, config.run)
     wanted = config.trainer.look_ahead and reason is None
     return wanted and engine.can_look_ahead and not engine.lockstep

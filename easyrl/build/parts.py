@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -15,39 +16,49 @@ from easyrl.build.endpoints import (
     start_servers,
     warn_of_short_contexts,
 )
-from easyrl.build.inference import open_inference
-from easyrl.build.ledger import Due, SavedAttempts, open_notary, reference_identity
-from easyrl.build.steps import total_steps, trained_before
-from easyrl.config import Config, EvaluationConfig
-from easyrl.dataloaders.prompts.dataset import PromptBatches
+from easyrl.build.inference import Inference, open_inference
+from easyrl.build.invariant_endpoints import require_invariant_endpoints
+from easyrl.build.ledger import open_certificate, reference_identity
+from easyrl.build.recipe import accept_function, say_what_cannot_act
+from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
+from easyrl.build.trackers import open_trackers
+from easyrl.config import Config, ConfigError
+from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
 from easyrl.inference_client.errors import is_outage
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.ledger.journal import Journal, JournalledRollouts, group_settings
+from easyrl.ledger.checkpoints.saver import CheckpointSaver
+from easyrl.ledger.journal import BatchRules, Journal, JournalledRollouts, group_settings
+from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.event_log import ignore
-from easyrl.metrics.logprob_mismatch import LogprobAgreement
+from easyrl.metrics.logprob_mismatch import LogprobMismatch
+from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.throughput import Throughput
+from easyrl.recipes.loading import load_recipe
 from easyrl.rewards.startup import check_rewards
-from easyrl.runtime.collectives import Agreement, PeerOutage
+from easyrl.runtime.collectives import Collectives, PeerOutage
 from easyrl.runtime.determinism import (
     is_strict,
     make_deterministic,
     remember_arithmetic,
-    require_invariant_endpoints,
 )
+from easyrl.runtime.notices import Notices
+from easyrl.runtime.rank_coordination import RankCoordination
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_folder import (
     begin_attempt,
     keep_config,
     open_event_log,
-    open_trackers,
     prepare_output,
 )
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
-from easyrl.schema import PolicyVersion, StopRequested
-from easyrl.trainer.evaluation import Evaluator
-from easyrl.trainer.loop import AfterReport, Hook, Progress, Trainer
+from easyrl.schema import BatchWithdrawn, PolicyVersion, Progress, StopRequested
+from easyrl.trainer.evaluation import ScheduledEvaluation
+from easyrl.trainer.loop import Plan, Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -64,125 +75,159 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     make_deterministic(config)
     check_rewards(config.rewards)
     start_process_group()
-    agreement = Agreement(dist.get_rank(), dist.get_world_size())
-    output = prepare_output(config, agreement, opened, resume=resume)
+    ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
+    collectives = Collectives(ranks)
+    output = prepare_output(config, collectives, opened, resume=resume)
+    if collectives.ranks.rank == 0:
+        say_what_cannot_act(config)
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")
     held_out = load_held_out(config.evaluation, tokenizer)
-    batches = PromptBatches(
-        prompts,
-        config.trainer.batch_size,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        epochs=config.data.epochs,
+    order = PromptOrder(
+        prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=num_epochs(config)
     )
+    if num_epochs(config) is None and ranks.is_first and config.data.epochs > 1:
+        logger.warning(
+            "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
+        )
     checkpoint_folder = config.run.output_dir / "checkpoints"
     step, position = trained_before(checkpoint_folder) if resume else (0, 0)
-    num_steps = total_steps(
-        config.trainer, len(prompts) * config.data.epochs, step=step, position=position
-    )
+    rejects = load_recipe(config).rejects
+    num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
 
     engine = DeepSpeedEngine(config, total_steps=num_steps)
-    notices = agreement.open_notices()
+    notices = collectives.open_notices()
     stop.follow_peers(notices)
-    if engine.rank == 0:
+    if ranks.is_first:
         remember_arithmetic(config, output)
     tokens = TokenProgress()
-    record = tokens.counting(open_event_log(config, output, agreement, opened))
+    record = tokens.counting(open_event_log(config, output, collectives, opened))
     checkpoints = opened.enter_context(  # a run that ends well waits for its last checkpoint
         Checkpoints(
             checkpoint_folder,
             config.checkpoint.keep,
             engine,
-            agreement,
+            collectives,
             config.checkpoint.background,
             record=record,
         )
     )
-    version = begin_attempt(config, output, agreement)
+    version = begin_attempt(config, output, collectives)
     journal = Journal(
         output / "journal",
         version.attempt,
-        agreement.rank,
+        collectives.ranks.rank,
         config.journal.fsync,
-        settings=group_settings(config),
+        settings=group_settings(config, rejects=rejects),
     )
-    attempts = SavedAttempts(
-        config,
+    prunes = ranks.is_first and config.journal.keep != "all"
+    saver = CheckpointSaver(
         checkpoints,
-        journal if agreement.rank == 0 else None,
-        reference_identity(config, agreement),
+        order,
+        every_steps=config.checkpoint.every_steps,
+        journal=journal if prunes else None,
+        reference=reference_identity(config, collectives),
     )
-    progress = attempts.resume(batches) if resume else Progress(cursor=batches.state())
+    progress = _resume(saver) if resume else Progress()
 
-    urls: list[str] = agreement.from_rank_zero(own_urls)
-    inference = open_inference(config, opened, urls=urls, num_shares=engine.dp_size, record=record)
-    remembers = output if engine.rank == 0 else None
-    require_invariant_endpoints(config, inference.pool, remembers)
+    urls: list[str] = collectives.broadcast(own_urls)
+    inference = open_inference(config, opened, urls=urls, num_shares=ranks.dp_size, record=record)
+    require_invariant_endpoints(config, inference.pool, output if ranks.is_first else None)
     warn_of_short_contexts(config, inference, rollout=True)
     weight_sync = build_weight_sync(
-        config, version.run, engine, agreement, inference, prompts, stop
+        config, version.run, engine, collectives, inference, prompts, stop
     )
     opened.callback(weight_sync.close)
     inference.pool.set_repair(weight_sync.repair)
-    follow_membership(inference, output, urls, agreement, opened)
+    follow_membership(inference, output, urls, collectives, opened)
     rollouts = JournalledRollouts(
         inference.rollouts(config.rollout, config.rollout.num_generations, config),
         journal,
-        repeats_drains=not is_strict(config),
+        order,
+        BatchRules(
+            config.trainer.batch_size,
+            config.trainer.updates_per_batch,
+            max_draws=max_draws(config),
+            accept=accept_function(config),
+            in_prompt_order=is_strict(config),
+        ),
+        ranks,
+        RankCoordination(collectives),
     )
     opened.callback(rollouts.close)
-    notary = open_notary(config, output, version, batches, progress, agreement, opened)
-    if agreement.rank == 0:
+    weight_sync.set_on_failed_proof(rollouts.withdraw)
+    certificate = open_certificate(config, output, version, order, progress, collectives, opened)
+    if ranks.is_first:
         keep_config(config, output, version.attempt)
-
-    after_publish: list[Hook] = []
+    evaluation = None
     if config.evaluation is not None:
         evaluator = inference.evaluator(
-            config.evaluation, held_out, config, agreement, stop, tokens.counting(ignore)
+            config.evaluation, held_out, config, collectives, stop, tokens.counting(ignore)
         )
-        due = Due(config.evaluation.every_steps, max(progress.reported_step, 0))
-        after_publish.append(_evaluation_hook(config.evaluation, due, evaluator, num_steps))
-    after_report: list[AfterReport] = []
-    if config.checkpoint.every_steps:
-        after_report.append(attempts.hook(progress))
-    throughput = Throughput(inference.pool, engine.dp_size + len(inference.pool.endpoints))
+        evaluation = ScheduledEvaluation(
+            evaluator, config.evaluation, max(progress.reported_step, 0)
+        )
     trackers = (
-        open_trackers(config, output, progress.reported_step, num_steps) if engine.rank == 0 else []
+        open_trackers(config, output, progress.reported_step, num_steps) if ranks.is_first else []
     )
     for tracker in trackers:
         opened.callback(tracker.close)
-
     trainer = Trainer(
         engine=engine,
-        batches=batches,
         rollouts=rollouts,
-        weight_sync=weight_sync,
-        agreement=agreement,
         accumulator=build_accumulator(
             config,
             engine,
-            agreement,
+            collectives,
             stop,
             is_interruption=_is_interruption,
             record=record,
             synchronous=config.run.mode == "sync",
         ),
-        notary=notary,
-        save=lambda: attempts.save_now(progress),
-        save_at_end=lambda: attempts.save_at_end(progress),
+        weight_sync=weight_sync,
+        ledger=Ledger(certificate, saver, collectives),
+        reporter=StepReporter(
+            Throughput(inference.pool, ranks.world_size + len(inference.pool.endpoints)),
+            evaluation=evaluation,
+            trackers=trackers,
+            mismatch=LogprobMismatch(config) if ranks.is_first else None,
+        ),
+        collectives=collectives,
+        plan=_plan(config, version),
         record=record,
-        after_publish=after_publish,
-        watch=LogprobAgreement(config).look if engine.rank == 0 else lambda sums: None,
-        after_report=after_report,
-        on_step=[throughput.add, *(tracker.log for tracker in trackers)],
-        version=version,
+        progress=progress,
+    )
+    _watch(config, opened, tokens, rollouts, inference, signals, notices)
+    return Parts(trainer, engine)
+
+
+def _plan(config: Config, version: PolicyVersion) -> Plan:
+    return Plan(
+        version,
         updates_per_batch=config.trainer.updates_per_batch,
         max_steps=config.trainer.max_steps,
         max_bad_steps=config.trainer.max_bad_steps,
-        progress=progress,
     )
+
+
+def _resume(saver: CheckpointSaver) -> Progress:
+    try:
+        return saver.resume()
+    except ValueError as error:  # other settings than those of the checkpoint
+        raise ConfigError(f"--resume: {error}") from error
+
+
+def _watch(
+    config: Config,
+    opened: ExitStack,
+    tokens: TokenProgress,
+    rollouts: JournalledRollouts,
+    inference: Inference,
+    signals: RunSignals,
+    notices: Notices,
+) -> None:
+    """Ends the run if it stands still."""
 
     def describe() -> str:
         endpoints = "\n".join(map(str, inference.pool.states()))
@@ -200,21 +245,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             notices=notices,
         )
     )
-    return Parts(trainer, engine)
 
 
 def _is_interruption(error: Exception) -> bool:
     """Whether the run ends for now with sound weights."""
-    return is_outage(error) or isinstance(error, StopRequested | PeerOutage)
-
-
-def _evaluation_hook(
-    schedule: EvaluationConfig, due: Due, evaluator: Evaluator, num_steps: int
-) -> Hook:
-    def evaluate(step: int, version: PolicyVersion) -> dict[str, float]:
-        wanted = due.passes(step)
-        wanted |= step == 0 and schedule.at_start
-        wanted |= step >= num_steps and schedule.at_end
-        return evaluator.evaluate(str(version)) if wanted else {}
-
-    return evaluate
+    return is_outage(error) or isinstance(error, StopRequested | PeerOutage | BatchWithdrawn)

@@ -1,40 +1,61 @@
-"""The objective's pure functions of groups, as the configuration wants them."""
+"""The recipe's functions of finished groups, as the configuration wants them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from easyrl.config import Config
 from easyrl.dataloaders.packing.cost import cost_of_model_at
-from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
+from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
-from easyrl.recipes.advantages import group_advantages
+from easyrl.recipes.groups import trained_groups, without_advantages
+from easyrl.recipes.loading import load_recipe, notices, run_settings
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.seeding import sample_seed
-from easyrl.schema import MicroBatch, RolloutGroup
+from easyrl.schema import Completion, MicroBatch, RolloutGroup, TrainedGroup
 from easyrl.trainer.accumulation import GroupFunctions
+
+logger = logging.getLogger(__name__)
 
 # With groups of a third of a row, takes of 8 rows need 11 % fewer rows than takes of one (simulated
 # log-normal sizes), and the costs of rows vary half as much.
 ROWS_PER_DRAIN = 8
 
-Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
+PackFinished = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
 
 
 def group_functions(config: Config) -> GroupFunctions:
     """What the trainer makes of finished groups."""
+    recipe, run = load_recipe(config), run_settings(config)
+    keep_order = is_strict(config)  # there, rows are a matter of the prompts' order
+    pack = _pack_function(config, keep_order=keep_order, whole_groups=recipe.span == "group")
+    shuffle = config.scoring.shuffle_rewards
     return GroupFunctions(
-        advantages=_advantages(config),
-        pack=pack_function(
-            config,
-            mask_truncated=config.rollout.truncated == "mask",
-            keep_order=is_strict(config),  # there, rows are a matter of the prompts' order
-        ),
-        denominator=_denominator(config),
+        scored=partial(_with_shuffled_scores, seed=config.run.seed) if shuffle else _as_scored,
+        trained=partial(trained_groups, recipe, run),
+        denominator=partial(recipe.denominator, run=run),
+        pack=pack,
+        pack_finished=_pack_finished(pack, partial(recipe.trained_tokens, run=run)),
         dummy=dummy_micro_batch,
+        scope=recipe.scope,
+        advantage_only=recipe.advantage_only,
     )
+
+
+def accept_function(config: Config) -> Callable[[RolloutGroup], str | None]:
+    """A finished group's reason to be replaced by the next prompt of the order, or None."""
+    return partial(load_recipe(config).accepts, run=run_settings(config))
+
+
+def say_what_cannot_act(config: Config) -> None:
+    """Logs, once at the start of a run, what of its recipe is without effect."""
+    for notice in notices(config, load_recipe(config)):
+        logger.warning("%s", notice)
 
 
 def rows_per_drain(config: Config) -> int:
@@ -45,42 +66,43 @@ def rows_per_drain(config: Config) -> int:
     return 1 if is_strict(config) else ROWS_PER_DRAIN
 
 
-def _advantages(config: Config) -> Callable[[RolloutGroup], np.ndarray]:
-    objective = config.objective
-
-    def advantages(group: RolloutGroup) -> np.ndarray:
-        rewards = group.rewards
-        if objective.shuffle_rewards:
-            key = sample_seed(config.run.seed, group.prompt.epoch, group.prompt.index, -1)
-            rewards = np.random.default_rng(key).permutation(rewards)
-        return group_advantages(rewards, objective.advantage)
-
-    return advantages
+def pack_function(config: Config, *, keep_order: bool) -> PackFinished:
+    """Packs all sampled tokens of groups, for rows that are only given log-probabilities."""
+    return _pack_finished(
+        _pack_function(config, keep_order=keep_order), lambda completion: completion.loss_mask
+    )
 
 
-def pack_function(config: Config, *, mask_truncated: bool, keep_order: bool) -> Pack:
+def _pack_function(
+    config: Config, *, keep_order: bool, whole_groups: bool = False
+) -> Callable[[Sequence[TrainedGroup]], list[MicroBatch]]:
     """``pack_groups`` as the configuration wants it, with the costs of its model."""
-    cost = cost_of_model_at(config.model.path)
-
-    def pack(groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray]) -> list[MicroBatch]:
-        return pack_groups(
-            groups,
-            advantages,
-            aggregation=config.objective.aggregation,
-            max_tokens=config.rollout.max_tokens,
-            mask_truncated=mask_truncated,
-            max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
-            packing=config.trainer.packing,
-            keep_order=keep_order,
-            cost=cost,
-        )
-
-    return pack
+    return partial(
+        pack_groups,
+        max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
+        packing=config.trainer.packing,
+        keep_order=keep_order,
+        whole_groups=whole_groups,
+        cost=cost_of_model_at(config.model.path),
+    )
 
 
-def _denominator(config: Config) -> Callable[[Sequence[RolloutGroup]], float]:
-    def denominator(groups: Sequence[RolloutGroup]) -> float:
-        mask_truncated = config.rollout.truncated == "mask"
-        return batch_denominator(groups, config.objective.aggregation, mask_truncated)
+def _pack_finished(
+    pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]],
+    trained_tokens: Callable[[Completion], np.ndarray],
+) -> PackFinished:
+    def packed(groups: Sequence[RolloutGroup], _: Sequence[np.ndarray]) -> list[MicroBatch]:
+        return pack([without_advantages(group, trained_tokens) for group in groups])
 
-    return denominator
+    return packed
+
+
+def _as_scored(group: RolloutGroup) -> RolloutGroup:
+    return group
+
+
+def _with_shuffled_scores(group: RolloutGroup, seed: int) -> RolloutGroup:
+    """``group`` with its scores permuted: the control experiment ``scoring.shuffle_rewards``."""
+    key = sample_seed(seed, group.prompt.epoch, group.prompt.index, -1)
+    order = np.random.default_rng(key).permutation(len(group.scores))
+    return replace(group, scores=tuple(group.scores[place] for place in order))

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from easyrl.build.accumulation import build_accumulator
-from easyrl.build.ledger import NoNotary
 from easyrl.build.steps import total_steps
 from easyrl.config import Config, ConfigError
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
@@ -15,14 +14,17 @@ from easyrl.inference_client.transfer.artifact import (
     tensor_checksum,
     weights_digest,
 )
+from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.ledger.recorded_run import RecordedPrompts, RecordedRollouts, RecordedRun
+from easyrl.ledger.recorded_run import RecordedRollouts, RecordedRun
+from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import ignore
-from easyrl.runtime.collectives import Agreement
+from easyrl.recipes.loading import load_recipe
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import make_deterministic
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import Confirmation, PolicyVersion, Published, ServedWeights
-from easyrl.trainer.loop import Progress, Trainer
+from easyrl.schema import Confirmation, PolicyVersion, Progress, Published, ServedWeights
+from easyrl.trainer.loop import Plan, Trainer
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class Replayed:
 class HashedWeights:
     """A ``Publisher`` that sends nothing: it only says what an endpoint would have to serve."""
 
-    def __init__(self, engine: DeepSpeedEngine, agreement: Agreement) -> None:
+    def __init__(self, engine: DeepSpeedEngine, collectives: Collectives) -> None:
         self._engine = engine
-        self._agreement = agreement
+        self._collectives = collectives
         self.digests: dict[int, str] = {}  # by closed batches
 
     @property
@@ -55,11 +57,45 @@ class HashedWeights:
         """Collective."""
         checksums = {}
         for name, weight in self._engine.named_weights():
-            if self._agreement.rank == 0:
+            if self._collectives.ranks.rank == 0:
                 checksums[name] = tensor_checksum(weight)
         digest = weights_digest([Chunk("", checksums, 0)])
-        self.digests[version.v] = digest = self._agreement.from_rank_zero(digest)
+        self.digests[version.v] = digest = self._collectives.broadcast(digest)
         return Published(ServedWeights(version, digest), {})
+
+
+class NoLedger:
+    """A ``Ledger`` that writes nothing: the batch was written down when it was trained."""
+
+    def check(self, account: BatchRecord, *, whole: bool) -> None:
+        pass
+
+    def close_batch(self, account: BatchRecord) -> None:
+        pass
+
+    def save(self, progress: Progress) -> None:
+        pass
+
+    def save_if_due(self, progress: Progress) -> None:
+        pass
+
+    def end(self, progress: Progress, weights: str) -> None:
+        pass
+
+
+class LastMetrics:
+    """A ``Reporter`` that keeps the last batch's metrics."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def compare(self, totals: BatchTotals) -> None:
+        pass
+
+    def report(
+        self, step: int, version: PolicyVersion, metrics: dict[str, float], *, is_last: bool
+    ) -> None:
+        self.metrics = metrics
 
 
 def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
@@ -69,39 +105,40 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
     configuration, ``ValueError`` if the journal does not go back to it.
     """
     make_deterministic(config)
-    metrics: dict[str, float] = {}
     with ExitStack() as opened:
         engine = DeepSpeedEngine(config, total_steps=_total_steps(run, v, config))
-        agreement = Agreement(engine.dp_rank, engine.dp_size)
-        progress = _restore(run, v, engine, agreement)
+        collectives = Collectives(engine.ranks)
+        progress = _restore(run, v, engine, collectives)
         first, from_step = progress.closed_batches, progress.step
         run.require_journal(first, v)
-        rollouts = RecordedRollouts(run)
-        weights = HashedWeights(engine, agreement)
+        updates_per_batch = config.trainer.updates_per_batch
+        rollouts = RecordedRollouts(run, v, updates_per_batch, engine.ranks)
+        weights = HashedWeights(engine, collectives)
+        reporter = LastMetrics()
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)
         trainer = Trainer(
             engine=engine,
-            batches=RecordedPrompts(run, first, v),
             rollouts=rollouts,
-            weight_sync=weights,
-            agreement=agreement,
             accumulator=build_accumulator(
                 config,
                 engine,
-                agreement,
+                collectives,
                 stop,
                 is_interruption=lambda error: False,
                 record=ignore,
                 synchronous=False,
             ),
-            notary=NoNotary(),
-            save=lambda: None,
+            weight_sync=weights,
+            ledger=NoLedger(),
+            reporter=reporter,
+            collectives=collectives,
+            plan=Plan(
+                PolicyVersion(run.run.run, 0, 0),
+                updates_per_batch=updates_per_batch,
+                max_bad_steps=config.trainer.max_bad_steps,
+            ),
             record=ignore,
-            on_step=[lambda step, measured: metrics.update(measured)],
-            version=PolicyVersion(run.run.run, 0, 0),
-            updates_per_batch=config.trainer.updates_per_batch,
-            max_bad_steps=config.trainer.max_bad_steps,
             progress=progress,
         )
         trainer.fit()
@@ -109,19 +146,21 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         first,
         v,
         from_step,
-        metrics,
+        reporter.metrics,
         weights.digests,
-        engine.rank,
-        agreement.num_ranks,
+        engine.ranks.rank,
+        collectives.ranks.world_size,
         frozenset(rollouts.in_prompt_order),
     )
 
 
-def _restore(run: RecordedRun, v: int, engine: DeepSpeedEngine, agreement: Agreement) -> Progress:
+def _restore(
+    run: RecordedRun, v: int, engine: DeepSpeedEngine, collectives: Collectives
+) -> Progress:
     """The state before batch ``v`` or an earlier one. Collective."""
     before = run.batch(v - 1).step if v else 0
     folder = run.folder / "checkpoints"
-    checkpoints = Checkpoints(folder, 1, engine, agreement, background=False)
+    checkpoints = Checkpoints(folder, 1, engine, collectives, background=False)
     try:
         state = checkpoints.load_latest(at_most=before)
     except ValueError as error:  # other settings than those of the checkpoint
@@ -132,11 +171,11 @@ def _restore(run: RecordedRun, v: int, engine: DeepSpeedEngine, agreement: Agree
     # other settings.
     saved = state["progress"]
     reported = {"reported_step": saved["step"], "unreported": {}}
-    return Progress(**(saved | reported | {"weights": "", "cursor": {}}))
+    return Progress(**(saved | reported | {"weights": ""}))
 
 
-def _total_steps(run: RecordedRun, v: int, config: Config) -> int:
+def _total_steps(run: RecordedRun, v: int, config: Config) -> int | None:
     """Where the schedule ends, as it did in the attempt that trained batch ``v``."""
     step, position = run.begun(run.attempt_of(v))
-    num_prompts = run.run.num_prompts * config.data.epochs
-    return total_steps(config.trainer, num_prompts, step=step, position=position)
+    rejects = load_recipe(config).rejects
+    return total_steps(config, run.run.num_prompts, step=step, position=position, rejects=rejects)

@@ -1,26 +1,42 @@
-"""How many optimizer steps a run takes."""
+"""How many optimizer steps a run takes, and how many prompts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from easyrl.config import TrainerConfig
+from easyrl.config import Config
 from easyrl.ledger.checkpoints.folder import CheckpointFolder
 from easyrl.ledger.checkpoints.manifest import Damaged, read_manifest
 
+DRAWS_PER_ACCEPTED = 10  # a recipe that rejects more than nine of ten groups is stuck
+
+
+def num_epochs(config: Config) -> int | None:
+    """Passes through the prompts; None: as many as ``max_steps`` needs."""
+    return config.data.epochs if config.trainer.max_steps is None else None
+
+
+def max_draws(config: Config) -> int:
+    """Prompts that one batch may draw at most."""
+    return config.trainer.max_draws_per_batch or DRAWS_PER_ACCEPTED * config.trainer.batch_size
+
 
 def total_steps(
-    config: TrainerConfig, num_prompts: int, *, step: int = 0, position: int = 0
-) -> int:
-    """Steps until ``num_prompts`` prompts of all epochs are trained, or ``max_steps``.
+    config: Config, num_prompts: int, *, step: int = 0, position: int = 0, rejects: bool = False
+) -> int | None:
+    """``max_steps``, or the steps until the prompts of all epochs are trained.
 
-    ``step`` steps have trained the first ``position`` of them. A short last batch may have fewer
-    updates than the others.
+    ``step`` steps have drawn the first ``position`` of them, of ``num_prompts`` in one epoch.
+    Excluded prompts are not known beforehand, so that there may be fewer. None if the recipe
+    ``rejects`` groups: nobody knows how many.
     """
-    whole, rest = divmod(num_prompts - position, config.batch_size)
-    size = -(-rest // config.updates_per_batch) or 1
-    steps = step + whole * config.updates_per_batch + -(-rest // size)
-    return min(steps, config.max_steps or steps)
+    trainer = config.trainer
+    if trainer.max_steps is not None:
+        return trainer.max_steps
+    if rejects:
+        return None
+    size = trainer.batch_size // trainer.updates_per_batch
+    return step + -(-(num_prompts * config.data.epochs - position) // size)
 
 
 def trained_before(checkpoints: Path) -> tuple[int, int]:
@@ -34,5 +50,5 @@ def trained_before(checkpoints: Path) -> tuple[int, int]:
             progress = read_manifest(folder.path(step))["state"]["progress"]
         except Damaged:  # told when it is loaded
             continue
-        return int(progress["step"]), int(progress["cursor"]["position"])
+        return int(progress["step"]), int(progress["position"])
     return 0, 0

@@ -31,6 +31,9 @@ def _evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
         check_paths(config)
         if config.evaluation is None:
             raise ConfigError(f"{path}: evaluation: is required for easyrl eval")
+        from easyrl.recipes.loading import load_recipe
+
+        load_recipe(config)
         _evaluate(config, config.evaluation)
     except ConfigError as error:
         print(f"easyrl: {error}", file=sys.stderr)
@@ -42,7 +45,8 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.build.data import load_held_out, load_tokenizer
     from easyrl.build.endpoints import start_servers, warn_of_short_contexts
     from easyrl.build.inference import open_inference
-    from easyrl.runtime.collectives import Agreement
+    from easyrl.runtime.collectives import Collectives
+    from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
 
     prompts = load_held_out(evaluation, load_tokenizer(config))
@@ -51,6 +55,8 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)
         opened.callback(nobody_stops.close)
-        evaluator = inference.evaluator(evaluation, prompts, config, Agreement(0, 1), nobody_stops)
+        evaluator = inference.evaluator(
+            evaluation, prompts, config, Collectives(Ranks.data_parallel(0, 1)), nobody_stops
+        )
         metrics = evaluator.evaluate(version=None)
     print(json.dumps({"num_prompts": len(prompts), **metrics}))

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = RecordedRun(arguments.run_dir)
         v = run.batch_of_step(arguments.step)
-        config = load_config(run.config_file(run.attempt_of(v)), arguments.overrides)
+        config = _config(run, run.attempt_of(v), arguments.overrides)
         run.require_journal(v, v)  # before the model is loaded
         recorded = run.metrics_of(v)
         from easyrl.build.replay import replay_batch
@@ -175,7 +175,7 @@ def _settings_of_other_attempts(
     others = {run.attempt_of(v) for v in range(replayed.first, replayed.last)} - {own}
     reasons = []
     for attempt in sorted(others):
-        theirs = load_config(run.config_file(attempt), overrides)
+        theirs = _config(run, attempt, overrides)
         if keys := _differing(theirs, config):
             reasons.append(
                 f"its earlier batches are of attempt {attempt}, which had other settings than "
@@ -184,13 +184,21 @@ def _settings_of_other_attempts(
     return reasons
 
 
+def _config(run: RecordedRun, attempt: int, overrides: Sequence[str]) -> Config:
+    """Of an attempt, with all keys of its recipe."""
+    config = load_config(run.config_file(attempt), overrides)
+    from easyrl.recipes.loading import with_whole_recipe
+
+    return with_whole_recipe(config)
+
+
 def _differing(one: Config, other: Config) -> list[str]:
     """Keys of what decides how given groups are trained."""
     keys = []
     ours, theirs = one.model_dump(), other.model_dump()
-    for section in ("model", "objective", "rollout", "scoring", "trainer"):
+    for section in ("model", "recipe", "rollout", "scoring", "trainer"):
         for key, value in ours[section].items():
-            if value != theirs[section][key]:
+            if value != theirs[section].get(key):
                 keys.append(f"{section}.{key}")
     return keys
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from easyrl.schema import RolloutGroup
 
 
 def verify_command(
@@ -16,9 +21,27 @@ def verify_command(
     from easyrl.ledger.verify import verify
 
     try:
-        verdict = verify(run_dir)
+        verdict = verify(run_dir, lambda attempt: _accept_of(run_dir, attempt))
     except (ValueError, OSError) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     print(verdict)
     raise typer.Exit(0 if verdict.on_policy else 1)
+
+
+@cache
+def _accept_of(run_dir: Path, attempt: int) -> Callable[[RolloutGroup], str | None] | None:
+    """What the recipe of ``attempt`` decides of a group; None if it is not there any more."""
+    from easyrl.build.recipe import accept_function
+    from easyrl.config import ConfigError
+    from easyrl.config.file import load_config
+    from easyrl.runtime.run_files import attempt_config_file
+
+    file = run_dir / attempt_config_file(attempt)
+    if not file.is_file():
+        return None
+    try:
+        return accept_function(load_config(file, []))
+    except ConfigError as error:
+        print(f"easyrl: attempt {attempt}: its recipe's decisions are not checked: {error}")
+        return None

@@ -6,7 +6,7 @@ from easyrl.config.evaluation import EvaluationConfig
 from easyrl.config.inference import InferenceConfig, LaunchConfig, endpoint_url
 from easyrl.config.ledger import CheckpointConfig, JournalConfig
 from easyrl.config.model import LoraConfig, ModelConfig
-from easyrl.config.objective import ObjectiveConfig
+from easyrl.config.recipe import RecipeConfig
 from easyrl.config.rewards import RewardConfig, ScoringConfig
 from easyrl.config.rollout import RolloutConfig, SamplingConfig
 from easyrl.config.run import RunConfig
@@ -29,7 +29,7 @@ __all__ = [
     "LaunchConfig",
     "LoraConfig",
     "ModelConfig",
-    "ObjectiveConfig",
+    "RecipeConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from easyrl.config.base import Section
 from easyrl.config.errors import ConfigError
+from easyrl.config.recipe import moved_keys
 from easyrl.config.tree import Config
 
 
@@ -50,8 +51,9 @@ def _apply(tree: Any, override: str) -> None:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
         assert isinstance(parsed, dict)
-        # Not a merge of trees: that cannot reach into a list, as in rewards[0].weight=2.
-        OmegaConf.update(tree, key.strip(), parsed["value"], merge=True)
+        # Not a merge of trees: that cannot reach into a list, as in rewards[0].weight=2. A recipe's
+        # keys are its own: recipe={name: ...} leaves no other's behind.
+        OmegaConf.update(tree, key.strip(), parsed["value"], merge=key.strip() != "recipe")
     except (YAMLError, OmegaConfBaseException, TypeError) as error:
         raise ConfigError(f"override {override!r}: {error}") from error
 
@@ -60,6 +62,8 @@ def validate_config(values: Any, source: str = "config") -> Config:
     """Validates a plain nested dict. Raises ``ConfigError``."""
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: expected a mapping of sections, got {type(values).__name__}")
+    if moved := moved_keys(values):
+        raise ConfigError("\n".join([f"{source}: keys that have another name now", *moved]))
     try:
         return Config.model_validate(values)
     except ValidationError as error:

@@ -34,7 +34,7 @@ class ModelConfig(Section):
     checkpoint_every: PositiveInt = 1  # n: every n-th decoder layer only
     logprob_chunk_size: PositiveInt = 512  # positions projected to the vocabulary at a time
     logprob_backward: Literal["auto", "same_pass", "recompute"] = "auto"  # auto: the gradient of
-    # the projection is formed with its values where the objective is a sum over tokens
+    # the projection is formed with its values where the recipe's loss is a sum over tokens
     lora: LoraConfig | None = None
 
     @property

@@ -35,11 +35,13 @@ class RewardConfig(Section):
 
 
 class ScoringConfig(Section):
-    """The worker processes that decode responses and score them."""
+    """How responses are scored, and the worker processes that decode and score them."""
 
     num_workers: PositiveInt = 2
     on_reward_error: Literal["fail", "zero", "retry"] = "fail"  # retry: again, then fail
     max_reward_retries: PositiveInt = 2  # calls after the first, with on_reward_error: retry
+    truncated_reward: float | None = None  # of a response cut off at max_tokens; null: as scored
+    shuffle_rewards: bool = False  # control experiment: permute rewards inside each group
 
 
 def reward_contradictions(rewards: Sequence[RewardConfig]) -> list[str]:

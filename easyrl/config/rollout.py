@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,7 +12,6 @@ from easyrl.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    is_set,
 )
 
 # Sampling with any other value draws from another distribution than the policy's.
@@ -64,9 +63,6 @@ class RolloutConfig(SamplingConfig):
     """How the training responses are sampled."""
 
     num_generations: Annotated[int, Field(ge=1)] = 8  # G
-    truncated: Literal["keep", "mark", "mask"] = "keep"  # keep: as any other; mark: reward is
-    # truncated_reward; mask: not trained, though its reward counts in the group's mean
-    truncated_reward: float = 0.0
     allow_off_policy_sampling: bool = False  # top_p, penalties, ...: the ratios are biased
     queue_size: PositiveInt = 64  # groups that may wait between producer and trainer
 
@@ -84,11 +80,6 @@ def rollout_contradictions(rollout: RolloutConfig) -> list[str]:
     problems = []
     if rollout.num_generations < 2:
         problems.append("rollout.num_generations: a baseline needs at least 2 responses per group")
-    if is_set(rollout, "truncated_reward") and rollout.truncated != "mark":
-        problems.append(
-            f"rollout.truncated_reward: has no effect with truncated={rollout.truncated}; remove "
-            "it, or set rollout.truncated=mark"
-        )
     if not rollout.allow_off_policy_sampling:
         problems += [
             f"rollout.{key}: {getattr(rollout, key)} samples from another distribution than the "

@@ -8,13 +8,18 @@ from pydantic import Field
 
 from easyrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from easyrl.config.model import ModelConfig
+from easyrl.config.run import RunConfig
 
 
 class TrainerConfig(Section):
     """Batch, micro-batch, optimizer, ZeRO."""
 
     batch_size: PositiveInt = 32  # prompts between two weight syncs, over all ranks
+    max_draws_per_batch: PositiveInt | None = None  # prompts, those of rejected and excluded
+    # groups included; default: 10 × batch_size
     updates_per_batch: PositiveInt = 1  # optimizer steps on a batch, each on its slice of prompts
+    old_policy: Literal["auto", "lagged"] = "auto"  # of the ratio; auto: the policy before the
+    # batch's first update; lagged: the one before the previous update
     max_steps: PositiveInt | None = None  # default: the dataset's epochs
     packing: Literal["prompt", "tree"] = "prompt"  # a group shares its prompt; tree: all beginnings
     # that responses and prompts have in common
@@ -37,8 +42,8 @@ class TrainerConfig(Section):
     grace_s: PositiveFloat = 60.0  # from SIGTERM until the run has to have saved and ended
 
 
-def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig) -> list[str]:
-    """What does not go together in the section and with ``model``, with key and remedy."""
+def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig, run: RunConfig) -> list[str]:
+    """What does not go together in the section and with others, with key and remedy."""
     problems = []
     if trainer.zero_stage == 0 and trainer.offload_optimizer:
         problems.append("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
@@ -47,6 +52,23 @@ def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig) -> list[s
             f"trainer.updates_per_batch: {trainer.updates_per_batch} slices of "
             f"trainer.batch_size={trainer.batch_size} prompts would not be equal; use a divisor"
         )
+    if (trainer.max_draws_per_batch or trainer.batch_size) < trainer.batch_size:
+        problems.append(
+            f"trainer.max_draws_per_batch: {trainer.max_draws_per_batch} prompts cannot hold "
+            f"trainer.batch_size={trainer.batch_size} accepted groups; raise it"
+        )
+    if trainer.old_policy == "lagged" and trainer.updates_per_batch > 1:
+        problems.append(
+            "trainer.old_policy: lagged is defined for trainer.updates_per_batch=1 (the weights "
+            "before the previous update); use auto, the batch's own policy"
+        )
+    if trainer.offload_reference and model.lora is not None:
+        problems.append(
+            "trainer.offload_reference: has no effect with model.lora, whose reference is the "
+            "policy without its adapter; remove it"
+        )
+    if not trainer.look_ahead and (reason := no_look_ahead(trainer, run)) is not None:
+        problems.append(f"trainer.look_ahead: {reason}; remove it")
     if trainer.max_steps and trainer.max_steps % trainer.updates_per_batch:
         problems.append(
             f"trainer.max_steps: {trainer.max_steps} ends inside a batch of "
@@ -64,3 +86,18 @@ def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig) -> list[s
             "it); use 1, 2 or 3, or model.dtype=fp32"
         )
     return problems
+
+
+def no_look_ahead(trainer: TrainerConfig, run: RunConfig) -> str | None:
+    """Why ``trainer.look_ahead`` has no effect; None where it has, as far as values tell.
+
+    It also has none where the recipe needs no model beside the policy.
+    """
+    if run.mode == "sync":
+        return "has no effect with run.mode=sync, where training begins with complete groups"
+    if run.determinism == "strict":
+        # which responses are computed ahead is a matter of the clock, and decides the last bits
+        return "has no effect with run.determinism=strict, where nothing is computed ahead"
+    if trainer.offload_reference:  # every piece of work would move the whole reference
+        return "has no effect with trainer.offload_reference"
+    return None

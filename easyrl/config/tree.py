@@ -12,7 +12,7 @@ from easyrl.config.evaluation import EvaluationConfig
 from easyrl.config.inference import InferenceConfig
 from easyrl.config.ledger import CheckpointConfig, JournalConfig
 from easyrl.config.model import ModelConfig, model_contradictions
-from easyrl.config.objective import ObjectiveConfig, objective_contradictions
+from easyrl.config.recipe import RecipeConfig
 from easyrl.config.rewards import RewardConfig, ScoringConfig, reward_contradictions
 from easyrl.config.rollout import RolloutConfig, rollout_contradictions
 from easyrl.config.run import RunConfig
@@ -31,7 +31,7 @@ class Config(Section):
     inference: InferenceConfig
     rewards: list[RewardConfig] = Field(min_length=1)
     scoring: ScoringConfig = ScoringConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    recipe: RecipeConfig = RecipeConfig()
     trainer: TrainerConfig = TrainerConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig | None = None
@@ -44,8 +44,7 @@ class Config(Section):
         problems = [
             *rollout_contradictions(self.rollout),
             *model_contradictions(self.model),
-            *trainer_contradictions(self.trainer, self.model),
-            *objective_contradictions(self.objective, self.model, self.trainer, self.run),
+            *trainer_contradictions(self.trainer, self.model, self.run),
             *reward_contradictions(self.rewards),
         ]
         if problems:

@@ -30,6 +30,7 @@ from easyrl.demo.servers import Engine, start_server, vllm_python
 from easyrl.demo.task import write_splits
 from easyrl.inference_client.servers.managed.server_process import ServerStartError
 from easyrl.metrics.trackers import read_metrics
+from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.machine import pin_process, usable_cpus
 
 CONFIG = "configs/demo.yaml"
@@ -66,6 +67,7 @@ def main() -> int:
         if arguments.engine == "vllm":
             vllm_python()  # before the minute of the warm start
         config = load_config(CONFIG, overrides)
+        load_recipe(config)
     except ValueError as error:  # ConfigError is one
         print(f"easyrl demo: {error}", file=sys.stderr)
         return 2
@@ -92,6 +94,8 @@ def main() -> int:
         "accuracy_after": round(after, 4),
         "seconds": round(seconds, 1),
         "steps": len(steps),
+        "groups_drawn": int(sum(m["batch/groups_drawn"] for m in steps)),
+        "groups_accepted": int(sum(m["batch/groups"] for m in steps)),
         "tokens_per_s_per_device": round(rates[len(rates) // 2], 1),
         "proof_share": round(_sum_s(run_dir, PROOF_TIMES) / seconds, 4),
         "certificate_share": round(_sum_s(run_dir, CERTIFICATE_TIMES) / seconds, 4),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from easyrl.runtime.ranks import Ranks
     from easyrl.schema import FrozenLogprobs, MicroBatch
 
 
@@ -36,7 +37,7 @@ class TriLogprobs:
 
     @property
     def reference_logprobs(self) -> Tensor | None:
-        """float32 [N]; None when the KL coefficient is zero."""
+        """float32 [N]; None where the recipe needs none."""
         return self.frozen.reference
 
 
@@ -104,9 +105,7 @@ class SavedState(Protocol):
 class TrainEngine(Protocol):
     """A model being trained. All ranks call every method; *collective* ones wait for all."""
 
-    rank: int  # among all processes
-    dp_rank: int
-    dp_size: int
+    ranks: Ranks
     lockstep: bool  # all ranks must run equally many micro-batches (ZeRO 2 and 3)
     can_look_ahead: bool  # there are frozen models, and this rank can run them by itself
 
@@ -121,7 +120,7 @@ class TrainEngine(Protocol):
         ...
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
-        """Accumulates the gradients of the objective's *sums*; one metrics record per micro-batch.
+        """Accumulates the gradients of the recipe's *sums*; one metrics record per micro-batch.
 
         Collective when ``lockstep``. Raises ``NonFiniteLossError`` when all backwards are done; the
         gradient is then NaN, and ``optimizer_step`` skips on every rank.

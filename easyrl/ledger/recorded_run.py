@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from easyrl.dataloaders.producer.group_memory import UnboundedMemory
 from easyrl.dataloaders.producer.group_stream import (
+    End,
     GroupStream,
     Idle,
     ReadyGroup,
@@ -22,9 +22,10 @@ from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, EndRecord, RunRecord
 from easyrl.ledger.journal import JournalledStream, read_batch
 from easyrl.ledger.journal.codec import DrainRecord
-from easyrl.ledger.journal.drains import longest, num_groups, usable_drains
+from easyrl.ledger.journal.drains import num_groups
 from easyrl.ledger.journal.reading import batch_folder, read_drains
 from easyrl.metrics.trackers import read_metrics
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_files import (
     CERTIFICATE_FILE,
     CONFIG_FILE,
@@ -32,10 +33,11 @@ from easyrl.runtime.run_files import (
     attempt_config_file,
 )
 from easyrl.schema import (
+    EndedBy,
     FinishedSamples,
+    GroupOutcome,
     Key,
     PolicyVersion,
-    Prompt,
     RolloutGroup,
     ServedWeights,
 )
@@ -143,14 +145,17 @@ class RecordedRun:
         return found
 
     def drains(self, v: int, keys: frozenset[Key]) -> Sequence[DrainRecord]:
-        """What of ``keys`` was trained together in batch ``v``, in order.
+        """What of ``keys`` was drained from the queue at once in batch ``v``, in order.
 
-        Nothing if no rank of the run took just these, or it did not journal it. Raises
+        Nothing if no rank of the run drained just these, or it did not journal it. Raises
         ``JournalError``.
         """
         ranks = read_drains(self.folder / "journal", v, self.attempt_of(v))
-        drains = longest(usable_drains(drains, keys, keys) for drains in ranks)
-        return drains if num_groups(drains) == len(keys) else ()
+        for drains in ranks:
+            own = [drain for drain in drains if keys.issuperset(drain.keys)]
+            if num_groups(own) == len(keys):
+                return own
+        return ()
 
     def _first_step(self, v: int) -> int:
         return self._history.batches[v - 1].last_step + 1 if v else 1
@@ -163,7 +168,7 @@ class RecordedRun:
                 raise error.at_line(line.number) from None
             if isinstance(record, AttemptRecord):
                 step = self._history.batches[-1].last_step if self._history.batches else 0
-                self._begun[record.attempt] = step, self._history.num_dispatched
+                self._begun[record.attempt] = step, self._history.num_drawn
             self._final_weights = record.weights if isinstance(record, EndRecord) else None
         if self._history.run is None:
             raise CertificateError("is empty", file=CERTIFICATE_FILE)
@@ -175,63 +180,100 @@ class RecordedRun:
         return record
 
 
-class RecordedPrompts:
-    """The prompts of batches ``first`` to ``last``, as the run dispatched them; without tokens."""
-
-    def __init__(self, run: RecordedRun, first: int, last: int) -> None:
-        self._run = run
-        self._range = range(first, last + 1)
-
-    def __iter__(self) -> Iterator[list[Prompt]]:
-        nothing = np.zeros(0, np.int32)
-        for v in self._range:
-            keys = [key for update in self._run.batch(v).updates for key in update]
-            yield [Prompt(index, nothing, "", None, epoch=epoch) for epoch, index in keys]
-
-    def state(self) -> Mapping[str, Any]:
-        return {}
-
-
 class RecordedRollouts:
-    """Hands out journalled groups as they were trained; nothing is generated.
+    """``Rollouts`` that hand out journalled groups as they were trained; nothing is generated.
 
     On another number of ranks, or with another ``max_tokens``, in the order of their prompts.
 
+    Args:
+        last: the last batch.
+        num_updates: optimizer steps on each batch.
     Attributes:
         in_prompt_order: batches that were handed out so.
     """
 
-    def __init__(self, run: RecordedRun) -> None:
+    def __init__(self, run: RecordedRun, last: int, num_updates: int, ranks: Ranks) -> None:
         self._run = run
+        self._last = last
+        self._num_updates = num_updates
+        self._ranks = ranks
+        self._next = 0  # batch
         self.in_prompt_order: set[int] = set()
 
-    def produce(
-        self, prompts: Sequence[Prompt], served: ServedWeights, *, priority: int = 0
-    ) -> JournalledStream:
-        """The groups of ``prompts``, all of them ready."""
+    def has_more(self, position: int) -> bool:
+        return self._next <= self._last
+
+    def begin(self, served: ServedWeights, position: int) -> RecordedBatch:
+        """This rank's groups of the batch, all of them ready."""
         v = served.version.v
-        keys = frozenset(prompt.key for prompt in prompts)
-        groups, drains = self._run.groups(v, keys), self._run.drains(v, keys)
-        if prompts and not drains:
+        self._next = v + 1
+        record, ranks = self._run.batch(v), self._ranks
+        accepted = [group for group in record.groups if group.accepted]
+        as_recorded = record.num_ranks == ranks.dp_size
+        mine: list[list[Key]] = [[] for _ in range(self._num_updates)]
+        for number, group in enumerate(accepted):
+            rank = group.rank if as_recorded else number % ranks.dp_size
+            if rank == ranks.dp_rank:
+                update = number * self._num_updates // self._run.run.batch_size
+                mine[update].append(group.key)
+        groups = self._run.groups(v, frozenset(key for keys in mine for key in keys))
+        refused = [
+            group
+            for group in record.groups
+            if not group.accepted and group.rank % ranks.dp_size == ranks.dp_rank
+        ]
+        updates = [self._stream(v, keys, groups) for keys in mine]
+        return RecordedBatch(updates, record, refused)
+
+    def sync(self) -> None:
+        pass
+
+    def share_withdrawals(self) -> None:
+        pass
+
+    def _stream(
+        self, v: int, keys: Sequence[Key], groups: Mapping[Key, RolloutGroup]
+    ) -> JournalledStream:
+        drains = self._run.drains(v, frozenset(keys))
+        if keys and not drains:
             self.in_prompt_order.add(v)
         ready = ReadyQueue()
-        for position, prompt in enumerate(prompts):
-            group = groups[prompt.key]
-            ready.put_group(ReadyGroup(position, packed_tokens(group), group))
-        stream = GroupStream(
-            len(prompts), ready, _WholeBatch(), cancel=lambda: None, in_prompt_order=True
-        )
+        for key in keys:
+            ready.put_group(ReadyGroup(key, packed_tokens(groups[key]), groups[key]))
+        ready.put(End())
+        stream = GroupStream(ready, UnboundedMemory(), cancel=lambda: None, in_prompt_order=True)
         return _RecordedStream(
             stream,
             frozenset(self._run.batch(v).accepted_versions),
-            frozenset(),
-            positions={prompt.key: position for position, prompt in enumerate(prompts)},
             drains=drains,
             recover=groups.get,
             forget=lambda: self.in_prompt_order.add(v),
         )
 
-    def sync(self) -> None:
+
+class Ended(NamedTuple):
+    """The membership of a batch that is over."""
+
+    ended_by: EndedBy
+
+
+class RecordedBatch:
+    """A batch as it was trained (``trainer.loop.OpenBatch``)."""
+
+    def __init__(
+        self,
+        updates: Sequence[JournalledStream],
+        record: BatchRecord,
+        refused: Sequence[GroupOutcome],
+    ) -> None:
+        self.updates = updates
+        self.accepted_versions = record.accepted_versions
+        self.discarded = record.discarded
+        self.refused = refused
+        self.membership = Ended(record.ended_by)
+        self.withdrawn: str | None = None
+
+    def close(self) -> None:
         pass
 
 
@@ -258,19 +300,3 @@ class _RecordedStream(JournalledStream):
         if any(drain.max_tokens != max_tokens for drain in self._drains):
             self._drains.clear()
             self._forget()
-
-
-class _WholeBatch:
-    """A ``GroupMemory`` without a bound: nothing is produced."""
-
-    async def keep(self, group: RolloutGroup) -> RolloutGroup:
-        return group
-
-    async def finish(self) -> None:
-        pass
-
-    def received(self) -> None:
-        pass
-
-    def handed_out(self) -> None:
-        pass

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from easyrl.ledger.certificate.chain import ChainReader, Line, read_record
 from easyrl.ledger.certificate.dataset_order import DatasetOrder
 from easyrl.ledger.certificate.errors import CertificateError
-from easyrl.ledger.certificate.evidence import JournalEvidence
+from easyrl.ledger.certificate.evidence import AcceptOf, JournalEvidence
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.certificate.traces import REMOVED, Traces
@@ -31,6 +31,8 @@ class Verdict:
     trained: int = 0  # groups
     skipped: int = 0  # groups of skipped updates
     excluded: int = 0  # groups without usable responses
+    rejected: int = 0  # groups that the recipe did not want
+    decisions: int = 0  # whose outcome was found again from the journal
     attempts: int = 0
     superseded: int = 0  # lines of batches that a later attempt trained again
     recovered: int = 0  # groups from the journal of an earlier attempt
@@ -55,6 +57,7 @@ class Verdict:
         told = [
             (self.skipped, "of skipped updates"),
             (self.excluded, "excluded"),
+            (self.rejected, "rejected"),
             (self.recovered, "recovered from the journal"),
             (self.discarded, "discarded and generated again"),
             (self.unjournalled, "not journalled"),
@@ -65,6 +68,8 @@ class Verdict:
                 f"{_number(self.unconfirmed, 'group')} of attempts that died before their "
                 "endpoints' confirmations were certified"
             )
+        if self.decisions:
+            facts.append(f"{_number(self.decisions, 'decision')} replayed")
         if self.attempts > 1:
             lines = _number(self.superseded, "line")
             facts.append(f"{self.attempts} attempts, {lines} superseded")
@@ -78,9 +83,11 @@ class Verdict:
         return "on-policy: " + ", ".join(facts)
 
 
-def verify(run_dir: Path) -> Verdict:
+def verify(run_dir: Path, accept_of: AcceptOf = lambda attempt: None) -> Verdict:
     """Checks the whole run, which may be going on.
 
+    ``accept_of``: by attempt, what its recipe decides of a group; None where that is not known: the
+    rule of membership is checked then, not the recipe's decisions.
     Raises ``ValueError`` or ``OSError`` if there is none to check.
     """
     path = run_dir / CERTIFICATE_FILE
@@ -89,13 +96,13 @@ def verify(run_dir: Path) -> Verdict:
     verdict = Verdict()
     try:
         with path.open("rb") as file:
-            _verify(run_dir, file, verdict)
+            _verify(run_dir, file, verdict, accept_of)
     except CertificateError as error:
         verdict.violation = error
     return verdict
 
 
-def _verify(run_dir: Path, file: BinaryIO, verdict: Verdict) -> None:
+def _verify(run_dir: Path, file: BinaryIO, verdict: Verdict, accept_of: AcceptOf) -> None:
     # Before the certificate: a run that goes on meanwhile only ever adds to it.
     last_step = _last_step(run_dir / METRICS_FILE)
     traces = Traces.read(run_dir, run_dir / JOURNAL_FOLDER)
@@ -107,7 +114,7 @@ def _verify(run_dir: Path, file: BinaryIO, verdict: Verdict) -> None:
     _nothing_cut_off(last_step, history)
     traces.examine(history)
     order = DatasetOrder(history.run)
-    evidence = JournalEvidence(run_dir, run_dir / JOURNAL_FOLDER)
+    evidence = JournalEvidence(run_dir, run_dir / JOURNAL_FOLDER, accept_of)
     for batch in history.batches:
         record = _batch(file, batch.line)
         try:
@@ -117,6 +124,7 @@ def _verify(run_dir: Path, file: BinaryIO, verdict: Verdict) -> None:
             raise error.at_line(batch.line.number) from None
         _count(record, verdict)
         verdict.unconfirmed += batch.num_unconfirmed
+    verdict.decisions = evidence.num_replayed
     verdict.pruned, verdict.unjournalled = evidence.num_pruned, evidence.num_unjournalled
 
 
@@ -126,6 +134,7 @@ def _count(record: BatchRecord, verdict: Verdict) -> None:
     verdict.trained += outcomes.count("trained")
     verdict.skipped += outcomes.count("skipped")
     verdict.excluded += outcomes.count("excluded")
+    verdict.rejected += outcomes.count("rejected")
     verdict.recovered += sum(group.recovered for group in record.groups)
     verdict.discarded += len(record.discarded)
     verdict.unproved += not all(c.bits_proved for c in record.confirmations)

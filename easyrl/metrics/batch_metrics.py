@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from easyrl.engines.base import MetricSums, StepResult
-from easyrl.runtime.collectives import Agreement
-from easyrl.schema import Key, RolloutGroup
+from easyrl.runtime.collectives import Collectives
+from easyrl.schema import GroupOutcome, RolloutGroup
 
 AGAINST_INFERENCE = ("policy/logprob_diff", "policy/logprob_diff_max", "policy/inference_kl")
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFate:
-    """What is to be known of a group once it has gone through the model; goes between ranks."""
-
-    epoch: int
-    index: int
-    digest: str | None  # of its journal record
-    stamped: list[str]  # versions that the servers stamped on its tokens
-    endpoints: list[str]  # URLs
-    excluded: bool
-    recovered: bool  # finished in an earlier attempt of the run
-
-    @property
-    def key(self) -> Key:
-        return self.epoch, self.index
 
 
 @dataclass
@@ -46,28 +30,14 @@ class BatchTotals:
     look_ahead_s: float = 0.0
     train_s: float = 0.0
     num_ranks: int = 1
-    groups: list[GroupFate] = field(default_factory=list)
-    discarded: list[Key] = field(default_factory=list)  # finished before, by weights that differ
-    accepted_versions: list[str] = field(default_factory=list)
+    groups: list[GroupOutcome] = field(default_factory=list)  # trained, unless the step is skipped
     interruption: Exception | None = None  # why this rank's groups have ended early
 
     def add_group(self, group: RolloutGroup, *, recovered: bool = False) -> None:
         """Counts a group's rewards and lengths."""
-        self.groups.append(
-            GroupFate(
-                *group.prompt.key,
-                digest=group.digest,
-                stamped=sorted({s.version for c in group.completions for s in c.version_spans}),
-                endpoints=sorted({c.endpoint for c in group.completions}),
-                excluded=group.excluded is not None,
-                recovered=recovered,
-            )
-        )
+        self.groups.append(GroupOutcome.of(group, recovered=recovered))
         if recovered:
             self.metrics.add(MetricSums({"groups_recovered": 1.0}))
-        if group.excluded is not None:
-            self.metrics.add(MetricSums({"groups_excluded": 1.0}))
-            return
         rewards = group.rewards.astype(np.float64)
         lengths = np.array([len(c.token_ids) for c in group.completions])
         sums = {
@@ -98,9 +68,9 @@ class BatchTotals:
         self.look_ahead_s += other.look_ahead_s
         self.train_s += other.train_s
 
-    def merge(self, agreement: Agreement) -> BatchTotals:
+    def merge(self, collectives: Collectives) -> BatchTotals:
         """The totals of all ranks. Collective."""
-        rows = agreement.exchange(
+        rows = collectives.all_gather(
             {
                 "numbers": [
                     self.denominator,
@@ -115,14 +85,11 @@ class BatchTotals:
                 # NaN has no JSON form; a string survives
                 "sums": {name: repr(value) for name, value in self.metrics.sums.items()},
                 "maxima": {name: repr(value) for name, value in self.metrics.maxima.items()},
-                "groups": [asdict(group) for group in self.groups],
-                "discarded": self.discarded,
-                "accepted_versions": self.accepted_versions,
+                "groups": msgspec.to_builtins(self.groups),
             }
         )
         merged = BatchTotals(num_ranks=len(rows))
-        versions: set[str] = set()
-        for row in rows:
+        for rank, row in enumerate(rows):
             denominator, tokens, micro_batches, ahead, *seconds = row["numbers"]
             wait_s, first_s, look_ahead_s, train_s = seconds
             merged.denominator += denominator
@@ -139,14 +106,9 @@ class BatchTotals:
                     {name: float(value) for name, value in row["maxima"].items()},
                 )
             )
-            merged.groups += [
-                g if isinstance(g, GroupFate) else GroupFate(**g) for g in row["groups"]
-            ]
-            merged.discarded += [(epoch, index) for epoch, index in row["discarded"]]
-            versions |= set(row["accepted_versions"])
-        merged.groups.sort(key=lambda group: group.key)
-        merged.discarded.sort()
-        merged.accepted_versions = sorted(versions)
+            groups = msgspec.convert(row["groups"], list[GroupOutcome])
+            merged.groups += [msgspec.structs.replace(group, rank=rank) for group in groups]
+        merged.groups.sort(key=lambda group: group.position)
         return merged
 
 
@@ -155,8 +117,6 @@ class Update:
     """One optimizer step of a batch."""
 
     totals: BatchTotals  # of all ranks
-    own_groups: list[GroupFate]  # of this rank
-    dispatched: list[Key] = field(default_factory=list)  # of all ranks, in the order of the dataset
     result: StepResult | None = None  # None: every token was masked
     check_s: float = 0.0  # how long the groups were looked at before the step
     optimizer_s: float = 0.0
@@ -165,41 +125,41 @@ class Update:
     def skipped(self) -> bool:
         return self.result is None or self.result.skipped
 
-    def outcome(self, group: GroupFate) -> Literal["trained", "skipped", "excluded"]:
-        """*Trained* is in an optimizer step (DESIGN §2.7)."""
-        if group.excluded:
-            return "excluded"
-        return "skipped" if self.skipped else "trained"
 
-
-def batch_metrics(updates: Sequence[Update]) -> dict[str, float]:
+def batch_metrics(updates: Sequence[Update], groups: Sequence[GroupOutcome]) -> dict[str, float]:
     """The metrics of a closed batch; seconds end in ``_s`` and are means over ranks.
 
     With several updates: tokens and seconds are sums, ``loss``, ``grad_norm`` and ``policy/*``
     means over the updates, and each update's own are under ``update<i>/``. The comparison with the
-    inference server is the first update's.
+    inference server is the first update's. ``groups`` are all that the batch has drawn.
     """
     rows = [_update_metrics(update) for update in updates]
+    outcomes = Counter(group.outcome for group in groups)
+    drawn = {
+        "batch/groups_drawn": float(len(groups)),
+        "batch/groups_rejected": float(outcomes["rejected"]),
+        "batch/groups_excluded": float(outcomes["excluded"]),
+    }
     if len(rows) == 1:
-        return rows[0]
+        return rows[0] | drawn
     whole = BatchTotals()
     for update in updates:
         whole.add(update.totals)
     last = updates[-1]
-    metrics = _update_metrics(Update(whole, [], result=last.result))
+    metrics = _update_metrics(Update(whole, result=last.result))
     for name in metrics:
         if name in AGAINST_INFERENCE:  # later updates train weights that have moved on
             metrics[name] = rows[0].get(name, 0.0)
-        elif _is_objective(name):
+        elif _is_of_recipe(name):
             metrics[name] = float(np.mean([row.get(name, 0.0) for row in rows]))
     metrics["time/optimizer_s"] = sum(row["time/optimizer_s"] for row in rows)
     metrics["step_skipped"] = sum(row["step_skipped"] for row in rows)
     for number, row in enumerate(rows, start=1):
-        metrics |= {f"update{number}/{n}": value for n, value in row.items() if _is_objective(n)}
-    return metrics
+        metrics |= {f"update{number}/{n}": value for n, value in row.items() if _is_of_recipe(n)}
+    return metrics | drawn
 
 
-def _is_objective(name: str) -> bool:
+def _is_of_recipe(name: str) -> bool:
     return name in ("loss", "grad_norm") or name.startswith("policy/")
 
 
@@ -218,9 +178,10 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "response/truncated": _ratio(sums.pop("truncated", 0.0), responses),
         "tokens/prompt": sums.pop("prompt_tokens", 0.0),
         "tokens/response": sums.pop("response_tokens", 0.0),
+        "tokens/compared": loss_tokens,  # with the inference server; policy/* are means over them
         "tokens/packed": float(totals.num_packed_tokens),
         "batch/groups": groups,
-        "batch/groups_excluded": sums.pop("groups_excluded", 0.0),
+        "batch/groups_without_signal": sums.pop("groups_without_signal", 0.0),
         "batch/groups_recovered": sums.pop("groups_recovered", 0.0),
         "batch/micro_batches": float(totals.num_micro_batches),
         "batch/look_ahead_tokens": float(totals.num_look_ahead_tokens),
@@ -234,7 +195,7 @@ def _update_metrics(update: Update) -> dict[str, float]:
     }
     for name in [name for name in sums if name.startswith("rewards/")]:
         metrics[f"reward/{name.removeprefix('rewards/')}"] = _ratio(sums.pop(name), responses)
-    # what the objective counted: means over the trained tokens, maxima as they are
+    # what the recipe counted: means over the tokens that went through the model, maxima as they are
     for name, value in sums.items():
         if name.endswith("_sum"):
             metrics[f"policy/{name.removesuffix('_sum')}"] = _ratio(value, loss_tokens)

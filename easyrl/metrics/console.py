@@ -27,7 +27,7 @@ ROWS_SHOWN = 12
 class ConsoleView:
     """A table that updates in place on a terminal, plain lines elsewhere. A ``Tracker``."""
 
-    def __init__(self, total_steps: int, stream: TextIO = sys.stdout) -> None:
+    def __init__(self, total_steps: int | None, stream: TextIO = sys.stdout) -> None:
         self._total_steps = total_steps
         self._console = Console(file=stream)
         self._rows: list[tuple[int, dict[str, float]]] = []
@@ -53,7 +53,7 @@ class ConsoleView:
             self._live.stop()
 
     def _line(self, step: int, metrics: dict[str, float]) -> str:
-        cells = [f"step {step}/{self._total_steps}"]
+        cells = [f"step {self._step(step)}"]
         cells += [f"{head} {form.format(metrics[m])}" for head, m, form in COLUMNS if m in metrics]
         return "  ".join(cells)
 
@@ -61,5 +61,9 @@ class ConsoleView:
         table = Table("step", *(heading for heading, _, _ in COLUMNS))
         for step, metrics in self._rows:
             cells = [form.format(metrics[m]) if m in metrics else "" for _, m, form in COLUMNS]
-            table.add_row(f"{step}/{self._total_steps}", *cells)
+            table.add_row(self._step(step), *cells)
         return table
+
+    def _step(self, step: int) -> str:
+        """With the run's last one, where that is known."""
+        return str(step) if self._total_steps is None else f"{step}/{self._total_steps}"

@@ -2,7 +2,7 @@
 
 Both sides score the same tokens with the same weights, so ``d = trainer - inference`` is rounding
 noise per token. Anything else leaves a pattern in a few sums over a batch
-(``objectives/comparison.py``; x is the server's log-probability of a token, y the trainer's, H the
+(``recipes/comparison.py``; x is the server's log-probability of a token, y the trainer's, H the
 entropy of the trainer's distribution):
 
 - *Temperature.* With logits scaled by c, ``x = c y + f(position)`` exactly, and f is nearly linear
@@ -103,7 +103,7 @@ def diagnose(seen: Pattern, dtype: Literal["fp32", "bf16"]) -> Cause | None:
     return None
 
 
-class LogprobAgreement:
+class LogprobMismatch:
     """Looks at each batch's comparison and warns of each cause once per run.
 
     What the configuration asks for is no news: ``rollout.allow_off_policy_sampling`` and

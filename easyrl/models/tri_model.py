@@ -1,15 +1,16 @@
 """Policy, old policy and reference on one micro-batch (paper §4.1, DESIGN §5).
 
 The three share one architecture and one layout, so one packed row and one attention mask serve all.
-What is not needed does not exist: the reference is there only with a KL coefficient, the old policy
-only when it is lagged or a batch has several updates; else it is the policy itself, with ratio 1.
+What is not needed does not exist: the reference is there only if the recipe needs one, the old
+policy only when it is lagged or a batch has several updates; else it is the policy itself, with
+ratio 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,9 @@ from torch import Tensor, nn
 from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.policy_model import run_micro_batch
-from easyrl.recipes.loss_metrics import loss_metrics
-from easyrl.recipes.losses import TokenLoss, policy_loss, token_loss
+from easyrl.recipes.losses import TokenLoss, loss_metrics, policy_loss, token_loss
+from easyrl.recipes.recipe import Recipe
 from easyrl.schema import FrozenLogprobs, MicroBatch
-
-if TYPE_CHECKING:
-    from easyrl.config import ObjectiveConfig
 
 
 class Frozen(Protocol):
@@ -81,14 +79,14 @@ class FrozenModel:
 
 
 class TriModel:
-    """Runs the models of the objective; only the policy's result carries gradient.
+    """Runs the models of the recipe; only the policy's result carries gradient.
 
     The frozen models run first: the policy's activations, which live until the backward, are then
     not there yet. All see the same packed row, its positions and its attention layout.
 
     Args:
         policy: the model being trained, an engine around it where one intercepts the forward.
-        reference: frozen at the start of the run; None without a KL coefficient.
+        reference: frozen at the start of the run; None where the recipe needs none.
         old_policy: the weights before the previous update (``old_policy: lagged``), or those at the
             start of the batch (``updates_per_batch`` above 1); None where the policy itself is the
             old policy.
@@ -116,24 +114,24 @@ class TriModel:
         return self._run(*self._on_device(micro_batch))
 
     def loss(
-        self, micro_batch: MicroBatch, objective: ObjectiveConfig, *, same_pass: bool
+        self, micro_batch: MicroBatch, recipe: Recipe, *, same_pass: bool
     ) -> tuple[Tensor, MetricSums]:
-        """The objective's loss sum, a scalar that carries the policy's gradient, and its metrics.
+        """The recipe's loss sum, a scalar that carries the policy's gradient, and its metrics.
 
-        ``same_pass``: the projection to the vocabulary forms its gradient with its values, for an
-        objective that ``is_sum_over_tokens``; else the backward pass computes it again.
+        ``same_pass``: the projection to the vocabulary forms its gradient with its values, for a
+        recipe of span ``token``; else the backward pass computes it again.
         """
         row, layout = self._on_device(micro_batch)
         if not same_pass:
-            return policy_loss(self._run(row, layout), row, objective)
+            return policy_loss(self._run(row, layout), row, recipe)
         frozen = self._frozen(row, layout)
-        losses = token_loss(row, frozen, objective)
+        losses = token_loss(row, frozen, recipe)
         loss_sum, logprobs, entropy = self._policy(row, layout, losses)
         tri = TriLogprobs(TokenLogprobs(logprobs, entropy), frozen)
-        return loss_sum, loss_metrics(tri, row, objective, loss_sum, row.advantages)
+        return loss_sum, loss_metrics(tri, row, recipe, loss_sum)
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
-        """Those of reference and old policy, as far as the objective needs them; no gradient."""
+        """Those of reference and old policy, as far as the recipe needs them; no gradient."""
         return self._frozen(*self._on_device(micro_batch))
 
     @torch.no_grad()

@@ -1,5 +1,39 @@
-"""The policy-gradient objective: advantages of a group, loss sums of a micro-batch.
+"""RL algorithms: one class in one file each, and the pure functions that they are made of.
 
-Pure functions of arrays and tensors: no engine, file or endpoint. A loss is a sum over trained
-tokens, never a mean; one scalar per optimizer step divides it.
+Consumes: finished groups (advantages, weights), what the policy says of their tokens (loss). Waits
+for: nothing. Unblocked by: nothing. Produces: advantages per response, loss terms per token.
 """
+
+from easyrl.recipes.advantages import group_advantages
+from easyrl.recipes.aggregation import aggregation_weights
+from easyrl.recipes.dapo import DAPO
+from easyrl.recipes.dr_grpo import DrGRPO
+from easyrl.recipes.estimators import (
+    clipped_surrogate,
+    importance_ratio,
+    importance_weights,
+    kl_estimate,
+    reward_to_go,
+)
+from easyrl.recipes.grpo import GRPO
+from easyrl.recipes.recipe import Recipe
+from easyrl.recipes.terms import AdvantageInputs, MetricTensors, Models, RunSettings, Terms
+
+__all__ = [
+    "DAPO",
+    "GRPO",
+    "AdvantageInputs",
+    "DrGRPO",
+    "MetricTensors",
+    "Models",
+    "Recipe",
+    "RunSettings",
+    "Terms",
+    "aggregation_weights",
+    "clipped_surrogate",
+    "group_advantages",
+    "importance_ratio",
+    "importance_weights",
+    "kl_estimate",
+    "reward_to_go",
+]

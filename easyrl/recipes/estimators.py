@@ -1,4 +1,4 @@
-"""Importance weights, KL estimates and rewards to go, per trained token."""
+"""The clipped surrogate, importance weights, KL estimates and rewards to go, per trained token."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    """[N] ``min(ratio A, clip(ratio, 1 - low, 1 + high) A)``, PPO's (Schulman et al. 2017, eq. 7).
+
+    Args:
+        ratio: [N], policy / old policy, of the sampled token; carries gradient
+        advantages: [N]
+    """
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 def importance_ratio(old_logprobs: Tensor, inference_logprobs: Tensor) -> Tensor:

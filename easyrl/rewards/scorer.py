@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -35,6 +34,7 @@ class Scorer:
     results, or the end of a reward's ``timeout_s``. Produces: one ``Score`` per response.
 
     The pool's workers must have run ``rewards.worker.initialize`` with the same ``rewards``.
+    ``truncated_reward`` is that of a response cut off at its longest; None: as scored.
     """
 
     def __init__(
@@ -43,13 +43,11 @@ class Scorer:
         scoring: ScoringConfig,
         workers: WorkerPool,
         *,
-        truncated: Literal["keep", "mark", "mask"] = "keep",
-        truncated_reward: float = 0.0,
+        truncated_reward: float | None = None,
     ) -> None:
         self.rewards = list(rewards)
         self.scoring = scoring
         self.workers = workers
-        self.truncated = truncated
         self.truncated_reward = truncated_reward
         self.num_failed: Counter[str] = Counter()  # calls that raised or timed out, by reward
 
@@ -132,7 +130,7 @@ class Scorer:
         self, completion: Completion, components: Mapping[str, float], failed: bool
     ) -> Score:
         reward = sum(own.weight * components[own.label] for own in self.rewards)
-        if self.truncated == "mark" and completion.truncated:
+        if self.truncated_reward is not None and completion.truncated:
             reward = self.truncated_reward
         return Score(reward, components, failed)
 

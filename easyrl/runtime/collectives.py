@@ -1,4 +1,4 @@
-"""What the data-parallel ranks tell each other, over a CPU group and in JSON."""
+"""Collective operations of the ranks on small values, over a CPU group and in JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from easyrl.runtime.notices import Notices
-from easyrl.schema import StopRequested
+from easyrl.runtime.ranks import Ranks
+from easyrl.schema import BatchWithdrawn, StopRequested
 
 T = TypeVar("T")
 
@@ -40,66 +41,82 @@ class PeerOutage(RuntimeError):
     """Another rank has no endpoint left."""
 
 
-class Agreement:
-    """Exchanges small values between ranks. With one rank everything is local."""
+# of what ends a batch on all ranks, by what goes first
+_PEERS: tuple[type[Exception], ...] = (StopRequested, PeerOutage, BatchWithdrawn)
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank = rank
-        self.num_ranks = num_ranks
+
+def _kind(error: Exception) -> int:
+    """Its place in ``_PEERS``; what is neither a stop nor a withdrawal is an outage."""
+    if isinstance(error, StopRequested):
+        return 0
+    return 2 if isinstance(error, BatchWithdrawn) else 1
+
+
+class Collectives:
+    """Gathers and broadcasts small values between ranks. With one rank everything is local."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self._group: dist.ProcessGroup | None = None
-        if num_ranks > 1:
+        if ranks.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Every rank's JSON-able ``value``, in rank order. Collective."""
         if self._group is None:
             return [value]
         payload = torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.world_size)]
         self._gather(sizes, torch.tensor([len(payload)]))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(payload)] = payload
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.num_ranks)]
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.ranks.world_size)]
         self._gather(rows, padded)
         return [
             orjson.loads(row[: int(size)].numpy().tobytes())
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def from_rank_zero(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank. Collective."""
-        return self.exchange(value if self.rank == 0 else None)[0]
+        return self.all_gather(value if self.ranks.rank == 0 else None)[0]
 
     def open_notices(self) -> Notices:
         """A board for what cannot wait for a collective. Collective."""
-        if self.num_ranks == 1:
-            return Notices(None, self.rank)
+        return Notices(self.open_store(), self.ranks.rank)
+
+    def open_store(self) -> dist.TCPStore | None:
+        """A store of its own that all ranks see; None where nobody else is there. Collective."""
+        if self.ranks.world_size == 1:
+            return None
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store: dist.TCPStore | None = None
-        if self.rank == 0:
+        if self.ranks.rank == 0:
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        port = self.from_rank_zero(None if store is None else store.port)
+        port = self.broadcast(None if store is None else store.port)
         if store is None:
             store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
-        return Notices(store, self.rank)
+        return store
 
     def end_together(self, error: Exception | None) -> None:
         """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
 
-        A stop goes first: the run ends well then, whatever else has happened. A rank raises its
-        own, the others ``StopRequested`` or ``PeerOutage`` with what the first one said.
+        A stop goes first: the run ends well then, whatever else has happened; then an outage, then
+        a withdrawal. A rank raises its own, the others ``StopRequested``, ``PeerOutage`` or
+        ``BatchWithdrawn`` with what the first one said.
         """
-        mine = None if error is None else [isinstance(error, StopRequested), str(error)]
-        told = list(enumerate(self.exchange(mine)))
-        stops = [f"rank {rank}: {e[1]}" for rank, e in told if e is not None and e[0]]
-        outages = [f"rank {rank}: {e[1]}" for rank, e in told if e is not None and not e[0]]
-        if error is not None and (not stops or isinstance(error, StopRequested)):
+        mine = None if error is None else [_kind(error), str(error)]
+        told = [
+            (rank, *said) for rank, said in enumerate(self.all_gather(mine)) if said is not None
+        ]
+        if not told:
+            return
+        first = min(kind for _, kind, _ in told)  # what goes first, on whichever rank
+        if error is not None and _kind(error) == first:
             raise error
-        if stops:
-            raise StopRequested(stops[0])
-        if outages:
-            raise PeerOutage(outages[0])
+        rank, _, text = next(each for each in told if each[1] == first)
+        raise _PEERS[first](f"rank {rank}: {text}")
 
     def in_lockstep(self, work: Iterator[T], dummy: Callable[[], T]) -> Iterator[T]:
         """Yields equally often on all ranks: own work while there is some, then ``dummy()``.
@@ -112,9 +129,9 @@ class Agreement:
                 item = next(work, None)
                 status = Status.FINISHED if item is None else Status.WORK
             except BaseException:
-                self.exchange(Status.FAILED)
+                self.all_gather(Status.FAILED)
                 raise
-            statuses = self.exchange(status)
+            statuses = self.all_gather(status)
             if Status.FAILED in statuses:
                 raise PeerFailed(f"rank {statuses.index(Status.FAILED)} failed")
             if all(s == Status.FINISHED for s in statuses):

@@ -11,10 +11,8 @@ from typing import TypeVar
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import dump_config
-from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import EventLog, Record, ignore
-from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.durable_files import write_durably
 from easyrl.runtime.folder_lock import FolderLock
 from easyrl.runtime.run_files import (
@@ -30,7 +28,7 @@ T = TypeVar("T")
 
 
 def prepare_output(
-    config: Config, agreement: Agreement, opened: ExitStack, *, resume: bool
+    config: Config, collectives: Collectives, opened: ExitStack, *, resume: bool
 ) -> Path:
     """The folder, which is this run's alone until ``opened`` closes. Collective.
 
@@ -48,11 +46,11 @@ def prepare_output(
         if not resume:
             _refuse_earlier_run(output)  # of the process that was waited for
 
-    _on_rank_zero(agreement, prepare)
+    _on_rank_zero(collectives, prepare)
     return output
 
 
-def begin_attempt(config: Config, output: Path, agreement: Agreement) -> PolicyVersion:
+def begin_attempt(config: Config, output: Path, collectives: Collectives) -> PolicyVersion:
     """Which run and which of its attempts this is, with v 0. Collective.
 
     The run is its name and a hash of the folder that it began in, so that runs of one name share
@@ -72,7 +70,7 @@ def begin_attempt(config: Config, output: Path, agreement: Agreement) -> PolicyV
         write_durably(file, json.dumps({"run": run, "attempt": attempt}))
         return run, attempt
 
-    run, attempt = _on_rank_zero(agreement, count)
+    run, attempt = _on_rank_zero(collectives, count)
     return PolicyVersion(run, attempt, 0)
 
 
@@ -86,26 +84,15 @@ def keep_config(config: Config, output: Path, attempt: int) -> None:
     write_durably(output / CONFIG_FILE, text)
 
 
-def open_event_log(config: Config, output: Path, agreement: Agreement, opened: ExitStack) -> Record:
+def open_event_log(
+    config: Config, output: Path, collectives: Collectives, opened: ExitStack
+) -> Record:
     """Where this rank's events go."""
     if not config.run.event_log:
         return ignore
-    log = EventLog(output / f"events-rank{agreement.rank}.jsonl")
+    log = EventLog(output / f"events-rank{collectives.ranks.rank}.jsonl")
     opened.callback(log.close)
     return log.record
-
-
-def open_trackers(config: Config, output: Path, from_step: int, total_steps: int) -> list[Tracker]:
-    """All back ends that the configuration names; their figures go on after ``from_step``."""
-    trackers: list[Tracker] = [JsonlTracker(output / METRICS_FILE, from_step)]
-    if "tensorboard" in config.run.trackers:
-        trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
-    if "wandb" in config.run.trackers:
-        plain = config.model_dump(mode="json")
-        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, plain))
-    if config.run.console:
-        trackers.append(ConsoleView(total_steps))
-    return trackers
 
 
 def _refuse_earlier_run(output: Path) -> None:
@@ -137,21 +124,21 @@ def _read_attempt(file: Path) -> tuple[str, int]:
     return run, attempt
 
 
-def _on_rank_zero(agreement: Agreement, work: Callable[[], T]) -> T:
+def _on_rank_zero(collectives: Collectives, work: Callable[[], T]) -> T:
     """What ``work()`` of rank 0 returns, a JSON-able value. Collective.
 
     Raises what it raises; the other ranks raise ``ConfigError`` for ``ConfigError`` and ``OSError``
     of rank 0.
     """
-    if agreement.rank != 0:
-        problem, value = agreement.from_rank_zero(None)
+    if collectives.ranks.rank != 0:
+        problem, value = collectives.broadcast(None)
         if problem is not None:
             raise ConfigError(f"rank 0: {problem}")
         return value
     try:
         value = work()
     except (ConfigError, OSError) as error:
-        agreement.from_rank_zero([str(error), None])
+        collectives.broadcast([str(error), None])
         raise
-    agreement.from_rank_zero([None, value])
+    collectives.broadcast([None, value])
     return value

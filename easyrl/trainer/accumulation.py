@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from easyrl.engines.base import NonFiniteLossError
+from easyrl.engines.base import MetricSums, NonFiniteLossError
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import Record
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import FinishedSamples, Key, MicroBatch, RolloutGroup
+from easyrl.schema import FinishedSamples, Key, MicroBatch, RolloutGroup, TrainedGroup
 from easyrl.trainer.look_ahead import LookAhead, OpenGroups
 
 if TYPE_CHECKING:
@@ -37,12 +37,8 @@ class GroupSource(Protocol):
         """Names of the weights that may have made the samples."""
 
     @property
-    def recovered(self) -> frozenset[Key]:
+    def recovered(self) -> Collection[Key]:
         """Finished in an earlier attempt of the run."""
-
-    @property
-    def discarded(self) -> frozenset[Key]:
-        """Finished in an earlier attempt, by weights that differ."""
 
     @property
     def open_samples(self) -> OpenGroups:
@@ -63,14 +59,27 @@ class GroupSource(Protocol):
     def close(self) -> None: ...
 
 
+def _as_scored(group: RolloutGroup) -> RolloutGroup:
+    return group
+
+
 @dataclass(frozen=True)
 class GroupFunctions:
-    """The objective's pure functions of finished groups."""
+    """The recipe's pure functions of finished groups.
 
-    advantages: Callable[[RolloutGroup], np.ndarray]  # float32 [G]
-    pack: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
+    ``trained`` is given groups of this rank and, for scope ``batch``, the rewards of all groups of
+    the optimizer step, of all ranks. ``pack_finished`` makes rows of responses whose group need
+    not be complete; its second argument is not looked at.
+    """
+
+    trained: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[TrainedGroup]]
     denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, DESIGN §2.4
+    pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
+    pack_finished: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
+    scored: Callable[[RolloutGroup], RolloutGroup] = _as_scored  # with the scores to train with
+    scope: Literal["group", "batch"] = "group"
+    advantage_only: bool = False  # advantages of exactly zero: no loss, no gradient
 
 
 class OnPolicyViolation(RuntimeError):
@@ -91,10 +100,12 @@ class Accumulator:
             fuller rows, of more even cost.
         look_ahead: while no group is complete, run the frozen models on responses that are
             finished; for an engine that can.
+        skip_without_signal: no forward and backward for groups whose gradient is exactly zero, but
+            for the first one of each endpoint that nothing else is compared of.
     """
 
     engine: TrainEngine
-    agreement: Agreement
+    collectives: Collectives
     functions: GroupFunctions
     stop: StopRequest
     is_interruption: Callable[[Exception], bool]
@@ -103,6 +114,7 @@ class Accumulator:
     synchronous: bool
     rows_per_drain: int = 1
     look_ahead: bool = False
+    skip_without_signal: bool = True
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
         """Sums of this rank. ``interruption`` in them says why they end early.
@@ -117,7 +129,7 @@ class Accumulator:
         ahead = self._ahead_of(groups)
         work = self._micro_batches(groups, totals, ahead)
         if self.engine.lockstep:
-            work = self.agreement.in_lockstep(work, self.functions.dummy)
+            work = self.collectives.in_lockstep(work, self.functions.dummy)
         for micro_batch in work:
             self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
             start = time.monotonic()
@@ -146,7 +158,7 @@ class Accumulator:
             return None
         return LookAhead(
             self.engine,
-            self.functions.pack,
+            self.functions.pack_finished,
             groups.open_samples,
             max_tokens=self.max_tokens,
             record=self.record,
@@ -157,25 +169,90 @@ class Accumulator:
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
     ) -> Iterator[MicroBatch]:
         """Packed rows as groups arrive; ends early, noting it in ``totals``, when interrupted."""
-        functions = self.functions
+        compared: set[str] = set()  # endpoints
         try:
             if self.synchronous:
                 self.record("waiting_for_batch")
                 groups.complete()
-            while ready := self._take(groups, ahead):
-                self.stop.raise_if_requested()
-                for group in ready:
-                    _refuse_off_policy(group, groups.accepted_versions)
-                    totals.add_group(group, recovered=group.prompt.key in groups.recovered)
-                usable = [group for group in ready if group.excluded is None]
-                totals.denominator += functions.denominator(usable)
-                for row in functions.pack(usable, [functions.advantages(g) for g in usable]):
+            of_scope = {"group": self._trained_as_they_come, "batch": self._trained_when_complete}
+            for trained in of_scope[self.functions.scope](groups, totals, ahead):
+                for row in self.functions.pack(self._to_run(trained, compared, totals)):
                     self.stop.raise_if_requested()
                     yield row
         except Exception as error:
             if not self.is_interruption(error):
                 raise
             totals.interruption = error
+
+    def _trained_as_they_come(
+        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
+    ) -> Iterator[list[TrainedGroup]]:
+        for usable in self._drains(groups, totals, ahead):
+            yield self.functions.trained(usable, ())
+
+    def _trained_when_complete(
+        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
+    ) -> Iterator[list[TrainedGroup]]:
+        """The groups of each drain, once the rewards of all ranks are known. Collective."""
+        self.record("waiting_for_batch")
+        drains: list[list[RolloutGroup]] = []
+        interruption: Exception | None = None
+        try:
+            drains += self._drains(groups, totals, ahead)
+        except Exception as error:
+            if not self.is_interruption(error):
+                raise
+            interruption = error  # told below, the other ranks wait there
+        mine = [(g.prompt.key, g.rewards.tolist()) for usable in drains for g in usable]
+        told = self.collectives.all_gather(None if interruption else mine)
+        if interruption is not None:
+            raise interruption
+        if None in told:  # another rank's interruption ends the batch for all
+            return
+        pairs = sorted(pair for rank in told for pair in rank)
+        rewards = [np.array(own, dtype=np.float32) for _, own in pairs]
+        trained = self.functions.trained([g for usable in drains for g in usable], rewards)
+        for usable in drains:
+            yield trained[: len(usable)]
+            del trained[: len(usable)]
+
+    def _drains(
+        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
+    ) -> Iterator[list[RolloutGroup]]:
+        """Groups that are packed together, checked and counted."""
+        while ready := self._take(groups, ahead):
+            self.stop.raise_if_requested()
+            for group in ready:
+                _refuse_off_policy(group, groups.accepted_versions)
+                totals.add_group(group, recovered=group.prompt.key in groups.recovered)
+            usable = [self.functions.scored(group) for group in ready]
+            totals.denominator += self.functions.denominator(usable)
+            yield usable
+
+    def _to_run(
+        self, trained: Sequence[TrainedGroup], compared: set[str], totals: BatchTotals
+    ) -> list[TrainedGroup]:
+        """Without the groups whose gradient is exactly zero.
+
+        Each endpoint keeps a group whose log-probabilities are ``compared`` with the trainer's, in
+        each update and on each rank; so there is a row for the step to be taken with.
+        """
+        if not self.functions.advantage_only:
+            return list(trained)
+        flat = [bool(group.responses) and not group.has_signal for group in trained]
+        totals.metrics.add(MetricSums({"groups_without_signal": float(sum(flat))}))
+        if not self.skip_without_signal:
+            return list(trained)
+        for group, is_flat in zip(trained, flat, strict=True):
+            if not is_flat:
+                compared |= _endpoints(group)
+        kept = []
+        for group, is_flat in zip(trained, flat, strict=True):
+            if is_flat and _endpoints(group) <= compared:
+                continue
+            compared |= _endpoints(group)
+            kept.append(group)
+        return kept
 
     def _take(self, groups: GroupSource, ahead: LookAhead | None) -> list[RolloutGroup]:
         """Groups that are ready, after what an earlier attempt computed ahead of them."""
@@ -186,6 +263,11 @@ class Accumulator:
             self.stop.raise_if_requested()
             ahead.repeat(piece)
         return groups.drain_ready(max_tokens, ahead.work)
+
+
+def _endpoints(trained: TrainedGroup) -> set[str]:
+    """That made the responses which are trained."""
+    return {trained.group.completions[r.sample].endpoint for r in trained.responses}
 
 
 def _refuse_off_policy(group: RolloutGroup, accepted: frozenset[str]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import comb, fsum
+from typing import Protocol
 
-from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
-from easyrl.inference_client.errors import is_outage
-from easyrl.runtime.collectives import Agreement
+from easyrl.config import EvaluationConfig
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.schedule import Due
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import Prompt, StopRequested
+from easyrl.schema import PolicyVersion, Prompt, RolloutGroup
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -19,13 +20,44 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
+class ScheduledEvaluation:
+    """Evaluates every so many steps, and at start and end where that is wanted. Collective."""
+
+    def __init__(self, evaluator: Evaluator, schedule: EvaluationConfig, step: int) -> None:
+        self._evaluator = evaluator
+        self._schedule = schedule
+        self._due = Due(schedule.every_steps, step)
+
+    def evaluate(self, step: int, version: PolicyVersion, *, is_last: bool) -> dict[str, float]:
+        """Metrics of the endpoints' present weights; none if no evaluation is due."""
+        wanted = self._due.passes(step)
+        wanted |= step == 0 and self._schedule.at_start
+        wanted |= is_last and self._schedule.at_end
+        return self._evaluator.evaluate(str(version)) if wanted else {}
+
+
+class Groups(Protocol):
+    """Finished groups, in order of completion (``GroupStream``)."""
+
+    def __iter__(self) -> Iterator[RolloutGroup]: ...
+    def interrupt(self, error: BaseException) -> None: ...
+    def close(self) -> None: ...
+
+
+class Rollouts(Protocol):
+    """Generates every prompt's group (``RolloutGenerator``)."""
+
+    def produce(self, prompts: Sequence[Prompt], version: str | None) -> Groups: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """Samples every held-out prompt ``num_samples`` times and counts the correct responses."""
 
     prompts: Sequence[Prompt]
-    rollouts: RolloutGenerator
-    agreement: Agreement
+    rollouts: Rollouts
+    is_interruption: Callable[[Exception], bool]  # nothing is wrong: an outage, a stop
+    collectives: Collectives
     stop: StopRequest
     num_samples: int
     pass_at: Sequence[int]
@@ -37,7 +69,7 @@ class Evaluator:
 
         Raises on all ranks what keeps one of them from going on: an outage, ``StopRequested``.
         """
-        share = self.prompts[self.agreement.rank :: self.agreement.num_ranks]
+        share = self.prompts[self.collectives.ranks.rank :: self.collectives.ranks.world_size]
         correct: list[int] = []
         interruption: Exception | None = None
         groups = self.rollouts.produce(share, version)
@@ -48,11 +80,11 @@ class Evaluator:
                     correct.append(sum(score >= self.threshold for score in scores))
         except Exception as error:
             groups.close()
-            if not (is_outage(error) or isinstance(error, StopRequested)):
+            if not self.is_interruption(error):
                 raise
             interruption = error
-        self.agreement.end_together(interruption)
-        everyone = [c for rank in self.agreement.exchange(correct) for c in rank]
+        self.collectives.end_together(interruption)
+        everyone = [c for rank in self.collectives.all_gather(correct) for c in rank]
         num_prompts = len(everyone)
         accuracy = sum(everyone) / (num_prompts * self.num_samples)
         metrics = {"eval/accuracy": accuracy, f"eval/avg@{self.num_samples}": accuracy}

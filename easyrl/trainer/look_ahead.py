@@ -67,7 +67,7 @@ class LookAhead:
 
     Args:
         engine: one that ``can_look_ahead``.
-        pack: the objective's, that makes rows of groups.
+        pack: makes rows of responses, whether their group is complete or not.
         max_tokens: packed tokens of one piece of work.
         record: receives the events ``look_ahead_start`` and ``look_ahead_end``.
         note: is told of each piece, before the groups that use it are asked for.

@@ -1,29 +1,34 @@
-"""The loop: periodic asynchrony (paper §4.3, Algorithm 1), strictly on-policy.
+"""Training loop of periodic asynchrony (paper §4.3, Algorithm 1), strictly on-policy.
 
 Within one batch generation and training overlap; between batches the weights move once. The trainer
-knows neither HTTP nor files: it is given a producer of groups, an engine, a weight sync and a
-notary, who writes down what was trained before it counts as trained.
+knows neither HTTP nor files.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
+from easyrl.ledger.account import batch_account
 from easyrl.ledger.certificate.records import BatchRecord
-from easyrl.ledger.closed_batch import batch_record
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
 from easyrl.metrics.event_log import Record
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.schema import (
     TEMPORARY_FAILURE,
+    BatchWithdrawn,
     Confirmation,
+    EndedBy,
+    GroupOutcome,
     InterruptedRun,
+    Key,
     PolicyVersion,
-    Prompt,
+    Progress,
     Published,
     ServedWeights,
     StopRequested,
@@ -34,21 +39,43 @@ if TYPE_CHECKING:
     from easyrl.engines.base import TrainEngine
 
 
+class Membership(Protocol):
+    """What became of an open batch as a whole (``BatchMembership``)."""
+
+    @property
+    def ended_by(self) -> EndedBy: ...
+
+
+class OpenBatch(Protocol):
+    """A batch in the making: its groups by optimizer step (``ledger.journal.OpenBatch``)."""
+
+    @property
+    def updates(self) -> Sequence[GroupSource]: ...
+    @property
+    def accepted_versions(self) -> Collection[str]: ...
+    @property
+    def discarded(self) -> Collection[Key]: ...
+    @property
+    def refused(self) -> Sequence[GroupOutcome]:
+        """This rank's rejected and excluded groups, whole when the last update has ended."""
+
+    @property
+    def membership(self) -> Membership: ...
+    @property
+    def withdrawn(self) -> str | None:
+        """Why groups of it were taken back after they had been handed out."""
+
+    def close(self) -> None: ...
+
+
 class Rollouts(Protocol):
-    """Starts the generation of prompts (``JournalledRollouts``)."""
+    """Starts the generation of batches (``JournalledRollouts``)."""
 
-    def produce(
-        self, prompts: Sequence[Prompt], served: ServedWeights, *, priority: int = 0
-    ) -> GroupSource: ...
-
+    def has_more(self, position: int) -> bool: ...
+    def begin(self, served: ServedWeights, position: int) -> OpenBatch: ...
     def sync(self) -> None: ...
-
-
-class PromptSource(Protocol):
-    """Batches of prompts in one global order, with a resumable cursor (``PromptBatches``)."""
-
-    def __iter__(self) -> Iterator[list[Prompt]]: ...
-    def state(self) -> Mapping[str, Any]: ...
+    def share_withdrawals(self) -> None:
+        """What one rank has withdrawn, all withdraw. Collective."""
 
 
 class Publisher(Protocol):
@@ -60,110 +87,110 @@ class Publisher(Protocol):
     def publish(self, version: PolicyVersion) -> Published: ...
 
 
-class Notary(Protocol):
-    """Writes the account of each batch (``Certificate``; on other ranks than 0 nobody does)."""
+class Ledger(Protocol):
+    """Certificate and checkpoints (``ledger.ledger.Ledger``). All ranks call every method."""
 
-    def check(self, record: BatchRecord) -> None: ...
-    def close_batch(self, record: BatchRecord) -> None: ...
-    def end(self, weights: str) -> None: ...
+    def check(self, account: BatchRecord, *, whole: bool) -> None: ...
+    def close_batch(self, account: BatchRecord) -> None: ...
+    def save(self, progress: Progress) -> None: ...
+    def save_if_due(self, progress: Progress) -> None: ...
+    def end(self, progress: Progress, weights: str) -> None: ...
 
 
-Hook = Callable[[int, PolicyVersion], dict[str, float]]  # step, version → metrics
-AfterReport = Callable[[int, PolicyVersion], None]  # step, version
-Report = Callable[[int, dict[str, float]], None]  # step, metrics
+class Reporter(Protocol):
+    """Evaluation, and where the metrics go (``metrics.reporter.Reporter``)."""
+
+    def compare(self, totals: BatchTotals) -> None:
+        """Sees the sums of each batch's first update, of all ranks."""
+
+    def report(
+        self, step: int, version: PolicyVersion, metrics: dict[str, float], *, is_last: bool
+    ) -> None: ...
 
 
 class TooManyBadSteps(RuntimeError):
     """Loss or gradient was not finite for ``trainer.max_bad_steps`` steps."""
 
 
+class NothingAccepted(RuntimeError):
+    """Every prompt that a batch has drawn was rejected or excluded."""
+
+
 class OtherWeights(RuntimeError):
     """A resumed run has other weights than those that were saved."""
 
 
-@dataclass
-class Progress:
-    """Where the run is; part of every checkpoint."""
+@dataclass(frozen=True)
+class Plan:
+    """What the run is to do.
 
-    step: int = 0  # optimizer steps, skipped ones included
-    closed_batches: int = 0  # v of the policy version
-    bad_steps: int = 0  # in a row
-    cursor: Mapping[str, Any] = field(default_factory=dict)  # of the prompts, after closed batches
-    weights: str = ""  # digest of the weights after closed batches, once they were published
-    reported_step: int = -1  # whose metrics are out
-    unreported: dict[str, float] = field(default_factory=dict)  # of a closed batch, until they are
+    Attributes:
+        version: of the first weights.
+        updates_per_batch: k, optimizer steps on each batch, each on its slice of the groups.
+        max_steps: where the run ends; None: with the prompts.
+    """
+
+    version: PolicyVersion
+    updates_per_batch: int = 1
+    max_steps: int | None = None
+    max_bad_steps: int = 3
 
 
 class Trainer:
     """Drains the producer's queue, micro-batch by micro-batch, into optimizer steps.
 
+        prompts ─► rollouts ─► queue of finished groups ─► accumulator ─► engine
+                      ▲            in order of completion     forward, backward   │ optimizer step
+                      │                                                           ▼
+                  endpoints ◄──────────── weight sync ◄──────── ledger: certificate, checkpoint
+                               once per batch, with proof
+
+    Consumes: finished groups of the open batch. Waits for: the next group; after the last one, all
+    ranks, the certificate's line and the endpoints' proofs. Is unblocked by: the producer, the
+    other ranks, the endpoints. Produces: weights, one version for each batch.
+
     Args:
         engine: the model being trained.
-        batches: prompts of all ranks, the same sequence on each rank.
         rollouts: producer of finished groups.
-        weight_sync: brings new weights to the endpoints.
         accumulator: runs forward and backward of groups as they arrive. When it is interrupted, the
-            open batch is given up, ``save`` is called and ``InterruptedRun`` raised.
-        notary: writes down what was trained.
-        save: writes a checkpoint of ``progress``; returns when it is there. Collective.
-        save_at_end: the same, when the prompts or ``max_steps`` have ended.
-        after_publish: called after each sync with step and version; their metrics belong to the
-            step's: evaluation. Not called when a resumed run publishes what was reported before.
-        watch: sees the sums of each batch's first update, of all ranks (``MetricSums``).
-        on_step: receive each batch's metrics, in order; may add to them.
-        after_report: called when a batch's metrics are out: checkpoints, which a resumed run goes
-            on from, so that none is ever ahead of the metrics.
-        updates_per_batch: k, optimizer steps on each batch, each on its slice of the prompts.
+            open batch is given up, a checkpoint is written and ``InterruptedRun`` raised.
+        weight_sync: brings new weights to the endpoints.
+        ledger: writes down what was trained before it counts as trained.
+        reporter: is told what was measured.
+        collectives: the ranks.
+        record: receives the events of the loop.
     """
 
     def __init__(
         self,
         *,
         engine: TrainEngine,
-        batches: PromptSource,
         rollouts: Rollouts,
-        weight_sync: Publisher,
-        agreement: Agreement,
         accumulator: Accumulator,
-        notary: Notary,
-        save: Callable[[], None],
-        save_at_end: Callable[[], None] = lambda: None,
+        weight_sync: Publisher,
+        ledger: Ledger,
+        reporter: Reporter,
+        collectives: Collectives,
+        plan: Plan,
         record: Record,
-        after_publish: Sequence[Hook] = (),
-        watch: Callable[[Mapping[str, float]], object] = lambda sums: None,
-        on_step: Sequence[Report] = (),
-        after_report: Sequence[AfterReport] = (),
-        version: PolicyVersion,
-        updates_per_batch: int = 1,
-        max_steps: int | None = None,
-        max_bad_steps: int = 3,
         progress: Progress | None = None,
     ) -> None:
         self._engine = engine
-        self._batches = batches
         self._rollouts = rollouts
-        self._weight_sync = weight_sync
-        self._agreement = agreement
         self._accumulator = accumulator
-        self._notary = notary
-        self._save = save
-        self._save_at_end = save_at_end
+        self._weight_sync = weight_sync
+        self._ledger = ledger
+        self._reporter = reporter
+        self._collectives = collectives
+        self._plan = plan
         self._record = record
-        self._after_publish = after_publish
-        self._watch = watch
-        self._on_step = on_step
-        self._after_report = after_report
-        self._version = version
-        self._updates_per_batch = updates_per_batch
-        self._max_steps = max_steps
-        self._max_bad_steps = max_bad_steps
         self._open_updates = 0  # optimizer steps of the open batch
-        self.progress = progress or Progress(cursor=batches.state())
+        self.progress = progress or Progress()
 
     @property
     def version(self) -> PolicyVersion:
         """The version of the weights that the open batch is made by."""
-        return self._version._replace(v=self.progress.closed_batches)
+        return self._plan.version._replace(v=self.progress.closed_batches)
 
     def fit(self) -> None:
         """Trains until the prompts or ``max_steps`` end.
@@ -185,67 +212,87 @@ class Trainer:
         published = self._publish()
         if self.progress.reported_step < self.progress.step:  # not if an earlier attempt has
             self._report(published)
-        for prompts in self._remaining_batches():
+        while self._goes_on:
             start = time.monotonic()
-            metrics = self.train_batch(prompts, published.served)
+            metrics = self.train_batch(published.served)
             metrics["time/step_s"] = time.monotonic() - start
-            self.progress.unreported = metrics  # goes into the checkpoint if this attempt ends here
+            self.progress.unreported = metrics  # goes into a checkpoint if the run ends here
             published = self._publish()
             metrics["time/step_s"] = time.monotonic() - start
             self._report(published)
-            for hook in self._after_report:
-                hook(self.progress.step, self.version)
-        self._save_at_end()
-        self._notary.end(published.served.digest)
+            self._ledger.save_if_due(self.progress)
+        self._ledger.end(self.progress, published.served.digest)
 
-    def train_batch(self, prompts: Sequence[Prompt], served: ServedWeights) -> dict[str, float]:
-        """One batch: generation and training overlap, optimizer steps close it."""
+    @property
+    def _goes_on(self) -> bool:
+        last = self._plan.max_steps
+        has_steps = last is None or self.progress.step < last
+        return has_steps and self._rollouts.has_more(self.progress.position)
+
+    def train_batch(self, served: ServedWeights) -> dict[str, float]:
+        """One batch, to its end: it begins again where groups of it are withdrawn. Collective."""
+        while True:
+            try:
+                return self._train_batch(served)
+            except BatchWithdrawn as error:
+                self._record("batch_withdrawn", version=str(served.version), problem=str(error))
+                self._rollouts.share_withdrawals()
+                if self._open_updates:  # the weights are not those that it was made by
+                    raise
+
+    def _train_batch(self, served: ServedWeights) -> dict[str, float]:
+        """Generation and training overlap, optimizer steps close the batch."""
         start = time.monotonic()
         self._engine.begin_batch()
+        batch = self._rollouts.begin(served, self.progress.position)
         updates: list[Update] = []
         with ExitStack() as on_error:
-            sources = []
-            slices = self._slices(prompts)
-            for number, part in enumerate(slices):
-                groups = self._rollouts.produce(self._share(part), served, priority=number)
-                on_error.callback(groups.close)
-                sources.append(groups)
-            for part, groups in zip(slices, sources, strict=True):
-                totals = self._accumulator.accumulate(groups)
-                self._give_up_if_interrupted(totals)
-                update = self._merge(totals, groups, part)
-                updates.append(update)
-                self._check(updates, served)
-                self._step(update)
+            on_error.callback(batch.close)
+            for number, groups in enumerate(batch.updates, start=1):
+                totals = self._accumulate(groups)
+                is_last = number == self._plan.updates_per_batch
+                if totals.groups:
+                    updates.append(Update(totals))
+                    self._check(batch, updates, served, whole=is_last)
+                    self._step(updates[-1])
+            self._raise_if_withdrawn(batch)
+            self._refuse_empty(batch, updates)
             on_error.pop_all()
-        metrics = batch_metrics(updates) | self._certify(updates, served)
-        self._close(updates)
-        metrics["time/journal_s"] += sum(groups.load_s for groups in sources)
+        account = self._account(batch, updates, served, whole=True)
+        metrics = batch_metrics(updates, account.groups) | self._certify(account, updates)
+        self._close(account, updates)
+        metrics["time/journal_s"] += sum(groups.load_s for groups in batch.updates)
         metrics["time/batch_s"] = time.monotonic() - start
         return metrics
 
-    def _give_up_if_interrupted(self, totals: BatchTotals) -> None:
-        """Ends the open batch on all ranks if one of them cannot go on. Collective."""
+    def _accumulate(self, groups: GroupSource) -> BatchTotals:
+        """Forward and backward of one update's groups; the sums of all ranks. Collective."""
+        totals = self._accumulator.accumulate(groups)
         try:
-            self._agreement.end_together(totals.interruption)
+            self._collectives.end_together(totals.interruption)
         except Exception:
             self._engine.discard_gradients()
             raise
-
-    def _merge(self, totals: BatchTotals, groups: GroupSource, prompts: Sequence[Prompt]) -> Update:
-        """The sums of all ranks. Collective."""
-        totals.discarded = sorted(groups.discarded)
-        totals.accepted_versions = sorted(groups.accepted_versions)
-        merged = totals.merge(self._agreement)
+        merged = totals.merge(self._collectives)
         if not self._open_updates:  # later updates train weights that have moved on
-            self._watch(merged.metrics.sums)
-        return Update(merged, totals.groups, [prompt.key for prompt in prompts])
+            self._reporter.compare(merged)
+        return merged
 
-    def _check(self, updates: Sequence[Update], served: ServedWeights) -> None:
-        """Nothing is trained that the certificate would not take. Raises what the notary raises."""
+    def _check(
+        self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
+    ) -> None:
+        """Nothing is trained that the certificate would refuse. Raises what the ledger raises."""
         start = time.monotonic()
-        self._notary.check(self._account(updates, served))
+        self._raise_if_withdrawn(batch)
+        self._ledger.check(self._account(batch, updates, served, whole=whole), whole=whole)
         updates[-1].check_s = time.monotonic() - start
+
+    def _raise_if_withdrawn(self, batch: OpenBatch) -> None:
+        """Raises on all ranks if groups of the batch were taken back on one. Collective."""
+        reasons = [reason for reason in self._collectives.all_gather(batch.withdrawn) if reason]
+        if reasons:
+            self._engine.discard_gradients()
+            raise BatchWithdrawn(reasons[0])
 
     def _step(self, update: Update) -> None:
         """The late scalar, the clip, the step."""
@@ -257,20 +304,53 @@ class Trainer:
             self._engine.discard_gradients()
         update.optimizer_s = time.monotonic() - start
 
-    def _certify(self, updates: Sequence[Update], served: ServedWeights) -> dict[str, float]:
+    def _refuse_empty(self, batch: OpenBatch, updates: Sequence[Update]) -> None:
+        if updates:
+            return
+        refused = self._refused(batch)
+        reasons = sorted({f"{group.outcome}: {group.reason}" for group in refused})
+        raise NothingAccepted(
+            f"batch {self.progress.closed_batches} has drawn {len(refused)} prompts and accepted "
+            "none:\n" + "\n".join(f"  {reason}" for reason in reasons[:10])
+        )
+
+    def _account(
+        self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
+    ) -> BatchRecord:
+        """The batch's account up to the last of ``updates``. Collective if ``whole``."""
+        return batch_account(
+            updates,
+            self._refused(batch) if whole else (),
+            served,
+            self.progress.step + len(updates),
+            self._weight_sync.confirmations,
+            accepted_versions=batch.accepted_versions,
+            discarded=batch.discarded,
+            ended_by=batch.membership.ended_by if whole else "accepted",
+        )
+
+    def _refused(self, batch: OpenBatch) -> list[GroupOutcome]:
+        """Rejected and excluded groups of all ranks. Collective."""
+        told = self._collectives.all_gather(msgspec.to_builtins(list(batch.refused)))
+        return [
+            msgspec.structs.replace(msgspec.convert(group, GroupOutcome), rank=rank)
+            for rank, groups in enumerate(told)
+            for group in groups
+        ]
+
+    def _certify(self, account: BatchRecord, updates: Sequence[Update]) -> dict[str, float]:
         """The batch is written down; the seconds that its journal and account took. Collective."""
         start = time.monotonic()
         self._rollouts.sync()
-        self._agreement.exchange(None)  # the journals of all ranks come before the certificate ...
+        self._collectives.all_gather(None)  # the journals of all ranks come before the certificate
         synced = time.monotonic()
-        self._notary.close_batch(self._account(updates, served))
-        self._agreement.exchange(None)  # ... and the certificate before the step
+        self._ledger.close_batch(account)
         return {
             "time/journal_s": synced - start,
             "time/certificate_s": time.monotonic() - synced + sum(u.check_s for u in updates),
         }
 
-    def _close(self, updates: Sequence[Update]) -> None:
+    def _close(self, account: BatchRecord, updates: Sequence[Update]) -> None:
         """From here on the batch counts."""
         version = str(self.version)
         most_bad_steps = 0
@@ -282,43 +362,31 @@ class Trainer:
                 "step",
                 step=self.progress.step,
                 version=version,
-                accepted=update.totals.accepted_versions,
+                accepted=account.accepted_versions,
                 skipped=update.skipped,
             )
-            self._record_fates(update)
+        for group in account.groups:
+            if group.rank == self._collectives.ranks.rank:
+                self._record("group_closed", version=version, **msgspec.to_builtins(group))
         self.progress.closed_batches += 1
         self.progress.weights = ""
-        self.progress.cursor = self._batches.state()
+        self.progress.position += account.num_drawn
         self._open_updates = 0
-        if most_bad_steps >= self._max_bad_steps:
+        if most_bad_steps >= self._plan.max_bad_steps:
             raise TooManyBadSteps(
                 f"{most_bad_steps} steps in a row had no finite gradient or nothing to "
                 f"train (step {self.progress.step}); lower trainer.learning_rate or look at the "
                 "rewards"
             )
 
-    def _account(self, updates: Sequence[Update], served: ServedWeights) -> BatchRecord:
-        step = self.progress.step + len(updates)
-        return batch_record(updates, served, step, self._weight_sync.confirmations)
-
-    def _record_fates(self, update: Update) -> None:
-        """What became of each of this rank's groups: *trained* is in a committed step."""
-        for group in update.own_groups:
-            self._record(
-                f"group_{update.outcome(group)}",
-                epoch=group.epoch,
-                index=group.index,
-                stamped=group.stamped,
-            )
-
     def _save_if_whole(self) -> str:
         """A checkpoint of the closed batches; what there is to go on from, in words. Collective."""
         if self._open_updates:  # the weights are not those that the open batch is made by
             return (
-                f"{self._open_updates} of {self._updates_per_batch} updates of the open batch were "
-                "taken, the last checkpoint stays and the journal has the responses since"
+                f"{self._open_updates} of {self._plan.updates_per_batch} updates of the open batch "
+                "were taken, the last checkpoint stays and the journal has the responses since"
             )
-        self._save()
+        self._ledger.save(self.progress)
         return f"step {self.progress.step} is saved"
 
     def _publish(self) -> Published:
@@ -336,34 +404,9 @@ class Trainer:
         self.progress.weights = digest
         return published
 
-    def _evaluate(self) -> dict[str, float]:
-        """What the hooks have to say of the weights that were just published."""
-        metrics: dict[str, float] = {}
-        for hook in self._after_publish:
-            metrics |= hook(self.progress.step, self.version)
-        return metrics
-
     def _report(self, published: Published) -> None:
-        """What the last batch, its sync and its evaluation have to say goes out."""
-        metrics = self.progress.unreported | dict(published.metrics) | self._evaluate()
-        for report in self._on_step:
-            report(self.progress.step, metrics)
+        """What the last batch, its sync and an evaluation that is due have to say goes out."""
+        metrics = self.progress.unreported | dict(published.metrics)
+        self._reporter.report(self.progress.step, self.version, metrics, is_last=not self._goes_on)
         self.progress.reported_step = self.progress.step
         self.progress.unreported = {}
-
-    def _remaining_batches(self) -> Iterator[list[Prompt]]:
-        # Tested before the next batch is taken: the cursor must not run ahead of the training.
-        batches = iter(self._batches)
-        while self._max_steps is None or self.progress.step < self._max_steps:
-            prompts = next(batches, None)
-            if prompts is None:
-                return
-            yield prompts
-
-    def _slices(self, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
-        """Prompts of all ranks for each update, by prompt order; a last batch may be shorter."""
-        size = -(-len(prompts) // self._updates_per_batch)
-        return [prompts[i : i + size] for i in range(0, len(prompts), size)]
-
-    def _share(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        return list(prompts[self._engine.dp_rank :: self._engine.dp_size])

@@ -11,7 +11,7 @@ import numpy as np
 from easyrl.config import SamplingConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.errors import EndpointUnavailable
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Score
 
 Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
@@ -142,7 +142,7 @@ class Canary:
         self,
         samples: Mapping[str, Sequence[Completion]],
         engine: TrainEngine,
-        agreement: Agreement,
+        collectives: Collectives,
         dummy: Callable[[], MicroBatch],
     ) -> dict[str, Expected]:
         """What the trainer says of rank 0's ``samples``, by their key; nothing on other ranks.
@@ -151,8 +151,8 @@ class Canary:
         Collective: with sharded weights every rank has to run equally many forwards.
         """
         distinct = {_tokens(responses): responses for responses in samples.values()}
-        rows = self._rows(list(distinct.values())) if agreement.rank == 0 else []
-        logprobs = _trainer_logprobs(engine, agreement, rows, dummy)
+        rows = self._rows(list(distinct.values())) if collectives.ranks.rank == 0 else []
+        logprobs = _trainer_logprobs(engine, collectives, rows, dummy)
         tokens = [c.token_ids for responses in distinct.values() for c in responses]
         if len(logprobs) != sum(map(len, tokens)):  # the packing left tokens out
             tokens, logprobs = [t[:0] for t in tokens], logprobs[:0]
@@ -175,13 +175,13 @@ class Canary:
 
 def _trainer_logprobs(
     engine: TrainEngine,
-    agreement: Agreement,
+    collectives: Collectives,
     micro_batches: Sequence[MicroBatch],
     dummy: Callable[[], MicroBatch],
 ) -> np.ndarray:
     """Log-probabilities of rank 0's rows, float32 [N of all rows]; other ranks run dummies."""
-    rows = agreement.from_rank_zero(len(micro_batches))
-    mine = list(micro_batches) if agreement.rank == 0 else [dummy() for _ in range(rows)]
+    rows = collectives.broadcast(len(micro_batches))
+    mine = list(micro_batches) if collectives.ranks.rank == 0 else [dummy() for _ in range(rows)]
     outputs = [engine.logprobs(micro_batch).numpy() for micro_batch in mine]
     return np.concatenate(outputs) if outputs else np.zeros(0, dtype=np.float32)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -21,7 +20,8 @@ from easyrl.inference_client.errors import (
 )
 from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
 from easyrl.inference_client.transfer.artifact import weights_digest
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Completion,
@@ -119,7 +119,7 @@ class WeightSync:
         engine: TrainEngine,
         pool: EndpointPool,
         thread: LoopThread,
-        agreement: Agreement,
+        collectives: Collectives,
         canary: Canary,
         dummy: Callable[[], MicroBatch],
         stop: StopRequest | None = None,
@@ -132,7 +132,7 @@ class WeightSync:
         self._engine = engine
         self._pool = pool
         self._thread = thread
-        self._agreement = agreement
+        self._collectives = collectives
         self._canary = canary
         self._dummy = dummy
         self._stop = stop
@@ -149,7 +149,7 @@ class WeightSync:
         self._confirmed = ConfirmedEndpoints(
             pool,
             self._prover,
-            self._reconciler if agreement.rank == 0 else None,
+            self._reconciler if collectives.ranks.rank == 0 else None,
             patience_s=startup_timeout_s,
         )
 
@@ -217,7 +217,7 @@ class WeightSync:
 
     def _is_probe_due(self) -> bool:
         """Whether this attempt of the run has no probe yet; the same on every rank."""
-        due: bool = self._agreement.from_rank_zero(
+        due: bool = self._collectives.broadcast(
             self._config.probe and self._reconciler.probe is None
         )
         return due
@@ -242,7 +242,7 @@ class WeightSync:
                 else:
                     self._reconciler.probe = probe
                     self._prover.trust(url, probe.visible(shown.samples))
-            self._exclude(self._agreement.from_rank_zero(problems))
+            self._exclude(self._collectives.broadcast(problems))
             if self._reconciler.probe is None:
                 self._store.discard(delivery.weights)
         return time.monotonic() - start_s
@@ -254,7 +254,7 @@ class WeightSync:
 
         The first push goes on while the weights are gathered and written. Collective.
         """
-        weights = self._store.begin(version) if self._agreement.rank == 0 else None
+        weights = self._store.begin(version) if self._collectives.ranks.rank == 0 else None
         delivery = Delivery(weights)
         is_written = False
         deadline_s = time.monotonic() + self._max_outage_s
@@ -269,7 +269,7 @@ class WeightSync:
                         pass
                 self._answer_questions(None, delivery)
             is_written = True
-            agreed = self._agreement.from_rank_zero([list(delivery.shown), excluded])
+            agreed = self._collectives.broadcast([list(delivery.shown), excluded])
             delivery.passed, excluded = agreed
             self._exclude(excluded)
         return delivery
@@ -281,12 +281,12 @@ class WeightSync:
         """
         urls: list[str] = []
         stopped_by, reason = "", ""
-        if self._agreement.rank == 0:
+        if self._collectives.ranks.rank == 0:
             try:
                 urls = self._wait_unless_stopped(deadline_s)
             except (StopRequested, NoEndpointError) as error:
                 stopped_by, reason = type(error).__name__, str(error)
-        urls, stopped_by, reason = self._agreement.from_rank_zero([urls, stopped_by, reason])
+        urls, stopped_by, reason = self._collectives.broadcast([urls, stopped_by, reason])
         if stopped_by:
             raise RAISED_EVERYWHERE[stopped_by](reason)
         return urls
@@ -356,7 +356,7 @@ class WeightSync:
         """Asks the trainer what endpoints want to know, until all have ended. Collective."""
         while True:
             samples = {} if fan_out is None else self._thread.run(fan_out.questions())
-            if not self._agreement.from_rank_zero(bool(samples)):
+            if not self._collectives.broadcast(bool(samples)):
                 return
             start_s = time.monotonic()
             expected = self._ask_trainer(samples)
@@ -365,16 +365,16 @@ class WeightSync:
             delivery.asking_s += time.monotonic() - start_s
 
     def _ask_trainer(self, samples: Mapping[str, Sequence[Completion]]) -> dict[str, Expected]:
-        return self._canary.ask_trainer(samples, self._engine, self._agreement, self._dummy)
+        return self._canary.ask_trainer(samples, self._engine, self._collectives, self._dummy)
 
     def _share(self, delivery: Delivery) -> Target:
         """What every rank needs to have endpoints prove the version later. Collective."""
         expected = next(iter(delivery.shown.values()), Shown()).expected
         mine = None if delivery.weights is None else Target(delivery.weights, expected)
-        if self._agreement.num_ranks == 1:
+        if self._collectives.ranks.world_size == 1:
             assert mine is not None
             return mine
-        record = self._agreement.from_rank_zero(None if mine is None else mine.to_json())
+        record = self._collectives.broadcast(None if mine is None else mine.to_json())
         return mine or Target.from_json(record)
 
     # ---- the pool, which belongs to the producer's loop ----------------------------------------
@@ -383,7 +383,7 @@ class WeightSync:
         """No endpoint serves a known version from here on; what rank 0 excluded, all exclude."""
         self._thread.run(self._confirmed.withdraw())
         excluded = {e.url: e.excluded for e in self._pool.endpoints if e.excluded is not None}
-        self._exclude(self._agreement.from_rank_zero(excluded))
+        self._exclude(self._collectives.broadcast(excluded))
 
     async def _set_aside(self, gone: Mapping[str, EndpointUnavailable]) -> None:
         """Endpoints that no longer answer: they are down until they do."""

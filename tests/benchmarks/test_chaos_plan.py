@@ -38,31 +38,35 @@ def test_phases_of_an_attempt():
     for event in (
         {"event": "sync_start"},
         {"event": "sync_end"},
-        {"event": "batch_dispatched", "num_prompts": 3, "num_recovered": 1},
+        {"event": "batch_dispatched", "num_recovered": 1},
         {"event": "group_ready"},
         {"event": "micro_batch_start"},
         {"event": "micro_batch_end"},  # one group is missing
         {"event": "group_ready"},
+        {"event": "batch_generated"},
         {"event": "micro_batch_start"},
         {"event": "micro_batch_end"},
-        {"event": "step", "step": 4},
+        {"event": "step", "step": 4, "version": "run:0:3"},
     ):
         phase.take(event)
         seen.append(phase.name)
     assert seen == [
         *(STARTING, SYNCING, CLOSING, GENERATING, GENERATING, TRAINING, GENERATING, GENERATING),
-        *(TRAINING, CLOSING, CLOSING),
+        *(GENERATING, TRAINING, CLOSING, CLOSING),
     ]
     assert phase.closed_batches == 4 and phase.has_dispatched
 
 
 def test_a_new_attempt_starts_and_may_be_behind_the_last_one():
     phase = RunPhase()
-    for event in ({"event": "step", "step": 4}, {"event": "checkpoint_copied"}):
+    for event in (
+        {"event": "step", "step": 4, "version": "run:0:3"},
+        {"event": "checkpoint_copied"},
+    ):
         phase.take(event)
     assert phase.writes_checkpoint
     phase.take({"event": "interrupted"})
     assert phase.name == STOPPING
     phase.begin_attempt()
-    phase.take({"event": "step", "step": 3})
+    phase.take({"event": "step", "step": 3, "version": "run:1:2"})
     assert not phase.writes_checkpoint and phase.closed_batches == 4

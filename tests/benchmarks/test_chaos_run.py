@@ -31,8 +31,8 @@ class FakeAttempt:
     def poll(self) -> int | None:
         if self.returncode is None:
             self._step += 1
-            self._tell(event="batch_dispatched", num_prompts=1, num_recovered=0)
-            self._tell(event="step", step=self._step)
+            self._tell(event="batch_dispatched", num_recovered=0)
+            self._tell(event="step", step=self._step, version=f"run:0:{self._step - 1}")
             if self._step == self._last:
                 self.returncode = self._status
         return self.returncode

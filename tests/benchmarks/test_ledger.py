@@ -18,13 +18,15 @@ def sound_run() -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for batch in range(len(keys) // BATCH):
         version = f"run:0:{batch}"
-        events.append({"event": "batch_dispatched", "version": version, "num_prompts": BATCH})
+        events.append({"event": "batch_dispatched", "version": version})
         events.append({"event": "micro_batch_end"})
         step = {"event": "step", "step": batch + 1, "version": version, "skipped": False}
         events.append(step | {"accepted": [version]})
-        for epoch, index in reversed(keys[batch * BATCH : (batch + 1) * BATCH]):
-            fate = {"event": "group_trained", "epoch": epoch, "index": index}
-            events.append(fate | {"stamped": [version]})
+        for position in reversed(range(BATCH)):
+            epoch, index = keys[batch * BATCH + position]
+            closed = {"event": "group_closed", "version": version, "position": position}
+            closed |= {"epoch": epoch, "index": index, "outcome": "trained"}
+            events.append(closed | {"stamped": [version]})
     return events
 
 
@@ -35,7 +37,7 @@ def group(events: list[dict[str, Any]], epoch: int, index: int) -> dict[str, Any
 def test_a_sound_run_is_clean() -> None:
     ledger = keep_ledger([sound_run()], EXPECTED)
     assert ledger.is_clean
-    assert (ledger.batches, ledger.groups_trained) == (3, 6)
+    assert (ledger.batches, ledger.groups_trained, ledger.cursor) == (3, 6, 6)
 
 
 def test_ranks_are_added_up() -> None:
@@ -52,7 +54,7 @@ def test_a_lost_prompt_is_seen() -> None:
     events.remove(group(events, 1, 0))
     ledger = keep_ledger([events], EXPECTED)
     assert ledger.prompts_lost == 1
-    assert ledger.problems == ("prompt 0 of epoch 1 was never trained",)
+    assert ledger.problems == ("prompt 0 of epoch 1 was never drawn",)
 
 
 def test_a_recovered_group_has_an_earlier_attempts_version_of_the_same_weights() -> None:
@@ -76,7 +78,7 @@ def second_attempt(events: list[dict[str, Any]], from_batch: int) -> list[dict[s
 
 def test_what_a_resumed_run_trains_again_counts_once() -> None:
     events = sound_run()
-    cut = next(i for i, e in enumerate(events) if e["event"] == "group_trained" and i > 5)
+    cut = next(i for i, e in enumerate(events) if e["event"] == "group_closed" and i > 5)
     ledger = keep_ledger([events[:cut] + second_attempt(events, from_batch=1)], EXPECTED)
     assert ledger.is_clean, ledger.problems
     assert (ledger.batches, ledger.groups_trained) == (3, 6)
@@ -97,16 +99,18 @@ def test_a_skipped_step_trains_nothing() -> None:
     step = next(e for e in events if e.get("step") == 2)
     step["skipped"] = True
     for key in sorted(EXPECTED)[BATCH : 2 * BATCH]:
-        group(events, *key)["event"] = "group_skipped"
+        group(events, *key)["outcome"] = "skipped"
     ledger = keep_ledger([events], EXPECTED)
-    assert (ledger.batches, ledger.prompts_lost) == (2, 2)
+    assert (ledger.batches, ledger.prompts_skipped, ledger.groups_trained) == (2, 2, 4)
+    assert ledger.prompts_lost == 0 and not ledger.is_clean
 
 
 def test_a_prompt_trained_twice_is_seen() -> None:
     events = sound_run()
     again = copy.deepcopy(group(events, 0, 1))
     events += [again, copy.deepcopy(again)]
-    again["stamped"] = events[-1]["stamped"] = ["run:0:2"]  # the batch that it is trained in
+    for number, event in enumerate(events[-2:]):  # of the batch that it is trained in
+        event |= {"stamped": ["run:0:2"], "version": "run:0:2", "position": BATCH + number}
     ledger = keep_ledger([events], EXPECTED)
     assert (ledger.prompts_trained_twice, ledger.wrong_version_trained) == (2, 0)
     assert ledger.problems == ("prompt 1 of epoch 0 was trained 3 times",)
@@ -131,9 +135,50 @@ def test_a_step_of_another_version_than_dispatched_is_seen() -> None:
 
 def test_an_excluded_prompt_is_counted_and_not_lost() -> None:
     events = sound_run()
-    group(events, 0, 2)["event"] = "group_excluded"
+    group(events, 0, 2).update(outcome="excluded", stamped=[])
     ledger = keep_ledger([events], EXPECTED)
-    assert ledger.is_clean and ledger.prompts_excluded == 1
+    assert ledger.is_clean, ledger.problems
+    assert (ledger.prompts_excluded, ledger.groups_trained, ledger.cursor) == (1, 5, 6)
+
+
+def test_a_rejected_prompt_is_counted_and_not_lost() -> None:
+    events = sound_run()
+    group(events, 0, 2)["outcome"] = "rejected"
+    ledger = keep_ledger([events], EXPECTED)
+    assert ledger.is_clean, ledger.problems
+    assert (ledger.prompts_rejected, ledger.groups_trained, ledger.cursor) == (1, 5, 6)
+
+
+def test_a_batch_may_have_drawn_more_prompts_than_it_trains() -> None:
+    """The cursor is behind all of them; the next batch has fewer left."""
+    events = sound_run()
+    moved = group(events, 1, 1)  # of the third batch
+    moved |= {"version": "run:0:1", "stamped": ["run:0:1"], "position": 2}
+    events.remove(moved)
+    group(events, 0, 2)["outcome"] = "rejected"
+    third = [i for i, e in enumerate(events) if e["event"] == "batch_dispatched"][2]
+    events.insert(third, moved)
+    group(events, 1, 2)["position"] = 0
+    ledger = keep_ledger([events], EXPECTED)
+    assert ledger.is_clean, ledger.problems
+    assert (ledger.batches, ledger.cursor) == (3, 6)
+
+
+def test_a_position_that_no_rank_has_closed_is_seen() -> None:
+    """Though every prompt that is expected was drawn."""
+    events = sound_run()
+    group(events, 1, 0)["position"] = 2
+    ledger = keep_ledger([events], EXPECTED)
+    assert ledger.problems == ("batch 1 has groups at the positions [0, 2]",)
+
+
+def test_a_prompt_that_is_rejected_and_trained_is_seen() -> None:
+    events = sound_run()
+    again = copy.deepcopy(group(events, 0, 1)) | {"outcome": "rejected", "position": BATCH}
+    again |= {"stamped": ["run:0:2"], "version": "run:0:2"}
+    ledger = keep_ledger([[*events, again]], EXPECTED)
+    assert ledger.prompts_trained_twice == 1
+    assert ledger.problems == ("prompt 1 of epoch 0 was trained and rejected",)
 
 
 def test_a_prompt_from_elsewhere_is_seen() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.packing.groups import pack_groups
-from easyrl.dataloaders.packing.row import Aggregation
+from easyrl.recipes.aggregation import Aggregation
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
+from tests.recipes import pack_groups
 from tests.tiny_models import random_group
 
 BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine
@@ -28,6 +28,7 @@ def pack(
     budget: int = 100,
     packing: Literal["prompt", "tree"] = "prompt",
     keep_order: bool = True,
+    whole_groups: bool = False,
 ) -> list[MicroBatch]:
     return pack_groups(
         groups,
@@ -38,6 +39,7 @@ def pack(
         max_tokens_per_micro_batch=budget,
         packing=packing,
         keep_order=keep_order,
+        whole_groups=whole_groups,
     )
 
 

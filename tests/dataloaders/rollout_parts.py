@@ -7,8 +7,8 @@ from threading import Event
 
 import numpy as np
 
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, packed_tokens
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
 
 G = 3
@@ -110,6 +110,12 @@ class Stored:
     @property
     def num_tokens(self) -> int:
         return packed_tokens(self.group)
+
+    @property
+    def refused(self) -> bool:
+        return self.group.refused is not None
+
+    is_recovered = True
 
     def load(self) -> RolloutGroup:
         self.store.loads.append(self.group.prompt.index)

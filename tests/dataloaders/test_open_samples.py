@@ -12,9 +12,9 @@ from typing import NamedTuple
 import pytest
 
 from easyrl.dataloaders.producer import group_stream
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.dataloaders.producer.rollout_generator import ProducerError, packed_tokens
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import OpenGroup
 from tests.dataloaders.rollout_parts import (
     G,
@@ -82,7 +82,7 @@ def test_a_response_is_there_once_and_only_while_its_group_is_open():
         assert samples.groups() == [] and taken(samples, 1) == []
 
 
-def test_what_is_drain_fits():
+def test_what_is_taken_fits():
     samples = OpenSamples(4)
     for sample, length in enumerate((9, 3, 4, 2)):
         samples.add(prompt(0), sample, completion("v", length))
@@ -236,7 +236,7 @@ def test_nobody_is_woken_who_does_not_listen():
         wait_until(lambda: queued() == 2)  # the wake-up and the group
         assert stream.waiting == 1
         generate.release(thread, (1, G - 1))
-        wait_until(lambda: queued() == 3)  # one wake-up for each time it listens
+        wait_until(lambda: queued() == 4)  # the group and the end; it listened once
         assert stream.waiting == 2 and len(stream.drain_ready(1000)) == 2
         assert stream.waiting == 0
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from easyrl.dataloaders.packing.groups import batch_denominator
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey, Segment
 from tests.dataloaders.packed_rows import MAX_TOKENS, PACKINGS, pack
+from tests.recipes import batch_denominator
 from tests.tiny_models import random_group
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.packing.groups import batch_denominator
-from easyrl.dataloaders.packing.row import Aggregation
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.recipes.aggregation import Aggregation
 from easyrl.schema import RolloutGroup
 from tests.dataloaders.packed_rows import (
     BUSY,
@@ -24,6 +23,7 @@ from tests.dataloaders.packed_rows import (
     random_groups,
     trained_tokens,
 )
+from tests.recipes import batch_denominator
 
 PACKING = st.sampled_from(PACKINGS)
 AGGREGATIONS = st.sampled_from(["sequence", "token", "constant"])
@@ -69,6 +69,24 @@ def test_budget_is_kept(
     """Over it only where a prompt with one response is too long by itself."""
     for row in pack(groups, budget=budget, packing=packing, keep_order=keep_order):
         assert row.num_tokens <= budget or row.num_sequences == 1
+
+
+@settings(BUSY, max_examples=100)
+@given(random_groups(max_groups=6), st.integers(1, 60), PACKING, st.booleans())
+def test_whole_groups_are_not_split(
+    groups: list[RolloutGroup],
+    budget: int,
+    packing: Literal["prompt", "tree"],
+    keep_order: bool,
+) -> None:
+    """For a loss that couples a group's tokens; one that exceeds the budget has its own row."""
+    rows = pack(groups, budget=budget, packing=packing, keep_order=keep_order, whole_groups=True)
+    tokens = trained_tokens(rows)
+    assert Counter(tokens) == Counter(expected_tokens(groups, "token", False))
+    members = [{key.prompt for key in row.sequences} for row in rows]
+    assert sum(map(len, members)) == len(set().union(*members))  # each in one row
+    for row, prompts in zip(rows, members, strict=True):
+        assert row.num_tokens <= budget or len(prompts) == 1
 
 
 @settings(BUSY, max_examples=100)

@@ -151,16 +151,15 @@ def test_sharing_a_token_more_or_less_is_seen(too_much: int) -> None:
     sequences = [
         TrainedSequence(
             SampleKey(0, 0, g), np.concatenate([groups[0].prompt.token_ids, c.token_ids]), 2,
-            2 + np.arange(len(c.token_ids)), c.logprobs, float(g),
+            2 + np.arange(len(c.token_ids)), c.logprobs,
+            np.full(len(c.token_ids), g), np.ones(len(c.token_ids)),
         )
         for g, c in enumerate(groups[0].completions)
     ]  # fmt: skip
     order = lexicographic([s.token_ids for s in sequences])
-    right = packed_row(sequences, order, "token", 10)
+    right = packed_row(sequences, order)
     assert trained_tokens([right]) == expected_tokens(groups, "token", False)
-    wrong = packed_row(
-        sequences, replace(order, shared=order.shared + [0, too_much, 0]), "token", 1
-    )
+    wrong = packed_row(sequences, replace(order, shared=order.shared + [0, too_much, 0]))
     tokens = trained_tokens([wrong])
     if too_much > 0:
         assert tokens != expected_tokens(groups, "token", False)

@@ -11,7 +11,7 @@ import pytest
 
 from easyrl.config import DatasetConfig
 from easyrl.config.file import load_config
-from easyrl.dataloaders.prompts.dataset import PromptBatches, load_prompts
+from easyrl.dataloaders.prompts.dataset import PromptOrder, load_prompts
 from easyrl.schema import Prompt
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -186,7 +186,7 @@ def test_example_data_load_with_the_example_configs(
     assert time.process_time() - began < 20
 
 
-# ---- batches -----------------------------------------------------------------------------------
+# ---- the order -----------------------------------------------------------------------------------
 
 
 def dataset(num_prompts: int) -> list[Prompt]:
@@ -195,86 +195,116 @@ def dataset(num_prompts: int) -> list[Prompt]:
     ]
 
 
-def keys(batches) -> list[list[tuple[int, int]]]:
-    return [[(p.epoch, p.index) for p in batch] for batch in batches]
+def keys(order: PromptOrder, start: int = 0) -> list[tuple[int, int]]:
+    """From position ``start`` to the end of the order."""
+    end = start + order.num_left(start)
+    return [order.prompt(position).key for position in range(start, end)]
 
 
-def test_batches_cross_epochs_and_lose_nothing():
-    batches = PromptBatches(dataset(7), 4, seed=3, epochs=3)
-    handed_out = keys(batches)
-    assert [len(batch) for batch in handed_out] == [4, 4, 4, 4, 4, 1]
-    assert batches.num_batches == 6
-    flat = [key for batch in handed_out for key in batch]
-    assert sorted(flat) == [(epoch, index) for epoch in range(3) for index in range(7)]
-    assert [epoch for epoch, _ in flat] == sorted(epoch for epoch, _ in flat)
-    orders = [[index for e, index in flat if e == epoch] for epoch in range(3)]
+def test_the_order_crosses_epochs_and_loses_nothing():
+    order = PromptOrder(dataset(7), seed=3, epochs=3)
+    drawn = keys(order)
+    assert len(drawn) == 21
+    assert sorted(drawn) == [(epoch, index) for epoch in range(3) for index in range(7)]
+    assert [epoch for epoch, _ in drawn] == sorted(epoch for epoch, _ in drawn)
+    orders = [[index for e, index in drawn if e == epoch] for epoch in range(3)]
     assert len({tuple(order) for order in orders}) == 3
 
 
 def test_order_depends_on_the_seed_only():
-    def order(seed, batch_size=8):
-        batches = PromptBatches(dataset(50), batch_size, seed=seed, epochs=2)
-        return [key for batch in keys(batches) for key in batch]
+    def order(seed):
+        return keys(PromptOrder(dataset(50), seed=seed, epochs=2))
 
-    assert order(1) == order(1) == order(1, batch_size=13)
+    assert order(1) == order(1)
     assert order(1) != order(2)
     # Pinned: a checkpoint of another numpy version must resume into the same order.
-    first_epoch = [index for _, index in keys(PromptBatches(dataset(8), 8, seed=0))[0]]
+    first_epoch = [index for _, index in keys(PromptOrder(dataset(8), seed=0))]
     assert first_epoch == [6, 3, 5, 0, 7, 2, 1, 4]
 
 
+def test_positions_may_be_asked_for_in_any_order():
+    """Ranks and rejected groups reach into the next epoch and back."""
+    order = PromptOrder(dataset(5), seed=2, epochs=4)
+    expected = keys(order)
+    positions = np.random.RandomState(0).permutation(20).tolist()
+    assert [order.prompt(p).key for p in positions] == [expected[p] for p in positions]
+
+
 def test_unshuffled_keeps_the_files_order():
-    batches = PromptBatches(dataset(5), 2, shuffle=False, epochs=2)
-    flat = [key for batch in keys(batches) for key in batch]
-    assert flat == [(epoch, index) for epoch in range(2) for index in range(5)]
+    drawn = keys(PromptOrder(dataset(5), shuffle=False, epochs=2))
+    assert drawn == [(epoch, index) for epoch in range(2) for index in range(5)]
+
+
+def test_a_prompt_is_that_of_the_dataset_in_its_epoch():
+    prompts = dataset(5)
+    prompt = PromptOrder(prompts, shuffle=False, epochs=2).prompt(8)
+    assert prompt.epoch == 1 and prompt.index == 3
+    assert prompt.token_ids is prompts[3].token_ids and prompt.answer == "3"
+
+
+def test_the_order_ends_with_its_epochs():
+    order = PromptOrder(dataset(6), epochs=2)
+    assert [order.num_left(p) for p in (0, 5, 11, 12)] == [12, 7, 1, 0]
+    assert order.num_left(13) == 0  # resumed with fewer epochs
+    for position in (12, 13):
+        with pytest.raises(AssertionError):
+            order.prompt(position)
+    with pytest.raises(AssertionError):
+        order.prompt(-1)
+
+
+def test_without_epochs_the_order_has_no_end_and_begins_as_with_them():
+    endless = PromptOrder(dataset(6), seed=4, epochs=None)
+    assert endless.num_left(0) is None and endless.num_left(10**9) is None
+    bounded = keys(PromptOrder(dataset(6), seed=4, epochs=3))
+    assert [endless.prompt(p).key for p in range(18)] == bounded
+    assert endless.prompt(6 * 10**6).epoch == 10**6
 
 
 def test_cursor_resumes_where_it_was():
-    whole = keys(PromptBatches(dataset(11), 4, seed=5, epochs=4))
+    whole = keys(PromptOrder(dataset(11), seed=5, epochs=4))
     for num_done in range(len(whole) + 1):
-        first = PromptBatches(dataset(11), 4, seed=5, epochs=4)
-        for _ in range(num_done):
-            next(first)
-        state = json.loads(json.dumps(first.state()))
-        second = PromptBatches(dataset(11), 4, seed=5, epochs=4)
-        second.restore(state)
-        assert keys(second) == whole[num_done:]
+        cursor = json.loads(json.dumps(PromptOrder(dataset(11), seed=5, epochs=4).cursor(num_done)))
+        second = PromptOrder(dataset(11), seed=5, epochs=4)
+        position = second.position(cursor)
+        assert keys(second, position) == whole[num_done:]
 
 
 def test_more_epochs_extend_a_finished_run():
-    first = PromptBatches(dataset(6), 3, seed=1, epochs=1)
+    first = PromptOrder(dataset(6), seed=1, epochs=1)
     done = keys(first)
-    second = PromptBatches(dataset(6), 3, seed=1, epochs=2)
-    second.restore(first.state())
-    assert done + keys(second) == keys(PromptBatches(dataset(6), 3, seed=1, epochs=2))
+    second = PromptOrder(dataset(6), seed=1, epochs=2)
+    position = second.position(first.cursor(6))
+    assert done + keys(second, position) == keys(PromptOrder(dataset(6), seed=1, epochs=2))
 
 
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        (PromptBatches(dataset(9), 4, seed=5), "num_prompts was 10 .* is 9 now"),
-        (PromptBatches(dataset(10), 5, seed=5), "batch_size was 4 .* is 5 now"),
-        (PromptBatches(dataset(10), 4, seed=6), "seed was 5 .* is 6 now"),
-        (PromptBatches(dataset(10), 4, seed=5, shuffle=False), "shuffle was True .* is False now"),
+        (PromptOrder(dataset(9), seed=5), "num_prompts was 10 .* is 9 now"),
+        (PromptOrder(dataset(10), seed=6), "seed was 5 .* is 6 now"),
+        (PromptOrder(dataset(10), seed=5, shuffle=False), "shuffle was True .* is False now"),
         (
-            PromptBatches(
-                [*dataset(9), replace(dataset(10)[9], token_ids=np.array([9], np.int32))], 4, seed=5
+            PromptOrder(
+                [*dataset(9), replace(dataset(10)[9], token_ids=np.array([9], np.int32))], seed=5
             ),
             "dataset_hash",
         ),
+        (PromptOrder([*dataset(9), replace(dataset(10)[9], answer="no")], seed=5), "dataset_hash"),
     ],
 )
 def test_a_cursor_of_other_data_is_refused(changed, key):
-    state = PromptBatches(dataset(10), 4, seed=5).state()
+    cursor = PromptOrder(dataset(10), seed=5).cursor(0)
     with pytest.raises(ValueError, match=key):
-        changed.restore(state)
+        changed.position(cursor)
 
 
-def test_something_else_is_no_cursor():
-    with pytest.raises(ValueError, match="not a state of PromptBatches: it has the keys"):
-        PromptBatches(dataset(10), 4).restore({"position": 3})
+@pytest.mark.parametrize("cursor", [{"position": 3}, {}, {"position": 3, "batch_size": 4}])
+def test_something_else_is_no_cursor(cursor):
+    with pytest.raises(ValueError, match="not a cursor of PromptOrder: it has the keys"):
+        PromptOrder(dataset(10)).position(cursor)
 
 
-def test_no_prompts_no_batches():
+def test_no_prompts_no_order():
     with pytest.raises(ValueError, match="the dataset is empty"):
-        PromptBatches([], 4)
+        PromptOrder([])

@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from easyrl.dataloaders.producer.loop_thread import LoopThread
+from easyrl.dataloaders.producer.draws import Draws, OneRank
+from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.rollout_generator import (
     ProducerError,
     RolloutGenerator,
     packed_tokens,
 )
+from easyrl.runtime.loop_thread import LoopThread
 from tests.dataloaders.rollout_parts import (
     G,
     ScriptedGenerate,
@@ -217,7 +219,7 @@ def test_samples_are_asked_for_in_the_turn_of_their_group_and_it_ends_with_them(
         assert left == [1]
 
 
-def test_every_group_asks_for_its_turn_with_the_priority_of_its_stream():
+def test_every_group_asks_for_its_turn_with_the_priority_of_its_optimizer_step():
     asked = []
 
     @asynccontextmanager
@@ -231,9 +233,10 @@ def test_every_group_asks_for_its_turn_with_the_priority_of_its_stream():
 
     with LoopThread() as thread:
         rollouts = RolloutGenerator(thread, begin_group, SumScorer(), num_generations=G)
-        first = rollouts.produce([prompt(0)], "v")
-        second = rollouts.produce([prompt(1)], "v", priority=1)
-        first.complete(), second.complete()
+        draws = Draws(BatchMembership(2, num_updates=2), OneRank())
+        batch = rollouts.produce_batch(draws, prompt, "v", num_updates=2)
+        for stream in batch.streams:
+            stream.complete()
     assert sorted(asked) == [(0, "v", 0), (1, "v", 1)]
 
 

@@ -110,7 +110,8 @@ class HeldBatch:
 
     def trainings(self) -> Counter[int]:
         """How often each prompt was in a committed step."""
-        return Counter(event["index"] for event in self.events("group_trained"))
+        closed = self.events("group_closed")
+        return Counter(event["index"] for event in closed if event["outcome"] == "trained")
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "checkpoints").glob("*"))

@@ -45,7 +45,7 @@ def run_gated(mode: str, run_dir: Path, served: ServedModel) -> None:
     options = [
         *(f"run.mode={mode}", f"trainer.batch_size={NUM_PROMPTS}"),
         *(f"rollout.num_generations={NUM_GENERATIONS}", "rollout.max_tokens=24"),
-        "objective.kl_coef=0.1",  # there is a reference to look ahead with
+        "recipe.kl_coef=0.1",  # there is a reference to look ahead with
     ]
     log = run_dir.with_suffix(".log")
     command = trainer_command(run_dir, served.model, prompts, [proxy.url], *options)

@@ -96,7 +96,7 @@ def replays(run_dir: Path) -> list[tuple[int, str]]:
     asked = [
         [str(run_dir), "--step", "6"],
         [str(run_dir), "--step", "3"],
-        [str(run_dir), "--step", "6", "objective.advantage=group_mean"],
+        [str(run_dir), "--step", "6", "recipe.advantage=group_mean"],
         [str(run_dir.with_name("resumed")), "--step", "1"],
         [str(run_dir.with_name("resumed")), "--step", "2"],
     ]
@@ -159,7 +159,7 @@ def test_a_step_before_every_checkpoint_begins_with_the_initial_model(
 def test_other_settings_give_other_metrics(replays: list[tuple[int, str]]) -> None:
     status, printed = replays[2]
     assert status == 0, printed  # nobody expects the same
-    assert "not equal:" in printed and "objective.advantage=group_mean" in printed
+    assert "not equal:" in printed and "recipe.advantage=group_mean" in printed
     (loss,) = [line.split() for line in printed.splitlines() if line.startswith("loss ")]
     assert loss[1] != loss[2] and float(loss[3]) > 1e-3
     (reward,) = [line.split() for line in printed.splitlines() if line.startswith("reward/mean ")]

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
+from benchmarks.random_model import write_prompts
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
 from easyrl.schema import PolicyVersion
@@ -73,18 +72,16 @@ def kill_in_batch_3(run_dir: Path, model: Path, prompts: Path, url: str) -> None
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(served, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
-    model = write_random_model(folder / "model", hidden_size=32, num_layers=1)
     prompts = write_prompts(folder / "prompts.jsonl", BATCH * STEPS, PROMPT_TOKENS)
     whole, parts = folder / "whole", folder / "parts"
     (folder / "weights").mkdir()
-    with EmbeddedServerProcess(model, ["--num-threads", "1", "--max-model-len", "160"]) as server:
-        finish(start(whole, model, prompts, server.url), whole)
-        kill_in_batch_3(parts, model, prompts, server.url)
-        assert [p.name for p in (parts / "checkpoints").iterdir()] == [f"step-{SAVED}"]
-        assert not (parts / "model").exists()
-        finish(start(parts, model, prompts, server.url, "--resume"), parts)
+    finish(start(whole, served.model, prompts, served.url), whole)
+    kill_in_batch_3(parts, served.model, prompts, served.url)
+    assert [p.name for p in (parts / "checkpoints").iterdir()] == [f"step-{SAVED}"]
+    assert not (parts / "model").exists()
+    finish(start(parts, served.model, prompts, served.url, "--resume"), parts)
     return whole, parts
 
 
@@ -132,9 +129,9 @@ def test_metrics_go_on_as_if_nothing_had_happened(runs):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
 
 
-def test_the_trained_weights_agree(runs):
+def test_the_trained_weights_agree(runs, served):
     whole, parts = (load_file(run / "model" / "chunk-00000.safetensors") for run in runs)
-    initial = load_file(runs[0].parent / "model" / "model.safetensors")
+    initial = load_file(served.model / "model.safetensors")
     for name, value in whole.items():
         moved = (value - initial[name]).norm()
         assert moved > 0

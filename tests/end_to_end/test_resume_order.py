@@ -82,7 +82,7 @@ def run_dir(served, objective: str, tmp_path_factory: pytest.TempPathFactory) ->
     prompts = write_prompts(folder / "prompts.jsonl", BATCH * NUM_BATCHES, 12)
     proxy = SlowProxy(served.url)
     try:
-        options = [*OPTIONS, *(["objective.kl_coef=0.5"] if objective == "reference" else [])]
+        options = [*OPTIONS, *(["recipe.kl_coef=0.5"] if objective == "reference" else [])]
         command = trainer_command(run_dir, served.model, prompts, [proxy.url], *options)
         kill_behind(run_dir, command, folder / "log", CLOSED)
         run_trainer([*command, "--resume"])
@@ -113,7 +113,7 @@ def test_they_had_come_in_another_order_than_asked_for(run_dir: Path) -> None:
     for v in range(CLOSED):
         takes = taken(run_dir, v, attempt=0)
         order = [tuple(key) for take in takes for key in take.keys]
-        dispatched = [tuple(key) for update in lines[v]["updates"] for key in update]
+        dispatched = [(group["epoch"], group["index"]) for group in lines[v]["groups"]]
         assert sorted(order) == sorted(dispatched)
         assert taken(run_dir, v, attempt=1) == takes
         others += order != dispatched and len(takes) > 1

@@ -17,7 +17,7 @@ def test_every_prompt_is_trained_once(served, tmp_path):
     prompts = write_prompts(tmp_path / "prompts.jsonl", NUM_PROMPTS, 12)
     options = [
         *(f"trainer.batch_size={BATCH}", "trainer.zero_stage=3", "trainer.learning_rate=1e-3"),
-        *("rollout.num_generations=4", "rollout.max_tokens=12", "objective.kl_coef=0.01"),
+        *("rollout.num_generations=4", "rollout.max_tokens=12", "recipe.kl_coef=0.01"),
         "checkpoint.export_at_end=true",
     ]
     command = trainer_command(run_dir, served.model, prompts, [served.url], *options, num_ranks=2)

@@ -62,7 +62,8 @@ def configuration(folder: Path) -> Any:
             "inference": {"endpoints": ["http://127.0.0.1:1"]},
             "rewards": [{"name": "exact"}],
             "rollout": {"temperature": 0.8, "max_tokens": MAX_TOKENS},
-            "objective": {
+            "recipe": {
+                "aggregation": "token",
                 "kl_coef": 0.1,
                 "entropy_coef": 0.01,
                 "clip_eps_low": CLIP,
@@ -85,7 +86,6 @@ def configuration(folder: Path) -> Any:
 
 def train(folder: Path) -> dict[str, Any]:
     """The run: by step its loss and what the objective counted; the weights' digest and sketch."""
-    from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
     from easyrl.engines.base import MetricSums
     from easyrl.engines.deepspeed.engine import DeepSpeedEngine
     from easyrl.inference_client.transfer.artifact import tensor_checksum
@@ -94,6 +94,7 @@ def train(folder: Path) -> dict[str, Any]:
     from easyrl.runtime.determinism import make_deterministic
     from easyrl.runtime.numerics import arithmetic
     from tests.golden.comparison import sketch
+    from tests.recipes import batch_denominator, pack_groups
     from tests.tiny_models import random_group
 
     config = configuration(folder)

@@ -55,7 +55,7 @@ def strict_command(run_dir: Path, inputs: Inputs, urls: Sequence[str], *options:
         *("run.determinism=strict", "data.shuffle=true", f"trainer.batch_size={BATCH}"),
         *("rollout.num_generations=4", "rollout.max_tokens=12"),
         *("trainer.max_tokens_per_micro_batch=100", "trainer.learning_rate=1e-2"),
-        *("objective.kl_coef=0.01", "checkpoint.export_at_end=true"),
+        *("recipe.kl_coef=0.01", "checkpoint.export_at_end=true"),
         *("inference.health_interval_s=0.5", "run.name=strict"),
     ]
     return trainer_command(run_dir, inputs.model, inputs.prompts, urls, *settings, *options)

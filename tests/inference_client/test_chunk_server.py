@@ -126,7 +126,7 @@ def test_the_token_is_not_on_the_command_line(server: ChunkServer) -> None:
     assert TOKEN.encode() not in command.read_bytes()
 
 
-def test_a_port_that_is_drain(root: Path) -> None:
+def test_a_port_that_is_taken(root: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"127.0.0.1:{port}.*weight_sync.port"):

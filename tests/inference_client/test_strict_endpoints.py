@@ -9,9 +9,9 @@ import pytest
 from fake_endpoint import FakeEndpoint
 from pool_cases import V1, ask, pool_of, repairer, until
 
+from easyrl.build.invariant_endpoints import ENDPOINTS_ARITHMETIC_FILE, require_invariant_endpoints
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import validate_config
-from easyrl.runtime.determinism import ENDPOINTS_ARITHMETIC_FILE, require_invariant_endpoints
 
 HERE, ELSEWHERE = "torch 2.13.0, AVX512, 1 thread", "torch 2.13.0, AVX2, 1 thread"
 
@@ -47,7 +47,7 @@ async def test_batch_invariant_servers_are_taken(config, caplog):
         await all_answer(pool)
         require_invariant_endpoints(config, pool)
         await ask(pool, 1)
-    assert not [r for r in caplog.records if r.name == "easyrl.runtime.determinism"]
+    assert not [r for r in caplog.records if r.name == "easyrl.build.invariant_endpoints"]
 
 
 async def test_another_embedded_server_is_refused(config, tmp_path):
@@ -84,15 +84,15 @@ async def test_an_attempt_whose_endpoints_compute_otherwise_is_told(config, tmp_
             asked = len(server.calls)
             await until(lambda: len(server.calls) > asked + 2)  # looked at again
 
-    with caplog.at_level(logging.WARNING, "easyrl.runtime.determinism"):
+    with caplog.at_level(logging.WARNING, "easyrl.build.invariant_endpoints"):
         await attempt(HERE)
         assert kept.read_text() == HERE + "\n"
         await attempt(HERE)
-        assert not [r for r in caplog.records if r.name == "easyrl.runtime.determinism"]
+        assert not [r for r in caplog.records if r.name == "easyrl.build.invariant_endpoints"]
         for late in (False, True):
             caplog.clear()
             await attempt(ELSEWHERE, late=late)
-            (record,) = [r for r in caplog.records if r.name == "easyrl.runtime.determinism"]
+            (record,) = [r for r in caplog.records if r.name == "easyrl.build.invariant_endpoints"]
             assert f"with {ELSEWHERE}, the first one's did with {HERE}" in record.message
     assert kept.read_text() == HERE + "\n"
 
@@ -109,12 +109,12 @@ async def test_vllm_is_warned_of_once(config, caplog):
     vllm = FakeEndpoint(version=V1, card={"owned_by": "vllm"})
     async with pool_of(vllm) as pool:
         await all_answer(pool)
-        with caplog.at_level(logging.WARNING, "easyrl.runtime.determinism"):
+        with caplog.at_level(logging.WARNING, "easyrl.build.invariant_endpoints"):
             require_invariant_endpoints(config, pool)
             asked = len(vllm.calls)
             await until(lambda: len(vllm.calls) > asked + 2)  # looked at again
         await ask(pool, 1)
-    (record,) = [r for r in caplog.records if r.name == "easyrl.runtime.determinism"]
+    (record,) = [r for r in caplog.records if r.name == "easyrl.build.invariant_endpoints"]
     assert vllm.url in record.message and "only the trainer's side is exact" in record.message
 
 

@@ -10,16 +10,18 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
+from pydantic import BaseModel
 
 from easyrl.config import Config
-from easyrl.config.base import Section
+from easyrl.config.recipe import MOVED
+from easyrl.recipes.loading import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_NAMES = {  # of the folders that have modules
@@ -31,7 +33,7 @@ IMPORT_NAMES = {  # of the folders that have modules
     "tests": "tests",
 }
 FOLDERS = (*IMPORT_NAMES, "configs", "docs")
-NOT_OURS = {"run.lock", "reward.py"}  # files of a run and of a user
+NOT_OURS = {"run.lock", "reward.py", "my_recipe.py", "recipe.my_key"}  # of a run and of a user
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -171,7 +173,14 @@ def _dotted_keys(tree: Any, prefix: str = "") -> Iterator[str]:
 
 def is_key(dotted: str) -> bool:
     """Whether the configuration has this key, as in ``rewards[0].weight``."""
-    model: type[Section] | None = Config
+    section, _, name = dotted.partition(".")
+    if dotted in NOT_OURS or name in MOVED.get(section, {}):
+        return True  # named where it is said where it went
+    if section == "recipe" and any(
+        name == f.name for cls in BUILT_IN.values() for f in fields(cls)
+    ):
+        return True  # a recipe's keys are its class's fields
+    model: type[BaseModel] | None = Config
     for part in re.sub(r"\[\d+\]", "", dotted).split("."):
         if model is None or part not in model.model_fields:
             return False
@@ -182,9 +191,9 @@ def is_key(dotted: str) -> bool:
     return True
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
+def _section_in(annotation: Any) -> type[BaseModel] | None:
     """The section that a value of this type is or holds."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     held = (_section_in(each) for each in get_args(annotation))
     return next((section for section in held if section is not None), None)

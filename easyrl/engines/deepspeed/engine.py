@@ -47,7 +47,9 @@ from easyrl.models.lora import OLD_POLICY as OLD_ADAPTER
 from easyrl.models.lora import TRAINED, FrozenAdapter, add_old_policy
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import Frozen, FrozenModel, TriModel
-from easyrl.recipes.losses import is_sum_over_tokens
+from easyrl.recipes.loading import load_recipe
+from easyrl.recipes.recipe import Recipe
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
 
 OLD_POLICY, SCHEDULE = "old_policy", "schedule"  # in a checkpoint
@@ -75,18 +77,20 @@ class DeepSpeedEngine:
         load_model: Callable[[], PolicyModel] | None = None,
     ) -> None:
         local_rank = start_process_group()
-        self.rank = self.dp_rank = dist.get_rank()
-        self.dp_size = dist.get_world_size()
+        self.ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
         self._config = config
         self._stage = config.trainer.zero_stage
-        self.lockstep = self._stage >= 2 and self.dp_size > 1
+        self.lockstep = self._stage >= 2 and self.ranks.dp_size > 1
         self._device = torch.device(get_accelerator().device_name(local_rank))
         load = load_model or (lambda: load_policy_model(config.model, seed=config.run.seed))
         factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
-        objective = config.objective
-        with_reference = objective.has_reference
-        self._is_lagged = objective.old_policy == "lagged"
-        self._has_snapshot = config.trainer.updates_per_batch > 1  # never lagged too
+        self._recipe = load_recipe(config)
+        needs = self._recipe.needs
+        with_reference = needs.reference
+        self._is_lagged = config.trainer.old_policy == "lagged"
+        self._has_snapshot = (  # never lagged too
+            needs.old_policy and config.trainer.updates_per_batch > 1
+        )
         with_old_policy = self._is_lagged or self._has_snapshot
         self._policy = policy = load()
         if config.model.lora is not None and with_old_policy:
@@ -101,9 +105,9 @@ class DeepSpeedEngine:
             device=self._device,
         )
         self.can_look_ahead = (with_reference or with_old_policy) and not (
-            self._stage == 3 and self.dp_size > 1  # the frozen models are sharded too
+            self._stage == 3 and self.ranks.dp_size > 1  # the frozen models are sharded too
         )
-        self._same_pass = _same_pass(config)
+        self._same_pass = _same_pass(config, self._recipe)
         self._num_backwards = 0
 
     # ---- training --------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ class DeepSpeedEngine:
             self._tri_model.old_is_policy = True
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
-        """Accumulates the gradients of the objective's sums.
+        """Accumulates the gradients of the recipe's sums.
 
         Raises ``NonFiniteLossError`` after the backwards of all ``micro_batches``, so that ranks in
         lock-step are not left waiting; the accumulated gradient is then NaN, and ``optimizer_step``
@@ -129,7 +133,7 @@ class DeepSpeedEngine:
         problem = None
         for index, micro_batch in enumerate(micro_batches):
             loss_sum, sums = self._tri_model.loss(
-                micro_batch, self._config.objective, same_pass=self._same_pass
+                micro_batch, self._recipe, same_pass=self._same_pass
             )
             if not bool(torch.isfinite(loss_sum)):
                 problem = f"micro-batch {index}: loss sum is {loss_sum.item()}"
@@ -150,7 +154,7 @@ class DeepSpeedEngine:
             self._backward_of_nothing(scale=0.0)
         before = copy_of(self._local(self._parameters().values())) if self._is_lagged else []
         # DeepSpeed averages over ranks, the denominator is of all ranks' sums.
-        grad_norm, applied = step_divided(self._engine, denominator / self.dp_size)
+        grad_norm, applied = step_divided(self._engine, denominator / self.ranks.dp_size)
         self._num_backwards = 0
         if applied and self._is_lagged:
             self._set_old_policy(before)
@@ -212,7 +216,7 @@ class DeepSpeedEngine:
         """
         self._release_gathered()
         weights = {"full": saved_weights, "adapter": adapter_weights}[kind]
-        return weights(self._policy.model, is_writer=self.rank == 0)
+        return weights(self._policy.model, is_writer=self.ranks.rank == 0)
 
     @contextmanager
     def perturbed_weights(self) -> Iterator[None]:
@@ -328,7 +332,7 @@ class DeepSpeedEngine:
                 own = held
             else:
                 held = Fragment(name, 0, tensor.numel(), 0)
-                own = own_part(held, self.dp_rank, self.dp_size)
+                own = own_part(held, self.ranks.dp_rank, self.ranks.dp_size)
             if held.numel > 0:
                 yield tensor.view(-1), held, own
 
@@ -338,7 +342,7 @@ class DeepSpeedEngine:
             "engine": "deepspeed",
             "model.dtype": self._config.model.dtype,
             "model.lora": None if lora is None else lora.model_dump(),
-            "objective.old_policy": self._config.objective.old_policy,
+            "trainer.old_policy": self._config.trainer.old_policy,
             "number of parameters": sum(_numel(p) for p in self._parameters().values()),
         }
 
@@ -369,9 +373,9 @@ def _initialize(
     return engine
 
 
-def _same_pass(config: Config) -> bool:
+def _same_pass(config: Config, recipe: Recipe) -> bool:
     wanted = config.model.logprob_backward
-    return is_sum_over_tokens(config.objective) if wanted == "auto" else wanted == "same_pass"
+    return recipe.span == "token" if wanted == "auto" else wanted == "same_pass"
 
 
 def _smallest_row(device: torch.device) -> tuple[Any, ...]:

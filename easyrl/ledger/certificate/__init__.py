@@ -1,14 +1,13 @@
 """``RUN_DIR/certificate.jsonl``: what each batch was made by and trained on (DESIGN §2.6)."""
 
 from easyrl.ledger.certificate.errors import CertificateError
-from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, CertifiedGroup, RunRecord
+from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, RunRecord
 from easyrl.ledger.certificate.writer import Certificate
 
 __all__ = [
     "BatchRecord",
     "Certificate",
     "CertificateError",
-    "CertifiedGroup",
     "AttemptRecord",
     "RunRecord",
 ]

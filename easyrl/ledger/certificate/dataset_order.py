@@ -1,10 +1,10 @@
-"""Which prompts each batch has to have: seed, epoch and the dataset's size say it."""
+"""Which prompt each position of a batch has to have: seed, epoch and the dataset's size say it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from easyrl.dataloaders.prompts.dataset import PromptBatches
+from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import CertifiedBatch
 from easyrl.ledger.certificate.records import BatchRecord, RunRecord
@@ -12,49 +12,45 @@ from easyrl.schema import Key, Prompt
 
 
 class DatasetOrder:
-    """The prompts of a run, in the order in which they are trained."""
+    """The prompts of a run, in the order in which they are drawn."""
 
     def __init__(self, run: RunRecord | None) -> None:
         self._run = run
-        self._batches: dict[int, PromptBatches] = {}  # by number of epochs
+        self._order: PromptOrder | None = None
 
     def examine(self, record: BatchRecord, batch: CertifiedBatch) -> None:
-        """The updates of ``record`` hold the batch's prompts, in their order.
+        """The groups of ``record`` are those of the order's next prompts, each at its position.
 
         Raises ``CertificateError`` naming a prompt that is missing, another batch's or misplaced.
         """
-        dispatched = [key for keys in record.updates for key in keys]
-        expected = self._expected(batch)
-        if dispatched == expected:
+        found = [group.key for group in record.groups]
+        expected = [
+            self._key(position)
+            for position in range(batch.first_position, batch.first_position + record.num_drawn)
+        ]
+        if found == expected:
             return
-        wanted, found = set(expected), set(dispatched)
+        is_wanted, is_found = set(expected), set(found)
         problems = (
-            ("is missing, it belongs to this batch", (k for k in expected if k not in found)),
-            ("does not belong to this batch", (k for k in dispatched if k not in wanted)),
+            ("is missing, it belongs to this batch", (k for k in expected if k not in is_found)),
+            ("does not belong to this batch", (k for k in found if k not in is_wanted)),
             (
-                "is out of the dataset's order in the updates",
-                (key for key, want in zip(dispatched, expected, strict=False) if key != want),
+                "is out of the dataset's order",
+                (key for key, want in zip(found, expected, strict=False) if key != want),
             ),
         )
         for problem, keys in problems:
             for key in keys:
                 raise CertificateError(problem, batch=record.batch, key=key)
 
-    def _expected(self, batch: CertifiedBatch) -> list[Key]:
-        batches = self._of(batch.epochs)
-        batches.restore({**batches.state(), "position": batch.first_position})
-        return [prompt.key for prompt in next(batches, [])]
-
-    def _of(self, epochs: int) -> PromptBatches:
-        """A resumed run may have been given more epochs: the short batch is at another place."""
+    def _key(self, position: int) -> Key:
         assert self._run is not None, "a batch without a run"
-        if epochs not in self._batches:
+        if self._order is None:
             nothing = np.zeros(0, np.int32)
-            self._batches[epochs] = PromptBatches(
+            self._order = PromptOrder(
                 [Prompt(i, nothing, "", None) for i in range(self._run.num_prompts)],
-                self._run.batch_size,
                 seed=self._run.seed,
                 shuffle=self._run.shuffle,
-                epochs=epochs,
+                epochs=None,
             )
-        return self._batches[epochs]
+        return self._order.prompt(position).key

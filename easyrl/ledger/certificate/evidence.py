@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from easyrl.ledger.certificate.errors import CertificateError
-from easyrl.ledger.certificate.records import BatchRecord, CertifiedGroup
+from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.certificate.saved import needed_journal
 from easyrl.ledger.journal import JournalError, JournalledGroup, read_batch
 from easyrl.ledger.journal.reading import batch_folder, file_name
-from easyrl.schema import Completion, Key
+from easyrl.schema import Completion, GroupOutcome, Key, PolicyVersion, RolloutGroup
+
+# attempt → what the recipe of that attempt decides
+AcceptOf = Callable[[int], Callable[[RolloutGroup], str | None] | None]
 
 
 class JournalEvidence:
-    """Compares batches with the journal, which a live run may be pruning meanwhile."""
+    """Compares batches with the journal, which a live run may be pruning meanwhile.
 
-    def __init__(self, run_dir: Path, directory: Path) -> None:
+    Args:
+        accept_of: by attempt, what its recipe says of a group: a reason to reject it, or None; no
+            function where that cannot be known.
+
+    """
+
+    def __init__(self, run_dir: Path, directory: Path, accept_of: AcceptOf) -> None:
         self._run_dir = run_dir
         self._directory = directory
+        self._accept_of = accept_of
+        self.num_replayed = 0  # decisions: groups whose outcome follows from the journal
         self.num_pruned = 0  # batches that it does not go back to, as it may
         self.num_unjournalled = 0  # groups that were never in it
 
@@ -35,7 +47,7 @@ class JournalEvidence:
             self._refuse_missing(record)  # it may have gone while it was read
             self.num_pruned += 1
 
-    def _find(self, record: BatchRecord, trained_on: dict[Key, CertifiedGroup]) -> None:
+    def _find(self, record: BatchRecord, trained_on: dict[Key, GroupOutcome]) -> None:
         """Every group of ``trained_on`` is there, as it was certified."""
         others: dict[Key, JournalledGroup] = {}  # of the same prompts, not trained
         try:
@@ -43,6 +55,7 @@ class JournalEvidence:
                 group = trained_on.get(found.key)
                 if group is not None and group.digest == found.digest:
                     _compare(record, group, found)
+                    self._replay(record, group, found)
                     del trained_on[found.key]
                 else:
                     others[found.key] = found
@@ -50,6 +63,21 @@ class JournalEvidence:
             raise CertificateError(str(error), batch=record.batch) from error
         for group in trained_on.values():
             raise _not_found(record, group, others.get(group.key))
+
+    def _replay(self, record: BatchRecord, group: GroupOutcome, found: JournalledGroup) -> None:
+        """The recipe decides again."""
+        accept = self._accept_of(PolicyVersion.parse(record.version).attempt)
+        if accept is None:
+            return
+        if found.group.excluded is None and (said := accept(found.group)) != found.group.rejected:
+            told = ["accepted" if r is None else f"rejected ({r})" for r in (group.reason, said)]
+            raise CertificateError(
+                f"is {told[0]} in certificate and journal, its recipe says: {told[1]}",
+                batch=record.batch,
+                key=group.key,
+                file=_file(record, found),
+            )
+        self.num_replayed += 1
 
     def _refuse_missing(self, record: BatchRecord) -> None:
         """Batches are removed from the oldest on, and only those that no checkpoint needs."""
@@ -72,7 +100,7 @@ def journalled_batches(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _compare(record: BatchRecord, group: CertifiedGroup, found: JournalledGroup) -> None:
+def _compare(record: BatchRecord, group: GroupOutcome, found: JournalledGroup) -> None:
     """The record of a group that was trained, against the group's entry and the batch."""
     file = _file(record, found)
     for number, completion in enumerate(found.group.completions):
@@ -84,13 +112,14 @@ def _compare(record: BatchRecord, group: CertifiedGroup, found: JournalledGroup)
                 endpoint=completion.endpoint,
                 file=file,
             )
-    said = CertifiedGroup.of(found.group, group.outcome, recovered=group.recovered)
-    is_excluded = found.group.excluded is not None
+    said = GroupOutcome.of(found.group, recovered=group.recovered)
     differences = (
         ("weights", record.weights, found.weights),
         ("versions on its tokens", group.stamped, said.stamped),
         ("endpoints", group.endpoints, said.endpoints),
-        ("excluded", group.outcome == "excluded", is_excluded),
+        ("position", group.position, said.position),
+        ("accepted", group.accepted, said.accepted),
+        ("reason", group.reason, said.reason),
         ("recovered", group.recovered, found.version != record.version),
     )
     for what, certified, journalled in differences:
@@ -118,7 +147,7 @@ def _span_problem(completion: Completion, accepted: list[str]) -> str | None:
 
 
 def _not_found(
-    record: BatchRecord, group: CertifiedGroup, other: JournalledGroup | None
+    record: BatchRecord, group: GroupOutcome, other: JournalledGroup | None
 ) -> CertificateError:
     digest = str(group.digest)[:12]
     if other is None:

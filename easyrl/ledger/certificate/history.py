@@ -17,7 +17,7 @@ from easyrl.ledger.certificate.records import (
     RunRecord,
 )
 from easyrl.ledger.certificate.rules import Context, examine
-from easyrl.schema import Key
+from easyrl.ledger.format import FORMAT, other_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ class CertifiedBatch:
     first_position: int  # prompts of the batches before it
     num_prompts: int
     last_step: int
-    epochs: int  # of the attempt that trained it
     num_unconfirmed: int  # groups of attempts whose endpoints' confirmations nobody has certified
 
 
@@ -50,7 +49,9 @@ class History:
         self.ended = False
         self.open_batches: dict[int, int] = {}  # by attempt, the one behind its last certified one
         self._lines: dict[int, list[Line]] = {}  # by batch, of all attempts
-        self._owners = np.full(0, -1, np.int32)  # position of a key → batch that dispatched it
+        self._owners = np.full(
+            0, -1, np.int32
+        )  # place of a prompt in all epochs → batch that drew it
 
     @property
     def num_certified(self) -> int:
@@ -58,8 +59,8 @@ class History:
         return max(self.open_batches.values(), default=0)
 
     @property
-    def num_dispatched(self) -> int:
-        """Prompts of the effective batches."""
+    def num_drawn(self) -> int:
+        """Prompts of the effective batches, from the beginning of the order."""
         last = self.batches[-1:]
         return sum(batch.first_position + batch.num_prompts for batch in last)
 
@@ -77,6 +78,8 @@ class History:
             case RunRecord():
                 if self.run is not None:
                     raise CertificateError("is a second run in the certificate of one")
+                if record.format != FORMAT:
+                    raise CertificateError(other_format(record.format))
                 self.run = record
             case AttemptRecord():
                 self._begin_attempt(record)
@@ -85,17 +88,21 @@ class History:
             case EndRecord():
                 self._end(record)
 
-    def examine(self, record: BatchRecord) -> int:
+    def examine(self, record: BatchRecord, *, whole: bool = True) -> int:
         """Raises ``CertificateError`` if ``record`` cannot be the next batch.
 
-        Returns how many of its groups no confirmation is known of (``rules.examine``).
+        ``whole``: it is over, else more may come to it. Returns how many of its groups no
+        confirmation is known of (``rules.examine``).
         """
         if self.run is None or self.attempt is None:
             raise CertificateError("is a batch before any attempt of the run", batch=record.batch)
         self._refuse_out_of_order(record)
         earlier = [self._read(line) for line in self._lines.get(record.batch, [])]
-        num_unconfirmed = examine(record, Context(self.run.run, self.attempt, earlier))
-        self._refuse_dispatched_before(record)
+        epochs = self.attempt.epochs
+        num_left = None if epochs is None else epochs * self.run.num_prompts - self.num_drawn
+        context = Context(self.run, self.attempt, earlier, num_left)
+        num_unconfirmed = examine(record, context, whole=whole)
+        self._refuse_drawn_before(record)
         return num_unconfirmed
 
     def _begin_attempt(self, attempt: AttemptRecord) -> None:
@@ -112,11 +119,7 @@ class History:
             )
         self.num_superseded += len(self.batches) - attempt.first_batch
         del self.batches[attempt.first_batch :]
-        size = max(len(self._owners), attempt.epochs * self.run.num_prompts)
-        owners = np.full(size, -1, np.int32)
-        owners[: len(self._owners)] = self._owners
-        owners[owners >= attempt.first_batch] = -1
-        self._owners = owners
+        self._owners[self._owners >= attempt.first_batch] = -1
         self.attempt = attempt
         self.open_batches[attempt.attempt] = attempt.first_batch
         self.num_attempts += 1
@@ -124,13 +127,13 @@ class History:
 
     def _add(self, line: Line, record: BatchRecord, num_unconfirmed: int) -> None:
         assert self.attempt is not None
-        first, count = self.num_dispatched, len(record.groups)
-        epochs = self.attempt.epochs
+        first = self.num_drawn
         self.batches.append(
-            CertifiedBatch(line, first, count, record.step, epochs, num_unconfirmed)
+            CertifiedBatch(line, first, record.num_drawn, record.step, num_unconfirmed)
         )
         self.open_batches[self.attempt.attempt] = record.batch + 1
-        self._owners[self._positions(record)] = record.batch
+        places = self._positions(record)
+        self._owners[places] = record.batch
         self._lines.setdefault(record.batch, []).append(line)
         self.last_step = max(self.last_step, record.step)
 
@@ -165,8 +168,9 @@ class History:
                 batch=record.batch,
             )
 
-    def _refuse_dispatched_before(self, record: BatchRecord) -> None:
-        owners = self._owners[self._positions(record)]
+    def _refuse_drawn_before(self, record: BatchRecord) -> None:
+        places = self._positions(record)
+        owners = self._owners[places]
         for place in np.flatnonzero(owners >= 0)[:1]:
             raise CertificateError(
                 f"is in batch {owners[place]} already: it would be trained twice",
@@ -175,17 +179,21 @@ class History:
             )
 
     def _positions(self, record: BatchRecord) -> np.ndarray:
-        """int64 [groups]. Raises ``CertificateError`` for a key that the run does not have."""
-        positions = [self._position(group.key) for group in record.groups]
-        for group, position in zip(record.groups, positions, strict=True):
-            if position is None:
-                raise CertificateError("no such prompt", batch=record.batch, key=group.key)
-        return np.array(positions, np.int64)
+        """Place of each group's prompt among all prompts of all epochs, int64 [groups].
 
-    def _position(self, key: Key) -> int | None:
-        """Of ``key`` among all prompts of all epochs; None: the run has no such prompt."""
+        Raises ``CertificateError`` for a key that the run does not have.
+        """
         assert self.run is not None and self.attempt is not None
-        epoch, index = key
-        if 0 <= epoch < self.attempt.epochs and 0 <= index < self.run.num_prompts:
-            return epoch * self.run.num_prompts + index
-        return None
+        num_prompts, epochs = self.run.num_prompts, self.attempt.epochs
+        # The order goes through one epoch after the other.
+        last_epoch = (self.num_drawn + len(record.groups)) // num_prompts
+        last_epoch = last_epoch if epochs is None else min(last_epoch, epochs - 1)
+        for group in record.groups:
+            if not (0 <= group.epoch <= last_epoch and 0 <= group.index < num_prompts):
+                raise CertificateError("no such prompt", batch=record.batch, key=group.key)
+        places = [group.epoch * num_prompts + group.index for group in record.groups]
+        missing = max(places, default=-1) + 1 - len(self._owners)
+        if missing > 0:
+            more = max(missing, len(self._owners))
+            self._owners = np.concatenate([self._owners, np.full(more, -1, np.int32)])
+        return np.array(places, np.int64)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from easyrl.schema import Confirmation, Key, RolloutGroup
-
-Outcome = Literal["trained", "skipped", "excluded"]
+from easyrl.ledger.format import FORMAT
+from easyrl.schema import Confirmation, EndedBy, GroupOutcome, Key
 
 
 class RunRecord(msgspec.Struct, tag_field="kind", tag="run", frozen=True):
     """The first line: which run, and what fixes the order of its prompts.
 
-    ``epochs`` and ``updates_per_batch`` may change when a run is resumed; each attempt has its own.
+    What may change when a run is resumed is in each attempt's line.
     """
 
     run: str  # the first part of its policy versions
     seed: int
     shuffle: bool
-    epochs: int
     num_prompts: int
     batch_size: int
-    updates_per_batch: int
     data: str  # hash of the dataset
-    format: int = 1
+    format: int = FORMAT
 
 
 class AttemptRecord(msgspec.Struct, tag_field="kind", tag="attempt", frozen=True):
@@ -34,38 +29,10 @@ class AttemptRecord(msgspec.Struct, tag_field="kind", tag="attempt", frozen=True
     attempt: int  # the attempt of its policy versions
     num_ranks: int
     first_batch: int  # the first that it trains: closed batches of the checkpoint it starts from
-    reason: str = ""  # why it starts there
-    epochs: int = 1  # these two are filled in from the RunRecord
-    updates_per_batch: int = 1
-
-
-class CertifiedGroup(msgspec.Struct, omit_defaults=True, frozen=True):
-    """What became of one dispatched prompt."""
-
-    epoch: int
-    index: int
-    outcome: Outcome  # skipped: its optimizer step was; excluded: it has no usable responses
-    digest: str | None  # of its journal record, 32 hex digits; None: not journalled
-    stamped: list[str]  # versions on its tokens, sorted
-    endpoints: list[str]  # URLs that made them, sorted
-    recovered: bool = False  # from the journal of an earlier attempt
-
-    @property
-    def key(self) -> Key:
-        return self.epoch, self.index
-
-    @classmethod
-    def of(cls, group: RolloutGroup, outcome: Outcome, *, recovered: bool) -> CertifiedGroup:
-        """What the certificate says of ``group``."""
-        return cls(
-            group.prompt.epoch,
-            group.prompt.index,
-            outcome,
-            group.digest,
-            sorted({span.version for c in group.completions for span in c.version_spans}),
-            sorted({c.endpoint for c in group.completions}),
-            recovered,
-        )
+    reason: str  # why it starts there
+    epochs: int | None  # passes through the prompts; None: as many as its steps need
+    updates_per_batch: int
+    max_draws: int | None  # prompts that a batch may draw at most
 
 
 class BatchRecord(msgspec.Struct, tag_field="kind", tag="batch", frozen=True, kw_only=True):
@@ -75,8 +42,10 @@ class BatchRecord(msgspec.Struct, tag_field="kind", tag="batch", frozen=True, kw
     step: int  # optimizer steps up to its end
     version: str  # that its requests asked for
     weights: str  # hash of the weights that made it, 64 hex digits
-    updates: list[list[Key]]  # prompts of update i of k, in the order of the dataset
-    groups: list[CertifiedGroup]  # by key
+    num_updates: int  # optimizer steps on it
+    num_drawn: int  # prompts, from where the batch before ended in the order
+    ended_by: EndedBy
+    groups: list[GroupOutcome]  # of every drawn prompt, by position
     confirmations: list[Confirmation]
     accepted_versions: list[str]  # its own, and those of earlier attempts with the same weights
     discarded: list[Key]  # journalled for other weights by an earlier attempt, generated again

@@ -5,33 +5,38 @@ The trainer asks before each optimizer step, ``easyrl verify`` asks again of eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.ledger.certificate.errors import CertificateError
-from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, CertifiedGroup
-from easyrl.schema import Key, PolicyVersion
+from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, RunRecord
+from easyrl.schema import GroupOutcome, Key, PolicyVersion
 
 
 @dataclass(frozen=True)
 class Context:
     """What came before a batch."""
 
-    run: str
+    run: RunRecord
     attempt: AttemptRecord
     earlier: Sequence[BatchRecord]  # what earlier attempts certified for the same batch
+    num_left: int | None  # prompts that the order had for it; None: no end
 
 
-def examine(record: BatchRecord, context: Context) -> int:
+def examine(record: BatchRecord, context: Context, *, whole: bool = True) -> int:
     """Raises ``CertificateError`` naming batch, prompt or endpoint of the first violation.
 
-    Returns how many groups are recovered from an attempt that died before it certified the batch:
-    which endpoints had confirmed its weights is not known.
+    ``whole``: the batch is over; else more updates, and more groups, may follow. Returns how many
+    groups are recovered from an attempt that died before it certified the batch: which endpoints
+    had confirmed its weights is not known.
     """
     _versions(record, context)
-    dispatched = _every_prompt_once(record, context.attempt.updates_per_batch)
+    drawn = _every_prompt_once(record, context.attempt.updates_per_batch)
     _outcomes(record)
-    _discarded(record, dispatched)
+    if whole:
+        _membership(record, context)
+    _discarded(record, drawn)
     confirmed = _confirmed(record, context)
     certified = _certified(record, context)
     num_unconfirmed = 0
@@ -48,7 +53,7 @@ def examine(record: BatchRecord, context: Context) -> int:
 
 def _versions(record: BatchRecord, context: Context) -> None:
     """Own and accepted versions are of this run and batch, and of the same weights."""
-    expected = str(PolicyVersion(context.run, context.attempt.attempt, record.batch))
+    expected = str(PolicyVersion(context.run.run, context.attempt.attempt, record.batch))
     if record.version != expected:
         raise CertificateError(f"has version {record.version}, not {expected}", batch=record.batch)
     if record.version not in record.accepted_versions:
@@ -58,7 +63,7 @@ def _versions(record: BatchRecord, context: Context) -> None:
             run, attempt, v = PolicyVersion.parse(version)
         except ValueError as error:
             raise CertificateError(f"accepts what is {error}", batch=record.batch) from None
-        if (run, v) != (context.run, record.batch) or attempt > context.attempt.attempt:
+        if (run, v) != (context.run.run, record.batch) or attempt > context.attempt.attempt:
             raise CertificateError(
                 f"accepts version {version}, which is not of this batch", batch=record.batch
             )
@@ -72,56 +77,105 @@ def _versions(record: BatchRecord, context: Context) -> None:
 
 
 def _every_prompt_once(record: BatchRecord, updates_per_batch: int) -> set[Key]:
-    """The dispatched prompts; each of them has one group."""
-    if not 1 <= len(record.updates) <= updates_per_batch:
+    """The drawn prompts; each of them has one group, in the order of their positions."""
+    if not 1 <= record.num_updates <= updates_per_batch:
         raise CertificateError(
-            f"has {len(record.updates)} updates, the run takes {updates_per_batch} per batch",
+            f"has {record.num_updates} updates, the run takes {updates_per_batch} per batch",
             batch=record.batch,
         )
-    dispatched = _unique(record, (key for keys in record.updates for key in keys), "is dispatched")
-    finished = _unique(record, (group.key for group in record.groups), "has a group")
-    for key in sorted(dispatched ^ finished)[:1]:
-        problem = "was dispatched and has no group" if key in dispatched else "was not dispatched"
-        raise CertificateError(problem, batch=record.batch, key=key)
-    return dispatched
-
-
-def _unique(record: BatchRecord, keys: Iterable[Key], what: str) -> set[Key]:
-    seen: set[Key] = set()
-    for key in keys:
-        if key in seen:
-            raise CertificateError(f"{what} twice", batch=record.batch, key=key)
-        seen.add(key)
-    return seen
+    drawn: set[Key] = set()
+    before = -1
+    for group in record.groups:
+        if group.key in drawn:
+            raise CertificateError("has a group twice", batch=record.batch, key=group.key)
+        if group.position <= before:
+            raise CertificateError(
+                f"is at position {group.position}, behind position {before}",
+                batch=record.batch,
+                key=group.key,
+            )
+        drawn.add(group.key)
+        before = group.position
+    return drawn
 
 
 def _outcomes(record: BatchRecord) -> None:
-    """A group that is not excluded shares the fate of its update."""
+    """A group that is not refused shares the outcome of its update."""
     for i in record.skipped_updates:
-        if not 0 <= i < len(record.updates):
+        if not 0 <= i < record.num_updates:
             raise CertificateError(f"has no update {i}, which was skipped", batch=record.batch)
-    fate = {
-        key: "skipped" if i in record.skipped_updates else "trained"
-        for i, keys in enumerate(record.updates)
-        for key in keys
-    }
     for group in record.groups:
-        if group.outcome not in ("excluded", fate[group.key]):
+        if not group.accepted:
+            if not group.reason:
+                problem = f"is {group.outcome} without a reason"
+                raise CertificateError(problem, batch=record.batch, key=group.key)
+            continue
+        if not 0 <= group.update < record.num_updates:
+            problem = f"is of update {group.update}, there are {record.num_updates}"
+            raise CertificateError(problem, batch=record.batch, key=group.key)
+        expected = "skipped" if group.update in record.skipped_updates else "trained"
+        if group.outcome != expected:
             raise CertificateError(
-                f"counts as {group.outcome}, its update as {fate[group.key]}",
+                f"counts as {group.outcome}, its update as {expected}",
                 batch=record.batch,
                 key=group.key,
             )
 
 
-def _discarded(record: BatchRecord, dispatched: set[Key]) -> None:
+def _membership(record: BatchRecord, context: Context) -> None:
+    """What was drawn is what the decisions make it: position p is drawn when p < B + R."""
+    k = context.attempt.updates_per_batch
+    membership = BatchMembership(
+        context.run.batch_size, k, num_left=context.num_left, max_draws=context.attempt.max_draws
+    )
+    if record.num_drawn != len(record.groups):
+        raise CertificateError(
+            f"has {len(record.groups)} groups and {record.num_drawn} drawn prompts",
+            batch=record.batch,
+        )
+    num_accepted = 0
+    for position, group in enumerate(record.groups):
+        if group.position != position:
+            problem = f"is at position {group.position}, {position} has no group"
+            raise CertificateError(problem, batch=record.batch, key=group.key)
+        if position >= membership.bound:
+            raise CertificateError(
+                f"was drawn at position {position}, but the {position} prompts before it already "
+                "make up the batch",
+                batch=record.batch,
+                key=group.key,
+            )
+        membership.decide(position, group.accepted)
+        if group.accepted:
+            update = num_accepted * k // context.run.batch_size
+            if group.update != update:
+                raise CertificateError(
+                    f"is of update {group.update}; accepted group number {num_accepted} belongs to "
+                    f"update {update}",
+                    batch=record.batch,
+                    key=group.key,
+                )
+            num_accepted += 1
+    if not membership.complete:
+        raise CertificateError(
+            f"has {num_accepted} accepted groups of {record.num_drawn} prompts: prompts are "
+            f"missing, it may draw {membership.bound}",
+            batch=record.batch,
+        )
+    if membership.ended_by != record.ended_by:
+        raise CertificateError(
+            f"was ended by {record.ended_by}, not {membership.ended_by}", batch=record.batch
+        )
+
+
+def _discarded(record: BatchRecord, drawn: set[Key]) -> None:
     recovered = {group.key for group in record.groups if group.recovered}
     for key in record.discarded:
         if key in recovered:
             problem = "its journalled group was discarded, yet it was trained from the journal"
             raise CertificateError(problem, batch=record.batch, key=key)
-        if key not in dispatched:
-            raise CertificateError("was discarded, not dispatched", batch=record.batch, key=key)
+        if key not in drawn:
+            raise CertificateError("was discarded, not drawn", batch=record.batch, key=key)
 
 
 def _confirmed(record: BatchRecord, context: Context) -> dict[str, set[str]]:
@@ -151,7 +205,7 @@ def _certified(record: BatchRecord, context: Context) -> dict[Key, set[str]]:
     return certified
 
 
-def _stamps(record: BatchRecord, group: CertifiedGroup) -> None:
+def _stamps(record: BatchRecord, group: GroupOutcome) -> None:
     if group.outcome != "excluded" and not group.stamped:
         raise CertificateError("its tokens bear no version", batch=record.batch, key=group.key)
     allowed = record.accepted_versions if group.recovered else [record.version]
@@ -164,9 +218,7 @@ def _stamps(record: BatchRecord, group: CertifiedGroup) -> None:
             )
 
 
-def _endpoints(
-    record: BatchRecord, group: CertifiedGroup, confirmed: Mapping[str, set[str]]
-) -> None:
+def _endpoints(record: BatchRecord, group: GroupOutcome, confirmed: Mapping[str, set[str]]) -> None:
     """Each had confirmed a version on the group's tokens."""
     known = set().union(*(confirmed[version] for version in group.stamped))
     for url in group.endpoints:
@@ -179,7 +231,7 @@ def _endpoints(
             )
 
 
-def _as_certified(record: BatchRecord, group: CertifiedGroup, certified: set[str]) -> None:
+def _as_certified(record: BatchRecord, group: GroupOutcome, certified: set[str]) -> None:
     """An earlier attempt trained on the same group, if it trained on this prompt's at all."""
     if group.digest is None:
         problem = "is from the journal, but its record's digest is not given"

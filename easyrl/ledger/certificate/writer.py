@@ -24,7 +24,7 @@ from easyrl.runtime.durable_files import fsync_folder
 # What has to stay as it was when a run is resumed: the setting that it comes from, if it is one.
 SETTINGS = {"seed": "run.seed", "shuffle": "data.shuffle", "batch_size": "trainer.batch_size"}
 DATA = ("num_prompts", "data")
-MUST_STAY = ("run", "format", *SETTINGS, *DATA)
+MUST_STAY = ("run", *SETTINGS, *DATA)
 
 
 class Certificate:
@@ -67,13 +67,13 @@ class Certificate:
             raise
         return certificate
 
-    def check(self, record: BatchRecord) -> None:
-        """Whether the next batch may be trained on; asked before its optimizer step.
+    def check(self, record: BatchRecord, *, whole: bool) -> None:
+        """Whether the next batch may be trained on; asked before each of its optimizer steps.
 
-        With several updates per batch ``record`` may hold the updates until now. Raises
+        ``record`` holds the updates until now; ``whole``: they are all. Raises
         ``CertificateError`` naming batch, prompt or endpoint.
         """
-        self._history.examine(record)
+        self._history.examine(record, whole=whole)
 
     def close_batch(self, record: BatchRecord) -> None:
         """Certifies a batch before its steps count as done. Same errors as ``check``."""
@@ -92,11 +92,7 @@ class Certificate:
             self._append(run)
         assert self._history.run is not None
         _refuse_other_settings(self._history.run, run)
-        self._append(
-            msgspec.structs.replace(
-                attempt, epochs=run.epochs, updates_per_batch=run.updates_per_batch
-            )
-        )
+        self._append(attempt)
 
     def _append(self, record: Record) -> None:
         """One line, on the disk when this returns. Nothing can be added after one that failed.

@@ -17,7 +17,7 @@ from easyrl.ledger.checkpoints.manifest import Damaged, read_manifest
 from easyrl.ledger.checkpoints.random_state import random_state, restore_random_state
 from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
 from easyrl.metrics.event_log import Record, ignore
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
 
 CLOSE_TIMEOUT_S = 60.0  # for the writing that is under way when a run ends by an error
 
@@ -45,7 +45,7 @@ class Checkpoints:
         directory: Path,
         keep: int,
         engine: TrainEngine,
-        agreement: Agreement,
+        collectives: Collectives,
         background: bool,
         *,
         record: Record = ignore,
@@ -54,9 +54,9 @@ class Checkpoints:
         self._folder = CheckpointFolder(directory)
         self._keep = keep
         self._engine = engine
-        self._agreement = agreement
+        self._collectives = collectives
         # The training's own collectives go on meanwhile, so the writers have a group of their own.
-        self._between_writers = Agreement(agreement.rank, agreement.num_ranks)
+        self._between_writers = Collectives(collectives.ranks)
         self._background = Background("checkpoint", enabled=background)
         self._record = record
         self._is_tidy = False
@@ -93,7 +93,7 @@ class Checkpoints:
             ValueError: all are damaged, or the newest good one does not fit the engine.
         """
         steps = [s for s in self.steps() if at_most is None or s <= at_most]
-        steps = self._agreement.from_rank_zero(steps)
+        steps = self._collectives.broadcast(steps)
         skipped = []
         for step in reversed(steps):
             folder = self._folder.path(step)
@@ -102,7 +102,7 @@ class Checkpoints:
                 self._restore(folder, record)
                 return record["state"]
             skipped += problems
-            if self._agreement.rank == 0:
+            if self._collectives.ranks.rank == 0:
                 logger.warning("%s is damaged, it is skipped: %s", folder, "; ".join(problems))
         if skipped:
             raise ValueError(
@@ -153,7 +153,7 @@ class Checkpoints:
     ) -> None:
         """All ranks write, then rank 0 gives the folder its name."""
         start = time.monotonic()
-        rank, num_ranks = self._between_writers.rank, self._between_writers.num_ranks
+        rank, num_ranks = self._between_writers.ranks.rank, self._between_writers.ranks.world_size
         name = f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
         def begin() -> None:
@@ -184,7 +184,7 @@ class Checkpoints:
         try:
             self._on_all_ranks(step, begin)
             files = self._on_all_ranks(step, write)
-            random_states = self._between_writers.exchange(random)
+            random_states = self._between_writers.all_gather(random)
             self._on_all_ranks(step, finish)
         except CheckpointError:
             if rank == 0:
@@ -201,7 +201,7 @@ class Checkpoints:
             result = work()
         except OSError as error:
             problem = error
-        outcomes = self._between_writers.exchange(
+        outcomes = self._between_writers.all_gather(
             [None if problem is None else str(problem), result]
         )
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
@@ -218,7 +218,7 @@ class Checkpoints:
 
     def _checked(self, folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         """The manifest and what is wrong with the checkpoint; each rank reads some of its files."""
-        rank, num_ranks = self._agreement.rank, self._agreement.num_ranks
+        rank, num_ranks = self._collectives.ranks.rank, self._collectives.ranks.world_size
         record, problems = None, []
         try:
             record = read_manifest(folder)
@@ -226,7 +226,9 @@ class Checkpoints:
             problems = [str(error)]
         else:
             problems = problems_of(folder, record, sorted(record["files"])[rank::num_ranks])
-        return record, sorted({p for found in self._agreement.exchange(problems) for p in found})
+        return record, sorted(
+            {p for found in self._collectives.all_gather(problems) for p in found}
+        )
 
     def _restore(self, folder: Path, record: dict[str, Any]) -> None:
         reader = StateReader(state_files(folder, record), record["engine"])
@@ -235,5 +237,5 @@ class Checkpoints:
         finally:
             reader.close()
         states = record["random_states"]
-        if len(states) == self._agreement.num_ranks:
-            restore_random_state(states[self._agreement.rank])
+        if len(states) == self._collectives.ranks.world_size:
+            restore_random_state(states[self._collectives.ranks.rank])

@@ -12,6 +12,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from easyrl.ledger.format import FORMAT, other_format
+
 MANIFEST = "checkpoint.json"
 
 
@@ -21,7 +23,8 @@ class Damaged(ValueError):
 
 def write_manifest(file: Path, record: dict[str, Any]) -> None:
     """Writes ``record`` with its own hash and fsyncs."""
-    text = json.dumps({"blake3": _record_blake3(record), "record": record})
+    content = {"format": FORMAT, "blake3": _record_blake3(record), "record": record}
+    text = json.dumps(content)
     with file.open("w") as opened:
         opened.write(text)
         opened.flush()
@@ -34,10 +37,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
         record, expected = content["record"], content["blake3"]
+        found = content.get("format", 1)
     except FileNotFoundError:
         raise Damaged(f"{file} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{file} cannot be read ({error})") from None
+    if found != FORMAT:
+        raise Damaged(f"{file} {other_format(found)}")
     if _record_blake3(record) != expected:
         raise Damaged(f"{file} is not as it was written: its hash differs")
     return record

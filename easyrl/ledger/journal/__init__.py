@@ -9,17 +9,24 @@ the same weights*, in the order in which they did, and asks for the rest.
 from easyrl.ledger.journal.batch import BatchJournal, Journal
 from easyrl.ledger.journal.reading import JournalledGroup, read_batch
 from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError
-from easyrl.ledger.journal.rollouts import JournalledRollouts, JournalledStream
+from easyrl.ledger.journal.rollouts import (
+    BatchRules,
+    JournalledRollouts,
+    JournalledStream,
+    OpenBatch,
+)
 from easyrl.ledger.journal.settings import group_settings
 
 __all__ = [
     "BatchJournal",
+    "BatchRules",
     "FsyncPolicy",
     "Journal",
     "JournalError",
     "JournalledGroup",
     "JournalledRollouts",
     "JournalledStream",
+    "OpenBatch",
     "group_settings",
     "read_batch",
 ]

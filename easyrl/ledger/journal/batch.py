@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,12 +18,17 @@ from easyrl.ledger.journal.codec import (
     encode_drain,
     encode_group,
     encode_header,
+    encode_withdrawal,
     to_group,
     token_bytes,
     token_digest,
 )
 from easyrl.ledger.journal.drains import longest, usable_drains
-from easyrl.ledger.journal.earlier_attempts import read_earlier_attempts
+from easyrl.ledger.journal.earlier_attempts import (
+    MadeBy,
+    is_withdrawn,
+    read_earlier_attempts,
+)
 from easyrl.ledger.journal.reading import batch_folder, file_name
 from easyrl.ledger.journal.record_file import (
     FsyncPolicy,
@@ -32,7 +37,7 @@ from easyrl.ledger.journal.record_file import (
     RecordWriter,
     read_record,
 )
-from easyrl.schema import Key, Prompt, RolloutGroup, ServedWeights
+from easyrl.schema import BatchWithdrawn, Key, Prompt, RolloutGroup, ServedWeights
 
 PRUNED = ".gone"  # suffix of a batch that is being removed
 
@@ -46,6 +51,11 @@ class StoredRecord:
     place: RecordLocation
     num_tokens: int  # packed: P + ΣR
     prompt: Prompt
+    refused: bool
+    rank: int  # that finished it
+    is_recovered: bool = True  # finished in an earlier attempt
+    position: int = 0  # in the batch, of a group of this attempt
+    made_by: MadeBy = ()  # of a group of this attempt
     dispatched_s: float | None = None  # None: in an earlier attempt
     completed_s: float | None = None
 
@@ -71,8 +81,7 @@ class BatchJournal:
 
     Attributes:
         accepted_versions: those a token of this batch may be stamped with: this attempt's, and
-        those
-            of earlier attempts that came to the same weights.
+            those of earlier attempts that came to the same weights.
         discarded: prompts whose journalled groups were made by other weights, or with other
             settings: they are generated again.
     """
@@ -81,7 +90,9 @@ class BatchJournal:
         self, folder: Path, served: ServedWeights, rank: int, fsync: FsyncPolicy, settings: str
     ) -> None:
         earlier = read_earlier_attempts(folder, served, settings, rank)
+        self._rank = rank
         self.served = served
+        self.num_restarts = 0
         self.accepted_versions = frozenset({str(served.version)} | earlier.versions)
         self.discarded = frozenset(earlier.made_otherwise - earlier.finished.keys())
         self._finished = earlier.finished
@@ -91,14 +102,18 @@ class BatchJournal:
         self._settings = settings
         self._lock = threading.Lock()
         self._writer: RecordWriter | None = None
-        self._added: set[Key] = set()
+        self._added: dict[Key, StoredRecord] = {}
+        self._in_doubt: list[tuple[str, int]] = []  # endpoint and proof, withdrawn since it began
         self._closed = False
 
     def find(self, prompt: Prompt) -> StoredRecord | None:
-        """The prompt's group if an earlier attempt finished it, by these very weights.
+        """The prompt's group if it was finished before, by these very weights: in an earlier
+        attempt, or before the batch began again.
 
         Raises ``JournalError`` if it was another prompt then.
         """
+        if (added := self._added.get(prompt.key)) is not None:
+            return added
         finished = self._finished.get(prompt.key)
         if finished is None:
             return None
@@ -108,40 +123,104 @@ class BatchJournal:
                 f"epoch {prompt.epoch} had other tokens when this was journalled; resume with the "
                 "same data, chat template and tokenizer, or start a new run"
             )
-        return StoredRecord(finished.place, finished.num_tokens, prompt)
+        return StoredRecord(
+            finished.place, finished.num_tokens, prompt, finished.refused, finished.rank
+        )
 
-    def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredRecord]:
-        """Journals a group; it outlives this process when this returns. Raises ``JournalError``."""
+    def add(
+        self, group: RolloutGroup, restart: int | None = None
+    ) -> tuple[RolloutGroup, StoredRecord]:
+        """Journals a group; it outlives this process when this returns. Raises ``JournalError``.
+
+        ``restart``: the production that it comes from. ``BatchWithdrawn`` if that is over, or the
+        group would have to be withdrawn: its producer is being ended.
+        """
         key = group.prompt.key
+        made_by = [(completion.endpoint, completion.proof) for completion in group.completions]
         assert group.policy_version == str(self.served.version), "a group of another batch"
         payload = encode_group(group, self.served.digest)
         with self._lock:
             assert not self._closed, "the batch is over"
-            assert key not in self._added | self._finished.keys(), f"{key} was journalled before"
-            self._added.add(key)
+            if restart not in (None, self.num_restarts):
+                raise BatchWithdrawn("the batch has begun again")
+            for endpoint, proof in self._in_doubt:
+                if is_withdrawn(made_by, endpoint, proof):
+                    raise BatchWithdrawn(f"{endpoint} failed its proof")
+            assert key not in self._added, f"{key} was journalled before"
+            assert key not in self._finished, f"{key} was journalled in an earlier attempt"
             place = self._open_writer().append(payload)
             if self._fsync == "group":
                 self._open_writer().sync()
-        stored = StoredRecord(
-            place, packed_tokens(group), group.prompt, group.dispatched_s, group.completed_s
-        )
+            stored = self._added[key] = StoredRecord(
+                place,
+                packed_tokens(group),
+                group.prompt,
+                group.refused is not None,
+                self._rank,
+                False,
+                group.position,
+                made_by,
+                group.dispatched_s,
+                group.completed_s,
+            )
         return replace(group, digest=place.digest.hex()), stored
 
-    def add_drain(self, keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> None:
+    def withdraw(self, endpoint: str, proof: int) -> int:
+        """Groups with a completion that ``endpoint`` has made since its proof number ``proof`` are
+        not those of these weights: they are generated again, once the batch has begun again. Their
+        number.
+
+        Raises ``JournalError``.
+        """
+        with self._lock:
+            withdrawn = [
+                key
+                for key, stored in self._added.items()
+                if is_withdrawn(stored.made_by, endpoint, proof)
+            ]
+            # Also without a group: it tells that this rank knew of it (``earlier_attempts``).
+            self._open_writer().append(encode_withdrawal(endpoint, proof, self.num_restarts))
+            self._in_doubt.append((endpoint, proof))
+            for key in withdrawn:
+                del self._added[key]
+        return len(withdrawn)
+
+    def begin_again(self) -> None:
+        """The groups that are left are handed out anew, in any order; the others are produced."""
+        with self._lock:
+            self.num_restarts += 1
+            self._in_doubt = []
+            self._drains = []
+
+    @property
+    def added(self) -> list[StoredRecord]:
+        """What this attempt has journalled, without what was withdrawn."""
+        with self._lock:
+            return list(self._added.values())
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether something was withdrawn since the batch began, or began again."""
+        return bool(self._in_doubt)
+
+    def add_drain(
+        self, keys: Sequence[Key], max_tokens: int, update: int, ahead: Sequence[Piece] = ()
+    ) -> None:
         """Journals what the trainer took together, and what it had computed ahead before.
 
         Raises ``JournalError``.
         """
         with self._lock:
             assert not self._closed, "the batch is over"
-            self._open_writer().append(encode_drain(keys, max_tokens, ahead))
+            payload = encode_drain(keys, max_tokens, update, ahead, self.num_restarts)
+            self._open_writer().append(payload)
 
-    def drained_before(self, prompts: Sequence[Prompt]) -> Sequence[DrainRecord]:
-        """What an earlier attempt took together of ``prompts``, as far as it can be repeated."""
-        keys = {prompt.key for prompt in prompts}
-        return longest(
-            usable_drains(drains, keys, self._finished.keys()) for drains in self._drains
-        )
+    def drained_before(self, updates: Mapping[Key, int | None]) -> Sequence[DrainRecord]:
+        """What an earlier attempt drained at once, as far as it can be repeated.
+
+        ``updates``: of each group that is there, its optimizer step, if that is certain.
+        """
+        return longest(usable_drains(drains, updates) for drains in self._drains)
 
     def flush(self) -> None:
         """``sync`` early, while the trainer is busy with the last groups."""
@@ -168,6 +247,22 @@ class BatchJournal:
             self._writer = RecordWriter(self._path, durable=self._fsync != "never")
             self._writer.append(encode_header(self.served, self._settings))
         return self._writer
+
+
+class Production:
+    """A ``GroupStore`` for what is produced until the batch begins again.
+
+    A group that is being written when its producer is cancelled is not taken for one of the next.
+    """
+
+    def __init__(self, journal: BatchJournal) -> None:
+        self._journal = journal
+        self._restart = journal.num_restarts
+        self.find = journal.find
+        self.flush = journal.flush
+
+    def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredRecord]:
+        return self._journal.add(group, self._restart)
 
 
 class Journal:

@@ -36,6 +36,7 @@ class _Completion(_Struct):
     finish_reason: str
     version_spans: list[tuple[str, int, int]]
     endpoint: str
+    proof: int
 
 
 class _Score(_Struct):
@@ -52,13 +53,25 @@ class GroupRecord(_Struct):
     prompt_token_ids: bytes  # int32 [P]
     completions: list[_Completion]
     scores: list[_Score]
+    position: int  # of its prompt in the batch
     excluded: str | None
+    rejected: str | None
     weights: str
     version: str  # last, for a version does not end in a zero byte (``record_file.py``)
 
     @property
     def key(self) -> Key:
         return self.epoch, self.index
+
+    @property
+    def refused(self) -> bool:
+        """Not trained, but replaced by the next prompt of the order."""
+        return self.excluded is not None or self.rejected is not None
+
+    @property
+    def made_by(self) -> list[tuple[str, int]]:
+        """Endpoint and number of its proof, of each completion."""
+        return [(completion.endpoint, completion.proof) for completion in self.completions]
 
     @property
     def num_tokens(self) -> int:
@@ -77,22 +90,25 @@ Piece = list[tuple[Key, list[int]]]
 
 
 class DrainRecord(_Struct):
-    """What the trainer took together: groups of this or an earlier attempt, in this order."""
+    """What the trainer drained from the queue at once: groups of any attempt, in this order."""
 
     keys: list[Key]
     max_tokens: int  # packed, that the trainer asked for: several micro-batches' worth
-    # What it had computed ahead since the take before, in order; of these groups or later ones.
+    update: int  # of the batch's optimizer steps
+    # What it had computed ahead since the drain before, in order; of these groups or later ones.
     ahead: list[Piece] = []
+    restart: int = 0  # how often the batch had begun again in this attempt
     # last, so that it does not end in a zero byte, nor as a group does: with a version
-    kind: Literal["taken"] = "taken"
+    kind: Literal["drain"] = "drain"
 
 
-class _PlainDrain(_Struct):
-    """A ``DrainRecord`` with nothing computed ahead."""
+class WithdrawalRecord(_Struct):
+    """Completions that an endpoint made since a proof that it later failed to repeat."""
 
-    keys: list[Key]
-    max_tokens: int
-    kind: Literal["taken"] = "taken"
+    endpoint: str  # URL
+    proof: int  # number, on this rank, of the last proof that it passed
+    restart: int  # how often the batch had begun again in this attempt; it does so now
+    kind: Literal["withdrawal"] = "withdrawal"
 
 
 def encode_header(served: ServedWeights, settings: str) -> bytes:
@@ -122,6 +138,7 @@ def encode_group(group: RolloutGroup, weights: str) -> bytes:
                     completion.finish_reason,
                     [(span.version, span.start, span.end) for span in completion.version_spans],
                     completion.endpoint,
+                    completion.proof,
                 )
                 for completion in group.completions
             ],
@@ -133,7 +150,9 @@ def encode_group(group: RolloutGroup, weights: str) -> bytes:
                 )
                 for score in group.scores
             ],
+            group.position,
             group.excluded,
+            group.rejected,
             weights,
             group.policy_version,
         )
@@ -148,26 +167,26 @@ def decode_record(payload: bytes) -> GroupRecord:
         raise CodecError(f"not a group: {error}") from error
 
 
-def encode_drain(keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()) -> bytes:
-    if not ahead:
-        return msgspec.msgpack.encode(_PlainDrain(list(keys), max_tokens))
-    return msgspec.msgpack.encode(DrainRecord(list(keys), max_tokens, list(ahead)))
+def encode_drain(
+    keys: Sequence[Key], max_tokens: int, update: int, ahead: Sequence[Piece] = (), restart: int = 0
+) -> bytes:
+    return msgspec.msgpack.encode(DrainRecord(list(keys), max_tokens, update, list(ahead), restart))
 
 
-def is_drain(payload: bytes) -> bool:
-    """Whether a record tells what was taken together; any other is a group."""
-    return payload.endswith(_DRAIN_END)
+def encode_withdrawal(endpoint: str, proof: int, restart: int) -> bytes:
+    return msgspec.msgpack.encode(WithdrawalRecord(endpoint, proof, restart))
 
 
-def decode_drain(payload: bytes) -> DrainRecord:
-    """Raises ``CodecError``."""
+def decode_any(payload: bytes) -> GroupRecord | DrainRecord | WithdrawalRecord:
+    """Whatever may come behind a header. Raises ``CodecError``."""
     try:
-        if payload.startswith(_PLAIN_DRAIN_START):
-            plain = _decode_plain_drain(payload)
-            return DrainRecord(plain.keys, plain.max_tokens)
-        return _decode_drain(payload)
+        if payload.endswith(_DRAIN_END):
+            return _decode_drain(payload)
+        if payload.endswith(_WITHDRAWAL_END):
+            return _decode_withdrawal(payload)
     except msgspec.MsgspecError as error:
-        raise CodecError(f"not what was taken together: {error}") from error
+        raise CodecError(f"not a record of the trainer's: {error}") from error
+    return decode_record(payload)
 
 
 def to_group(
@@ -189,7 +208,9 @@ def to_group(
         policy_version=record.version,
         dispatched_s=now if dispatched_s is None else dispatched_s,
         completed_s=now if completed_s is None else completed_s,
+        position=record.position,
         excluded=record.excluded,
+        rejected=record.rejected,
         digest=digest,
     )
 
@@ -206,9 +227,9 @@ def token_digest(token_ids: bytes) -> bytes:
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_record = msgspec.msgpack.Decoder(GroupRecord).decode
 _decode_drain = msgspec.msgpack.Decoder(DrainRecord).decode
-_decode_plain_drain = msgspec.msgpack.Decoder(_PlainDrain).decode
-_PLAIN_DRAIN_START = b"\x93"  # an array of three
-_DRAIN_END = msgspec.msgpack.encode("taken")
+_decode_withdrawal = msgspec.msgpack.Decoder(WithdrawalRecord).decode
+_DRAIN_END = msgspec.msgpack.encode("drain")
+_WITHDRAWAL_END = msgspec.msgpack.encode("withdrawal")
 
 
 def _completion(stored: _Completion) -> Completion:
@@ -222,6 +243,7 @@ def _completion(stored: _Completion) -> Completion:
         version_spans=tuple(VersionSpan(*span) for span in stored.version_spans),
         endpoint=stored.endpoint,
         loss_mask=np.frombuffer(stored.loss_mask, np.uint8) != 0,
+        proof=stored.proof,
     )
 
 

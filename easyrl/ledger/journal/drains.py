@@ -7,27 +7,31 @@ every later batch depend on them, and with them its journalled groups.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from easyrl.ledger.journal.codec import DrainRecord
 from easyrl.schema import Key
 
 
-def usable_drains(
-    drains: Iterable[DrainRecord], keys: Collection[Key], finished: Collection[Key]
-) -> list[DrainRecord]:
-    """Those of a stream of the prompts ``keys``, up to the first that it cannot repeat.
+def last_drains(drains: Iterable[DrainRecord]) -> list[DrainRecord]:
+    """Of one rank in one attempt: those since the batch began again for the last time."""
+    all_drains = list(drains)
+    last = max((drain.restart for drain in all_drains), default=0)
+    return [drain for drain in all_drains if drain.restart == last]
 
-    Streams of one batch share a file: drains without any of ``keys`` are another's.
+
+def usable_drains(
+    drains: Iterable[DrainRecord], updates: Mapping[Key, int | None]
+) -> list[DrainRecord]:
+    """Those that can be repeated, up to the first that cannot.
+
+    ``updates``: of each group that is there, the optimizer step that takes it, if that is certain.
     """
     usable: list[DrainRecord] = []
-    left = set(keys)
+    left = dict(updates)
     for drain in drains:
-        if not any(key in keys for key in drain.keys):
-            continue
-        if not all(key in left and key in finished for key in drain.keys):
+        if any(left.pop(key, None) != drain.update for key in drain.keys):
             break
-        left.difference_update(drain.keys)
         usable.append(drain)
     return usable
 

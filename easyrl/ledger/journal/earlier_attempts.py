@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from easyrl.ledger.journal.codec import DrainRecord, token_digest
-from easyrl.ledger.journal.reading import journal_files, read_file
+from easyrl.ledger.journal.codec import (
+    DrainRecord,
+    GroupRecord,
+    WithdrawalRecord,
+    token_digest,
+)
+from easyrl.ledger.journal.drains import last_drains
+from easyrl.ledger.journal.reading import AnyRecord, journal_files, read_file
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation
 from easyrl.schema import Key, PolicyVersion, ServedWeights
 
 log = logging.getLogger(__name__)
+
+
+MadeBy = Sequence[tuple[str, int]]  # endpoint and number of its proof, of each completion
+
+
+def is_withdrawn(made_by: MadeBy, endpoint: str, proof: int) -> bool:
+    """Whether ``endpoint`` made one of the completions since its proof number ``proof``."""
+    return any(url == endpoint and number >= proof for url, number in made_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +37,8 @@ class Finished:
     place: RecordLocation
     num_tokens: int  # packed: P + ΣR
     prompt_digest: bytes  # ``codec.token_digest``
+    rank: int  # that finished it
+    refused: bool
 
 
 @dataclass
@@ -30,8 +47,42 @@ class EarlierAttempts:
 
     finished: dict[Key, Finished] = field(default_factory=dict)  # by these weights
     versions: set[str] = field(default_factory=set)  # of attempts that made theirs
-    made_otherwise: set[Key] = field(default_factory=set)  # other weights or settings
+    made_otherwise: set[Key] = field(default_factory=set)  # other weights or settings, or withdrawn
     drains: list[list[DrainRecord]] = field(default_factory=list)  # of one rank, by attempt
+
+
+@dataclass
+class _Share:
+    """What one rank of one attempt left."""
+
+    groups: dict[Key, tuple[Finished, MadeBy]] = field(default_factory=dict)
+    withdrawn: set[Key] = field(default_factory=set)
+    withdrawals: set[tuple[str, int]] = field(default_factory=set)  # endpoint, number of restarts
+    drains: list[DrainRecord] = field(default_factory=list)
+
+    def withdraw(self, endpoint: str, proof: int) -> None:
+        """Drops the groups with a completion that ``endpoint`` made since its ``proof``."""
+        for key, (_, made_by) in list(self.groups.items()):
+            if is_withdrawn(made_by, endpoint, proof):
+                del self.groups[key]
+                self.withdrawn.add(key)
+
+
+def _read_share(rank: int, records: Iterable[tuple[RecordLocation, AnyRecord]]) -> _Share:
+    share = _Share()
+    for place, record in records:
+        match record:
+            case DrainRecord():
+                share.drains.append(record)
+            case WithdrawalRecord():
+                share.withdrawals.add((record.endpoint, record.restart))
+                share.withdraw(record.endpoint, record.proof)
+            case GroupRecord():
+                # Again only if it was withdrawn, or an attempt did not see an earlier one's.
+                prompt = token_digest(record.prompt_token_ids)
+                finished = Finished(place, record.num_tokens, prompt, rank, record.refused)
+                share.groups[record.key] = finished, record.made_by
+    return share
 
 
 def read_earlier_attempts(
@@ -45,6 +96,7 @@ def read_earlier_attempts(
     earlier = EarlierAttempts()
     version = served.version
     start = time.monotonic()
+    attempts: dict[int, list[_Share]] = {}  # with these weights and settings
     for file in journal_files(folder):
         if file.attempt > version.attempt:
             raise JournalError(
@@ -59,21 +111,21 @@ def read_earlier_attempts(
         run = PolicyVersion.parse(header.version).run
         if (run, header.weights, header.settings) != (version.run, served.digest, settings):
             earlier.made_otherwise.update(
-                record.key for _, record in records if not isinstance(record, DrainRecord)
+                record.key for _, record in records if isinstance(record, GroupRecord)
             )
             continue
         earlier.versions.add(header.version)
-        drains: list[DrainRecord] = []
+        share = _read_share(file.rank, records)
+        attempts.setdefault(file.attempt, []).append(share)
         if file.rank == rank:
-            earlier.drains.append(drains)
-        for place, record in records:
-            if isinstance(record, DrainRecord):
-                drains.append(record)
-                continue
-            # Twice only if a later attempt did not see the first one, and trained its own.
-            earlier.finished[record.key] = Finished(
-                place, record.num_tokens, token_digest(record.prompt_token_ids)
-            )
+            earlier.drains.append(last_drains(share.drains))
+    for shares in attempts.values():
+        withdrawals = {each for share in shares for each in share.withdrawals}
+        for share in shares:
+            for endpoint, _ in withdrawals - share.withdrawals:  # this rank was not told any more
+                share.withdraw(endpoint, 0)
+            earlier.finished |= {key: finished for key, (finished, _) in share.groups.items()}
+            earlier.made_otherwise |= share.withdrawn
     if earlier.finished or earlier.made_otherwise:
         log.info(
             "batch %d: %d journalled groups are of these weights and settings, %d of others "

@@ -13,16 +13,19 @@ from easyrl.ledger.journal.codec import (
     DrainRecord,
     GroupRecord,
     Header,
-    decode_drain,
+    WithdrawalRecord,
+    decode_any,
     decode_header,
-    decode_record,
-    is_drain,
     to_group,
 )
+from easyrl.ledger.journal.drains import last_drains
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_records
 from easyrl.schema import Key, PolicyVersion, RolloutGroup
 
 _FILE = re.compile(r"attempt(\d+)-rank(\d+)\.journal")
+
+
+AnyRecord = GroupRecord | DrainRecord | WithdrawalRecord
 
 
 class JournalFile(NamedTuple):
@@ -60,7 +63,7 @@ def read_batch(directory: Path, v: int) -> Iterator[JournalledGroup]:
         if header is None:
             continue
         for place, record in records:
-            if isinstance(record, DrainRecord):
+            if not isinstance(record, GroupRecord):
                 continue
             digest = place.digest.hex()
             try:
@@ -80,7 +83,7 @@ def read_drains(directory: Path, v: int, attempt: int) -> Iterator[list[DrainRec
     for file in journal_files(batch_folder(directory, v)):
         if file.attempt == attempt:
             _, records = read_file(file, v)
-            yield [record for _, record in records if isinstance(record, DrainRecord)]
+            yield last_drains(record for _, record in records if isinstance(record, DrainRecord))
 
 
 def batch_folder(directory: Path, v: int) -> Path:
@@ -105,7 +108,7 @@ def journal_files(folder: Path) -> list[JournalFile]:
 
 def read_file(
     file: JournalFile, v: int
-) -> tuple[Header | None, Iterator[tuple[RecordLocation, GroupRecord | DrainRecord]]]:
+) -> tuple[Header | None, Iterator[tuple[RecordLocation, AnyRecord]]]:
     """What a file is bound to and its records; no header if its attempt ended before it.
 
     Raises ``JournalError`` if the file is not one of this attempt and of batch ``v``.
@@ -128,15 +131,15 @@ def read_file(
 
 def _decoded(
     file: JournalFile, header: Header, records: Iterator[tuple[RecordLocation, bytes]]
-) -> Iterator[tuple[RecordLocation, GroupRecord | DrainRecord]]:
+) -> Iterator[tuple[RecordLocation, AnyRecord]]:
     for place, payload in records:
         try:
-            if is_drain(payload):
-                yield place, decode_drain(payload)
-                continue
-            record = decode_record(payload)
+            record = decode_any(payload)
         except CodecError as error:
             raise JournalError(f"{file.path}: byte {place.offset}: {error}") from error
+        if not isinstance(record, GroupRecord):
+            yield place, record
+            continue
         if (record.version, record.weights) != (header.version, header.weights):
             raise JournalError(
                 f"{file.path}: byte {place.offset}: this group is of version {record.version} and "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,14 +21,16 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from blake3 import blake3
 
+from easyrl.ledger.format import FORMAT, other_format
 from easyrl.runtime.durable_files import fsync_folder
 
 log = logging.getLogger(__name__)
 
 FsyncPolicy = Literal["group", "batch", "never"]
 
-MAGIC = b"EasyRL journal 1\n"
+MAGIC = b"EasyRL journal %d\n" % FORMAT
 DIGEST_BYTES = 16
+_OTHER_MAGIC = re.compile(rb"EasyRL journal (\d)\n")
 _FRAME = struct.Struct(f"<II{DIGEST_BYTES}s")
 _ALL_ONES = 0xFFFFFFFF
 _BLOCK = 65536  # bytes read at a time where zeros are looked for
@@ -130,7 +133,9 @@ def read_records(path: Path) -> Iterator[tuple[RecordLocation, bytes]]:
             magic = file.read(min(len(MAGIC), size))
             if magic != MAGIC:
                 if not MAGIC.startswith(magic):
-                    raise JournalError(f"{path}: byte 0: is not a journal of this version")
+                    if other := _OTHER_MAGIC.fullmatch(magic):
+                        raise JournalError(f"{path}: {other_format(int(other[1]))}")
+                    raise JournalError(f"{path}: byte 0: is not a journal")
                 _warn_of_cut(path, 0)
                 return
             at = len(MAGIC)

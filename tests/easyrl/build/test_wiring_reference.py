@@ -8,7 +8,8 @@ from blake3 import blake3
 from easyrl.build.ledger import reference_identity
 from easyrl.config import Config
 from easyrl.config.file import validate_config
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 
 
 def config(model: Path, kl_coef: float = 0.1, **settings: object) -> Config:
@@ -18,7 +19,7 @@ def config(model: Path, kl_coef: float = 0.1, **settings: object) -> Config:
             "data": {"files": ["prompts.jsonl"]},
             "inference": {"endpoints": ["http://127.0.0.1:1"]},
             "rewards": [{"name": "exact"}],
-            "objective": {"kl_coef": kl_coef},
+            "recipe": {"kl_coef": kl_coef},
         }
     )
 
@@ -26,7 +27,7 @@ def config(model: Path, kl_coef: float = 0.1, **settings: object) -> Config:
 @pytest.mark.parametrize("name", ["model-1.safetensors", "pytorch_model.bin", "weights.pth"])
 def test_it_changes_with_every_kind_of_weight_file_and_no_other(tmp_path: Path, name: str) -> None:
     def identity() -> str | None:
-        return reference_identity(config(tmp_path), Agreement(0, 1))
+        return reference_identity(config(tmp_path), Collectives(Ranks.data_parallel(0, 1)))
 
     (tmp_path / name).write_bytes(b"weights")
     (tmp_path / "config.json").write_text("{}")
@@ -38,7 +39,10 @@ def test_it_changes_with_every_kind_of_weight_file_and_no_other(tmp_path: Path, 
     assert identity() == first
     (tmp_path / name).write_bytes(b"others!")
     assert identity() != first
-    assert reference_identity(config(tmp_path, kl_coef=0.0), Agreement(0, 1)) is None
+    assert (
+        reference_identity(config(tmp_path, kl_coef=0.0), Collectives(Ranks.data_parallel(0, 1)))
+        is None
+    )
     # under an adapter the model is frozen too, and no checkpoint holds it
     with_adapter = config(tmp_path, kl_coef=0.0, lora={})
-    assert reference_identity(with_adapter, Agreement(0, 1)) == identity()
+    assert reference_identity(with_adapter, Collectives(Ranks.data_parallel(0, 1))) == identity()

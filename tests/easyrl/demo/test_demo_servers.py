@@ -7,7 +7,7 @@ import pytest
 from easyrl.demo.servers import VLLM_PYTHON, vllm_python
 
 
-def test_the_interpreter_is_drain_from_the_environment(monkeypatch, tmp_path: Path) -> None:
+def test_the_interpreter_is_taken_from_the_environment(monkeypatch, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)

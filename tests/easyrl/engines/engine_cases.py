@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
 from easyrl.recipes.advantages import group_advantages
 from easyrl.schema import MicroBatch, RolloutGroup
+from tests.recipes import batch_denominator, pack_groups
 from tests.tiny_models import random_group, save_tiny_model
 
 AGGREGATIONS = ("sequence", "token", "constant")

@@ -27,7 +27,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import load_file
 from torch import Tensor
 
-from easyrl.config import Config, ModelConfig
+from easyrl.config import Config, ModelConfig, RecipeConfig
 from easyrl.config.file import validate_config
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines import weight_names
@@ -39,8 +39,10 @@ from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import FrozenModel, TriModel
+from easyrl.recipes.loading import load_recipe
 from easyrl.recipes.losses import policy_loss
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import MicroBatch
 from tests.easyrl.engines.engine_cases import (
     AGGREGATIONS,
@@ -94,14 +96,19 @@ class Session:
                 "inference": {"endpoints": ["http://127.0.0.1:1"]},
                 "rewards": [{"name": "exact"}],
                 "rollout": {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS},
-                "objective": {
+                "recipe": {
+                    "aggregation": "token",
                     "kl_coef": KL_COEF,
                     "entropy_coef": ENTROPY_COEF,
                     "clip_eps_low": CLIP,
                     "clip_eps_high": CLIP,
-                    "old_policy": "auto" if "updates_per_batch" in trainer else "lagged",
                 },
-                "trainer": {"zero_stage": stage, "max_grad_norm": MAX_GRAD_NORM} | trainer,
+                "trainer": {
+                    "zero_stage": stage,
+                    "max_grad_norm": MAX_GRAD_NORM,
+                    "old_policy": "auto" if "updates_per_batch" in trainer else "lagged",
+                }
+                | trainer,
             }
         )
 
@@ -153,7 +160,7 @@ class Session:
 def weights_of(engine: DeepSpeedEngine) -> Weights:
     """Rank 0: all weights; other ranks: nothing."""
     weights = {name: tensor.clone() for name, tensor in engine.named_weights()}
-    return weights if engine.rank == 0 else {}
+    return weights if engine.ranks.rank == 0 else {}
 
 
 def same_bits(one: Weights, two: Weights) -> bool:
@@ -211,12 +218,12 @@ def bf16_gold(session: Session, accumulate: torch.dtype) -> Gold:
         temperature=TEMPERATURE,
         device=device,
     )
-    objective = session.config(1, "bf16", {}).objective
+    recipe = load_recipe(session.config(1, "bf16", {}))
     names = {name.removeprefix("model."): p for name, p in policy.named_parameters()}
     sums = {name: torch.zeros_like(p, dtype=accumulate) for name, p in names.items()}
     for row in streamed("token"):
         policy.zero_grad()
-        policy_loss(tri(row), row, objective)[0].backward()
+        policy_loss(tri(row), row, recipe)[0].backward()
         for name, p in names.items():
             assert p.grad is not None
             sums[name] += p.grad.to(accumulate)
@@ -354,23 +361,23 @@ def check_discard(session: Session, stage: int, dtype: str, **settings: Any) -> 
 def check_resume(session: Session, stage: int, dtype: str, **settings: Any) -> Results:
     """Saved after two steps and loaded into a new engine, the third step is the same to the bit."""
     folder = session.folder / f"checkpoint-{stage}-{dtype}-{bool(settings)}"
-    agreement = Agreement(session.rank, session.size)
+    collectives = Collectives(Ranks.data_parallel(session.rank, session.size))
     engine = session.engine(stage, dtype, **settings, **ADAM)
     for seed in (0, 1):
         session.train(engine, seed)
-    Checkpoints(folder, 1, engine, agreement, background=False).save(2, {})
+    Checkpoints(folder, 1, engine, collectives, background=False).save(2, {})
     saved = weights_of(engine)
     resumed = session.engine(stage, dtype, **settings, **ADAM)
     fresh = weights_of(resumed)
-    Checkpoints(folder, 1, resumed, agreement, background=False).load_latest()
+    Checkpoints(folder, 1, resumed, collectives, background=False).load_latest()
     loaded = weights_of(resumed)
     rates = [e._engine.get_lr()[0] for e in (engine, resumed)]
     norms = [session.train(e, seed=2) for e in (engine, resumed)]
     config = session.config(stage, dtype, {})
-    objective = config.objective.model_copy(update={"old_policy": "auto"})
-    other = DeepSpeedEngine(config.model_copy(update={"objective": objective}))
+    auto = config.trainer.model_copy(update={"old_policy": "auto"})
+    other = DeepSpeedEngine(config.model_copy(update={"trainer": auto}))
     try:
-        Checkpoints(folder, 1, other, agreement, background=False).load_latest()
+        Checkpoints(folder, 1, other, collectives, background=False).load_latest()
         message = ""
     except ValueError as error:
         message = str(error)
@@ -409,7 +416,11 @@ def most_gathered(engine: DeepSpeedEngine) -> dict[str, int]:
 def check_names(session: Session, stage: int, model: str) -> Results:
     """``named_weights`` against the file that ``save_pretrained`` wrote, before any step."""
     config = session.config(stage, "fp32", {}, model=model)
-    config = config.model_copy(update={"objective": type(config.objective)()})
+    plain = {
+        "recipe": RecipeConfig.model_validate({"kl_coef": 0.0}),
+        "trainer": config.trainer.model_copy(update={"old_policy": "auto"}),
+    }
+    config = config.model_copy(update=plain)
     engine = DeepSpeedEngine(config)
     streamed_weights = weights_of(engine)
     expected = load_file(session.folder / model / "model.safetensors")

@@ -222,7 +222,7 @@ def test_resumed_run_continues_to_the_bit(launch: Launch) -> None:
 
 def test_checkpoint_of_other_settings_is_refused(launch: Launch) -> None:
     for name, case in launch.cases("resume").items():
-        assert "objective.old_policy is lagged, now auto" in case["refusal"], (name, case)
+        assert "trainer.old_policy is lagged, now auto" in case["refusal"], (name, case)
 
 
 def test_weights_are_named_as_save_pretrained_names_them(launch: Launch) -> None:
@@ -256,7 +256,7 @@ def test_other_ranks_iterate_the_same_names_and_shapes_without_data(launch: Laun
 
 
 def test_models_that_are_not_needed_do_not_exist(launch: Launch) -> None:
-    """With the default objective there is neither a reference nor an old policy."""
+    """With a recipe that needs none there is neither a reference nor an old policy."""
     for case in launch.cases("names").values():
         assert case["frozen_models"] == [False, False]
 

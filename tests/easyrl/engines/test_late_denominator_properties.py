@@ -20,25 +20,25 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from easyrl.config import ModelConfig, ObjectiveConfig
-from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
-from easyrl.dataloaders.packing.row import Aggregation, dummy_micro_batch
+from easyrl.config import ModelConfig
 from easyrl.engines.base import MetricSums
 from easyrl.metrics.event_log import ignore
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import FrozenModel, TriModel
 from easyrl.recipes.advantages import group_advantages
+from easyrl.recipes.aggregation import Aggregation
 from easyrl.recipes.losses import policy_loss
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Key, MicroBatch, RolloutGroup
 from easyrl.trainer.accumulation import Accumulator, GroupFunctions
+from tests.recipes import group_functions, run_settings, token_grpo
 from tests.tiny_models import random_group, save_tiny_model
 
 BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a shared machine
 CPU = torch.device("cpu")
 MAX_TOKENS, LEARNING_RATE, TEMPERATURE = 12, 0.5, 0.8
-OBJECTIVE = ObjectiveConfig(entropy_coef=0.01, clip_eps_low=0.1, clip_eps_high=0.2)
+OBJECTIVE = token_grpo(entropy_coef=0.01, clip_eps_low=0.1, clip_eps_high=0.2)
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,6 @@ class Spread:
         return f"Spread({lengths}, {ready}, {how})"
 
 
-ONE_IN_EIGHT = st.integers(0, 7).map(lambda number: number == 7)
-
-
 @st.composite
 def spreads(draw: st.DrawFn) -> Spread:
     groups = [
@@ -104,10 +101,6 @@ def spreads(draw: st.DrawFn) -> Spread:
             truncated=tuple(draw(st.sets(st.integers(0, 3), max_size=2))),
         )
         for index in range(draw(st.integers(1, 6)))
-    ]
-    groups = [
-        replace(g, completions=(), scores=(), excluded="too long") if draw(ONE_IN_EIGHT) else g
-        for g in groups
     ]
     slices = cut(draw, groups)
     num_ranks = draw(st.integers(1, 3))
@@ -165,12 +158,12 @@ class OneRank:
 
 
 class InTurn:
-    """An ``Agreement`` of ranks that come one after another: what they say is given in advance."""
+    """A ``Collectives`` of ranks that come one after another: what they say is given in advance."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def exchange(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.said.append(value)
         return self.said
 
@@ -188,11 +181,11 @@ def streamed_updates(model: PolicyModel, spread: Spread, stop: StopRequest) -> d
     tri.old_is_policy = True
     for ranks in spread.arrivals:
         policy.zero_grad()
-        agreement = InTurn()
+        collectives = InTurn()
         for calls, budget in zip(ranks, spread.budgets, strict=True):
             accumulator = Accumulator(
                 engine=OneRank(tri),  # type: ignore[arg-type]
-                agreement=agreement,  # type: ignore[arg-type]
+                collectives=collectives,  # type: ignore[arg-type]
                 functions=functions(spread, budget),
                 stop=stop,
                 is_interruption=lambda error: False,
@@ -200,26 +193,17 @@ def streamed_updates(model: PolicyModel, spread: Spread, stop: StopRequest) -> d
                 max_tokens=budget,
                 synchronous=False,
             )
-            merged = accumulator.accumulate(Arrivals(calls)).merge(agreement)  # type: ignore[arg-type]
+            merged = accumulator.accumulate(Arrivals(calls)).merge(collectives)  # type: ignore[arg-type]
         if take_step(policy, merged.denominator / len(ranks), averaged_over=len(ranks)):
             tri.old_is_policy = False
     return weights(policy.model)
 
 
 def functions(spread: Spread, budget: int) -> GroupFunctions:
-    return GroupFunctions(
-        advantages=lambda group: group_advantages(group.rewards, "group_std"),
-        pack=lambda groups, advantages: pack_groups(
-            groups,
-            advantages,
-            aggregation=spread.aggregation,
-            max_tokens=MAX_TOKENS,
-            mask_truncated=spread.mask_truncated,
-            max_tokens_per_micro_batch=budget,
-        ),
-        denominator=lambda g: batch_denominator(g, spread.aggregation, spread.mask_truncated),
-        dummy=dummy_micro_batch,
+    recipe = replace(
+        OBJECTIVE, aggregation=spread.aggregation, mask_truncated=spread.mask_truncated
     )
+    return group_functions(recipe, run_settings(MAX_TOKENS), max_tokens_per_micro_batch=budget)
 
 
 @torch.no_grad()
@@ -237,7 +221,7 @@ def whole_batch_updates(model: PreTrainedModel, spread: Spread) -> dict[str, Ten
     policy, old = copy.deepcopy(model), copy.deepcopy(model)
     for groups in spread.slices:
         trained = []  # prompt, completion, advantage, mask
-        for group in [group for group in groups if group.excluded is None]:
+        for group in groups:
             for c, a in zip(
                 group.completions, group_advantages(group.rewards, "group_std"), strict=True
             ):

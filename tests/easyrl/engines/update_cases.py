@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
 from easyrl.recipes.advantages import group_advantages
 from easyrl.schema import MicroBatch, RolloutGroup
 from tests.easyrl.engines.engine_cases import (
@@ -26,6 +25,7 @@ from tests.easyrl.engines.engine_cases import (
     MAX_TOKENS,
     dense_logprobs,
 )
+from tests.recipes import batch_denominator, pack_groups
 from tests.tiny_models import random_group
 
 # An eps far above every gradient: the step is lr / eps times the gradients' running mean, so that

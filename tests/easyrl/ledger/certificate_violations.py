@@ -12,14 +12,28 @@ def first_group(record, **changes):
     return replace(record, groups=[replace(record.groups[0], **changes), *record.groups[1:]])
 
 
+def last_group(record, **changes):
+    return replace(record, groups=[*record.groups[:-1], replace(record.groups[-1], **changes)])
+
+
 def instead_of_first(record, key):
     """``record`` with another prompt in its first one's place."""
-    old = record.groups[0].key
-    updates = [[key if each == old else each for each in keys] for keys in record.updates]
-    return replace(first_group(record, epoch=key[0], index=key[1]), updates=updates)
+    return first_group(record, epoch=key[0], index=key[1])
 
 
-# What a trainer might want to certify as batch 1, what is wrong with it, and where it is.
+def without_last(record):
+    return replace(record, groups=record.groups[:-1], num_drawn=record.num_drawn - 1)
+
+
+def with_another(record, key=(1, 5)):
+    """One prompt more than make up the batch; ``key`` belongs to the next."""
+    last = record.groups[-1]
+    more = replace(last, epoch=key[0], index=key[1], position=last.position + 1)
+    return replace(record, groups=[*record.groups, more], num_drawn=record.num_drawn + 1)
+
+
+# What a trainer might want to certify as batch 1, what is wrong with it, and where it is: "key" is
+# the first group's prompt, "last" the last one's.
 VIOLATIONS = {
     "a group of an old version": (
         lambda r: first_group(r, stamped=[f"{RUN}:0:0"]),
@@ -48,24 +62,86 @@ VIOLATIONS = {
         (),
     ),
     "a prompt without a group": (
-        lambda r: replace(r, groups=r.groups[1:]),
-        "was dispatched and has no group",
+        lambda r: replace(r, groups=r.groups[1:], num_drawn=r.num_drawn - 1),
+        "is at position 1, 0 has no group",
         ("key",),
     ),
+    "more prompts drawn than groups": (
+        lambda r: replace(r, groups=r.groups[1:]),
+        "has 3 groups and 4 drawn prompts",
+        (),
+    ),
     "a group without a prompt": (
-        lambda r: replace(r, updates=[[k for k in r.updates[0] if k != r.groups[0].key]]),
-        "was not dispatched",
-        ("key",),
+        lambda r: replace(r, num_drawn=3),
+        "has 4 groups and 3 drawn prompts",
+        (),
     ),
     "a group twice": (
         lambda r: replace(r, groups=[*r.groups, r.groups[0]]),
         "has a group twice",
         ("key",),
     ),
-    "a prompt dispatched twice": (
-        lambda r: replace(r, updates=[[*r.updates[0], r.groups[0].key]]),
-        "is dispatched twice",
+    "a position drawn twice": (
+        lambda r: last_group(r, position=2),
+        "is at position 2, behind position 2",
+        ("last",),
+    ),
+    "a prompt too many": (
+        with_another,
+        "was drawn at position 4, but the 4 prompts before it already make up the batch",
+        ("last",),
+    ),
+    "a prompt too few": (
+        without_last,
+        "has 3 accepted groups of 3 prompts: prompts are missing, it may draw 4",
+        (),
+    ),
+    "a prompt too few, said to be the order's end": (
+        lambda r: replace(without_last(r), ended_by="data"),
+        "prompts are missing, it may draw 4",
+        (),
+    ),
+    "ended by what did not end it": (
+        lambda r: replace(r, ended_by="data"),
+        "was ended by data, not accepted",
+        (),
+    ),
+    "a rejection that draws no other prompt": (
+        lambda r: first_group(r, outcome="rejected", reason="flat"),
+        "has 3 accepted groups of 4 prompts: prompts are missing, it may draw 5",
+        (),
+    ),
+    "rejected without a reason": (
+        lambda r: with_another(first_group(r, outcome="rejected")),
+        "is rejected without a reason",
         ("key",),
+    ),
+    "excluded without a reason": (
+        lambda r: with_another(first_group(r, outcome="excluded", stamped=[])),
+        "is excluded without a reason",
+        ("key",),
+    ),
+    "a rejected group without a version": (
+        lambda r: with_another(first_group(r, outcome="rejected", reason="flat", stamped=[])),
+        "bear no version",
+        ("key",),
+    ),
+    "a rejected group of an old version": (
+        lambda r: with_another(
+            first_group(r, outcome="rejected", reason="flat", stamped=[f"{RUN}:0:0"])
+        ),
+        f"has tokens of version {RUN}:0:0",
+        ("key",),
+    ),
+    "a group of an update that there was not": (
+        lambda r: first_group(r, update=1),
+        "is of update 1, there are 1",
+        ("key",),
+    ),
+    "no update": (
+        lambda r: replace(r, num_updates=0),
+        "has 0 updates, the run takes 1 per batch",
+        (),
     ),
     "a prompt that the run has not": (
         lambda r: instead_of_first(r, (2, 0)),
@@ -73,7 +149,7 @@ VIOLATIONS = {
         (),
     ),
     "an update too many": (
-        lambda r: replace(r, updates=[*r.updates, []]),
+        lambda r: replace(r, num_updates=2),
         "has 2 updates, the run takes 1 per batch",
         (),
     ),

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 
-from easyrl.dataloaders.prompts.dataset import PromptBatches
+from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate import (
     AttemptRecord,
     BatchRecord,
     Certificate,
-    CertifiedGroup,
     RunRecord,
 )
 from easyrl.ledger.certificate.chain import ChainReader, seal
 from easyrl.ledger.certificate.records import Record
 from easyrl.ledger.checkpoints.folder import CheckpointFolder
 from easyrl.ledger.journal import Journal
+from easyrl.ledger.journal.codec import GroupRecord, decode_record
+from easyrl.ledger.journal.reading import batch_folder, journal_files
+from easyrl.ledger.journal.record_file import RecordWriter, read_records
 from easyrl.schema import (
     Completion,
     Confirmation,
+    EndedBy,
+    GroupOutcome,
     Key,
+    Outcome,
     PolicyVersion,
     Prompt,
     RolloutGroup,
@@ -39,11 +45,32 @@ from easyrl.schema import (
 RUN = "small-1234abcd"
 URLS = ("http://one:8000", "http://two:8000")
 G, NUM_TOKENS = 2, 5
+REJECTED, EXCLUDED = "all rewards are equal", "the prompt is too long"
 FRAME = struct.Struct("<II16s")  # of a journal record
+replace = msgspec.structs.replace
+
+
+def with_refused(
+    folder: Path, places: Mapping[tuple[int, int], Outcome], **options: Any
+) -> CertifiedRun:
+    """A run whose prompts at (batch, position) are refused so."""
+    run = CertifiedRun(folder, **options)
+    for (v, position), outcome in sorted(places.items()):
+        refused = run.refused | {run.batches[v][position].key: outcome}
+        run = CertifiedRun(folder, refused=refused, **options)
+    return run
 
 
 class CertifiedRun:
-    """Trains batches in attempts. ``weights`` of a batch depend on the ranks that came to them."""
+    """Trains batches in attempts. ``weights`` of a batch depend on the ranks that came to them.
+
+    Args:
+        refused: prompts whose groups are not trained, and how they come out.
+        num_batches: of a run whose prompts do not end (``epochs=None``).
+
+    Attributes:
+        batches: the prompts of each, in the order in which they are drawn.
+    """
 
     def __init__(
         self,
@@ -51,9 +78,12 @@ class CertifiedRun:
         *,
         num_prompts: int = 6,
         batch_size: int = 4,
-        epochs: int = 2,
+        epochs: int | None = 2,
         updates_per_batch: int = 1,
         journalled: bool = True,
+        refused: Mapping[Key, Outcome] | None = None,
+        max_draws: int | None = None,
+        num_batches: int | None = None,
     ) -> None:
         self.folder = folder
         self.certificate_path = folder / "certificate.jsonl"
@@ -62,13 +92,41 @@ class CertifiedRun:
             Prompt(i, np.arange(3, 3 + i + 1, dtype=np.int32), f"q{i}", "a")
             for i in range(num_prompts)
         ]
-        self.batches = list(PromptBatches(self.prompts, batch_size, seed=1, epochs=epochs))
-        self.run = RunRecord(
-            RUN, 1, True, epochs, num_prompts, batch_size, updates_per_batch, data="da7a"
-        )
+        self.run = RunRecord(RUN, 1, True, num_prompts, batch_size, data="da7a")
+        self.updates_per_batch = updates_per_batch
+        self.max_draws = max_draws
+        self.refused = dict(refused or {})
         self.journalled = journalled
+        self.batches: list[list[Prompt]] = []
+        self.steps: list[int] = []  # optimizer steps behind each batch
+        self.epochs: int | None = 0
         self.attempt = -1
         self.next_batch = 0
+        self.give_epochs(epochs, num_batches)
+
+    def give_epochs(self, epochs: int | None, num_batches: int | None = None) -> None:
+        """The prompts go on behind those of all batches until now, in the next attempt."""
+        self.epochs = epochs
+        order = PromptOrder(self.prompts, seed=1, epochs=epochs)
+        position = sum(map(len, self.batches))
+        while order.num_left(position) != 0 and len(self.batches) != num_batches:
+            self.batches.append(self._draw(order, position))
+            position += len(self.batches[-1])
+
+    def _draw(self, order: PromptOrder, position: int) -> list[Prompt]:
+        """The shortest prefix that holds B accepted groups, unless something ends it before."""
+        drawn: list[Prompt] = []
+        num_accepted = 0
+        while num_accepted < self.run.batch_size and len(drawn) != self.max_draws:
+            if order.num_left(position + len(drawn)) == 0:
+                break
+            drawn.append(order.prompt(position + len(drawn)))
+            num_accepted += drawn[-1].key not in self.refused
+        return drawn
+
+    def accepted(self, v: int) -> list[Prompt]:
+        """Of batch ``v``, those that are trained."""
+        return [prompt for prompt in self.batches[v] if prompt.key not in self.refused]
 
     def begin(self, first_batch: int = 0, num_ranks: int = 1) -> Certificate:
         """A new attempt; whoever ends it closes what is returned."""
@@ -76,16 +134,19 @@ class CertifiedRun:
         self.next_batch = first_batch
         self.num_ranks = num_ranks
         self.certificate = Certificate.open(
-            self.certificate_path, self.run, AttemptRecord(self.attempt, num_ranks, first_batch)
+            self.certificate_path,
+            self.run,
+            AttemptRecord(
+                attempt=self.attempt,
+                num_ranks=num_ranks,
+                first_batch=first_batch,
+                reason="checkpoint" if first_batch else "start",
+                epochs=self.epochs,
+                updates_per_batch=self.updates_per_batch,
+                max_draws=self.max_draws,
+            ),
         )
         return self.certificate
-
-    def give_epochs(self, epochs: int) -> None:
-        """The prompts go on behind those of all batches until now, in the next attempt."""
-        self.run = msgspec.structs.replace(self.run, epochs=epochs)
-        more = PromptBatches(self.prompts, self.run.batch_size, seed=1, epochs=epochs)
-        more.restore({**more.state(), "position": sum(map(len, self.batches))})
-        self.batches += list(more)
 
     def served(self) -> ServedWeights:
         """What the open batch is made by: one rank and two come to other bits after batch 0."""
@@ -98,48 +159,74 @@ class CertifiedRun:
 
         Those that an earlier attempt has finished for these weights are taken from there.
         """
-        served, prompts = self.served(), self.batches[self.next_batch]
-        groups: list[CertifiedGroup] = []
+        served = self.served()
+        groups: list[GroupOutcome] = []
         accepted, discarded = {str(served.version)}, set[Key]()
         for rank in range(self.num_ranks):
-            share = prompts[rank :: self.num_ranks][:num_groups]
+            share = list(enumerate(self.batches[self.next_batch]))[rank :: self.num_ranks]
+            share = share[:num_groups]
             if not self.journalled:
-                made = [CertifiedGroup.of(finished_group(p, served), "trained", recovered=False)
-                        for p in share]  # fmt: skip
-                groups += made
+                made = [GroupOutcome.of(self.finish(position, served)) for position, _ in share]
+                groups += [replace(group, rank=rank) for group in made]
                 continue
             journal = Journal(self.journal_path, self.attempt, rank, "never")
             with closing(journal.open_batch(served)) as store:
                 accepted |= store.accepted_versions
-                discarded |= store.discarded & {prompt.key for prompt in share}
-                for prompt in share:
+                discarded |= store.discarded & {prompt.key for _, prompt in share}
+                for position, prompt in share:
                     found = store.find(prompt)
                     if found is not None:
                         group = found.load()
                     else:
-                        group, _ = store.add(finished_group(prompt, served))
-                    groups.append(CertifiedGroup.of(group, "trained", recovered=found is not None))
-        return self.record(served, prompts, groups, accepted, discarded)
+                        group, _ = store.add(self.finish(position, served))
+                    outcome = GroupOutcome.of(group, recovered=found is not None)
+                    groups.append(replace(outcome, rank=rank))
+        return self.record(served, groups, accepted, discarded)
+
+    def finish(self, position: int, served: ServedWeights) -> RolloutGroup:
+        """The open batch's group at ``position``, as its prompt comes out."""
+        prompt = self.batches[self.next_batch][position]
+        group = dataclasses.replace(finished_group(prompt, served), position=position)
+        match self.refused.get(prompt.key):
+            case "rejected":
+                return dataclasses.replace(group, rejected=REJECTED)
+            case "excluded":
+                return dataclasses.replace(group, completions=(), scores=(), excluded=EXCLUDED)
+        return group
 
     def record(
         self,
         served: ServedWeights,
-        prompts: Sequence[Prompt],
-        groups: list[CertifiedGroup],
-        accepted: set[str],
+        groups: list[GroupOutcome],
+        accepted_versions: set[str],
         discarded: set[Key],
     ) -> BatchRecord:
-        k = self.run.updates_per_batch
-        keys = [prompt.key for prompt in prompts]
+        by_position = []
+        num_accepted = 0
+        for group in sorted(groups, key=lambda group: group.position):
+            if group.accepted:
+                update = num_accepted * self.updates_per_batch // self.run.batch_size
+                group = replace(group, update=update)
+                num_accepted += 1
+            by_position.append(group)
+        num_updates = 1 + max((group.update for group in by_position), default=0)
+        before = self.steps[self.next_batch - 1] if self.next_batch else 0
+        self.steps[self.next_batch :] = [before + num_updates]
+        ended_by: EndedBy = "accepted"
+        if num_accepted < self.run.batch_size:
+            is_last = self.epochs is not None and self.next_batch == len(self.batches) - 1
+            ended_by = "data" if is_last else "max_draws"
         return BatchRecord(
             batch=self.next_batch,
-            step=(self.next_batch + 1) * k,
+            step=before + num_updates,
             version=str(served.version),
             weights=served.digest,
-            updates=[[keys[i] for i in part] for part in np.array_split(np.arange(len(keys)), k)],
-            groups=sorted(groups, key=lambda group: group.key),
+            num_updates=num_updates,
+            num_drawn=len(groups),
+            ended_by=ended_by,
+            groups=by_position,
             confirmations=[Confirmation(url, str(served.version), True, 1e-4) for url in URLS],
-            accepted_versions=sorted(accepted),
+            accepted_versions=sorted(accepted_versions),
             discarded=sorted(discarded),
             skipped_updates=[],
             logprob_max=2e-3,
@@ -161,10 +248,10 @@ class CertifiedRun:
 
     def save(self, closed_batches: int, keep: int = 1) -> None:
         """A checkpoint, without tensors, after so many batches."""
-        step = closed_batches * self.run.updates_per_batch
+        step = self.steps[closed_batches - 1] if closed_batches else 0
         folder = CheckpointFolder(self.folder / "checkpoints")
         folder.begin(step)
-        progress = {"step": step, "closed_batches": closed_batches, "cursor": {}}
+        progress = {"step": step, "closed_batches": closed_batches, "position": 0}
         state = {"progress": progress, "reference": None, "journal": {"batch": closed_batches}}
         folder.finish(step, {"step": step, "state": state, "files": {}})
         folder.prune(step, keep)
@@ -191,6 +278,31 @@ class CertifiedRun:
             lines.append(seal(record, previous))
             previous = blake3(lines[-1][:-1]).hexdigest(length=16)
         self.write_lines(lines)
+
+    def forge_batch(self, v: int, edit: Callable[[BatchRecord], BatchRecord]) -> None:
+        """Edits the line of batch ``v`` and seals the file anew."""
+
+        def edit_all(records: list[Record]) -> None:
+            for i, record in enumerate(records):
+                if isinstance(record, BatchRecord) and record.batch == v:
+                    records[i] = edit(record)
+                    return
+
+        self.forge(edit_all)
+
+    def forge_journal(self, v: int, edit: Callable[[GroupRecord], GroupRecord]) -> dict[Key, str]:
+        """Edits the groups of batch ``v`` and their checksums. Returns their digests by key."""
+        digests: dict[Key, str] = {}
+        for file in journal_files(batch_folder(self.journal_path, v)):
+            header, *payloads = [payload for _, payload in read_records(file.path)]
+            file.path.unlink()
+            writer = RecordWriter(file.path, durable=False)
+            writer.append(header)
+            for payload in payloads:
+                group = edit(decode_record(payload))
+                digests[group.key] = writer.append(msgspec.msgpack.encode(group)).digest.hex()
+            writer.close()
+        return digests
 
 
 def finished_group(prompt: Prompt, served: ServedWeights) -> RolloutGroup:
@@ -221,8 +333,8 @@ def with_span(group: RolloutGroup, version: str, start: int, end: int) -> Rollou
         VersionSpan(version, start, end),
         VersionSpan(own, end, NUM_TOKENS),
     )
-    changed = replace(first, version_spans=spans)
-    return replace(group, completions=(changed, *group.completions[1:]))
+    changed = dataclasses.replace(first, version_spans=spans)
+    return dataclasses.replace(group, completions=(changed, *group.completions[1:]))
 
 
 def change_journal(path: Path, change: Callable[[bytes], bytes], *, recompute: bool) -> None:

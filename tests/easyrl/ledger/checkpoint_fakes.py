@@ -9,7 +9,8 @@ import torch
 
 from easyrl.engines.base import EngineState, SavedState, StatePiece
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 
 NUM_ELEMENTS = 1000
 
@@ -45,7 +46,7 @@ def checkpoints(
         directory,
         keep,
         engine,  # type: ignore[arg-type]
-        Agreement(0, 1),
+        Collectives(Ranks.data_parallel(0, 1)),
         background,
         **options,
     )

@@ -32,7 +32,8 @@ from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.ledger.checkpoints import checkpoints as module
 from easyrl.ledger.checkpoints.checkpoints import CheckpointError, Checkpoints
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from tests.easyrl.engines.engine_cases import TEMPERATURE, streamed
 from tests.easyrl.engines.engine_worker import ADAM, Session, weights_of
 from tests.easyrl.ledger.checkpoint_cases import CASES
@@ -46,7 +47,7 @@ class Worker:
 
     def __init__(self, folder: Path) -> None:
         self.session = Session(folder)
-        self.agreement = Agreement(self.session.rank, self.session.size)
+        self.collectives = Collectives(Ranks.data_parallel(self.session.rank, self.session.size))
         self.folder = folder
 
     def engine(self, stage: int, dtype: str) -> DeepSpeedEngine:
@@ -57,7 +58,7 @@ class Worker:
     def checkpoints(
         self, engine: DeepSpeedEngine, name: str, *, background: bool = False
     ) -> Checkpoints:
-        return Checkpoints(self.folder / name, 2, engine, self.agreement, background)
+        return Checkpoints(self.folder / name, 2, engine, self.collectives, background)
 
     def train(self, engine: DeepSpeedEngine) -> Results:
         """Two steps: their norms, the state after them."""

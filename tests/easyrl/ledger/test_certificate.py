@@ -1,15 +1,19 @@
 """The certificate's chain of lines, and what the trainer is refused by it."""
 
 import errno
+import functools
 import os
 import re
 
 import msgspec
 import pytest
+from blake3 import blake3
 
-from easyrl.ledger.certificate import CertificateError, CertifiedGroup
+from easyrl.ledger.certificate import CertificateError
 from easyrl.ledger.certificate.chain import ChainReader
 from easyrl.ledger.certificate.records import AttemptRecord, EndRecord, RunRecord
+from easyrl.ledger.verify import verify
+from easyrl.schema import GroupOutcome
 from tests.easyrl.ledger.certificate_violations import VIOLATIONS, first_group, instead_of_first
 from tests.easyrl.ledger.certified_run import (
     RUN,
@@ -18,6 +22,7 @@ from tests.easyrl.ledger.certified_run import (
     change_journal,
     finished_group,
     other_token,
+    with_refused,
     with_span,
 )
 
@@ -40,7 +45,8 @@ def test_a_violation_is_refused_before_the_step_and_not_written(name, run):
     sound = run.generate()
     wrong = edit(sound)
     before = run.certificate_path.read_bytes()
-    for refused in (run.certificate.check, run.certificate.close_batch):
+    check = functools.partial(run.certificate.check, whole=True)
+    for refused in (check, run.certificate.close_batch):
         with pytest.raises(CertificateError) as caught:
             refused(wrong)
         assert problem in str(caught.value)
@@ -49,37 +55,59 @@ def test_a_violation_is_refused_before_the_step_and_not_written(name, run):
             assert (
                 caught.value.key == wrong.groups[0].key or caught.value.key == sound.groups[0].key
             )
+        if "last" in named:
+            assert caught.value.key == wrong.groups[-1].key
         if "endpoint" in named:
             assert caught.value.endpoint == URLS[0]
     assert run.certificate_path.read_bytes() == before
-    run.certificate.check(sound)
+    run.certificate.check(sound, whole=True)
     run.certificate.close_batch(sound)
 
 
 def test_a_prompt_of_an_earlier_batch_is_refused(run):
     trained = run.batches[0][0].key
     with pytest.raises(CertificateError, match="is in batch 0 already: it would be trained twice"):
-        run.certificate.check(instead_of_first(run.generate(), trained))
+        run.certificate.check(instead_of_first(run.generate(), trained), whole=True)
 
 
 def test_the_updates_until_now_can_be_checked(tmp_path):
-    run = CertifiedRun(tmp_path, updates_per_batch=2)
+    """Before the batch is whole: refused groups, and groups of later updates, come later."""
+    run = with_refused(tmp_path, {(0, 1): "rejected"}, updates_per_batch=2)
     certificate = run.begin()
     whole = run.generate()
-    first = replace(whole, updates=whole.updates[:1],
-                    groups=[g for g in whole.groups if g.key in whole.updates[0]])  # fmt: skip
-    certificate.check(first)
-    certificate.check(whole)
-    missing = replace(first, groups=first.groups[1:])
-    with pytest.raises(CertificateError, match="was dispatched and has no group"):
-        certificate.check(missing)
+    first = replace(whole, num_updates=1, groups=[g for g in whole.groups
+                                                  if g.accepted and g.update == 0])  # fmt: skip
+    assert [group.position for group in first.groups] == [0, 2]
+    certificate.check(first, whole=False)
+    certificate.check(whole, whole=True)
+    certificate.check(replace(first, groups=first.groups[1:]), whole=False)  # may still come
+    for missing in (first, replace(whole, groups=whole.groups[1:])):
+        with pytest.raises(CertificateError, match="has . groups and 5 drawn prompts"):
+            certificate.check(missing, whole=True)
+        with pytest.raises(CertificateError, match="has . groups and 5 drawn prompts"):
+            certificate.close_batch(missing)
+    certificate.close()
+
+
+def test_a_group_of_another_update_than_its_number_among_the_accepted_gives_it(tmp_path):
+    run = with_refused(tmp_path, {(0, 1): "rejected"}, updates_per_batch=2)
+    certificate = run.begin()
+    whole = run.generate()
+    assert [group.update for group in whole.groups if group.accepted] == [0, 0, 1, 1]
+    assert [group.position for group in whole.groups if group.accepted] == [0, 2, 3, 4]
+    for position, update, number in ((2, 1, 1), (3, 0, 2)):
+        groups = [replace(g, update=update) if g.position == position else g for g in whole.groups]
+        problem = f"is of update {update}; accepted group number {number} belongs to update"
+        with pytest.raises(CertificateError, match=problem) as caught:
+            certificate.check(replace(whole, groups=groups), whole=True)
+        assert caught.value.key == run.batches[0][position].key
     certificate.close()
 
 
 def test_spans_of_a_push_during_the_batch_are_in_the_groups_entry(run):
     prompt = run.batches[1][0]
     pushed = with_span(finished_group(prompt, run.served()), f"{RUN}:0:2", 1, 3)
-    entry = CertifiedGroup.of(pushed, "trained", recovered=False)
+    entry = GroupOutcome.of(pushed)
     assert entry.stamped == [f"{RUN}:0:1", f"{RUN}:0:2"]
     assert entry.endpoints == [URLS[prompt.index % 2]] and entry.key == prompt.key
 
@@ -93,11 +121,11 @@ def test_a_later_attempt_may_train_journalled_groups_of_the_same_weights_only(ru
     record = run.generate()
     assert record.accepted_versions == [f"{RUN}:0:1", f"{RUN}:1:1"]
     assert sum(group.recovered for group in record.groups) == 2
-    run.certificate.check(record)
+    run.certificate.check(record, whole=True)
     generated = next(group for group in record.groups if not group.recovered)
     posing = [replace(g, stamped=[f"{RUN}:0:1"]) if g is generated else g for g in record.groups]
     with pytest.raises(CertificateError, match=f"has tokens of version {RUN}:0:1"):
-        run.certificate.check(replace(record, groups=posing))
+        run.certificate.check(replace(record, groups=posing), whole=True)
 
 
 def test_a_changed_sample_of_a_batch_that_was_trained_before_is_refused(run):
@@ -107,7 +135,7 @@ def test_a_changed_sample_of_a_batch_that_was_trained_before_is_refused(run):
     run.begin(1)
     changed = run.batches[1][0].key
     with pytest.raises(CertificateError, match="the journal was changed") as caught:
-        run.certificate.check(run.generate())
+        run.certificate.check(run.generate(), whole=True)
     assert caught.value.key == changed and caught.value.batch == 1
 
 
@@ -116,10 +144,10 @@ def test_versions_of_other_weights_cannot_be_accepted(run):
     run.begin(1, num_ranks=2)  # comes to other bits
     record = run.generate()
     assert record.discarded == sorted(prompt.key for prompt in run.batches[1])
-    run.certificate.check(record)
+    run.certificate.check(record, whole=True)
     accepting = replace(record, accepted_versions=[f"{RUN}:0:1", *record.accepted_versions])
     with pytest.raises(CertificateError, match=f"accepts version {RUN}:0:1, whose weights were"):
-        run.certificate.check(accepting)
+        run.certificate.check(accepting, whole=True)
 
 
 def test_endpoints_of_an_attempt_that_certified_the_batch_must_have_confirmed_it(run):
@@ -127,9 +155,11 @@ def test_endpoints_of_an_attempt_that_certified_the_batch_must_have_confirmed_it
     run.begin(1)
     record = run.generate()
     assert all(group.recovered for group in record.groups)
-    run.certificate.check(replace(record, confirmations=[]))  # nobody was asked for anything now
+    run.certificate.check(
+        replace(record, confirmations=[]), whole=True
+    )  # nobody was asked for anything now
     with pytest.raises(CertificateError, match="had not confirmed") as caught:
-        run.certificate.check(first_group(record, endpoints=["http://three:8000"]))
+        run.certificate.check(first_group(record, endpoints=["http://three:8000"]), whole=True)
     assert caught.value.endpoint == "http://three:8000"
 
 
@@ -174,7 +204,7 @@ def test_an_attempt_needs_its_place(run):
 
 
 def test_epochs_and_updates_may_change(run):
-    run.run = replace(run.run, epochs=5, updates_per_batch=2)
+    run.epochs, run.updates_per_batch, run.max_draws = 5, 2, 4
     run.begin(1)
     run.train()
 
@@ -235,6 +265,32 @@ def test_a_broken_chain_is_not_gone_on_with(run, change, line):
     with pytest.raises(CertificateError, match=f"certificate.jsonl line {line}: .*restore the"):
         run.begin(1)
     assert run.certificate_path.read_bytes() == before
+
+
+OLD_LINES = (  # of format 1, without ``previous`` and ``digest``
+    b'"kind":"run","run":"small-1234abcd","seed":1,"shuffle":true,"epochs":2,"num_prompts":6,'
+    b'"batch_size":4,"updates_per_batch":1,"data":"da7a","format":1',
+    b'"kind":"attempt","attempt":0,"num_ranks":1,"first_batch":0,"reason":"start","epochs":2,'
+    b'"updates_per_batch":1',
+)
+
+
+def test_a_certificate_of_an_earlier_format_names_the_commit_that_read_it(tmp_path):
+    run = CertifiedRun(tmp_path)
+    previous = "0" * 32
+    for content in OLD_LINES:
+        body = b'{"previous":"%s",' % previous.encode() + content
+        digest = blake3(body).hexdigest(length=16)
+        line = body + b',"digest":"%s"}' % digest.encode()
+        previous = blake3(line).hexdigest(length=16)
+        with run.certificate_path.open("ab") as file:
+            file.write(line + b"\n")
+    before = run.certificate_path.read_bytes()
+    told = "certificate.jsonl line 1: was written in format 1.*commit e7cfbd6 is the last that"
+    with pytest.raises(CertificateError, match=told):
+        run.begin()
+    assert run.certificate_path.read_bytes() == before
+    assert re.search(told, str(verify(tmp_path)))
 
 
 def test_a_full_disk_leaves_nothing_behind_that_counts(run, monkeypatch):

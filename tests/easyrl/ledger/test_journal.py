@@ -15,8 +15,10 @@ import pytest
 
 from easyrl.config import Config
 from easyrl.ledger.journal import Journal, JournalError, group_settings
+from easyrl.ledger.journal.batch import Production
 from easyrl.ledger.journal.codec import decode_record
 from easyrl.ledger.journal.record_file import RecordWriter, read_record, read_records
+from easyrl.schema import BatchWithdrawn
 from tests.easyrl.ledger.journal_groups import (
     OTHER_WEIGHTS,
     WEIGHTS,
@@ -57,6 +59,103 @@ def test_an_excluded_group_is_kept_as_one(tmp_path):
     write(tmp_path, [made])
     found = journal(tmp_path, attempt=1).open_batch(served(1)).find(made.prompt)
     assert contents(found.load()) == contents(made)
+
+
+def test_a_rejected_group_is_kept_with_its_reason(tmp_path):
+    made = replace(group(1), rejected="all rewards are equal")
+    write(tmp_path, [group(0), made])
+    batch = journal(tmp_path, attempt=1).open_batch(served(1))
+    assert batch.find(made.prompt).refused and not batch.find(prompt(0)).refused
+    again = batch.find(made.prompt).load()
+    assert contents(again) == contents(made) and again.refused == "all rewards are equal"
+
+
+# ---- withdrawal ----------------------------------------------------------------------------------
+
+ONE, TWO = "http://one:8000", "http://two:8000"
+MADE_BY = [((ONE, 1), (TWO, 1)), ((ONE, 2),), ((TWO, 2),), ((TWO, 3), (ONE, 1))]
+
+
+def with_withdrawal(directory, endpoint, proof, rank=0):
+    """A batch of four groups, in the first attempt; and what was withdrawn of it."""
+    batch = journal(directory, rank=rank).open_batch(served(0))
+    for index, made_by in enumerate(MADE_BY):
+        batch.add(group(index + 10 * rank, made_by=made_by))
+    return batch, batch.withdraw(endpoint, proof)
+
+
+@pytest.mark.parametrize(
+    "endpoint, proof, kept",
+    [
+        (ONE, 2, [0, 2, 3]),
+        (ONE, 1, [2]),
+        (TWO, 2, [0, 1]),
+        (TWO, 3, [0, 1, 2]),
+        (TWO, 0, [1]),
+        (ONE, 3, [0, 1, 2, 3]),
+        ("http://three:8000", 0, [0, 1, 2, 3]),
+    ],
+)
+def test_groups_since_an_endpoints_proof_are_withdrawn_others_kept(tmp_path, endpoint, proof, kept):
+    """One response is enough. In this attempt, and after a resume."""
+    batch, num_withdrawn = with_withdrawal(tmp_path, endpoint, proof)
+    assert num_withdrawn == 4 - len(kept)
+    resumed = journal(tmp_path, attempt=1).open_batch(served(1))
+    for there in (batch, resumed):
+        assert [i for i in range(4) if there.find(prompt(i)) is not None] == kept
+    assert [stored.position for stored in batch.added] == kept
+    assert resumed.discarded == {prompt(i).key for i in range(4) if i not in kept}
+    assert len(read(tmp_path)) == 4  # what was withdrawn can still be looked at
+
+
+def test_a_withdrawn_group_is_generated_again(tmp_path):
+    batch, _ = with_withdrawal(tmp_path, ONE, 2)
+    batch.begin_again()
+    again, _ = batch.add(group(1, lengths=(7,), made_by=((ONE, 3),)))
+    resumed = journal(tmp_path, attempt=1).open_batch(served(1))
+    for there in (batch, resumed):
+        assert contents(there.find(prompt(1)).load()) == contents(again)
+    assert resumed.discarded == frozenset()
+    # and withdrawn again; the group of the first time does not come back
+    batch.withdraw(ONE, 3)
+    assert batch.find(prompt(1)) is None
+    third = journal(tmp_path, attempt=2).open_batch(served(2))
+    assert third.find(prompt(1)) is None and third.discarded == {prompt(1).key}
+
+
+def test_a_group_that_comes_after_its_withdrawal_is_refused(tmp_path):
+    """Its last response was on the way, or it was just being written."""
+    batch = journal(tmp_path).open_batch(served(0))
+    production = Production(batch)
+    batch.withdraw(ONE, 2)
+    with pytest.raises(BatchWithdrawn, match="http://one:8000 failed its proof"):
+        production.add(group(1, made_by=((TWO, 5), (ONE, 2))))
+    production.add(group(0, made_by=((ONE, 1),)))
+    batch.begin_again()
+    with pytest.raises(BatchWithdrawn, match="has begun again"):
+        production.add(group(2))
+    Production(batch).add(group(1, made_by=((ONE, 2),)))  # it has proved itself again
+    assert [stored.prompt.index for stored in batch.added] == [0, 1]
+    resumed = journal(tmp_path, attempt=1).open_batch(served(1))
+    assert [i for i in range(3) if resumed.find(prompt(i)) is not None] == [0, 1]
+
+
+def test_a_rank_that_died_before_it_was_told_has_withdrawn_groups_too(tmp_path):
+    """Another rank counts proofs of its own: all that the endpoint has made there is in doubt."""
+    other = journal(tmp_path, rank=1).open_batch(served(0))
+    for index, made_by in enumerate(MADE_BY):
+        other.add(group(10 + index, made_by=made_by))
+    with_withdrawal(tmp_path, ONE, 2)
+    resumed = journal(tmp_path, attempt=1).open_batch(served(1))
+    kept = [i for i in (*range(4), *range(10, 14)) if resumed.find(prompt(i)) is not None]
+    assert kept == [0, 2, 3, 12]
+    # one that was told has withdrawn what it had to; what came later is sound
+    other.withdraw(ONE, 0)
+    other.begin_again()
+    other.add(group(11, made_by=((ONE, 1),)))
+    resumed = journal(tmp_path, attempt=1).open_batch(served(1))
+    kept = [i for i in (*range(4), *range(10, 14)) if resumed.find(prompt(i)) is not None]
+    assert kept == [0, 2, 3, 11, 12]
 
 
 def test_arrays_of_a_recovered_group_can_be_written_to(tmp_path):
@@ -118,10 +217,13 @@ def test_other_settings_discard_what_was_journalled(tmp_path):
         ("rollout", {"queue_size": 3}, True),
         ("run", {"seed": 7}, False),
         ("inference", {"max_inflight": 3}, True),
+        ("scoring", {"truncated_reward": 0.0}, False),
+        ("scoring", {"num_workers": 3}, True),
+        ("recipe", {"mask_truncated": True}, True),  # decides what is trained of them
     ],
 )
 def test_settings_tell_what_groups_are_made_with(section, change, same):
-    def settings(values):
+    def settings(values, *, rejects=False):
         plain = {
             "model": {"path": "model"},
             "data": {"files": ["prompts.jsonl"]},
@@ -129,9 +231,11 @@ def test_settings_tell_what_groups_are_made_with(section, change, same):
             "rewards": [{"name": "exact"}],
         }
         plain[section] = plain.get(section, {}) | values
-        return group_settings(Config.model_validate(plain))
+        return group_settings(Config.model_validate(plain), rejects=rejects)
 
     assert (settings({}) == settings(change)) == same
+    if section == "recipe":  # it decides of them too
+        assert settings({}, rejects=True) != settings(change, rejects=True)
 
 
 def test_settings_tell_an_edited_reward_file(tmp_path):
@@ -145,7 +249,7 @@ def test_settings_tell_an_edited_reward_file(tmp_path):
             "inference": {"endpoints": ["http://h:1"]},
             "rewards": [{"file": str(file)}],
         }
-        return group_settings(Config.model_validate(plain))
+        return group_settings(Config.model_validate(plain), rejects=False)
 
     assert settings("a = 1") == settings("a = 1") != settings("a = 2")
 
@@ -275,6 +379,16 @@ def test_zeros_that_a_power_loss_leaves_are_a_torn_tail(tmp_path, caplog):
             [(0, 0), (0, 1)] if cut == len(whole) else [(0, 0)]
         )
         assert (f"byte {second}" in caplog.text) == (second < cut < len(whole))
+
+
+def test_a_journal_of_an_earlier_version_names_the_commit_that_read_it(tmp_path):
+    path = write(tmp_path, [group(0)])
+    path.write_bytes(path.read_bytes().replace(b"EasyRL journal 2\n", b"EasyRL journal 1\n", 1))
+    told = "attempt0-rank0.journal: was written in format 1.*commit e7cfbd6 is the last that reads"
+    with pytest.raises(JournalError, match=told):
+        read(tmp_path)
+    with pytest.raises(JournalError, match=told):
+        journal(tmp_path, attempt=1).open_batch(served(1))
 
 
 def test_a_full_disk_is_named_and_the_records_before_it_stay_usable(tmp_path):

@@ -44,6 +44,7 @@ def completions(draw) -> Completion:
             for _ in range(draw(st.integers(0, 3)))
         ),
         endpoint=draw(text),
+        proof=draw(st.integers(0, 2**40)),
         loss_mask=np.array(draw(st.lists(st.booleans(), min_size=size, max_size=size)), bool),
     )
 
@@ -67,7 +68,9 @@ def groups(draw, index: int) -> RolloutGroup:
         policy_version="run:0:3",
         dispatched_s=0.0,
         completed_s=1.0,
+        position=draw(st.integers(0, 2**40)),
         excluded=draw(st.none() | text),
+        rejected=draw(st.none() | text),
     )
 
 

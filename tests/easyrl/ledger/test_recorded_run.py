@@ -13,12 +13,12 @@ from blake3 import blake3
 from easyrl.build.replay import Replayed
 from easyrl.commands.replay import _reasons
 from easyrl.config import Config
-from easyrl.dataloaders.packing.groups import pack_groups
-from easyrl.ledger.journal import Journal
+from easyrl.ledger.journal import Journal, JournalledStream
 from easyrl.ledger.journal.codec import Piece, encode_drain
 from easyrl.ledger.journal.reading import file_name
-from easyrl.ledger.recorded_run import RecordedPrompts, RecordedRollouts, RecordedRun
-from easyrl.schema import PolicyVersion, Prompt, ServedWeights
+from easyrl.ledger.recorded_run import RecordedBatch, RecordedRollouts, RecordedRun
+from easyrl.runtime.ranks import Ranks
+from easyrl.schema import PolicyVersion, ServedWeights
 from tests.easyrl.ledger.certified_run import (
     FRAME,
     RUN,
@@ -26,14 +26,17 @@ from tests.easyrl.ledger.certified_run import (
     change_journal,
     finished_group,
     other_token,
+    with_refused,
 )
+from tests.recipes import pack_groups
+
+ONE_RANK = Ranks.data_parallel()
 
 
 def recorded(run: CertifiedRun) -> RecordedRun:
     """The folder with what a trainer writes beside certificate and journal."""
     (run.folder / "config.yaml").write_text("")
-    k = run.run.updates_per_batch
-    lines = [{"step": 0}, *({"step": k * (v + 1), "loss": v} for v in range(len(run.batches)))]
+    lines = [{"step": 0}, *({"step": step, "loss": v} for v, step in enumerate(run.steps))]
     (run.folder / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(m) + b"\n" for m in lines))
     return RecordedRun(run.folder)
 
@@ -51,23 +54,25 @@ def run(tmp_path: Path) -> CertifiedRun:
     return killed
 
 
-def test_what_was_computed_ahead_comes_with_its_take(run: CertifiedRun) -> None:
-    """A response of a later take too; and nothing of it where drains are not repeated."""
-    own = run.batches[1][0::2]
-    pieces = [[(own[1].key, [1, 0]), (own[0].key, [1])]]
-    note_taken(run, 1, 0, [[2], [0]], ahead=pieces)
-    rollouts = RecordedRollouts(recorded(run))
+def test_what_was_computed_ahead_comes_with_its_drain(run: CertifiedRun) -> None:
+    """A response of a later drain too; and nothing of it where drains are not repeated."""
+    first, later = run.batches[1][0], run.batches[1][2]  # of rank 0, one in each update
+    pieces = [[(first.key, [1, 0])], [(first.key, [1])]]
+    note_drained(run, 1, 0, [[0]], ahead=pieces)
+    note_drained(run, 1, 0, [[2]], ahead=[[(later.key, [1])]])
     for budget in (64, 63):
-        stream = rollouts.produce(own, ServedWeights(PolicyVersion(RUN, 0, 1), ""))
-        found = list(stream.ahead_of_drain(budget))
+        rollouts = RecordedRollouts(recorded(run), 2, 2, Ranks.data_parallel(0, 2))
+        streams = begin(rollouts, 1).updates
+        found = [list(stream.ahead_of_drain(budget)) for stream in streams]
         if budget == 64:
-            [piece] = found
-            assert [(s.prompt.key, list(s.completions)) for s in piece] == pieces[0]
-            [group] = stream.drain_ready(budget)
-            assert np.array_equal(piece[0].completions[1].token_ids, group.completions[1].token_ids)
+            assert [[[(s.prompt.key, list(s.completions)) for s in piece] for piece in each]
+                    for each in found] == [pieces, [[(later.key, [1])]]]  # fmt: skip
+            [group] = streams[0].drain_ready(budget)
+            samples = found[0][0][0].completions
+            assert np.array_equal(samples[1].token_ids, group.completions[1].token_ids)
             assert rollouts.in_prompt_order == set()
         else:
-            assert found == [] and rollouts.in_prompt_order == {1}
+            assert found == [[], []] and rollouts.in_prompt_order == {1}
 
 
 @pytest.mark.parametrize(
@@ -92,18 +97,63 @@ def test_a_replay_says_whether_groups_come_in_the_runs_order(
     assert all(part in reason for part, reason in zip(told, reasons, strict=True))
 
 
-def handed_out(run: RecordedRun, v: int, prompts: list[Prompt], budget: int) -> list[list[int]]:
-    served = ServedWeights(PolicyVersion(RUN, 0, v), "")
-    stream = RecordedRollouts(run).produce(prompts, served)
-    taken = []
-    while groups := stream.drain_ready(budget):
-        taken.append([group.prompt.index for group in groups])
-    return taken
+def begin(rollouts: RecordedRollouts, v: int) -> RecordedBatch:
+    return rollouts.begin(ServedWeights(PolicyVersion(RUN, 0, v), ""), -1)
+
+
+def drained(stream: JournalledStream, budget: int) -> list[list[int]]:
+    ready = iter(lambda: stream.drain_ready(budget), [])
+    return [[group.prompt.index for group in groups] for groups in ready]
+
+
+def handed_out(
+    run: RecordedRun, v: int, budget: int, ranks: Ranks = ONE_RANK
+) -> list[list[list[int]]]:
+    """By update, what comes together."""
+    batch = begin(RecordedRollouts(run, v, 2, ranks), v)
+    return [drained(stream, budget) for stream in batch.updates]
 
 
 def test_batches_come_as_they_were_dispatched(run: CertifiedRun) -> None:
-    keys = [[prompt.key for prompt in prompts] for prompts in RecordedPrompts(recorded(run), 0, 2)]
-    assert keys == [[prompt.key for prompt in batch] for batch in run.batches]
+    rollouts = RecordedRollouts(recorded(run), 1, 2, ONE_RANK)
+    for v in range(2):
+        assert rollouts.has_more(-1)
+        keys = [g.prompt.key for stream in begin(rollouts, v).updates for g in stream]
+        assert keys == [prompt.key for prompt in run.batches[v]]
+    assert not rollouts.has_more(-1)  # batch 2 is not to be replayed
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_refused_groups_are_told_and_not_handed_out(tmp_path: Path, num_ranks: int) -> None:
+    """As the run had them on its two ranks; on another number, each of them on one."""
+    run = with_refused(
+        tmp_path,
+        {(1, 0): "rejected", (1, 2): "excluded", (2, 1): "rejected"},
+        updates_per_batch=2,
+    )
+    run.begin(num_ranks=2)
+    run.train_all()
+    folder = recorded(run)
+    all_ranks = [Ranks.data_parallel(rank, num_ranks) for rank in range(num_ranks)]
+    for v, ended_by in ((1, "accepted"), (2, "data")):
+        batches = [begin(RecordedRollouts(folder, 2, 2, ranks), v) for ranks in all_ranks]
+        assert {batch.membership.ended_by for batch in batches} == {ended_by}
+        refused = [group.key for batch in batches for group in batch.refused]
+        assert sorted(refused) == sorted(
+            prompt.key for prompt in run.batches[v] if prompt.key in run.refused
+        )
+        accepted = [prompt.index for prompt in run.accepted(v)]
+        by_update: list[list[int]] = [[], []]
+        for rank, batch in enumerate(batches):
+            for update, stream in enumerate(batch.updates):
+                (indices,) = drained(stream, 10_000) or [[]]
+                by_update[update] += indices
+                if num_ranks == 2:
+                    positions = [
+                        p for p, each in enumerate(run.batches[v]) if each.index in indices
+                    ]
+                    assert all(position % 2 == rank for position in positions)
+        assert [sorted(part) for part in by_update] == [sorted(accepted[:2]), sorted(accepted[2:])]
 
 
 def test_only_the_groups_that_were_trained_are_handed_out(run: CertifiedRun) -> None:
@@ -122,8 +172,11 @@ def test_only_the_groups_that_were_trained_are_handed_out(run: CertifiedRun) -> 
 def test_groups_come_in_prompt_order_within_the_budget(run: CertifiedRun) -> None:
     folder, batch = recorded(run), run.batches[1]
     order = [prompt.index for prompt in batch]
-    assert handed_out(folder, 1, batch, 10_000) == [order]
-    assert handed_out(folder, 1, batch, 1) == [[index] for index in order]
+    assert handed_out(folder, 1, 10_000) == [[order[:2]], [order[2:]]]
+    assert handed_out(folder, 1, 1) == [
+        [[index] for index in order[:2]],
+        [[index] for index in order[2:]],
+    ]
     (row,) = pack_groups(  # the journal has all that packing wants
         list(folder.groups(1, frozenset(p.key for p in batch)).values()),
         [np.zeros(2, np.float32)] * len(batch),
@@ -135,30 +188,58 @@ def test_groups_come_in_prompt_order_within_the_budget(run: CertifiedRun) -> Non
     assert row.num_sequences == 2 * len(batch)
 
 
-def note_taken(
-    run: CertifiedRun, attempt: int, rank: int, drains: list[list[int]], ahead: Sequence[Piece] = ()
+def note_drained(
+    run: CertifiedRun,
+    attempt: int,
+    rank: int,
+    drains: list[list[int]],
+    ahead: Sequence[Piece] = (),
+    restart: int = 0,
 ) -> None:
-    """Behind the rank's groups of batch 1: what was taken together, by place in the batch."""
+    """Behind the rank's groups of batch 1: what was drained at once, by place in the batch."""
     path = run.journal_path / "batch-000001" / file_name(attempt, rank)
     with path.open("ab") as file:
-        for take in drains:
-            payload = encode_drain([run.batches[1][place].key for place in take], 64, ahead)
+        for places in drains:
+            keys = [run.batches[1][place].key for place in places]
+            payload = encode_drain(keys, 64, places[0] // 2, ahead, restart)
             ahead = ()  # before the first
             digest = blake3(payload).digest(length=16)
             file.write(FRAME.pack(len(payload), len(payload) ^ 0xFFFFFFFF, digest) + payload)
 
 
-def test_groups_come_as_the_certified_attempt_trained_them(run: CertifiedRun) -> None:
+def test_groups_come_as_the_certified_attempt_trained_them(tmp_path: Path) -> None:
     """On a rank that has the prompts of one of the run's, with the run's token budget."""
-    note_taken(run, 0, 0, [[0], [2]])  # an attempt that was killed
-    note_taken(run, 1, 0, [[2], [0]])
-    note_taken(run, 1, 1, [[3, 1]])
+    run = CertifiedRun(tmp_path, num_prompts=12, batch_size=8, epochs=2)
+    run.begin()
+    run.train()
+    run.generate(4)
+    run.begin(first_batch=1, num_ranks=2)
+    run.train_all()
+    note_drained(run, 0, 0, [[0], [2]])  # an attempt that was killed
+    note_drained(run, 1, 0, [[2, 0], [4, 6]])  # the batch began again behind it
+    note_drained(run, 1, 0, [[2], [6, 0], [4]], restart=1)
+    note_drained(run, 1, 1, [[3, 1], [5], [7]])
     folder, batch = recorded(run), run.batches[1]
     index = [prompt.index for prompt in batch]
-    assert handed_out(folder, 1, batch[0::2], 64) == [[index[2]], [index[0]]]
-    assert handed_out(folder, 1, batch[1::2], 64) == [[index[3], index[1]]]
-    assert handed_out(folder, 1, batch[0::2], 63) == [[index[0], index[2]]]  # to compare budgets
-    assert handed_out(folder, 1, batch, 64) == [index]  # one rank instead of two
+
+    def given(budget: int, ranks: Ranks) -> list[list[int]]:
+        (stream,) = begin(RecordedRollouts(folder, 1, 1, ranks), 1).updates
+        return drained(stream, budget)
+
+    first, second = (Ranks.data_parallel(rank, 2) for rank in range(2))
+    assert given(64, first) == [[index[2]], [index[6], index[0]], [index[4]]]
+    assert given(64, second) == [[index[3], index[1]], [index[5]], [index[7]]]
+    assert sum(given(63, first), []) == index[0::2]  # to compare budgets
+    assert sum(given(64, ONE_RANK), []) == index  # one rank instead of two
+
+
+def test_each_update_comes_as_it_was_drained(run: CertifiedRun) -> None:
+    note_drained(run, 1, 0, [[0], [2]])
+    note_drained(run, 1, 1, [[1], [3]])
+    folder, index = recorded(run), [prompt.index for prompt in run.batches[1]]
+    for rank in range(2):
+        ranks = Ranks.data_parallel(rank, 2)
+        assert handed_out(folder, 1, 64, ranks) == [[[index[rank]]], [[index[2 + rank]]]]
 
 
 def test_a_step_names_its_batch(run: CertifiedRun) -> None:

@@ -26,6 +26,7 @@ from tests.easyrl.ledger.certified_run import (
     CertifiedRun,
     change_journal,
     other_token,
+    with_refused,
     with_span,
 )
 
@@ -47,14 +48,14 @@ def violation(run):
     return verdict.violation
 
 
-def forge_batch(run, v, edit):
-    """Edits the line of batch ``v`` and seals the file anew."""
+def instead(group, key, position):
+    return replace(group, epoch=key[0], index=key[1], position=position)
 
-    def edit_all(records):
-        at = next(i for i, r in enumerate(records) if isinstance(r, BatchRecord) and r.batch == v)
-        records[at] = edit(records[at])
 
-    run.forge(edit_all)
+def instead_of(record, key, other):
+    """``record`` with prompt ``other`` where ``key`` was."""
+    return replace(record, groups=[
+        instead(g, other, g.position) if g.key == key else g for g in record.groups])  # fmt: skip
 
 
 # ---- in order -----------------------------------------------------------------------------------
@@ -101,20 +102,22 @@ def test_attempts_that_were_killed(tmp_path):
 
 
 def test_skipped_updates_excluded_groups_and_missing_proofs_are_told(tmp_path):
-    run = CertifiedRun(tmp_path, updates_per_batch=2, journalled=False)
+    run = with_refused(
+        tmp_path, {(0, 0): "excluded", (1, 0): "rejected"}, updates_per_batch=2, journalled=False
+    )
 
     def skip_second(record):
-        skipped = set(record.updates[1])
-        groups = [replace(g, outcome="skipped") if g.key in skipped else g for g in record.groups]
-        first = next(i for i, group in enumerate(groups) if group.outcome == "trained")
-        groups[first] = replace(groups[first], outcome="excluded", stamped=[], endpoints=[])
+        groups = [
+            replace(g, outcome="skipped") if g.accepted and g.update == 1 else g
+            for g in record.groups
+        ]
         return replace(record, groups=groups, skipped_updates=[1])
 
     run.begin()
     run.train(skip_second)
     run.train_all()
     assert str(verify(tmp_path)) == (
-        "on-policy: 3 batches, 9 groups trained, 2 of skipped updates, 1 excluded, "
+        "on-policy: 3 batches, 8 groups trained, 2 of skipped updates, 1 excluded, 1 rejected, "
         "12 not journalled, complete"
     )
 
@@ -210,7 +213,7 @@ def test_a_run_that_was_given_more_epochs(tmp_path):
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_what_the_trainer_refuses_is_found_in_a_forged_line(name, run):
     edit, problem, _ = VIOLATIONS[name]
-    forge_batch(run, 1, edit)
+    run.forge_batch(1, edit)
     found = violation(run)
     assert problem in str(found)
     assert found.line == 4 and found.batch is not None
@@ -218,7 +221,7 @@ def test_what_the_trainer_refuses_is_found_in_a_forged_line(name, run):
 
 def test_a_prompt_trained_twice(run):
     trained = run.batches[0][0].key
-    forge_batch(run, 1, lambda record: instead_of_first(record, trained))
+    run.forge_batch(1, lambda record: instead_of_first(record, trained))
     found = violation(run)
     assert (found.line, found.batch, found.key) == (4, 1, trained)
     assert "it would be trained twice" in str(found)
@@ -226,15 +229,31 @@ def test_a_prompt_trained_twice(run):
 
 def test_a_missing_prompt(run):
     lost = run.batches[1][2].key
-    forge_batch(
-        run,
+    run.forge_batch(
         1,
         lambda r: replace(
             r,
             groups=[group for group in r.groups if group.key != lost],
-            updates=[[key for key in r.updates[0] if key != lost]],
+            num_drawn=r.num_drawn - 1,
         ),
     )
+    found = violation(run)
+    assert (found.line, found.batch) == (4, 1)
+    assert found.key == run.batches[1][3].key and "is at position 3, 2 has no group" in str(found)
+    run.forge_batch(
+        1,
+        lambda r: replace(
+            r,
+            groups=[replace(group, position=i) for i, group in enumerate(r.groups)],
+        ),
+    )
+    found = violation(run)
+    assert (found.line, found.batch) == (4, 1) and "prompts are missing" in str(found)
+    run.forge_batch(
+        1, lambda r: replace(r, groups=[*r.groups, instead(r.groups[-1], (1, 5), 3)],
+                                  num_drawn=4)  # the next batch's in its place
+    )  # fmt: skip
+    run.forge_batch(2, lambda r: instead_of(r, (1, 5), lost))
     found = violation(run)
     assert (found.line, found.batch, found.key) == (4, 1, lost)
     assert "is missing, it belongs to this batch" in str(found)
@@ -245,21 +264,24 @@ def test_a_prompt_that_belongs_to_a_later_batch(run):
 
     def swap(record):
         swapped = {own: later, later: own}
-        updates = [[swapped.get(key, key) for key in keys] for keys in record.updates]
         groups = []
         for group in record.groups:
             epoch, index = swapped.get(group.key, group.key)
             groups.append(replace(group, epoch=epoch, index=index))
-        return replace(record, updates=updates, groups=groups)
+        return replace(record, groups=groups)
 
-    forge_batch(run, 1, swap)
-    forge_batch(run, 2, swap)
+    run.forge_batch(1, swap)
+    run.forge_batch(2, swap)
     found = violation(run)
     assert (found.line, found.batch, found.key) == (4, 1, own)
 
 
-def test_updates_out_of_order(run):
-    forge_batch(run, 1, lambda r: replace(r, updates=[list(reversed(r.updates[0]))]))
+def test_prompts_out_of_order(run):
+    def turn(record):
+        groups = [replace(g, position=3 - g.position) for g in reversed(record.groups)]
+        return replace(record, groups=groups)
+
+    run.forge_batch(1, turn)
     found = violation(run)
     assert (found.line, found.key) == (4, run.batches[1][-1].key)  # it is first there
     assert "is out of the dataset's order" in str(found)
@@ -455,14 +477,14 @@ def test_weights_pushed_during_the_batch(tmp_path, monkeypatch):
     run.train()
     monkeypatch.setattr(certified_run, "finished_group", with_pushed_weights)
     with pytest.raises(CertificateError, match=f"tokens of version {RUN}:0:2"):
-        run.certificate.check(record := run.generate())
+        run.certificate.check(record := run.generate(), whole=True)
     run.certificate.close_batch(
         replace(record, groups=[replace(g, stamped=[f"{RUN}:0:1"]) for g in record.groups])
     )
     found = violation(run)
     assert (found.line, found.batch, found.key, found.file) == (4, 1, PUSHED, FILE)
     assert f"response 0: tokens 2 to 4 are of version {RUN}:0:2" in str(found)
-    forge_batch(run, 1, lambda _: replace(record, accepted_versions=[f"{RUN}:0:1"]))
+    run.forge_batch(1, lambda _: replace(record, accepted_versions=[f"{RUN}:0:1"]))
     found = violation(run)
     assert (found.line, found.key) == (4, PUSHED)
 
@@ -496,7 +518,7 @@ def test_a_token_without_its_one_version(spans, problem, tmp_path, monkeypatch):
         (lambda r: replace(r, groups=[
             replace(g, endpoints=["http://two:8000"]) for g in r.groups]), "endpoints: "),
         (lambda r: replace(r, groups=[
-            replace(g, outcome="excluded") for g in r.groups]), "excluded: True in the"),
+            replace(g, reason="flat") for g in r.groups]), "reason: flat in the certificate"),
         (lambda r: replace(r, groups=[
             replace(g, recovered=True) for g in r.groups]), "recovered: True in the certificate"),
         (lambda r: replace(r, groups=[
@@ -504,7 +526,7 @@ def test_a_token_without_its_one_version(spans, problem, tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_the_journal_does_not_bear_out_the_line(edit, problem, run):
-    forge_batch(run, 1, edit)
+    run.forge_batch(1, edit)
     found = violation(run)
     assert (found.line, found.batch, found.file) == (4, 1, FILE)
     assert problem in str(found)
@@ -524,6 +546,10 @@ ATTEMPTS = st.lists(
     max_size=5,
 )
 
+REFUSED = st.dictionaries(
+    st.tuples(st.integers(0, 1), st.integers(0, 6)), st.sampled_from(["rejected", "excluded"])
+)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def no_fsync():
@@ -534,13 +560,26 @@ def no_fsync():
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(attempts=ATTEMPTS, updates=st.integers(1, 2), completes=st.booleans(), data=st.data())
+@given(
+    attempts=ATTEMPTS,
+    updates=st.integers(1, 2),
+    refused=REFUSED,
+    max_draws=st.none() | st.integers(2, 4),
+    completes=st.booleans(),
+    data=st.data(),
+)
 def test_any_history_of_kills_is_on_policy_and_any_changed_byte_is_found(
-    attempts, updates, completes, data
+    attempts, updates, refused, max_draws, completes, data
 ):
     with tempfile.TemporaryDirectory() as folder:
         run = CertifiedRun(
-            Path(folder), num_prompts=7, batch_size=3, epochs=2, updates_per_batch=updates
+            Path(folder),
+            num_prompts=7,
+            batch_size=2,
+            epochs=2,
+            updates_per_batch=updates,
+            refused=refused,
+            max_draws=max_draws,
         )
         effective: list[int] = []  # of each batch in the weights, the attempt that trained it
         superseded = 0
@@ -566,7 +605,11 @@ def test_any_history_of_kills_is_on_policy_and_any_changed_byte_is_found(
         verdict = verify(run.folder)
         assert verdict.on_policy, verdict
         assert verdict.batches == len(effective) and verdict.superseded == superseded
-        assert verdict.trained == sum(len(batch) for batch in run.batches[: len(effective)])
+        drawn = [prompt.key for batch in run.batches[: len(effective)] for prompt in batch]
+        outcomes = [refused.get(key, "trained") for key in drawn]
+        assert verdict.trained == outcomes.count("trained")
+        assert verdict.rejected == outcomes.count("rejected")
+        assert verdict.excluded == outcomes.count("excluded")
         assert verdict.attempts == len(attempts) + completes and verdict.ended == completes
 
         whole = [line for line in run.lines() if line.endswith(b"\n")]

@@ -18,18 +18,18 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from easyrl.config import Config, ObjectiveConfig
+from easyrl.config import Config
 from easyrl.config.file import validate_config
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine, GenerationRequest
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams
-from easyrl.metrics.logprob_mismatch import LogprobAgreement, pattern
+from easyrl.metrics.logprob_mismatch import LogprobMismatch, pattern
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import run_micro_batch
 from easyrl.recipes.comparison import comparison_sums
 from easyrl.recipes.losses import policy_loss
 from easyrl.schema import Completion, FrozenLogprobs, Prompt, RolloutGroup, Score
+from tests.recipes import pack_groups, token_grpo
 from tests.tiny_models import tiny_config
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -178,7 +178,7 @@ def batch_sums(
         with torch.no_grad():
             logprobs, entropy = run_micro_batch(model, row, temperature)
         tri = TriLogprobs(TokenLogprobs(logprobs, entropy), FrozenLogprobs(None, None))
-        total.add(policy_loss(tri, row, ObjectiveConfig())[1])
+        total.add(policy_loss(tri, row, token_grpo())[1])
     return total.sums
 
 
@@ -206,7 +206,7 @@ def verdict(
 ) -> tuple[str | None, str]:
     """The cause, and what was logged."""
     caplog.clear()
-    watch = LogprobAgreement(config_of(taught, temperature=temperature, dtype=dtype))
+    watch = LogprobMismatch(config_of(taught, temperature=temperature, dtype=dtype))
     with caplog.at_level(logging.WARNING):
         cause = watch.look(sums)
     return cause, caplog.text
@@ -346,7 +346,7 @@ def test_other_weights_are_named(
 def test_each_cause_is_said_once_per_run(taught: Taught, caplog: pytest.LogCaptureFixture) -> None:
     top_p = batch_sums(taught, generate(taught, top_p=0.8))
     half = batch_sums(taught, generate(taught, dtype="bfloat16"))
-    watch = LogprobAgreement(config_of(taught))
+    watch = LogprobMismatch(config_of(taught))
     with caplog.at_level(logging.WARNING):
         causes = [watch.look(sums) for sums in (top_p, half, top_p, half)]
     assert causes == ["truncation", "dtype"] * 2  # seen each time
@@ -359,7 +359,7 @@ def test_truncation_that_was_asked_for_is_no_news(
     sums = batch_sums(taught, generate(taught, top_p=0.8))
     config = config_of(taught, top_p=0.8, allow_off_policy_sampling=True)
     with caplog.at_level(logging.WARNING):
-        assert LogprobAgreement(config).look(sums) == "truncation"
+        assert LogprobMismatch(config).look(sums) == "truncation"
     assert not caplog.records
 
 

@@ -10,17 +10,21 @@ import resource
 import numpy as np
 import pytest
 
+from easyrl.config import EvaluationConfig
 from easyrl.inference_client.errors import Outage, is_outage
+from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import EventLog, read_events
 from easyrl.metrics.plot import plot_reward_curve
+from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.throughput import Throughput
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, WandbTracker, read_metrics
-from easyrl.runtime.collectives import Agreement, PeerOutage
+from easyrl.runtime.collectives import Collectives, PeerOutage
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import PolicyVersion, Prompt, RolloutGroup, Score, StopRequested
-from easyrl.trainer.evaluation import Evaluator, pass_at_k
+from easyrl.trainer.evaluation import Evaluator, ScheduledEvaluation, pass_at_k
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 0, 2), (4, 4, 3), (6, 2, 3), (5, 1, 5)])
@@ -67,11 +71,12 @@ def stop():
     request.close()
 
 
-def make_evaluator(rollouts, agreement, stop, num_prompts=3):
+def make_evaluator(rollouts, collectives, stop, num_prompts=3):
     return Evaluator(
         prompts=[Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(num_prompts)],
         rollouts=rollouts,
-        agreement=agreement,
+        is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
+        collectives=collectives,
         stop=stop,
         num_samples=2,
         pass_at=[1, 2],
@@ -81,7 +86,7 @@ def make_evaluator(rollouts, agreement, stop, num_prompts=3):
 
 
 def test_evaluator_counts_correct_samples(stop):
-    evaluator = make_evaluator(FakeRollouts(), Agreement(0, 1), stop)
+    evaluator = make_evaluator(FakeRollouts(), Collectives(Ranks.data_parallel(0, 1)), stop)
     metrics = evaluator.evaluate("v")
     assert metrics == {
         "eval/accuracy": 0.5,
@@ -119,14 +124,14 @@ class WaitingRollouts:
         return stream
 
 
-class TwoRanks(Agreement):
+class TwoRanks(Collectives):
     """This rank, and another whose words are given."""
 
     def __init__(self, other):
-        super().__init__(0, 1)
+        super().__init__(Ranks.data_parallel())
         self.other = list(other)
 
-    def exchange(self, value):
+    def all_gather(self, value):
         return [value, self.other.pop(0)]
 
 
@@ -134,7 +139,7 @@ def test_an_outage_of_one_rank_ends_the_evaluation_of_all(stop):
     with pytest.raises(RuntimeError, match="production failed") as caught:
         make_evaluator(OutageRollouts(), TwoRanks([None]), stop).evaluate("v")
     assert is_outage(caught.value)
-    told = [False, "all endpoints are down"]  # no stop
+    told = [1, "all endpoints are down"]  # an outage
     with pytest.raises(PeerOutage, match="rank 1: all endpoints are down"):
         make_evaluator(FakeRollouts(), TwoRanks([told]), stop).evaluate("v")
 
@@ -146,7 +151,7 @@ def test_a_stop_wakes_an_evaluation_and_ends_it_on_all_ranks(stop):
         make_evaluator(rollouts, TwoRanks([None]), stop).evaluate("v")
     assert rollouts.stream.closed
     with pytest.raises(StopRequested, match="rank 1: SIGTERM"):
-        make_evaluator(FakeRollouts(), TwoRanks([[True, "SIGTERM"]]), other).evaluate("v")
+        make_evaluator(FakeRollouts(), TwoRanks([[0, "SIGTERM"]]), other).evaluate("v")
     other.close()
 
 
@@ -296,6 +301,14 @@ def test_console_prints_a_line_per_step_where_there_is_no_terminal():
         assert part in second
 
 
+def test_console_tells_the_last_step_only_where_it_is_known():
+    stream = io.StringIO()
+    view = ConsoleView(total_steps=None, stream=stream)
+    view.log(3, {"reward/mean": 0.5})
+    view.close()
+    assert stream.getvalue().splitlines() == ["step 3  reward 0.500"]
+
+
 def test_reward_curve_is_a_png(tmp_path):
     path = tmp_path / "reward.png"
     plot_reward_curve([{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "reward/mean": 0.2}], path)
@@ -331,6 +344,77 @@ def test_throughput_is_per_step_and_device():
     start = {}
     throughput.add(0, start)
     assert start == {"time/inference_idle_s": 2.5}
+
+
+# ---- what is said of a step ----------------------------------------------------------------------
+
+VERSION = PolicyVersion("run", 0, 1)
+
+
+class Figures:
+    """An evaluation, and a tracker, that keep what they were given."""
+
+    def __init__(self):
+        self.asked, self.logged = [], []
+
+    def evaluate(self, step, version, *, is_last):
+        self.asked.append((step, str(version), is_last))
+        return {"eval/accuracy": 0.5}
+
+    def log(self, step, metrics):
+        self.logged.append((step, metrics))
+
+    def close(self):
+        pass
+
+
+def test_a_step_is_reported_with_evaluation_and_throughput_to_every_tracker():
+    evaluation, first, second = Figures(), Figures(), Figures()
+    reporter = StepReporter(
+        Throughput(FakeIdle(0.0, 1.0, 1.5), num_devices=1),
+        evaluation=evaluation,
+        trackers=[first, second],
+    )
+    reporter.report(0, VERSION, {"time/sync_s": 0.5}, is_last=False)
+    reporter.report(1, VERSION, {"tokens/packed": 600.0, "time/step_s": 3.0}, is_last=True)
+    assert evaluation.asked == [(0, "run:0:1", False), (1, "run:0:1", True)]
+    assert first.logged == second.logged
+    (zero, start), (one, metrics) = first.logged
+    assert (zero, one) == (0, 1)
+    assert start == {"time/sync_s": 0.5, "eval/accuracy": 0.5, "time/inference_idle_s": 1.0}
+    assert metrics["eval/accuracy"] == 0.5 and metrics["throughput/tokens_per_s"] == 200.0
+
+
+def test_a_step_without_evaluation_is_reported_as_it_is():
+    tracker = Figures()
+    reporter = StepReporter(Throughput(FakeIdle(0.0, 0.0), num_devices=1), trackers=[tracker])
+    reporter.compare(BatchTotals())  # nobody looks: another rank's task
+    reporter.report(0, VERSION, {"a": 1.0}, is_last=True)
+    assert tracker.logged == [(0, {"a": 1.0, "time/inference_idle_s": 0.0})]
+
+
+class Counts:
+    def evaluate(self, version):
+        return {"eval/accuracy": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "expected"),
+    [
+        ({"every_steps": 2}, [0, 1, 2, 3, 4, 5], [0, 2, 4, 5]),
+        ({"every_steps": 2, "at_start": False, "at_end": False}, [0, 1, 2, 3], [2]),
+        ({"every_steps": 0}, [0, 1, 2, 3], [0, 3]),
+        ({"every_steps": 3}, [0, 2, 4, 6, 8], [0, 4, 6, 8]),  # several steps at once
+        ({"every_steps": 2, "at_end": False}, [4, 5, 6, 7], [6]),  # resumed behind step 4
+    ],
+)
+def test_an_evaluation_is_due_every_so_many_steps_at_start_and_at_end(schedule, steps, expected):
+    config = EvaluationConfig(data={"files": ["held-out.jsonl"]}, **schedule)
+    evaluation = ScheduledEvaluation(Counts(), config, steps[0])
+    asked = [
+        step for step in steps if evaluation.evaluate(step, VERSION, is_last=step == steps[-1])
+    ]
+    assert asked == expected
 
 
 def test_policy_version_round_trips_and_refuses_others():

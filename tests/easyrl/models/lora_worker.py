@@ -30,7 +30,8 @@ from easyrl.config import Config
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.deepspeed.state import optimizer_pieces
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from tests.easyrl.engines.engine_cases import MAX_GRAD_NORM, denominator, relative_error, streamed
 from tests.easyrl.engines.engine_worker import ADAM, SGD, SGD_SCALE, Session, num_changed, same_bits
 from tests.easyrl.models.lora_cases import EVERY, LORA, QUICK, Gold, dense_gold, load, model_config
@@ -66,13 +67,19 @@ class LoraSession(Session):
         return DeepSpeedEngine(self.config(stage, dtype, trainer))
 
     def checkpoints(self, engine: DeepSpeedEngine, name: str) -> Checkpoints:
-        return Checkpoints(self.folder / name, 2, engine, Agreement(self.rank, self.size), False)
+        return Checkpoints(
+            self.folder / name,
+            2,
+            engine,
+            Collectives(Ranks.data_parallel(self.rank, self.size)),
+            False,
+        )
 
 
 def weights(engine: DeepSpeedEngine, kind: Any = "full") -> Weights:
     """Rank 0: all; other ranks: nothing."""
     found = {name: tensor.clone() for name, tensor in engine.named_weights(kind)}
-    return found if engine.rank == 0 else {}
+    return found if engine.ranks.rank == 0 else {}
 
 
 def base_hash(engine: DeepSpeedEngine) -> str:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from easyrl.config import ConfigError, LoraConfig, ModelConfig, ObjectiveConfig
+from easyrl.config import ConfigError, LoraConfig, ModelConfig
 from easyrl.config.file import validate_config
 from easyrl.engines.deepspeed.config import parameter_groups
 from easyrl.engines.weight_names import adapter_weights, saved_weights
@@ -38,10 +38,11 @@ from tests.easyrl.models.lora_cases import (
     model_config,
     prepare,
 )
+from tests.recipes import token_grpo
 from tests.tiny_models import FAMILIES, Family
 
 CPU = torch.device("cpu")
-OBJECTIVE = ObjectiveConfig(kl_coef=KL_COEF, entropy_coef=ENTROPY_COEF)
+OBJECTIVE = token_grpo(kl_coef=KL_COEF, entropy_coef=ENTROPY_COEF)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_an_offloaded_reference_is_refused() -> None:
         "data": {"files": ["prompts.jsonl"]},
         "inference": {"endpoints": ["http://127.0.0.1:1"]},
         "rewards": [{"name": "exact"}],
-        "objective": {"kl_coef": 0.1},
+        "recipe": {"kl_coef": 0.1},
     }
     validate_config(settings)
     with pytest.raises(ConfigError, match=r"trainer\.offload_reference: .* model\.lora"):

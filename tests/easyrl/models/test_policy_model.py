@@ -19,7 +19,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from easyrl.config import ModelConfig
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.segment_layout import SegmentLayout
@@ -27,6 +26,7 @@ from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel, run_micro_batch
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
 from tests.kernels.memory_recorder import PeakMemory
+from tests.recipes import pack_groups
 from tests.tiny_models import CLASSES, FAMILIES, Family, random_group, save_tiny_model, tiny_config
 
 TEMPERATURE = 0.7

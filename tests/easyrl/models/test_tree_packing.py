@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.prefix_tree import PrefixTree
 from easyrl.models.policy_model import PolicyModel, run_micro_batch
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey, Segment
@@ -23,6 +22,7 @@ from tests.easyrl.models.test_policy_model import (  # noqa: F401 - a fixture
     no_casts,
     relative_errors,
 )
+from tests.recipes import pack_groups
 from tests.tiny_models import Family, random_group, save_tiny_model
 
 Run = tuple[Tensor, dict[str, Tensor]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from easyrl.config import ModelConfig, ObjectiveConfig
+from easyrl.config import ModelConfig
 from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.models import tri_model as tri_model_module
 from easyrl.models.loading import load_policy_model
@@ -30,9 +30,10 @@ from tests.easyrl.engines.engine_cases import (
     relative_error,
     streamed,
 )
+from tests.recipes import token_grpo
 
 CPU = torch.device("cpu")
-OBJECTIVE = ObjectiveConfig(
+OBJECTIVE = token_grpo(
     kl_coef=KL_COEF, entropy_coef=ENTROPY_COEF, clip_eps_low=CLIP, clip_eps_high=CLIP
 )
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from easyrl.config import ObjectiveConfig
 from easyrl.engines.base import TokenLogprobs, TriLogprobs
 from easyrl.recipes.estimators import importance_weights, kl_estimate, reward_to_go
-from easyrl.recipes.loss_metrics import loss_metrics
-from easyrl.recipes.losses import is_sum_over_tokens, policy_loss, token_loss
+from easyrl.recipes.losses import loss_metrics, policy_loss, token_loss
 from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey
+from tests.recipes import token_grpo
 
 LENGTHS = (3, 7, 1, 5)  # of the responses
 MAX_TOKENS = 9  # of a response, Dr. GRPO's constant
@@ -109,8 +108,8 @@ def assert_equal(batch: Padded, got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 def test_equals_trl(aggregation: str, kl_coef: float) -> None:
     batch = padded_batch()
-    config = ObjectiveConfig(kl_coef=kl_coef, clip_eps_low=0.2, clip_eps_high=0.28)
-    loss_sum, metrics = policy_loss(*packed(batch, aggregation), config)
+    recipe = token_grpo(kl_coef=kl_coef, clip_eps_low=0.2, clip_eps_high=0.28)
+    loss_sum, metrics = policy_loss(*packed(batch, aggregation), recipe)
     # the comparison is about clipping too
     assert metrics.sums["clip_low_sum"] > 0 and metrics.sums["clip_high_sum"] > 0
     expected = trl_loss(batch, aggregation, 0.2, 0.28, kl_coef)
@@ -120,7 +119,7 @@ def test_equals_trl(aggregation: str, kl_coef: float) -> None:
 def test_the_aggregations_differ() -> None:
     batch = padded_batch()
     losses = [
-        policy_loss(*packed(batch, name), ObjectiveConfig())[0].item() / DENOMINATORS[name]
+        policy_loss(*packed(batch, name), token_grpo())[0].item() / DENOMINATORS[name]
         for name in DENOMINATORS
     ]
     assert min(abs(a - b) for a, b in zip(losses, losses[1:] + losses[:1], strict=True)) > 1e-3
@@ -129,8 +128,8 @@ def test_the_aggregations_differ() -> None:
 def test_low_and_high_clip_are_not_interchangeable() -> None:
     batch = padded_batch()
     tri, micro_batch = packed(batch, "token")
-    one, _ = policy_loss(tri, micro_batch, ObjectiveConfig(clip_eps_low=0.1, clip_eps_high=0.3))
-    two, _ = policy_loss(tri, micro_batch, ObjectiveConfig(clip_eps_low=0.3, clip_eps_high=0.1))
+    one, _ = policy_loss(tri, micro_batch, token_grpo(clip_eps_low=0.1, clip_eps_high=0.3))
+    two, _ = policy_loss(tri, micro_batch, token_grpo(clip_eps_low=0.3, clip_eps_high=0.1))
     assert (one - two).abs() > 1e-2
 
 
@@ -139,7 +138,7 @@ def test_on_policy_gradient_is_the_plain_policy_gradient() -> None:
     batch = padded_batch(spread=0.0)
     tri, micro_batch = packed(batch, "token")
     tri = replace(tri, frozen=FrozenLogprobs(tri.reference_logprobs, None))
-    loss_sum, metrics = policy_loss(tri, micro_batch, ObjectiveConfig())
+    loss_sum, metrics = policy_loss(tri, micro_batch, token_grpo())
     plain = -(micro_batch.advantages * tri.policy.logprobs).sum()
     got, expected = (
         torch.autograd.grad(x, batch.policy, retain_graph=True)[0] for x in (loss_sum, plain)
@@ -158,12 +157,12 @@ def test_losses_of_parts_are_those_of_the_whole(
     tri, micro_batch = packed(batch, "sequence")
     old = None if old_is_policy else tri.old_logprobs
     tri = replace(tri, frozen=FrozenLogprobs(tri.reference_logprobs, old))
-    config = ObjectiveConfig(
+    recipe = token_grpo(
         kl_coef=0.1, entropy_coef=0.01, importance_correction=correction, importance_cap=1.5
     )
-    assert is_sum_over_tokens(config)
-    whole, metrics = policy_loss(tri, micro_batch, config)
-    losses = token_loss(micro_batch, tri.frozen, config)
+    assert recipe.span == "token"
+    whole, metrics = policy_loss(tri, micro_batch, recipe)
+    losses = token_loss(micro_batch, tri.frozen, recipe)
     policy, entropy = tri.policy.logprobs, tri.policy.entropy
     chunks = [slice(start, start + 3) for start in range(0, len(policy), 3)]
     parts = [losses(policy[rows], entropy[rows], rows) for rows in chunks]
@@ -173,23 +172,23 @@ def test_losses_of_parts_are_those_of_the_whole(
     for leaf in (batch.policy, batch.entropy):
         one, other = (torch.autograd.grad(x, leaf, retain_graph=True)[0] for x in (total, whole))
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
-    again = loss_metrics(tri, micro_batch, config, total, micro_batch.advantages)
+    again = loss_metrics(tri, micro_batch, recipe, total)
     assert again.sums == pytest.approx(metrics.sums, rel=1e-12)
 
 
 def test_a_penalty_on_later_tokens_is_no_sum_over_tokens() -> None:
-    config = ObjectiveConfig(kl_in_reward_coef=0.1)
-    assert not is_sum_over_tokens(config)
+    recipe = token_grpo(kl_in_reward_coef=0.1)
+    assert recipe.span == "sequence"
     tri, micro_batch = packed(padded_batch(), "token")
     with pytest.raises(AssertionError):
-        token_loss(micro_batch, tri.frozen, config)
+        token_loss(micro_batch, tri.frozen, recipe)
 
 
 def test_entropy_bonus_lowers_the_loss() -> None:
     batch = padded_batch()
     tri, micro_batch = packed(batch, "sequence")
-    without, _ = policy_loss(tri, micro_batch, ObjectiveConfig())
-    with_bonus, _ = policy_loss(tri, micro_batch, ObjectiveConfig(entropy_coef=0.3))
+    without, _ = policy_loss(tri, micro_batch, token_grpo())
+    with_bonus, _ = policy_loss(tri, micro_batch, token_grpo(entropy_coef=0.3))
     bonus = 0.3 * (micro_batch.loss_weights * tri.policy.entropy).sum()
     torch.testing.assert_close(without - with_bonus, bonus, rtol=1e-12, atol=0)
     (gradient,) = torch.autograd.grad(with_bonus, batch.entropy)
@@ -228,9 +227,7 @@ def test_k3_is_unbiased_and_never_negative() -> None:
 def test_kl_estimator_is_the_configured_one() -> None:
     tri, micro_batch = packed(padded_batch(), "token")
     sums = {
-        name: float(
-            policy_loss(tri, micro_batch, ObjectiveConfig(kl_coef=1.0, kl_estimator=name))[0]
-        )
+        name: float(policy_loss(tri, micro_batch, token_grpo(kl_coef=1.0, kl_estimator=name))[0])
         for name in ("k2", "k3")
     }
     assert tri.reference_logprobs is not None
@@ -245,7 +242,7 @@ def test_kl_in_the_reward_is_credited_to_the_tokens_before_it() -> None:
     """Per-token reward ``-coef k1``, its return from each token on, by explicit loops."""
     batch = padded_batch()
     tri, micro_batch = packed(batch, "token")
-    loss_sum, _ = policy_loss(tri, micro_batch, ObjectiveConfig(kl_in_reward_coef=0.2))
+    loss_sum, _ = policy_loss(tri, micro_batch, token_grpo(kl_in_reward_coef=0.2))
     advantages = torch.zeros_like(batch.policy)
     for b, length in enumerate(LENGTHS):
         for t in range(length):
@@ -286,14 +283,14 @@ def test_loss_is_a_sum_over_any_partition(correction: str) -> None:
     batch = padded_batch()
     tri, micro_batch = packed(batch, "sequence")
     micro_batch = replace(micro_batch, inference_logprobs=inference_logprobs(batch))
-    config = ObjectiveConfig(
+    recipe = token_grpo(
         kl_coef=0.1,
         entropy_coef=0.01,
         kl_in_reward_coef=0.1,
         importance_correction=correction,
         importance_cap=1.5,
     )
-    whole, whole_metrics = policy_loss(tri, micro_batch, config)
+    whole, whole_metrics = policy_loss(tri, micro_batch, recipe)
     parts = []
     for keep in (micro_batch.sequence_index < 2, micro_batch.sequence_index >= 2):
         assert tri.reference_logprobs is not None
@@ -307,10 +304,10 @@ def test_loss_is_a_sum_over_any_partition(correction: str) -> None:
             advantages=micro_batch.advantages[keep],
             inference_logprobs=micro_batch.inference_logprobs[keep],
             loss_weights=micro_batch.loss_weights[keep],
-            sequence_index=micro_batch.sequence_index[keep],
+            sequence_index=micro_batch.sequence_index[keep] % 2,
             sequences=(SampleKey(0, 0, 0), SampleKey(0, 0, 1)),
         )
-        parts.append(policy_loss(part, row, config))
+        parts.append(policy_loss(part, row, recipe))
     torch.testing.assert_close(parts[0][0] + parts[1][0], whole, rtol=1e-12, atol=0)
     total = parts[0][1]
     total.add(parts[1][1])
@@ -361,8 +358,8 @@ def test_importance_correction_equals_its_formula(correction: str) -> None:
     tri, micro_batch = packed(batch, "token")
     inference = inference_logprobs(batch)
     micro_batch = replace(micro_batch, inference_logprobs=inference)
-    config = ObjectiveConfig(kl_coef=0.07, importance_correction=correction, importance_cap=CAP)
-    loss_sum, metrics = policy_loss(tri, micro_batch, config)
+    recipe = token_grpo(kl_coef=0.07, importance_correction=correction, importance_cap=CAP)
+    loss_sum, metrics = policy_loss(tri, micro_batch, recipe)
     expected, ratios = corrected_loss(batch, inference, correction)
     assert_equal(batch, loss_sum, expected)
     above, below = sum(r > CAP for r in ratios), sum(r < 1 / CAP for r in ratios)
@@ -380,7 +377,7 @@ def test_equal_logprobs_are_left_alone_to_the_bit(correction: str) -> None:
     batch = padded_batch()
     tri, micro_batch = packed(batch, "sequence")  # inference_logprobs are the old policy's
     losses = [
-        policy_loss(tri, micro_batch, ObjectiveConfig(importance_correction=name))[0]
+        policy_loss(tri, micro_batch, token_grpo(importance_correction=name))[0]
         for name in ("none", correction)
     ]
     gradients = [torch.autograd.grad(x, batch.policy, retain_graph=True)[0] for x in losses]
@@ -408,7 +405,7 @@ def test_metrics_by_hand() -> None:
         sequences=(SampleKey(0, 0, 0), SampleKey(0, 0, 1)),
     )
     tri = TriLogprobs(TokenLogprobs(policy, torch.tensor([0.5, 0.25])), FrozenLogprobs(old, old))
-    loss, metrics = policy_loss(tri, row, ObjectiveConfig())
+    loss, metrics = policy_loss(tri, row, token_grpo())
     assert float(loss) == pytest.approx(-1.2 + 0.8)  # -min(2, 1.2) - min(-0.5, -0.8)
     log2 = math.log(2)
     # those of the comparison with the inference server: test_logprob_agreement.py
@@ -434,7 +431,7 @@ def test_metrics_by_hand() -> None:
 def test_dummy_has_a_graph_a_zero_gradient_and_no_metrics() -> None:
     batch = padded_batch()
     tri, micro_batch = packed(batch, "token")
-    loss, metrics = policy_loss(tri, replace(micro_batch, is_dummy=True), ObjectiveConfig())
+    loss, metrics = policy_loss(tri, replace(micro_batch, is_dummy=True), token_grpo())
     (gradient,) = torch.autograd.grad(loss, batch.policy)
     assert float(loss) == 0 and not gradient.any()
     assert not metrics.sums and not metrics.maxima

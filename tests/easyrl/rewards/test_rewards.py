@@ -361,13 +361,11 @@ async def test_weighted_sums_of_samples_and_groups(folder):
 
 
 @pytest.mark.parametrize(
-    ("truncated", "expected"), [("keep", [1.0, 1.0]), ("mark", [1.0, -0.5]), ("mask", [1.0, 1.0])]
+    ("truncated_reward", "expected"), [(None, [1.0, 1.0]), (-0.5, [1.0, -0.5]), (0.0, [1.0, 0.0])]
 )
-async def test_truncated_responses(folder, truncated, expected):
+async def test_truncated_responses(folder, truncated_reward, expected):
     rewards = [RewardConfig(name="exact")]
-    it = scorer(
-        rewards, InProcessWorkers(rewards, folder), truncated=truncated, truncated_reward=-0.5
-    )
+    it = scorer(rewards, InProcessWorkers(rewards, folder), truncated_reward=truncated_reward)
     scores = await score(it, prompt(), [completion("72"), completion("72", "length")])
     assert [s.reward for s in scores] == expected
     assert [s.components["exact"] for s in scores] == [1.0, 1.0]

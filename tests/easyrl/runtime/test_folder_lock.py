@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from easyrl.config import ConfigError
 from easyrl.runtime import durable_files as durable
 from easyrl.runtime.folder_lock import FolderLock
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_folder import begin_attempt, prepare_output
 
 # Takes the folder, and starts a child that outlives it, as workers, fetchers and servers might.
@@ -92,27 +93,25 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
 # ---- all ranks -----------------------------------------------------------------------------------
 
 
-class Ranks:
-    """What an ``Agreement`` of two ranks does, between threads."""
+class Shared:
+    """What an ``Collectives`` of two ranks does, between threads."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=10)
         self.said = None
 
 
-class ThreadAgreement:
-    num_ranks = 2
+class ThreadCollectives:
+    def __init__(self, rank: int, shared: Shared) -> None:
+        self.ranks = Ranks.data_parallel(rank, 2)
+        self._shared = shared
 
-    def __init__(self, rank: int, ranks: Ranks) -> None:
-        self.rank = rank
-        self._ranks = ranks
-
-    def from_rank_zero(self, value):
-        if self.rank == 0:
-            self._ranks.said = json.dumps(value)
-        self._ranks.barrier.wait()
-        said = json.loads(self._ranks.said)
-        self._ranks.barrier.wait()
+    def broadcast(self, value):
+        if self.ranks.rank == 0:
+            self._shared.said = json.dumps(value)
+        self._shared.barrier.wait()
+        said = json.loads(self._shared.said)
+        self._shared.barrier.wait()
         return said
 
 
@@ -131,12 +130,12 @@ class Settings(BaseModel):
 
 
 def on_two_ranks(work):
-    """What ``work(agreement)`` of each rank returned or raised."""
-    ranks = Ranks()
+    """What ``work(collectives)`` of each rank returned or raised."""
+    ranks = Shared()
 
     def one(rank):
         try:
-            return work(ThreadAgreement(rank, ranks))
+            return work(ThreadCollectives(rank, ranks))
         except ConfigError as error:
             return error
 

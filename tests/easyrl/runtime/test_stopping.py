@@ -297,7 +297,8 @@ except KeyboardInterrupt:
 def _stopping_rank(rank, port, ready, results):
     import torch.distributed as dist
 
-    from easyrl.runtime.collectives import Agreement, PeerOutage
+    from easyrl.runtime.collectives import Collectives, PeerOutage
+    from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.signals import RunSignals
 
     dist.init_process_group(
@@ -307,23 +308,23 @@ def _stopping_rank(rank, port, ready, results):
         world_size=2,
         timeout=timedelta(seconds=30),
     )
-    agreement = Agreement(rank, 2)
+    collectives = Collectives(Ranks.data_parallel(rank, 2))
     for problem in (None, "gone"):  # nobody, then an outage of one rank
         try:
-            agreement.end_together(OSError(problem) if problem and rank == 1 else None)
+            collectives.end_together(OSError(problem) if problem and rank == 1 else None)
             results.put((rank, "went on"))
         except (OSError, PeerOutage) as error:
             results.put((rank, f"{type(error).__name__}: {error}"))
     signals = RunSignals(StopRequest(30))
     signals.install()
     signals.begin_training()
-    signals.stop.follow_peers(agreement.open_notices())
+    signals.stop.follow_peers(collectives.open_notices())
     waiting = queue.Queue()
     with signals.stop.wakes(waiting.put):
         ready.put(rank)
         error = waiting.get(timeout=30)
     try:  # one of them has an outage at the same time: the stop goes first
-        agreement.end_together(OSError("gone") if rank == 0 else error)
+        collectives.end_together(OSError("gone") if rank == 0 else error)
     except StopRequested as raised:
         results.put((rank, f"StopRequested: {raised}"))
     dist.destroy_process_group()

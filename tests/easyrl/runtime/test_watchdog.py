@@ -11,8 +11,8 @@ import time
 import pytest
 
 from easyrl.config import WatchdogConfig
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.metrics.event_log import ignore
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.stacks import log_report, task_stacks, thread_stacks
 from easyrl.runtime.watchdog import LONGEST_GAP_S, ProgressWindow, TokenProgress, Watchdog

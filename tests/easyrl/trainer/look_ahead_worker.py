@@ -23,14 +23,16 @@ from torch import Tensor
 from easyrl.build.recipe import group_functions, rows_per_drain
 from easyrl.config import Config, ModelConfig
 from easyrl.config.file import validate_config
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.engines.base import MetricSums
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.metrics.event_log import ignore
 from easyrl.models.loading import load_policy_model
-from easyrl.runtime.collectives import Agreement
+from easyrl.recipes.loading import load_recipe
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, FrozenLogprobs, MicroBatch, Prompt, RolloutGroup
 from easyrl.trainer.accumulation import Accumulator
@@ -43,16 +45,16 @@ BUDGET = 70
 # How many of a group's responses come early: all but one, half, one, none, all.
 EARLY = (3, 2, 1, 0, 4)
 CASES = {
-    "reference": {"objective": {"kl_coef": KL_COEF}},
-    "reference-tree": {"objective": {"kl_coef": KL_COEF}, "trainer": {"packing": "tree"}},
-    "lagged": {"objective": {"kl_coef": KL_COEF, "old_policy": "lagged"}},
-    "two-updates": {"objective": {"kl_coef": KL_COEF}, "trainer": {"updates_per_batch": 2}},
+    "reference": {"recipe": {"kl_coef": KL_COEF}},
+    "reference-tree": {"recipe": {"kl_coef": KL_COEF}, "trainer": {"packing": "tree"}},
+    "lagged": {"recipe": {"kl_coef": KL_COEF}, "trainer": {"old_policy": "lagged"}},
+    "two-updates": {"recipe": {"kl_coef": KL_COEF}, "trainer": {"updates_per_batch": 2}},
     "two-updates-alone": {"trainer": {"updates_per_batch": 2}},  # without a reference
     "lora": {  # the reference is the policy with its adapter off, between two backwards
-        "objective": {"kl_coef": KL_COEF},
+        "recipe": {"kl_coef": KL_COEF},
         "model": {"lora": {"rank": 4, "alpha": 8}},
     },
-    "truncated-masked": {"objective": {"kl_coef": KL_COEF}, "rollout": {"truncated": "mask"}},
+    "truncated-masked": {"recipe": {"kl_coef": KL_COEF, "mask_truncated": True}},
 }
 NUM_BATCHES = 2
 
@@ -121,9 +123,14 @@ def configuration(folder: Path, case: dict[str, Any]) -> Config:
             "data": {"files": [str(folder / "prompts.jsonl")]},
             "inference": {"endpoints": ["http://127.0.0.1:1"]},
             "rewards": [{"name": "exact"}],
-            "rollout": {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
-            | case.get("rollout", {}),
-            "objective": {"clip_eps_low": CLIP, "clip_eps_high": CLIP} | case.get("objective", {}),
+            "rollout": {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS},
+            "recipe": {
+                "aggregation": "token",
+                "kl_coef": 0.0,
+                "clip_eps_low": CLIP,
+                "clip_eps_high": CLIP,
+            }
+            | case.get("recipe", {}),
             "trainer": {
                 "zero_stage": 1,
                 "batch_size": 2 * GROUPS,
@@ -156,7 +163,8 @@ def make_groups(batch: int, update: int) -> list[RolloutGroup]:
 def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[str, Any], Any]:
     """Figures of each update, and the weights behind the last."""
     config = configuration(folder, case)
-    names = iter(("policy", "reference" if config.objective.has_reference else "old", "old"))
+    recipe = load_recipe(config)
+    names = iter(("policy", "reference" if recipe.needs.reference else "old", "old"))
     engine = DeepSpeedEngine(
         config,
         load_model=lambda: load_policy_model(
@@ -169,11 +177,11 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
         ),
     )
     watched = Watched(engine)
-    masks = config.rollout.truncated == "mask"
+    masks = config.recipe.settings.get("mask_truncated", False)
     stop = StopRequest(grace_s=60.0)
     accumulator = Accumulator(
         engine=watched,  # type: ignore[arg-type]
-        agreement=Agreement(0, 1),
+        collectives=Collectives(Ranks.data_parallel(0, 1)),
         functions=group_functions(config),
         stop=stop,
         is_interruption=lambda error: False,
@@ -201,9 +209,7 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
                     thread, at_once(script), TokenScorer(), num_generations=G
                 )
                 stream = generator.produce([group.prompt for group in groups], "run:0:0")
-                totals = accumulator.accumulate(
-                    JournalledStream(stream, frozenset({"run:0:0"}), frozenset())
-                )
+                totals = accumulator.accumulate(JournalledStream(stream, frozenset({"run:0:0"})))
                 result = engine.optimizer_step(totals.denominator)
                 assert totals.interruption is None and not result.skipped
                 updates.append(

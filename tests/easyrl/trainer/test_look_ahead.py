@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.build.look_ahead import looks_ahead
-from easyrl.config import Config, ObjectiveConfig, TrainerConfig
-from easyrl.dataloaders.packing.groups import batch_denominator
+from easyrl.config import Config, TrainerConfig
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.dataloaders.producer.group_stream import GroupStream
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.engines.base import MetricSums
 from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.metrics.event_log import ignore
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Completion,
@@ -36,10 +36,11 @@ from easyrl.schema import (
     SampleKey,
     StopRequested,
 )
-from easyrl.trainer.accumulation import Accumulator, GroupFunctions, OnPolicyViolation
+from easyrl.trainer.accumulation import Accumulator, OnPolicyViolation
 from easyrl.trainer.look_ahead import LookAhead
 from tests.dataloaders.packed_rows import BUSY, PACKINGS, branch, pack, random_groups
 from tests.dataloaders.rollout_parts import SumScorer, at_once
+from tests.recipes import group_functions, run_settings
 from tests.tiny_models import random_group
 from tests.waiting import wait_until
 
@@ -338,7 +339,6 @@ class Scripted:
     first_group_wait_s = None
     accepted_versions = frozenset({"run:0:0"})
     recovered: frozenset[Any] = frozenset()
-    discarded: frozenset[Any] = frozenset()
 
     def __init__(self, *script: Step, before: Sequence[Sequence[Any]] = ()) -> None:
         self._script = list(script)
@@ -376,13 +376,8 @@ class Scripted:
 def accumulator(engine: TellingEngine, *, look_ahead: bool = True, **options: Any) -> Accumulator:
     return Accumulator(
         engine=cast(Any, engine),
-        agreement=Agreement(0, 1),
-        functions=GroupFunctions(
-            advantages=lambda group: group.rewards - group.rewards.mean(),
-            pack=pack,
-            denominator=lambda groups: batch_denominator(groups, "token", False),
-            dummy=dummy_micro_batch,
-        ),
+        collectives=Collectives(Ranks.data_parallel(0, 1)),
+        functions=group_functions(run=run_settings(50), max_tokens_per_micro_batch=100),
         stop=options.get("stop") or StopRequest(grace_s=60.0),
         is_interruption=lambda error: isinstance(error, StopRequested),
         record=options.get("record", ignore),
@@ -422,8 +417,8 @@ def test_nothing_of_an_earlier_update_is_used() -> None:
     """The same responses again, as in a batch that is repeated: the old policy is another one."""
     engine, g = TellingEngine(), group(0, 3, 5, 5, 5, 5)
     accumulate = accumulator(engine).accumulate
-    excluded = replace(g, completions=(), scores=(), excluded="too long")
-    assert accumulate(Scripted(has(g, 0, 1, 2, 3), [excluded])).num_look_ahead_tokens == 0
+    refused = Scripted(has(g, 0, 1, 2, 3))  # its group never comes
+    assert accumulate(refused).num_look_ahead_tokens == 0
     assert len(engine.frozen) == 1 and engine.trained == []
     engine.weights = 1
     totals = accumulate(Scripted([g]))
@@ -482,7 +477,7 @@ def test_a_stop_ends_the_update_between_two_pieces_of_work() -> None:
         ahead = make(TellingEngine(), stream.open_samples)
         assert ahead.work() and ahead.work() and not ahead.work()  # two pieces
         stream = begin()
-        source = JournalledStream(stream, frozenset({"run:0:0"}), frozenset())
+        source = JournalledStream(stream, frozenset({"run:0:0"}))
         totals = accumulator(engine := Stopping(), stop=with_stop).accumulate(source)
     with_stop.close()
     assert isinstance(totals.interruption, StopRequested)
@@ -530,20 +525,14 @@ def test_what_an_earlier_attempt_computed_ahead_is_repeated_before_its_take() ->
         ({"can": False}, False),
         ({"lockstep": True}, False),  # a rank's piece of work would have all others wait
         ({"offload_reference": True}, False),
-        ({"kl_coef": 0.0}, False),
-        ({"kl_coef": 0.0, "old_policy": "lagged"}, True),
-        ({"kl_coef": 0.0, "updates_per_batch": 2}, True),
     ],
 )
 def test_when_an_update_looks_ahead(changed: dict[str, Any], expected: bool) -> None:
     given = {"mode": "async", "determinism": "none", "can": True, "lockstep": False} | changed
-    trainer = ("look_ahead", "offload_reference", "updates_per_batch")
+    trainer = ("look_ahead", "offload_reference")
     config = SimpleNamespace(
         run=SimpleNamespace(mode=given["mode"], determinism=given["determinism"]),
         trainer=TrainerConfig(**{name: given[name] for name in trainer if name in given}),
-        objective=ObjectiveConfig(
-            kl_coef=given.get("kl_coef", 0.1), old_policy=given.get("old_policy", "auto")
-        ),
     )
     engine = SimpleNamespace(can_look_ahead=given["can"], lockstep=given["lockstep"])
     assert looks_ahead(cast(Config, config), cast(Any, engine)) is expected

@@ -4,259 +4,53 @@ import math
 from contextlib import closing
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from easyrl.dataloaders.packing.groups import batch_denominator, pack_groups
-from easyrl.dataloaders.packing.row import dummy_micro_batch
-from easyrl.engines.base import MetricSums, NonFiniteLossError, StepResult
-from easyrl.metrics.throughput import Throughput
-from easyrl.runtime.collectives import Agreement
+from easyrl.engines.base import NonFiniteLossError, StepResult
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
-    Completion,
-    Confirmation,
     InterruptedRun,
-    PolicyVersion,
-    Prompt,
+    Progress,
     Published,
-    RolloutGroup,
-    Score,
     ServedWeights,
     StopRequested,
     VersionSpan,
 )
-from easyrl.trainer.accumulation import Accumulator, GroupFunctions, OnPolicyViolation
-from easyrl.trainer.loop import Progress, TooManyBadSteps, Trainer
-
-VERSION = PolicyVersion("run", 0, 0)
-GOOD = StepResult(1.0, 1e-3, skipped=False)
-
-
-def group(index: int, version: str, spans=None) -> RolloutGroup:
-    length = 3
-    completion = Completion(
-        token_ids=np.arange(length, dtype=np.int32),
-        logprobs=np.zeros(length, dtype=np.float32),
-        finish_reason="stop",
-        version_spans=spans or (VersionSpan(version, 0, length),),
-        endpoint="http://fake:1",
-        loss_mask=np.ones(length, dtype=bool),
-    )
-    prompt = Prompt(index, np.arange(2, dtype=np.int32), "", None)
-    scores = (Score(0.0, {"r": 0.0}), Score(1.0, {"r": 1.0}))
-    return RolloutGroup(prompt, (completion, completion), scores, version, 0.0, 1.0)
+from easyrl.trainer.accumulation import OnPolicyViolation
+from easyrl.trainer.loop import TooManyBadSteps
+from tests.easyrl.trainer.fake_parts import (
+    GOOD,
+    VERSION,
+    FakeEngine,
+    FakeEvaluation,
+    FakeLedger,
+    FakeOutage,
+    FakeRollouts,
+    FakeStream,
+    FakeSync,
+    ListTracker,
+    OutageStream,
+    group,
+    make_trainer,
+)
 
 
-class FakeStream:
-    wait_s = 0.5
-    first_group_wait_s = 0.25
-    load_s = 0.0
-    recovered = frozenset()
-    discarded = frozenset()
-
-    def __init__(self, events, groups, version):
-        self.events = events
-        self.groups = groups
-        self.accepted_versions = frozenset([version])
-        self.error = None
-
-    def drain_ready(self, max_tokens, idle=None):
-        if self.error is not None:
-            raise self.error
-        return [self.groups.pop(0)] if self.groups else []
-
-    def interrupt(self, error):
-        self.error = error
-
-    def complete(self):
-        self.events.append("complete")
-
-    def close(self):
-        self.events.append("stream closed")
-
-
-class FakeRollouts:
-    stream = FakeStream
-
-    def __init__(self, events, make=group):
-        self.events = events
-        self.make = make
-
-    def produce(self, prompts, served, *, priority=0):
-        version = str(served.version)
-        later = f" after {priority}" if priority else ""
-        self.events.append(f"produce {[p.index for p in prompts]} {version}{later}")
-        return self.stream(self.events, [self.make(p.index, version) for p in prompts], version)
-
-    def sync(self):
-        self.events.append("sync")
-
-
-class FakeEngine:
-    rank = dp_rank = 0
-    dp_size = 1
-    lockstep = False
-
-    def __init__(self, events, results=()):
-        self.events = events
-        self.results = list(results)
-
-    def begin_batch(self):
-        pass
-
-    def forward_backward(self, micro_batches):
-        self.events.append("backward")
-        tokens = sum(m.num_loss_tokens for m in micro_batches)
-        sums = {"loss_sum": 2.0 * tokens, "num_loss_tokens": tokens, "logprob_diff_sum": 0.0}
-        return [MetricSums(sums, {"logprob_diff_max": 0.0})]
-
-    def optimizer_step(self, denominator):
-        self.events.append(f"step /{denominator:g}")
-        return self.results.pop(0) if self.results else GOOD
-
-    def discard_gradients(self):
-        self.events.append("discard")
-
-
-class FakeBatches:
-    """Batches with a cursor that counts those handed out."""
-
-    def __init__(self, batches):
-        self.batches = batches
-        self.position = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.position == len(self.batches):
-            raise StopIteration
-        self.position += 1
-        return self.batches[self.position - 1]
-
-    def state(self):
-        return {"position": self.position}
-
-
-class FakeOutage(RuntimeError):
-    """No endpoint answers."""
-
-
-class FakeSync:
-    def __init__(self, events):
-        self.events = events
-
-    confirmations = (Confirmation("http://fake:1", "any", True, None),)
-
-    def publish(self, version):
-        self.events.append(f"publish {version}")
-        return Published(ServedWeights(version, f"weights {version.v}"), {"time/sync_s": 0.1})
-
-
-class FakeIdle:
-    def idle_s(self):
-        return 0.0
-
-
-class FakeNotary:
-    """Keeps what it was given."""
-
-    def __init__(self, events):
-        self.events = events
-        self.checked = []
-        self.closed = []
-
-    def check(self, record):
-        self.checked.append(record)
-
-    def close_batch(self, record):
-        self.events.append(f"certify {record.batch}")
-        self.closed.append(record)
-
-    def end(self, weights):
-        self.events.append(f"end {weights}")
-
-
-def make_trainer(
-    events,
-    *,
-    num_batches=2,
-    make=group,
-    results=(),
-    engine=None,
-    agreement=None,
-    on_step=(),
-    weight_sync=None,
-    notary=None,
-    stop=None,
-    synchronous=False,
-    record=lambda event, **fields: None,
-    **options,
-):
-    engine = engine or FakeEngine(events, results)
-    agreement = agreement or Agreement(0, 1)
-    batches = [
-        [Prompt(2 * b + i, np.arange(2, dtype=np.int32), "", None) for i in range(2)]
-        for b in range(num_batches)
-    ]
-    reported = []
-
-    def pack(groups, advantages):
-        return pack_groups(
-            groups,
-            advantages,
-            aggregation="token",
-            max_tokens=3,
-            mask_truncated=False,
-            max_tokens_per_micro_batch=100,
-        )
-
-    trainer = Trainer(
-        engine=engine,
-        batches=FakeBatches(batches),
-        rollouts=FakeRollouts(events, make),
-        weight_sync=weight_sync or FakeSync(events),
-        agreement=agreement,
-        accumulator=Accumulator(
-            engine=engine,
-            agreement=agreement,
-            functions=GroupFunctions(
-                advantages=lambda group: group.rewards - group.rewards.mean(),
-                pack=pack,
-                denominator=lambda groups: batch_denominator(groups, "token", False),
-                dummy=dummy_micro_batch,
-            ),
-            stop=stop or StopRequest(grace_s=60.0),
-            is_interruption=lambda error: isinstance(error, FakeOutage | StopRequested),
-            record=record,
-            max_tokens=100,
-            synchronous=synchronous,
-        ),
-        notary=notary or FakeNotary(events),
-        save=lambda: events.append("save"),
-        record=record,
-        on_step=[lambda step, metrics: reported.append((step, dict(metrics))), *on_step],
-        version=VERSION,
-        **options,
-    )
-    return trainer, reported
-
-
-def test_a_run_is_publish_produce_backward_step_publish():
+def test_a_run_is_publish_begin_backward_step_publish():
     events = []
     trainer, reported = make_trainer(events)
     trainer.fit()
     assert events == [
         "publish run:0:0",
-        "produce [0, 1] run:0:0",
+        "begin [0, 1] run:0:0",
         "backward",
         "backward",
         "step /12",
         "sync",
         "certify 0",
         "publish run:0:1",
-        "produce [2, 3] run:0:1",
+        "begin [2, 3] run:0:1",
         "backward",
         "backward",
         "step /12",
@@ -301,7 +95,7 @@ def test_a_sample_of_another_version_is_refused(spans):
     with pytest.raises(OnPolicyViolation, match="http://fake:1 stamped version"):
         trainer.fit()
     assert "backward" not in events
-    assert events[-1] == "stream closed"
+    assert events[-1] == "batch closed"
 
 
 def test_bad_steps_are_counted_and_end_the_run():
@@ -339,36 +133,44 @@ def test_max_steps_ends_the_run_without_taking_another_batch():
     events = []
     trainer, _ = make_trainer(events, num_batches=5, max_steps=1)
     trainer.fit()
-    assert sum(e.startswith("produce") for e in events) == 1
+    assert sum(e.startswith("begin") for e in events) == 1
 
 
-# ---- hooks -------------------------------------------------------------------------------------
+# ---- what is said of a step ----------------------------------------------------------------------
 
 
-def hooks(events):
-    """One of each kind; all tell when they are called."""
+def telling(events):
+    """Evaluation, tracker and checkpoint that tell when they are called."""
 
     def evaluate(step, version):
         events.append(f"evaluate {step} {version}")
         return {"eval/avg": 0.25}
 
+    class Tells(ListTracker):
+        def log(self, step, metrics):
+            events.append(f"report {step} {metrics['eval/avg']}")
+
+    class Saves(FakeLedger):
+        def save_if_due(self, progress):
+            events.append(f"save {progress.step} of {progress.closed_batches} batches if due")
+
     return {
-        "after_publish": [evaluate],
-        "on_step": [lambda step, metrics: events.append(f"report {step} {metrics['eval/avg']}")],
-        "after_report": [lambda step, version: events.append(f"save {step} {version}")],
+        "evaluation": FakeEvaluation(evaluate),
+        "trackers": [Tells([])],
+        "ledger": Saves(events),
     }
 
 
 def test_a_step_is_published_evaluated_reported_saved():
     events = []
-    trainer, reported = make_trainer(events, num_batches=1, **hooks(events))
+    trainer, reported = make_trainer(events, num_batches=1, **telling(events))
     trainer.fit()
     assert events[:3] == ["publish run:0:0", "evaluate 0 run:0:0", "report 0 0.25"]
     assert events[events.index("certify 0") + 1 :] == [
         "publish run:0:1",
         "evaluate 1 run:0:1",
         "report 1 0.25",
-        "save 1 run:0:1",
+        "save 1 of 1 batches if due",
         "end weights 1",
     ]
     assert reported[1][1]["eval/avg"] == 0.25
@@ -377,11 +179,11 @@ def test_a_step_is_published_evaluated_reported_saved():
 def test_a_resumed_run_publishes_without_repeating_the_evaluation():
     events = []
     progress = Progress(step=5, closed_batches=5, reported_step=5)
-    trainer, reported = make_trainer(events, num_batches=1, progress=progress, **hooks(events))
+    trainer, reported = make_trainer(events, num_batches=1, progress=progress, **telling(events))
     trainer.fit()
-    assert events[:2] == ["publish run:0:5", "produce [0, 1] run:0:5"]
+    assert events[:2] == ["publish run:0:5", "begin [0, 1] run:0:5"]
     assert [step for step, _ in reported] == [6]
-    assert events[-2] == "save 6 run:0:6"
+    assert events[-2] == "save 6 of 6 batches if due"
 
 
 def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch):
@@ -393,11 +195,16 @@ def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch
         return result
 
     monkeypatch.setattr("easyrl.trainer.loop.time.monotonic", lambda: now)
+
+    class Slow(FakeLedger):
+        def save_if_due(self, progress):
+            take(1000.0)
+
     trainer, reported = make_trainer(
         [],
         num_batches=2,
-        after_publish=[lambda step, version: take(100.0, {})],
-        after_report=[lambda step, version: take(1000.0)],
+        evaluation=FakeEvaluation(lambda step, version: take(100.0, {})),
+        ledger=Slow([]),
     )
     published = Published(ServedWeights(VERSION, "weights"), {})
     monkeypatch.setattr(FakeSync, "publish", lambda self, version: take(2.0, published))
@@ -409,7 +216,7 @@ def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch
 # ---- micro-batches without weight --------------------------------------------------------------
 
 
-class PeerWithMoreWork(Agreement):
+class PeerWithMoreWork(Collectives):
     """A rank whose peer has two micro-batches more."""
 
     def in_lockstep(self, work, dummy):
@@ -423,21 +230,12 @@ def test_dummies_run_but_are_not_counted():
     engine = FakeEngine(events)
     engine.lockstep = True
     trainer, reported = make_trainer(
-        events, num_batches=1, engine=engine, agreement=PeerWithMoreWork(0, 1)
+        events, num_batches=1, engine=engine, collectives=PeerWithMoreWork(Ranks.data_parallel())
     )
     trainer.fit()
     assert events.count("backward") == 4
     assert reported[1][1]["batch/micro_batches"] == 2
     assert reported[1][1]["tokens/packed"] == 2 * (2 + 6)
-
-
-class OutageStream(FakeStream):
-    """One group, then no endpoint is left."""
-
-    def drain_ready(self, max_tokens, idle=None):
-        if len(self.groups) == 1:
-            raise FakeOutage("all endpoints are gone")
-        return super().drain_ready(max_tokens, idle)
 
 
 def test_an_outage_gives_up_the_open_batch_and_saves_the_last_closed_one(monkeypatch):
@@ -449,9 +247,9 @@ def test_an_outage_gives_up_the_open_batch_and_saves_the_last_closed_one(monkeyp
     )
     with pytest.raises(InterruptedRun, match="(?s)are gone.*step 1 is saved.*--resume"):
         trainer.fit()
-    assert events[-4:] == ["backward", "discard", "stream closed", "save"]
+    assert events[-4:] == ["backward", "discard", "batch closed", "save"]
     # not 2: that batch is given up
-    assert trainer.progress == Progress(1, 1, 0, {"position": 1}, "weights 1", 1)
+    assert trainer.progress == Progress(1, 1, 0, 2, "weights 1", 1)
 
 
 def test_an_outage_while_publishing_saves_too():
@@ -468,15 +266,17 @@ def test_an_outage_while_publishing_saves_too():
         trainer.fit()
     assert events[-2:] == ["certify 0", "save"]
     assert [step for step, _ in reported] == [0]
-    assert trainer.progress.cursor == {"position": 1}
+    assert trainer.progress.position == 2
     assert trainer.progress.unreported["reward/mean"] == 0.5
 
     def evaluate(step, version):
         return {"eval/avg": 0.25}
 
-    resumed, reported = make_trainer([], progress=trainer.progress, after_publish=[evaluate])
-    resumed._batches.position = 1
+    resumed, reported = make_trainer(
+        events := [], progress=trainer.progress, evaluation=FakeEvaluation(evaluate)
+    )
     resumed.fit()
+    assert events[1] == "begin [2, 3] run:0:1"
     assert [step for step, _ in reported] == [1, 2]
     first = reported[0][1]
     assert (first["reward/mean"], first["time/sync_s"], first["eval/avg"]) == (0.5, 0.1, 0.25)
@@ -485,7 +285,6 @@ def test_an_outage_while_publishing_saves_too():
 @pytest.mark.parametrize("ends", ["publish", "evaluate"])
 def test_throughput_does_not_hide_an_interruption_after_a_batch(ends):
     """Its figures are of whole steps; what ends the run before one is complete goes through it."""
-    throughput = Throughput(FakeIdle(), num_devices=2)
 
     class Gone(FakeSync):
         def publish(self, version):
@@ -499,9 +298,7 @@ def test_throughput_does_not_hide_an_interruption_after_a_batch(ends):
         return {}
 
     events = []
-    trainer, _ = make_trainer(
-        events, weight_sync=Gone(events), after_publish=[evaluate], on_step=[throughput.add]
-    )
+    trainer, _ = make_trainer(events, weight_sync=Gone(events), evaluation=FakeEvaluation(evaluate))
     with pytest.raises(InterruptedRun) as raised:
         trainer.fit()
     assert raised.value.status == 0
@@ -532,20 +329,29 @@ def test_what_became_of_each_group_is_recorded():
 
     trainer, reported = make_trainer(
         [],
+        num_prompts=5,
         make=make,
         results=[GOOD, bad],
         record=lambda event, **fields: record.append({"event": event, **fields}),
     )
     trainer.fit()
-    fates = [r for r in record if r["event"].startswith("group_")]
-    assert fates == [
-        {"event": "group_trained", "epoch": 0, "index": 0, "stamped": ["run:0:0"]},
-        {"event": "group_excluded", "epoch": 0, "index": 1, "stamped": []},
-        {"event": "group_skipped", "epoch": 0, "index": 2, "stamped": ["run:0:1"]},
-        {"event": "group_skipped", "epoch": 0, "index": 3, "stamped": ["run:0:1"]},
+    closed = [r for r in record if r["event"].startswith("group_")]
+    assert {r["event"] for r in closed} == {"group_closed"}
+    assert [(r["epoch"], r["index"], r["outcome"], r["stamped"]) for r in closed] == [
+        (0, 0, "trained", ["run:0:0"]),
+        (0, 1, "excluded", []),
+        (0, 2, "trained", ["run:0:0"]),
+        (0, 3, "skipped", ["run:0:1"]),
+        (0, 4, "skipped", ["run:0:1"]),
     ]
+    assert closed[1] == {
+        **{"event": "group_closed", "version": "run:0:0", "epoch": 0, "index": 1, "position": 1},
+        **{"outcome": "excluded", "reason": "too long", "digest": None},
+        **{"stamped": [], "endpoints": []},
+    }
     assert reported[1][1]["batch/groups_excluded"] == 1.0
-    assert reported[1][1]["batch/groups"] == 1.0
+    assert reported[1][1]["batch/groups_drawn"] == 3.0
+    assert reported[1][1]["batch/groups"] == 2.0
 
 
 # ---- several updates per batch -------------------------------------------------------------------
@@ -553,13 +359,12 @@ def test_what_became_of_each_group_is_recorded():
 
 def test_each_update_has_its_slice_by_prompt_order_and_its_denominator():
     events = []
-    notary = FakeNotary(events)
-    trainer, reported = make_trainer(events, num_batches=1, updates_per_batch=2, notary=notary)
+    ledger = FakeLedger(events)
+    trainer, reported = make_trainer(events, num_batches=1, updates_per_batch=2, ledger=ledger)
     trainer.fit()
     assert events == [
         "publish run:0:0",
-        "produce [0] run:0:0",
-        "produce [1] run:0:0 after 1",
+        "begin [0, 1] run:0:0",
         "backward",
         "step /6",
         "backward",
@@ -569,7 +374,8 @@ def test_each_update_has_its_slice_by_prompt_order_and_its_denominator():
         "publish run:0:1",
         "end weights 1",
     ]
-    assert notary.closed[0].updates == [[(0, 0)], [(0, 1)]]
+    assert [(g.key, g.update) for g in ledger.closed[0].groups] == [((0, 0), 0), ((0, 1), 1)]
+    assert [(len(each.groups), whole) for each, whole in ledger.checked] == [(1, False), (2, True)]
     assert trainer.progress.step == 2 and trainer.progress.closed_batches == 1
     step, metrics = reported[-1]
     assert step == 2
@@ -585,17 +391,17 @@ def test_an_interruption_between_two_updates_leaves_the_last_checkpoint():
     with pytest.raises(InterruptedRun, match="1 of 2 updates of the open batch were taken"):
         trainer.fit()
     assert "save" not in events and "certify 0" not in events
-    assert trainer.progress == Progress(0, 0, 0, {"position": 0}, "weights 0", 0)
+    assert trainer.progress == Progress(0, 0, 0, 0, "weights 0", 0)
 
 
 # ---- the account of a batch ----------------------------------------------------------------------
 
 
 def test_the_account_names_every_group_and_what_made_it():
-    notary = FakeNotary([])
-    trainer, _ = make_trainer([], num_batches=1, notary=notary)
+    ledger = FakeLedger([])
+    trainer, _ = make_trainer([], num_batches=1, ledger=ledger)
     trainer.fit()
-    (record,) = notary.closed
+    (record,) = ledger.closed
     assert (record.batch, record.step, record.version) == (0, 1, "run:0:0")
     assert record.weights == "weights 0"
     assert [(g.epoch, g.index, g.outcome) for g in record.groups] == [
@@ -605,7 +411,8 @@ def test_the_account_names_every_group_and_what_made_it():
     assert record.groups[0].stamped == ["run:0:0"]
     assert record.groups[0].endpoints == ["http://fake:1"]
     assert [c.url for c in record.confirmations] == ["http://fake:1"]
-    assert [c.batch for c in notary.checked] == [0]
+    assert [(each.batch, whole) for each, whole in ledger.checked] == [(0, True)]
+    assert (record.num_drawn, record.ended_by, record.num_updates) == (2, "accepted", 1)
 
 
 def test_a_bad_update_counts_wherever_it_is_in_its_batch():
@@ -615,25 +422,25 @@ def test_a_bad_update_counts_wherever_it_is_in_its_batch():
         trainer.fit()
 
 
-def test_what_the_notary_refuses_is_not_trained():
+def test_what_the_ledger_refuses_is_not_trained():
     events = []
 
-    class Refuses(FakeNotary):
-        def check(self, record):
+    class Refuses(FakeLedger):
+        def check(self, account, *, whole):
             raise OnPolicyViolation("prompt 1 was trained before")
 
-    trainer, _ = make_trainer(events, notary=Refuses(events))
+    trainer, _ = make_trainer(events, ledger=Refuses(events))
     with pytest.raises(OnPolicyViolation, match="prompt 1"):
         trainer.fit()
     assert not any(event.startswith(("step", "certify", "save")) for event in events)
 
 
 def test_a_line_that_cannot_be_written_does_not_count():
-    class FullDisk(FakeNotary):
-        def close_batch(self, record):
+    class FullDisk(FakeLedger):
+        def close_batch(self, account):
             raise OSError("no space left on device")
 
-    trainer, reported = make_trainer([], notary=FullDisk([]))
+    trainer, reported = make_trainer([], ledger=FullDisk([]))
     with pytest.raises(OSError, match="no space"):
         trainer.fit()
     assert trainer.progress.step == 0
@@ -656,5 +463,5 @@ def test_a_stop_gives_up_the_open_batch_and_saves():
         with pytest.raises(InterruptedRun, match="SIGTERM.*\n.*step 1 is saved") as raised:
             trainer.fit()
     assert raised.value.status == 0
-    assert events[-3:] == ["discard", "stream closed", "save"]
-    assert trainer.progress == Progress(1, 1, 0, {"position": 1}, "weights 1", 1)
+    assert events[-3:] == ["discard", "batch closed", "save"]
+    assert trainer.progress == Progress(1, 1, 0, 2, "weights 1", 1)

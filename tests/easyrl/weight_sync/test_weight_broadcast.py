@@ -21,7 +21,7 @@ from easyrl.inference_client.transfer.broadcast import EndpointRoutes, WeightMet
 from easyrl.schema import PolicyVersion
 from easyrl.weight_sync.broadcasting import MOST_FAILURES, address_towards_all
 from easyrl.weight_sync.tee import TeeClosed, TensorTee
-from tests.easyrl.weight_sync.test_weight_repair import agreements, on_all
+from tests.easyrl.weight_sync.test_weight_repair import on_all, thread_collectives
 from tests.easyrl.weight_sync.weight_sync_parts import (
     Hanging,
     PlainEngine,
@@ -195,12 +195,12 @@ def test_two_ranks_make_the_same_passes(model_dir, tmp_path, server, second_serv
             opened.enter_context(
                 weight_sync(
                     *(engine, urls, tmp_path),
-                    agreement=agreement,
+                    collectives=collectives,
                     transport="nccl",
                     open_group=groups.open,
                 )
             )
-            for engine, agreement in zip(engines, agreements(), strict=True)
+            for engine, collectives in zip(engines, thread_collectives(), strict=True)
         ]
 
         def fail(group: FakeGroup, number: int) -> None:

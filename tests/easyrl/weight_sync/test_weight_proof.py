@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.transfer.artifact import Chunk
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Completion, Prompt, VersionSpan
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
 from easyrl.weight_sync.probe import Probe
 from easyrl.weight_sync.proof import ProofFailed, check_canary, check_stamp, prove_weights
 from easyrl.weight_sync.target import WeightStream
+from tests.recipes import pack_groups
 
 URL = "http://endpoint:8000"
 HASHES = {"embed": "e0", "layer": "f0", "norm": "a0"}
@@ -202,7 +203,9 @@ def test_the_trainer_is_asked_once_about_equal_samples():
     equal = [sample([1, 2], [0, 0]), sample([3, 4], [0, 0])]
     other = [sample([1, 2], [0, 0]), sample([3, 5], [0, 0])]
     asked = {"a": equal, "b": list(equal), "c": other}
-    found = canary().ask_trainer(asked, engine, Agreement(0, 1), dummy_micro_batch)
+    found = canary().ask_trainer(
+        asked, engine, Collectives(Ranks.data_parallel(0, 1)), dummy_micro_batch
+    )
     assert engine.num_tokens == 2 * 8  # of two, not of three
     for url, last in (("a", 4), ("b", 4), ("c", 5)):
         assert [part.tolist() for part in found[url].logprobs] == [[-1, -2], [-3, -last]]
@@ -212,21 +215,21 @@ def test_the_trainer_is_asked_once_about_equal_samples():
 def test_tokens_that_are_not_packed_are_not_compared():
     asked = {"a": [sample([1, 2], [0, 0]), sample([3, 4], [0, 0])]}
     found = canary(mask_truncated=True).ask_trainer(
-        asked, CountingEngine(), Agreement(0, 1), dummy_micro_batch
+        asked, CountingEngine(), Collectives(Ranks.data_parallel(0, 1)), dummy_micro_batch
     )
     assert found["a"].reading(asked["a"]).num_tokens == 0
 
 
 def test_nobody_to_ask_about():
-    agreement = Agreement(0, 1)
-    assert canary().ask_trainer({}, CountingEngine(), agreement, dummy_micro_batch) == {}
+    collectives = Collectives(Ranks.data_parallel(0, 1))
+    assert canary().ask_trainer({}, CountingEngine(), collectives, dummy_micro_batch) == {}
 
 
 def test_other_ranks_run_as_many_forwards():
     class OtherRank:
-        rank = 1
+        ranks = Ranks.data_parallel(1, 2)
 
-        def from_rank_zero(self, value):
+        def broadcast(self, value):
             return 3
 
     engine = CountingEngine()

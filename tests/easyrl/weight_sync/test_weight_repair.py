@@ -9,7 +9,8 @@ import orjson
 import pytest
 
 from easyrl.inference_client.errors import EndpointUnavailable, Outage
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import PolicyVersion
 from easyrl.weight_sync.publish import NoEndpointServes
 from easyrl.weight_sync.target import Target, WeightStream
@@ -211,25 +212,25 @@ def test_an_outage_ends_after_its_limit(model_dir, server, tmp_path):
 # ---- two ranks -----------------------------------------------------------------------------------
 
 
-class ThreadAgreement(Agreement):
+class ThreadCollectives(Collectives):
     """Ranks that are threads of one process."""
 
     def __init__(self, rank: int, values: list, barrier: threading.Barrier) -> None:
-        super().__init__(rank, 1)
-        self.num_ranks = len(values)
+        super().__init__(Ranks.data_parallel())
+        self.ranks = Ranks.data_parallel(rank, len(values))
         self._values, self._barrier = values, barrier
 
-    def exchange(self, value):
-        self._values[self.rank] = orjson.dumps(value)
+    def all_gather(self, value):
+        self._values[self.ranks.rank] = orjson.dumps(value)
         self._barrier.wait(60)
         found = [orjson.loads(value) for value in self._values]
         self._barrier.wait(60)
         return found
 
 
-def agreements(num_ranks: int = 2) -> list[ThreadAgreement]:
+def thread_collectives(num_ranks: int = 2) -> list[ThreadCollectives]:
     values, barrier = [None] * num_ranks, threading.Barrier(num_ranks)
-    return [ThreadAgreement(rank, values, barrier) for rank in range(num_ranks)]
+    return [ThreadCollectives(rank, values, barrier) for rank in range(num_ranks)]
 
 
 def on_all(work, ranks) -> list:
@@ -248,10 +249,10 @@ def open_ranks(model_dir, tmp_path):
             return [
                 opened.enter_context(
                     weight_sync(
-                        PlainEngine(model_dir), urls, tmp_path, agreement=agreement, **options
+                        PlainEngine(model_dir), urls, tmp_path, collectives=collectives, **options
                     )
                 )
-                for agreement in agreements()
+                for collectives in thread_collectives()
             ]
 
         yield open_them
@@ -356,9 +357,8 @@ def test_every_rank_hears_that_nobody_serves(gone, open_ranks, server):
 
 
 def test_another_rank_waits_only_so_long_for_a_repair(model_dir, server, tmp_path):
-    other, _ = agreements()
-    other.rank = 1
-    options = {"agreement": other, "startup_timeout_s": 0.1}
+    _, other = thread_collectives()
+    options = {"collectives": other, "startup_timeout_s": 0.1}
     with weight_sync(None, [server], tmp_path, **options) as rank:
         target = Target(WeightStream("never-0-0", "never:0:0"), None)
         rank.thread.run(rank.sync._confirmed.confirm(target, {}))

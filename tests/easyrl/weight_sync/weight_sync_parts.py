@@ -14,20 +14,21 @@ import orjson
 import torch
 
 from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
-from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
-from easyrl.dataloaders.producer.loop_thread import LoopThread
 from easyrl.inference_client.fetching.fetcher_pool import local_fetch
 from easyrl.inference_client.pool.pool import EndpointPool
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.server import EmbeddedServer, start_site
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import run_micro_batch
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Completion, Prompt
 from easyrl.weight_sync.canary import Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
 from tests.end_to_end.proxy import GENERATE, Proxy, reply
+from tests.recipes import pack_groups
 
 TOLERANCE = 1e-3
 NOWHERE = "http://127.0.0.1:1"  # nobody listens there
@@ -37,8 +38,7 @@ PROVE = "/collective_rpc"
 class PlainEngine:
     """The part of ``TrainEngine`` that weight sync uses, over one unsharded model."""
 
-    rank = dp_rank = 0
-    dp_size = 1
+    ranks = Ranks.data_parallel()
     lockstep = False
 
     def __init__(self, model_dir: Path, dtype: str = "fp32") -> None:
@@ -127,7 +127,7 @@ def weight_sync(
     urls,
     directory: Path,
     *,
-    agreement: Agreement | None = None,
+    collectives: Collectives | None = None,
     tolerance=TOLERANCE,
     startup_timeout_s=60.0,
     max_outage_s=60.0,
@@ -170,7 +170,7 @@ def weight_sync(
             engine=engine,
             pool=pool,
             thread=thread,
-            agreement=agreement or Agreement(0, 1),
+            collectives=collectives or Collectives(Ranks.data_parallel(0, 1)),
             canary=Canary(canary_prompts(prompts, None), 1.0, pack, fetch, 60.0),
             dummy=dummy_micro_batch,
             startup_timeout_s=startup_timeout_s,

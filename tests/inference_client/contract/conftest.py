@@ -1,13 +1,16 @@
 """One contract, two engines: every test here runs against the embedded server and real vLLM.
 
-A server is started when the first test asks for it and serves all tests of its kind. Tests may
-leave other weights behind: ``Server.model`` is always the model whose weights are served.
+A server is started when the first test asks for it and serves all tests of its kind; an embedded
+one stays, because a process that is given file after file needs both kinds again for each. Tests
+may leave other weights behind: ``Server.model`` is always the model whose weights are served.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,17 @@ class Server:
         self.model = contract_model(self.tied)
 
 
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], Server]]:
+    """The embedded server whose model has a tied head, or an untied one."""
+    with ExitStack() as opened:
+        yield functools.cache(
+            lambda tied: opened.enter_context(
+                _serve("embedded", tied, tmp_path_factory.mktemp("served"))
+            )
+        )
+
+
 @pytest.fixture(
     scope="session",
     params=[
@@ -58,10 +72,20 @@ class Server:
     ],
 )
 def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    embedded: Callable[[bool], Server],
 ) -> Iterator[Server]:
     engine, tied = request.param
-    folder = tmp_path_factory.mktemp("served")
+    if engine == "embedded":
+        yield embedded(tied)
+        return
+    with _serve(engine, tied, tmp_path_factory.mktemp("served")) as server:
+        yield server  # and ends before the next vLLM, which may want the whole device
+
+
+@contextmanager
+def _serve(engine: str, tied: bool, folder: Path) -> Iterator[Server]:
     with _start(engine, save_contract_model(folder / "model", tied), folder / "log") as process:
         yield Server(engine, tied, process, contract_model(tied))
 

@@ -12,7 +12,8 @@ from easyrl.build.recipe import ROWS_PER_DRAIN, group_functions, pack_function, 
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.metrics.event_log import ignore
-from easyrl.runtime.collectives import Agreement
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import MicroBatch, RolloutGroup, StopRequested
 from easyrl.trainer.accumulation import Accumulator
@@ -82,7 +83,7 @@ class Engine:
 def accumulator(config: Config, engine: Engine, stop: StopRequest) -> Accumulator:
     return Accumulator(
         engine=engine,  # type: ignore[arg-type]
-        agreement=Agreement(0, 1),
+        collectives=Collectives(Ranks.data_parallel(0, 1)),
         functions=group_functions(config),
         stop=stop,
         is_interruption=lambda error: isinstance(error, StopRequested),
@@ -124,9 +125,7 @@ def test_the_configuration_chooses_the_packing(tmp_path: Path) -> None:
     group.completions[1].token_ids[:] = group.completions[0].token_ids
     advantages = [np.zeros(2, dtype=np.float32)]
     for packing, num_tokens in (("prompt", 13), ("tree", 8)):
-        pack = pack_function(
-            config(tmp_path, packing=packing), mask_truncated=False, keep_order=True
-        )
+        pack = pack_function(config(tmp_path, packing=packing), keep_order=True)
         assert [row.num_tokens for row in pack([group], advantages)] == [num_tokens]
 
 
@@ -143,7 +142,7 @@ def test_costs_are_those_of_the_model(tmp_path: Path) -> None:
         tiny_config(
             "qwen3", num_key_value_heads=1, head_dim=2, vocab_size=2, **sizes
         ).save_pretrained(model)
-        pack = pack_function(config(model), mask_truncated=False, keep_order=False)
+        pack = pack_function(config(model), keep_order=False)
         samples[name] = [[key.sample for key in row.sequences] for row in pack([group], advantages)]
     assert samples["attention"] == [[0], [1, 2, 3]]
     assert samples["linear"] == [[0, 3], [1, 2]]

@@ -1,0 +1,103 @@
+"""Which prompts make up the open batch: position p is drawn when p < B + R (DESIGN §5).
+
+Positions count what closed batches have left of the prompt order, from 0. R counts the prompts of
+the batch that are rejected or excluded, of all ranks. Nothing is cancelled, and whatever the order
+in which groups finish, what is drawn in the end is the shortest prefix of the order that holds B
+accepted groups.
+"""
+
+from __future__ import annotations
+
+from easyrl.schema import EndedBy
+
+
+class BatchMembership:
+    """The rule, for one batch. Knows neither prompts, ranks nor threads.
+
+    Args:
+        batch_size: B, accepted groups.
+        num_updates: k, optimizer steps on the batch; update j takes the accepted groups number
+            ``j B / k`` to ``(j + 1) B / k - 1`` of the order.
+        num_left: prompts that the order still has; None: it goes on for ever.
+        max_draws: prompts that the batch may draw at most.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_updates: int = 1,
+        *,
+        num_left: int | None = None,
+        max_draws: int | None = None,
+    ) -> None:
+        assert batch_size % num_updates == 0
+        self._batch_size = batch_size
+        self._num_updates = num_updates
+        self._update_size = batch_size // num_updates
+        self._limits = [n for n in (num_left, max_draws) if n is not None]
+        self._num_left = num_left
+        self._decided: dict[int, bool] = {}
+        self._num_replaced = 0  # R
+        self._prefix = 0  # all positions before it are decided
+        self._accepted_in_prefix = 0
+
+    def decide(self, position: int, accepted: bool) -> None:
+        """The outcome of a drawn position. Told again, it has to be the same."""
+        assert position < self.bound, f"position {position} is not drawn"
+        if position in self._decided:
+            assert self._decided[position] == accepted, f"position {position} was decided otherwise"
+            return
+        self._decided[position] = accepted
+        self._num_replaced += not accepted
+        while self._prefix in self._decided:
+            self._accepted_in_prefix += self._decided[self._prefix]
+            self._prefix += 1
+
+    def is_decided(self, position: int) -> bool:
+        return position in self._decided
+
+    @property
+    def bound(self) -> int:
+        """Positions below it may be drawn: B + R, unless the order or ``max_draws`` ends before."""
+        return min([self._batch_size + self._num_replaced, *self._limits])
+
+    @property
+    def complete(self) -> bool:
+        """Every drawn position is decided, and nothing may be drawn any more."""
+        return self._prefix == self.bound
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self._decided) - self._num_replaced
+
+    @property
+    def ended_by(self) -> EndedBy:
+        """Of a complete batch: what ended it."""
+        assert self.complete
+        if self.num_accepted == self._batch_size:
+            return "accepted"
+        return "data" if self.bound == self._num_left else "max_draws"
+
+    def update_of(self, position: int) -> int | None:
+        """The update that takes the group of ``position``, if accepted; None: not certain yet.
+
+        It is certain when all undecided positions before it, accepted or not, give the same.
+        """
+        if self._num_updates == 1:
+            return 0
+        before = [self._decided.get(p) for p in range(position)]
+        first = before.count(True)
+        last = first + before.count(None)
+        update = first // self._update_size
+        return update if update == last // self._update_size else None
+
+    def expected_update_of(self, position: int) -> int:
+        """Its update if nothing were refused."""
+        return min(position // self._update_size, self._num_updates - 1)
+
+    @property
+    def num_known_updates(self) -> int:
+        """Updates whose groups are all decided."""
+        if self.complete:
+            return -(-self.num_accepted // self._update_size)
+        return self._accepted_in_prefix // self._update_size

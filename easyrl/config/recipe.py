@@ -1,0 +1,72 @@
+"""The recipe section as loaded, and where the keys went that were the objective's before.
+
+The recipe's own keys are checked by its class (``easyrl.recipes.loading``), which needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+class RecipeConfig(BaseModel):
+    """The RL algorithm: a built-in by ``name``, or the class ``name`` of a user's ``file``.
+
+    All other keys are the recipe's own fields.
+    """
+
+    model_config = ConfigDict(
+        extra="allow", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
+    )
+
+    name: str = "grpo"
+    file: Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)] | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The recipe's own keys."""
+        return dict(self.model_extra or {})
+
+
+MOVED = {
+    "objective": {
+        "old_policy": "trainer.old_policy",
+        "shuffle_rewards": "scoring.shuffle_rewards",
+        **{
+            key: f"recipe.{key}"
+            for key in (
+                *("advantage", "aggregation", "clip_eps_low", "clip_eps_high", "kl_coef"),
+                *("kl_estimator", "kl_in_reward_coef", "entropy_coef"),
+                *("importance_correction", "importance_cap"),
+            )
+        },
+    },
+    "rollout": {
+        "truncated": "recipe.mask_truncated=true (truncated: mask) or scoring.truncated_reward "
+        "(truncated: mark)",
+        "truncated_reward": "scoring.truncated_reward",
+    },
+}
+
+
+def moved_keys(values: Mapping[str, Any]) -> list[str]:
+    """A line for each key of ``values``, a configuration as loaded, that has another name now."""
+    problems = []
+    for section, moved in MOVED.items():
+        given = values.get(section)
+        if not isinstance(given, Mapping):
+            continue
+        for key in given:
+            if key in moved:
+                problems.append(f"  {section}.{key}: is now {moved[key]}")
+            elif section == "objective":
+                problems.append(f"  {section}.{key}: unknown key")
+    if "objective" in values:
+        problems.append(
+            "  objective: is no section any more; see docs/recipes.md. The defaults of recipe: "
+            "grpo are its paper's; the former ones are aggregation: token and kl_coef: 0.0"
+        )
+    return problems

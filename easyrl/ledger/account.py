@@ -1,0 +1,57 @@
+"""A batch's account: what its optimizer steps come to, as the certificate wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from easyrl.ledger.certificate.records import BatchRecord
+from easyrl.metrics.batch_metrics import Update
+from easyrl.schema import Confirmation, EndedBy, GroupOutcome, Key, ServedWeights
+
+
+def batch_account(
+    updates: Sequence[Update],
+    refused: Sequence[GroupOutcome],
+    served: ServedWeights,
+    step: int,
+    confirmations: Sequence[Confirmation],
+    *,
+    accepted_versions: Collection[str],
+    discarded: Collection[Key],
+    ended_by: EndedBy = "accepted",
+) -> BatchRecord:
+    """The account of the batch up to the last of ``updates``, of all ranks.
+
+    ``step`` counts the steps up to there. ``refused`` are its rejected and excluded groups. The
+    log-probabilities are compared in the first update: later ones train weights that have moved on.
+    """
+    first = updates[0].totals.metrics
+    num_tokens = first.sums.get("num_loss_tokens", 0.0)
+    groups = [
+        msgspec.structs.replace(
+            group, update=number, outcome="skipped" if update.skipped else "trained"
+        )
+        for number, update in enumerate(updates)
+        for group in update.totals.groups
+    ]
+    groups = sorted([*groups, *refused], key=lambda group: group.position)
+    drawn = {group.key for group in groups}
+    return BatchRecord(
+        batch=served.version.v,
+        step=step,
+        num_updates=len(updates),
+        num_drawn=len(groups),
+        ended_by=ended_by,
+        version=str(served.version),
+        weights=served.digest,
+        confirmations=list(confirmations),
+        groups=groups,
+        discarded=sorted(drawn.intersection(discarded)),
+        accepted_versions=sorted(accepted_versions),
+        logprob_max=first.maxima.get("logprob_diff_max"),
+        logprob_mean=first.sums["logprob_diff_sum"] / num_tokens if num_tokens else None,
+        skipped_updates=[i for i, update in enumerate(updates) if update.skipped],
+        num_ranks=updates[0].totals.num_ranks,
+    )

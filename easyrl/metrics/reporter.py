@@ -1,0 +1,56 @@
+"""What is said of each step: evaluation, throughput, trackers, the training-inference mismatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from easyrl.metrics.batch_metrics import BatchTotals
+from easyrl.metrics.logprob_mismatch import LogprobMismatch
+from easyrl.metrics.throughput import Throughput
+from easyrl.metrics.trackers import Tracker
+from easyrl.schema import PolicyVersion
+
+
+class Evaluation(Protocol):
+    """Evaluates when it is due (``ScheduledEvaluation``)."""
+
+    def evaluate(self, step: int, version: PolicyVersion, *, is_last: bool) -> dict[str, float]: ...
+
+
+class StepReporter:
+    """Completes each step's metrics and hands them to the trackers. All ranks call every method.
+
+    Args:
+        evaluation: collective; None: the run has none.
+        trackers: and
+        mismatch: on the first rank.
+    """
+
+    def __init__(
+        self,
+        throughput: Throughput,
+        *,
+        evaluation: Evaluation | None = None,
+        trackers: Sequence[Tracker] = (),
+        mismatch: LogprobMismatch | None = None,
+    ) -> None:
+        self._throughput = throughput
+        self._evaluation = evaluation
+        self._trackers = trackers
+        self._mismatch = mismatch
+
+    def compare(self, totals: BatchTotals) -> None:
+        """Warns of a likely cause where trainer and server disagree on log-probabilities."""
+        if self._mismatch is not None:
+            self._mismatch.look(totals.metrics.sums)
+
+    def report(
+        self, step: int, version: PolicyVersion, metrics: dict[str, float], *, is_last: bool
+    ) -> None:
+        """``metrics`` are of the step, and of the sync behind it; ``is_last``: the run ends."""
+        if self._evaluation is not None:
+            metrics = metrics | self._evaluation.evaluate(step, version, is_last=is_last)
+        self._throughput.add(step, metrics)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)

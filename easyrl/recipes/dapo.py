@@ -1,0 +1,66 @@
+"""DAPO: Decoupled Clip and Dynamic sAmpling Policy Optimization (arXiv 2503.14476)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from easyrl.recipes.aggregation import Aggregation
+from easyrl.recipes.grpo import GRPO, NonNegative, Positive
+from easyrl.recipes.terms import RunSettings
+from easyrl.schema import RolloutGroup
+
+
+@dataclass(frozen=True)
+class DAPO(GRPO):
+    r"""GRPO with a higher upper clip, a mean over tokens, soft overlong punishment, no KL, and only
+    groups that say something.
+
+    .. math::
+        L = -\frac{1}{\sum_i |o_i|} \sum_i \sum_t \min(\rho_{i,t} A_i,
+            \mathrm{clip}(\rho_{i,t}, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A_i)
+        \quad \text{(eq. 8)}
+
+        R_{length}(y) = 0 \text{ up to } L_{max} - L_{cache}, \text{ then }
+            \frac{(L_{max} - L_{cache}) - |y|}{L_{cache}} \text{ down to } -1 \quad \text{(eq. 13)}
+
+    added to each response's reward, with ``L_max = rollout.max_tokens``. Dynamic sampling (eq. 11):
+    a group whose rewards, before that, are all equal is replaced by another prompt's. Defaults as
+    published (§4.1): 0.2 and 0.28, L_cache 4096 of L_max 20480 tokens.
+    """
+
+    aggregation: Aggregation = "token"
+    clip_eps_high: Positive = 0.28
+    kl_coef: NonNegative = 0.0
+    overlong_buffer: Annotated[float, Field(ge=0, le=1)] = 0.2  # L_cache / L_max; 0: no punishment
+    overlong_penalty: NonNegative = 1.0  # of a response of L_max tokens
+    dynamic_sampling: bool = True
+
+    @property
+    def rejects(self) -> bool:
+        return self.dynamic_sampling
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.is_set("overlong_penalty") and self.overlong_buffer == 0:
+            problems.append(
+                "overlong_penalty: has no effect without a buffer; remove it, or set "
+                "recipe.overlong_buffer above 0"
+            )
+        return problems
+
+    def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
+        if self.dynamic_sampling and np.ptp(group.rewards) == 0:
+            return "all rewards are equal"
+        return None
+
+    def rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
+        cache = self.overlong_buffer * run.max_tokens
+        if cache == 0:
+            return group.rewards
+        lengths = np.array([len(c.token_ids) for c in group.completions], dtype=np.float64)
+        punishment = np.clip((run.max_tokens - cache - lengths) / cache, -1.0, 0.0)
+        return group.rewards + (self.overlong_penalty * punishment).astype(np.float32)

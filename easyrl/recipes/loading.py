@@ -1,0 +1,239 @@
+"""The recipe that a configuration names: found, its keys checked, and whether it fits the rest."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+from dataclasses import MISSING, asdict, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from easyrl.config import Config, ConfigError, RecipeConfig
+from easyrl.config.trainer import no_look_ahead
+from easyrl.recipes.dapo import DAPO
+from easyrl.recipes.dr_grpo import DrGRPO
+from easyrl.recipes.grpo import GRPO
+from easyrl.recipes.recipe import Recipe
+from easyrl.recipes.terms import RunSettings
+
+BUILT_IN: dict[str, type[Recipe]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO}
+OWN_KEYS = ("name", "file")  # of the section, which no recipe can have
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+
+
+def load_recipe(config: Config) -> Recipe:
+    """The recipe of ``config.recipe``. Raises ``ConfigError`` naming each key and the remedy."""
+    recipe = _recipe(config.recipe)
+    problems = [f"recipe.{problem}" for problem in recipe.problems()]
+    problems += contradictions(config, recipe)
+    if problems:
+        raise ConfigError("\n".join(["recipe:", *(f"  {problem}" for problem in problems)]))
+    return recipe
+
+
+def with_whole_recipe(config: Config) -> Config:
+    """``config`` with all keys of its recipe, defaults too. Raises ``ConfigError``.
+
+    To be called before anything is loaded that takes long, and before the configuration is kept:
+    a later version's other defaults must not change what a run is.
+    """
+    section = config.recipe
+    whole = RecipeConfig.model_validate(
+        {"name": section.name, "file": section.file} | asdict(load_recipe(config))
+    )
+    return config.model_copy(update={"recipe": whole})
+
+
+def run_settings(config: Config) -> RunSettings:
+    """What a recipe is told of the run."""
+    rollout = config.rollout
+    return RunSettings(
+        rollout.max_tokens, rollout.num_generations, rollout.temperature, config.run.seed
+    )
+
+
+def contradictions(config: Config, recipe: Recipe) -> list[str]:
+    """Values that do not go with the recipe, each with its key and the remedy."""
+    trainer, needs = config.trainer, recipe.needs
+    problems = []
+    if trainer.offload_reference and not needs.reference:
+        problems.append(
+            "trainer.offload_reference: has no effect without a reference model; remove it, or "
+            "use a recipe that needs one (recipe.kl_coef above 0)"
+        )
+    if trainer.old_policy == "lagged" and not needs.old_policy:
+        problems.append(
+            "trainer.old_policy: lagged has no effect with a recipe without a ratio to the old "
+            "policy; use auto"
+        )
+    has_frozen_models = needs.reference or (
+        needs.old_policy and (trainer.old_policy == "lagged" or trainer.updates_per_batch > 1)
+    )
+    if (
+        not trainer.look_ahead
+        and not has_frozen_models
+        and no_look_ahead(config.trainer, config.run) is None
+    ):
+        problems.append(
+            "trainer.look_ahead: has no effect without a reference, a lagged old policy or several "
+            "updates per batch; remove it"
+        )
+    if config.model.logprob_backward == "same_pass" and recipe.span != "token":
+        problems.append(
+            "model.logprob_backward: same_pass needs a loss that is a sum over tokens, which "
+            f"couples those of a {recipe.span} here (recipe.kl_in_reward_coef does); use auto"
+        )
+    if recipe.rejects and trainer.max_steps is None and trainer.lr_schedule != "constant":
+        problems.append(
+            f"name: {config.recipe.name} rejects groups, so that the run's last step is not "
+            f"known, which trainer.lr_schedule={trainer.lr_schedule} needs; set trainer.max_steps, "
+            "or lr_schedule: constant"
+        )
+    if ratio_is_one(config):
+        problems += [
+            f"recipe.{key}: never acts with one update per batch (the ratio is 1); "
+            "remove it, or set trainer.old_policy=lagged or trainer.updates_per_batch above 1"
+            for key in recipe.ratio_keys
+            if recipe.is_set(key)
+        ]
+    return problems
+
+
+def ratio_is_one(config: Config) -> bool:
+    """Whether the old policy is the policy itself in every update."""
+    return config.trainer.old_policy == "auto" and config.trainer.updates_per_batch == 1
+
+
+def notices(config: Config, recipe: Recipe) -> list[str]:
+    """What a run says once at its start: what of the recipe cannot act, and what it waits for."""
+    said = []
+    if ratio_is_one(config) and recipe.ratio_keys:
+        said.append(
+            f"recipe.{' and '.join(recipe.ratio_keys)} cannot act: with one update per batch "
+            "(trainer.updates_per_batch=1, trainer.old_policy=auto) the ratio is 1"
+        )
+    if recipe.scope == "batch":
+        said.append(
+            f"the run does not stream: the advantages of recipe {config.recipe.name} are of all "
+            "groups of an optimizer step, training begins when the last one is complete"
+        )
+    return said
+
+
+# ---- the class and its keys ----
+
+
+def _recipe(section: RecipeConfig) -> Recipe:
+    cls = _class(section)
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(
+            f"recipe.name: {section.name} has no {' and no '.join(missing)}; define what "
+            "easyrl.recipes.Recipe leaves open"
+        )
+    try:
+        values = _keys_model(cls).model_validate(section.settings)
+    except ValidationError as error:
+        keys = [f.name for f in fields(cls)]
+        lines = [f"  {_describe(problem, keys, section.name)}" for problem in error.errors()]
+        raise ConfigError("\n".join(["recipe:", *lines])) from None
+    try:
+        return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})
+    except ValueError as error:  # __post_init__: "key: what is wrong; what would be right"
+        raise ConfigError(f"recipe.{error}") from error
+
+
+def _keys_model(cls: type[Recipe]) -> type[BaseModel]:
+    """The dataclass's fields as a strict section: pydantic takes no mapping for a strict one."""
+    hints = get_type_hints(cls, include_extras=True)
+    values: dict[str, Any] = {}
+    for field in fields(cls):
+        if field.default_factory is not MISSING:
+            default = Field(default_factory=field.default_factory)
+        else:
+            default = ... if field.default is MISSING else field.default
+        values[field.name] = (hints[field.name], default)
+    return create_model(cls.__name__, __config__=_STRICT, **values)
+
+
+def _describe(problem: Any, keys: list[str], name: str) -> str:
+    key, message = str(problem["loc"][0]), problem["msg"].removeprefix("Value error, ")
+    path = "recipe." + ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key, keys, n=1)
+        known = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(keys)}"
+        return f"{path}: unknown key of recipe {name}; {known}"
+    if problem["type"] == "missing":
+        return f"{path}: is required"
+    return f"{path}: {message} (got {problem['input']!r})"
+
+
+def _class(section: RecipeConfig) -> type[Recipe]:
+    """Raises ``ConfigError``."""
+    if section.file is None:
+        if section.name not in BUILT_IN:
+            raise ConfigError(
+                f"recipe.name: no built-in recipe is called {section.name!r}; there are "
+                f"{', '.join(BUILT_IN)}, or name the file of your own in recipe.file"
+            )
+        return BUILT_IN[section.name]
+    if not section.file.is_file():
+        raise ConfigError(f"recipe.file: {section.file} does not exist")
+    module = _module(section.file.resolve())
+    cls = getattr(module, section.name, None)
+    if not (inspect.isclass(cls) and issubclass(cls, Recipe)):
+        found = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isclass(value)
+            and issubclass(value, Recipe)
+            and value.__module__ == module.__name__
+        ]
+        what = "is no Recipe" if cls is not None else "is not there"
+        raise ConfigError(
+            f"recipe.name: {section.name} in {section.file} {what}; its recipes: "
+            f"{', '.join(found) or 'none, derive a class from easyrl.recipes.Recipe'}"
+        )
+    _refuse_plain_class(cls, section)
+    return cls
+
+
+def _refuse_plain_class(cls: type[Recipe], section: RecipeConfig) -> None:
+    """Fields of a class that is no dataclass would be no keys."""
+    own = {name for name, hint in vars(cls).get("__annotations__", {}).items()
+           if "ClassVar" not in str(hint)}  # fmt: skip
+    if missing := own - {f.name for f in fields(cls)}:
+        raise ConfigError(
+            f"recipe.name: {section.name} in {section.file} declares {', '.join(sorted(missing))} "
+            "and is no dataclass; write @dataclass(frozen=True) above it"
+        )
+    if taken := {f.name for f in fields(cls)} & set(OWN_KEYS):
+        raise ConfigError(
+            f"recipe.name: {section.name} in {section.file} has a field {', '.join(taken)}, "
+            "which is a key of the section itself; rename it"
+        )
+
+
+@cache
+def _module(file: Path) -> Any:
+    """The user's file, run once in a process. Raises ``ConfigError``."""
+    name = f"easyrl_recipe_{blake3(str(file).encode()).hexdigest(length=6)}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"recipe.file: {file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their annotations up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(
+            f"recipe.file: {file} cannot be run, {type(error).__name__}: {error}"
+        ) from error
+    return module

@@ -1,0 +1,146 @@
+"""The interface of an RL algorithm: what is sampled again, advantages, loss, metrics.
+
+A recipe is a frozen dataclass whose fields are the keys of the configuration's ``recipe`` section.
+It knows no engine, file or endpoint, and its methods are pure: the same arguments, the same result.
+
+Shape legend: G responses of a group, R tokens of a response, n trained tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+import numpy as np
+from torch import Tensor
+
+from easyrl.recipes.terms import AdvantageInputs, MetricTensors, Models, RunSettings, Terms
+from easyrl.schema import Completion, RolloutGroup
+
+Scope = Literal["group", "batch"]
+Span = Literal["token", "sequence", "group"]
+Advantages = np.ndarray | Sequence[np.ndarray]  # float [G], or G arrays [R]
+
+
+@dataclass(frozen=True)
+class Recipe(ABC):
+    """An RL algorithm. Properties may be overridden by plain class attributes.
+
+    ``advantages`` and ``loss`` are what a recipe has to say; the rest has defaults: all responses
+    are trained, all of their tokens weigh the same, and the loss is a mean over tokens.
+    """
+
+    # Fields without effect while the ratio policy / old policy is 1, as it is in the first update
+    # of each batch; setting one where that is always so is refused.
+    ratio_keys: ClassVar[tuple[str, ...]] = ()
+
+    # ---- what the run arranges for it ----
+
+    @property
+    def needs(self) -> Models:
+        """The models that run beside the policy."""
+        return Models()
+
+    @property
+    def scope(self) -> Scope:
+        """What the advantages need before the first gradient.
+
+        ``batch``: all groups of the optimizer step, so that training cannot begin before the last
+        response is there; the run says so.
+        """
+        return "group"
+
+    @property
+    def span(self) -> Span:
+        """The tokens that one term of the loss couples.
+
+        ``token``: any slice of the tokens may be given to ``loss``, and the projection to the
+        vocabulary forms the gradient in its own pass. ``sequence`` and ``group``: ``loss`` is given
+        whole rows; no sequence, or no group, is split over two.
+        """
+        return "token"
+
+    @property
+    def advantage_only(self) -> bool:
+        """Whether a token of advantage zero has zero loss and zero gradient.
+
+        Groups whose advantages are all zero then cost no forward and backward.
+        """
+        return False
+
+    @property
+    def rejects(self) -> bool:
+        """Whether ``accepts`` may have another prompt's group sampled."""
+        return type(self).accepts is not Recipe.accepts
+
+    def problems(self) -> list[str]:
+        """Values that contradict each other, as ``key: what is wrong; what would be right``."""
+        return []
+
+    # ---- groups: numpy, on raw scores ----
+
+    def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
+        """None, or why another prompt's group should be sampled instead of this one."""
+        return None
+
+    def select(self, group: RolloutGroup, run: RunSettings) -> Sequence[int]:
+        """The responses of ``group`` that are trained, by their places; at least none."""
+        return range(len(group.completions))
+
+    def trained_tokens(self, completion: Completion, run: RunSettings) -> np.ndarray:
+        """bool [R], the tokens of a response that are trained if it is selected."""
+        return completion.loss_mask
+
+    @abstractmethod
+    def advantages(
+        self, groups: Sequence[RolloutGroup], run: RunSettings, inputs: AdvantageInputs
+    ) -> Sequence[Advantages]:
+        """Of each group float [G], one number for each response, or G arrays [R], one per token.
+
+        With scope ``group`` called with one group at a time, so that nothing depends on which
+        groups arrive together; with scope ``batch`` once, with all of this data-parallel rank.
+        """
+
+    def token_weights(self, group: RolloutGroup, run: RunSettings) -> Sequence[np.ndarray]:
+        """For each response float [R], the weights of its tokens' losses (``loss_weights``).
+
+        Read at the trained tokens of selected responses alone.
+        """
+        return [np.ones(len(c.token_ids)) for c in group.completions]
+
+    def denominator(self, groups: Sequence[RolloutGroup], run: RunSettings) -> float:
+        """What divides the loss's sum over ``groups``; over micro-batches and ranks it adds up."""
+        return float(sum(self.num_trained_tokens(group, run) for group in groups))
+
+    def num_trained_tokens(self, group: RolloutGroup, run: RunSettings) -> int:
+        """Trained tokens of all selected responses."""
+        chosen = [group.completions[i] for i in self.select(group, run)]
+        return sum(int(self.trained_tokens(c, run).sum()) for c in chosen)
+
+    # ---- tokens: torch, on the device ----
+
+    @abstractmethod
+    def loss(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> Tensor:
+        """Terms of a sum, weighed by ``terms.loss_weights``; with span ``token`` one for each of
+        the n tokens.
+
+        ``logprobs`` and ``entropy`` [n] (nats, at the sampling temperature) are the policy's and
+        carry gradient. A rank that has run out of work calls it with one token of weight 0.
+        """
+
+    def metrics(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> MetricTensors:
+        """What to report beside loss, entropy and the comparison with the inference server.
+
+        Called without gradient, with all n tokens of a row.
+        """
+        return MetricTensors()
+
+    def is_set(self, key: str) -> bool:
+        """Whether a field has another value than its default.
+
+        A value that is its default is never refused: a dumped configuration names every key.
+        """
+        default = {f.name: f.default for f in fields(self)}[key]
+        return bool(getattr(self, key) != default)

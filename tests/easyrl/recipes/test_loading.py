@@ -1,0 +1,325 @@
+"""The recipe of a configuration: built-in or a user's file, its keys, and what it contradicts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from easyrl.config import Config, ConfigError
+from easyrl.config.file import dump_config, load_config, validate_config
+from easyrl.recipes import DAPO, GRPO, DrGRPO
+from easyrl.recipes.loading import BUILT_IN, load_recipe, notices, with_whole_recipe
+
+MINIMAL = """
+model: {path: models/tiny}
+data: {files: [train.jsonl]}
+inference: {endpoints: ["http://127.0.0.1:8000"]}
+rewards: [{name: exact}]
+"""
+OWN = """
+from dataclasses import dataclass
+
+from easyrl.recipes import GRPO, Recipe
+
+
+@dataclass(frozen=True)
+class Own(GRPO):
+    sharpness: float = 1.5
+
+    def __post_init__(self):
+        if self.sharpness < 0:
+            raise ValueError("sharpness: is below 0; use 0 or more")
+
+
+class Undecorated(GRPO):
+    sharpness: float = 1.5
+
+
+@dataclass(frozen=True)
+class Taken(GRPO):
+    file: str = ""
+
+
+class Unfinished(Recipe):
+    pass
+
+
+class NoRecipe:
+    pass
+"""
+
+
+def load(folder: Path, *overrides: str, text: str = MINIMAL) -> Config:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return file
+
+
+@pytest.mark.parametrize(("name", "cls"), [("grpo", GRPO), ("dr_grpo", DrGRPO), ("dapo", DAPO)])
+def test_a_built_in_has_its_paper_s_defaults(tmp_path: Path, name: str, cls: type[GRPO]) -> None:
+    recipe = load_recipe(load(tmp_path, f"recipe.name={name}"))
+    assert type(recipe) is cls and recipe == cls()
+
+
+def test_published_values() -> None:
+    """DeepSeekMath §4.2, Dr. GRPO §3.2, DAPO §4.1 with its 4096 of 20480 tokens."""
+    grpo, dr_grpo, dapo = GRPO(), DrGRPO(), DAPO()
+    assert (grpo.advantage, grpo.aggregation, grpo.kl_coef) == ("group_std", "sequence", 0.04)
+    assert (grpo.kl_estimator, grpo.clip_eps_low, grpo.clip_eps_high) == ("k3", 0.2, 0.2)
+    assert (dr_grpo.advantage, dr_grpo.aggregation) == ("group_mean", "constant")
+    assert (dr_grpo.kl_coef, dr_grpo.clip_eps_low, dr_grpo.clip_eps_high) == (0.0, 0.2, 0.2)
+    assert (dapo.advantage, dapo.aggregation, dapo.kl_coef) == ("group_std", "token", 0.0)
+    assert (dapo.clip_eps_low, dapo.clip_eps_high) == (0.2, 0.28)
+    assert dapo.overlong_buffer == 4096 / 20480 and dapo.dynamic_sampling
+
+
+def test_a_users_file_is_a_recipe(tmp_path: Path, own: Path) -> None:
+    config = load(tmp_path, f"recipe={{file: {own}, name: Own, sharpness: 2}}")
+    recipe = load_recipe(config)
+    assert isinstance(recipe, GRPO) and type(recipe).__name__ == "Own"
+    assert recipe.sharpness == 2.0  # type: ignore[attr-defined]
+    assert load_recipe(config) == recipe  # one class however often it is loaded
+
+
+BAD = {
+    "no such recipe": (
+        ["recipe.name=gpro"],
+        "recipe.name: no built-in recipe is called 'gpro'; there are grpo, dr_grpo, dapo",
+    ),
+    "no such file": (["recipe.file=no/r.py"], "recipe.file: no/r.py does not exist"),
+    "no such class": (
+        ["recipe={file: OWN, name: Mine}"],
+        "recipe.name: Mine in OWN is not there; its recipes: Own, Undecorated, Taken, Unfinished",
+    ),
+    "a class that is no recipe": (
+        ["recipe={file: OWN, name: NoRecipe}"],
+        "recipe.name: NoRecipe in OWN is no Recipe",
+    ),
+    "a class that is no dataclass": (
+        ["recipe={file: OWN, name: Undecorated}"],
+        "recipe.name: Undecorated in OWN declares sharpness and is no dataclass; write",
+    ),
+    "a field that is a key of the section": (
+        ["recipe={file: OWN, name: Taken}"],
+        "recipe.name: Taken in OWN has a field file",
+    ),
+    "methods that are missing": (
+        ["recipe={file: OWN, name: Unfinished}"],
+        "recipe.name: Unfinished has no advantages and no loss",
+    ),
+    "a value that the class refuses": (
+        ["recipe={file: OWN, name: Own, sharpness: -1}"],
+        "recipe.sharpness: is below 0; use 0 or more",
+    ),
+    "unknown key": (["recipe.kl_ceof=1"], "recipe.kl_ceof: unknown key of recipe grpo; did you"),
+    "unknown key like no other": (
+        ["recipe.xyzzy=1"],
+        "recipe.xyzzy: unknown key of recipe grpo; known keys: advantage, aggregation, clip_eps",
+    ),
+    "another recipe's key": (
+        ["recipe.overlong_buffer=0.1"],
+        "recipe.overlong_buffer: unknown key of recipe grpo; known keys: ",
+    ),
+    "wrong type": (
+        ["recipe.kl_coef='0.1'"],
+        "recipe.kl_coef: Input should be a valid number (got '0.1')",
+    ),
+    "negative": (["recipe.kl_coef=-1"], "recipe.kl_coef: Input should be greater than or equal to"),
+    "not finite": (["recipe.entropy_coef=.inf"], "recipe.entropy_coef: Input should be a finite"),
+    "no such choice": (
+        ["recipe.aggregation=mean"],
+        "recipe.aggregation: Input should be 'sequence', 'token' or 'constant' (got 'mean')",
+    ),
+    "k1 as a loss": (
+        ["recipe.kl_estimator=k1"],
+        "recipe.kl_estimator: k1 has a zero expected gradient as a loss; use k3 or k2",
+    ),
+    "KL estimator without a KL": (
+        ["recipe.kl_estimator=k2", "recipe.kl_coef=0.0"],
+        "recipe.kl_estimator: has no effect without a KL term in the loss; remove it, or set "
+        "recipe.kl_coef above 0",
+    ),
+    "cap without a correction": (
+        ["recipe.importance_cap=3.0"],
+        "recipe.importance_cap: has no effect without a correction; remove it, or set",
+    ),
+    "punishment without a buffer": (
+        ["recipe={name: dapo, overlong_buffer: 0, overlong_penalty: 0.5}"],
+        "recipe.overlong_penalty: has no effect without a buffer; remove it, or set",
+    ),
+    "clip that never acts": (
+        ["recipe.clip_eps_high=0.28"],
+        "recipe.clip_eps_high: never acts with one update per batch (the ratio is 1); remove it, "
+        "or set trainer.old_policy=lagged",
+    ),
+    "offloading no reference": (
+        ["trainer.offload_reference=true", "recipe.kl_coef=0.0"],
+        "trainer.offload_reference: has no effect without a reference model; remove it, or use a "
+        "recipe that needs one (recipe.kl_coef above 0)",
+    ),
+    "gradient at once of no sum over tokens": (
+        ["model.logprob_backward=same_pass", "recipe.kl_in_reward_coef=0.1"],
+        "model.logprob_backward: same_pass needs a loss that is a sum over tokens",
+    ),
+    "not looking ahead without frozen models": (
+        ["trainer.look_ahead=false", "recipe.kl_coef=0.0"],
+        "trainer.look_ahead: has no effect without a reference, a lagged old policy or several",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_value_names_its_key_and_the_remedy(tmp_path: Path, own: Path, name: str) -> None:
+    overrides, message = BAD[name]
+    config = load(tmp_path, *(override.replace("OWN", str(own)) for override in overrides))
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(config)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert any(line.startswith(message.replace("OWN", str(own))) for line in lines), caught.value
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    config = load(tmp_path, "recipe.kl_coef=-1", "recipe.agregation=token")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(config)
+    lines = [line.split(": ")[0].strip() for line in str(caught.value).splitlines()]
+    assert lines == ["recipe:", "recipe.kl_coef", "recipe.agregation"]
+
+
+def test_a_file_that_cannot_be_run_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("import nowhere_to_be_found\n")
+    with pytest.raises(ConfigError, match=r"recipe.file: .*broken.py cannot be run, ModuleNotFo"):
+        load_recipe(load(tmp_path, f"recipe={{file: {file}, name: X}}"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["recipe.kl_estimator=k2", "recipe.kl_coef=0.1"],
+        ["trainer.offload_reference=true", "recipe.kl_in_reward_coef=0.1"],
+        ["trainer.look_ahead=false"],
+        ["trainer.look_ahead=false", "recipe.kl_coef=0.0", "trainer.old_policy=lagged"],
+        ["trainer.look_ahead=false", "recipe.kl_coef=0.0", "trainer.updates_per_batch=2"],
+        ["recipe.clip_eps_high=0.28", "trainer.updates_per_batch=2"],
+        ["recipe.clip_eps_high=0.28", "trainer.old_policy=lagged"],
+        ["recipe.kl_in_reward_coef=0.1", "model.logprob_backward=recompute"],
+    ],
+)
+def test_the_remedies_are_accepted(tmp_path: Path, overrides: list[str]) -> None:
+    load_recipe(load(tmp_path, *overrides))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+def test_a_dump_of_all_keys_contradicts_nothing(tmp_path: Path, name: str) -> None:
+    config = with_whole_recipe(load(tmp_path, f"recipe.name={name}"))
+    assert "clip_eps_high" in config.recipe.settings
+    again = load(tmp_path, text=dump_config(config))
+    assert again == config == with_whole_recipe(again)
+
+
+def test_what_cannot_act_by_default_is_said_and_no_error(tmp_path: Path) -> None:
+    config = load(tmp_path, "recipe.name=dapo")
+    (notice,) = notices(config, load_recipe(config))
+    assert notice.startswith("recipe.clip_eps_low and clip_eps_high cannot act: with one update")
+    config = load(tmp_path, "recipe.name=dapo", "trainer.updates_per_batch=2")
+    assert notices(config, load_recipe(config)) == []
+
+
+# ---- keys that have moved ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("objective.kl_coef=0.1", "recipe.kl_coef"),
+        ("objective.advantage=group_mean", "recipe.advantage"),
+        ("objective.old_policy=lagged", "trainer.old_policy"),
+        ("objective.shuffle_rewards=true", "scoring.shuffle_rewards"),
+        ("rollout.truncated=mask", "recipe.mask_truncated=true (truncated: mask) or scoring.trun"),
+        ("rollout.truncated_reward=0.0", "scoring.truncated_reward"),
+    ],
+)
+def test_an_old_key_is_refused_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, old)
+    assert f"{old.split('=')[0]}: is now {new}" in str(caught.value)
+
+
+def test_each_old_key_is_named_and_no_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "objective={aggregation: token, entropy_coef: 0, kl: 1}")
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert lines[1:4] == [
+        "objective.aggregation: is now recipe.aggregation",
+        "objective.entropy_coef: is now recipe.entropy_coef",
+        "objective.kl: unknown key",
+    ]
+    assert "objective: is no section any more; see docs/recipes.md" in lines[4]
+    with pytest.raises(ConfigError, match="objective: is no section any more"):
+        validate_config({"objective": None})
+
+
+def test_another_recipe_leaves_no_key_of_the_file_s(tmp_path: Path) -> None:
+    text = MINIMAL + "recipe: {name: grpo, aggregation: token, kl_coef: 0.0}\n"
+    config = load(tmp_path, "recipe={name: dapo}", text=text)
+    assert config.recipe.settings == {}
+    assert load(tmp_path, "recipe.kl_coef=1", text=text).recipe.settings["aggregation"] == "token"
+
+
+# ---- when it is looked at ------------------------------------------------------------------------
+
+
+def command(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    (folder / "config.yaml").write_text(MINIMAL)
+    code = (
+        "import sys; from easyrl.train import main; status = main(sys.argv[1:]); "
+        "print('torch' in sys.modules, 'deepspeed' in sys.modules, file=sys.stderr); "
+        "sys.exit(status)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "config.yaml", *overrides],
+        cwd=folder,
+        env={"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_recipe_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    """And what else is wrong before torch is: that takes seconds."""
+    other = command(tmp_path, "recipe.kl_ceof=1", "trainer.batch_size=0")
+    assert other.returncode == 2 and "trainer.batch_size" in other.stderr
+    assert other.stderr.splitlines()[-1] == "False False"
+    printed = command(tmp_path, "recipe.kl_ceof=1", "--print-config")
+    assert printed.returncode == 2 and "recipe.kl_ceof: unknown key" in printed.stderr
+    assert printed.stderr.splitlines()[-1] == "True False"
+    whole = command(tmp_path, "recipe.name=dapo", "--print-config")
+    assert whole.returncode == 0 and "overlong_buffer: 0.2" in whole.stdout
+
+
+# ---- the documentation ---------------------------------------------------------------------------
+
+
+def test_the_documented_defaults_are_those_of_the_code() -> None:
+    rows = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text().splitlines()
+    for name, cls in BUILT_IN.items():
+        (row,) = [row for row in rows if row.startswith(f"| `{name}` |")]
+        told = dict(re.findall(r"`(\w+): ([\w.]+)`", row.split("|")[-2]))
+        own = {key: str(value).lower() for key, value in asdict(cls()).items()}
+        assert told == {key: own[key] for key in told} and len(told) >= 5
+        others = {key for key in own.keys() - told.keys() if own[key] not in ("0.0", "none")}
+        assert others == {"kl_estimator", "importance_cap", "mask_truncated"}

@@ -1,0 +1,154 @@
+"""Ranks that fill one batch over a store, here threads with connections of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from easyrl.dataloaders.producer.draws import Draws
+from easyrl.dataloaders.producer.membership import BatchMembership
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.machine import free_port
+from easyrl.runtime.rank_coordination import RankCoordination, SharedBatch
+from easyrl.runtime.ranks import Ranks
+
+
+@pytest.fixture
+def stores() -> Iterator[list[dist.TCPStore]]:
+    port = free_port()
+    yield [
+        dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+        for rank in range(2)
+    ]
+
+
+def on_both(work: Callable[[int], Any]) -> list[Any]:
+    """What ``work`` of each rank returns; the ranks run at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(work, range(2)))
+
+
+def test_a_number_is_claimed_once(stores: list[dist.TCPStore]) -> None:
+    def work(rank: int) -> list[int]:
+        batch = SharedBatch(stores[rank], "batch", rank)
+        return [batch.claim() for _ in range(50)]
+
+    mine, theirs = on_both(work)
+    assert sorted(mine + theirs) == list(range(100))
+    assert mine == sorted(mine) and theirs == sorted(theirs)
+    assert SharedBatch(stores[0], "next batch", 0).claim() == 0
+
+
+def test_what_the_other_rank_decides_is_heard_once_and_in_its_order(
+    stores: list[dist.TCPStore],
+) -> None:
+    def work(rank: int) -> list[tuple[int, bool]]:
+        batch, rng = SharedBatch(stores[rank], "batch", rank), random.Random(rank)
+        heard: list[tuple[int, bool]] = []
+        for number in range(60):
+            batch.publish(number, rng.random() < 0.5)
+            heard += batch.news()
+        while len(heard) < 60:
+            heard += batch.news()
+        assert list(batch.news()) == []
+        return heard
+
+    heard = on_both(work)
+    for rank in range(2):
+        rng = random.Random(1 - rank)  # the other's
+        assert heard[rank] == [(number, rng.random() < 0.5) for number in range(60)]
+
+
+def test_a_decision_is_heard_behind_those_that_it_rests_on(stores: list[dist.TCPStore]) -> None:
+    """One that was numbered first and is written late holds up those that follow."""
+    slow, quick, reader = (SharedBatch(stores[number % 2], "batch", number) for number in range(3))
+    written = threading.Event()
+
+    class Late:
+        """Its first decision has a number and no value yet."""
+
+        add, check, get, delete_key = (
+            staticmethod(getattr(stores[0], name)) for name in ("add", "check", "get", "delete_key")
+        )
+
+        @staticmethod
+        def set(key: str, value: str) -> None:
+            written.wait(10)
+            stores[0].set(key, value)
+
+    slow._store = Late
+    writing = threading.Thread(target=slow.publish, args=(0, False))
+    writing.start()
+    while not stores[1].check(["batch/decisions"]):
+        pass
+    quick.publish(1, True)
+    assert list(reader.news()) == []
+    written.set()
+    writing.join(10)
+    assert list(reader.news()) == [(0, False), (1, True)]
+
+
+def test_what_a_rank_has_written_is_removed(stores: list[dist.TCPStore]) -> None:
+    batch = SharedBatch(stores[0], "batch", 0)
+    for position in range(3):
+        batch.publish(position, True)
+    assert stores[1].check(["batch/0", "batch/1", "batch/2"])
+    batch.forget()
+    assert not any(stores[1].check([f"batch/{number}"]) for number in range(3))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("fixed", [False, True])
+def test_two_ranks_fill_a_batch_over_a_real_store(
+    stores: list[dist.TCPStore], seed: int, fixed: bool
+) -> None:
+    rng = random.Random(seed)
+    accepted = [rng.random() < 0.6 for _ in range(30)] + [True] * 8
+
+    def work(rank: int) -> list[int]:
+        mine = random.Random(10 * seed + rank)
+
+        async def generate(position: int, draws: Draws) -> None:
+            await asyncio.sleep(mine.random() / 100)
+            draws.decide(position, accepted[position])
+
+        async def batch() -> list[int]:
+            draws = Draws(
+                BatchMembership(8),
+                SharedBatch(stores[rank], "batch", rank),
+                fixed=(rank, 2) if fixed else None,
+                room=4,
+                polls=True,
+            )
+            drawn = []
+            async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+                async for position in draws:
+                    drawn.append(position)
+                    tasks.create_task(generate(position, draws))
+            assert draws.membership.num_accepted == 8
+            return drawn
+
+        return asyncio.run(batch())
+
+    mine, theirs = on_both(work)
+    num_drawn = next(n for n in range(len(accepted)) if sum(accepted[:n]) == 8)
+    assert sorted(mine + theirs) == list(range(num_drawn))
+    if fixed:
+        assert {p % 2 for p in mine} == {0} and {p % 2 for p in theirs} <= {1}
+
+
+def test_one_rank_needs_no_store() -> None:
+    ranks = RankCoordination(Collectives(Ranks.data_parallel(0, 1)))
+    for number in range(3):
+        batch = ranks.open_batch(f"batch {number}")
+        assert [batch.claim(), batch.claim()] == [0, 1]
+        batch.publish(0, True)
+        assert list(batch.news()) == []
+    assert ranks.gather([(3, False)]) == [[(3, False)]]
