@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,6 +38,7 @@ MODES: tuple[Mode, ...] = ("sync", "async")
 
 def main() -> None:
     arguments = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: server and trainer end too
     work = Workload(hidden_size=arguments.hidden_size, num_layers=arguments.num_layers)
     both = replace(work, batch_size=2 * work.batch_size)
     with ExitStack() as opened:

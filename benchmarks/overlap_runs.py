@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -108,7 +109,9 @@ class OneRank:
             command = [sys.executable, "-m", "easyrl.train", CONFIG, *overrides]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             with log.open("wb") as file:
-                trainer = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+                trainer = subprocess.Popen(
+                    command, env=environment, stdout=file, stderr=file, start_new_session=True
+                )
             pin_process(trainer.pid, [trainer_cpu])
             _finish(trainer, log)
         return read_batches(run_dir, num_ranks=1)
@@ -142,5 +145,11 @@ class TwoRanks:
 
 
 def _finish(trainer: subprocess.Popen[bytes], log: Path) -> None:
-    if trainer.wait() != 0:
-        sys.exit(log.read_text()[-3000:])
+    """Waits for its end, a good one. Leaves no process behind if this one ends before."""
+    try:
+        if trainer.wait() != 0:
+            sys.exit(log.read_text()[-3000:])
+    finally:
+        if trainer.poll() is None:
+            os.killpg(trainer.pid, signal.SIGKILL)  # it has a session of its own
+            trainer.wait()
