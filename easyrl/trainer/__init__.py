@@ -1,6 +1,6 @@
 """The training loop: groups of a batch become accumulated gradients, then optimizer steps.
 
-Consumes: batches of prompts, and finished groups in order of completion (strict mode: in that of
+Consumes: finished groups in order of completion (strict mode: in that of
 the prompts). Waits for: the first group that is ready; after the batch's last update, for the
 weight sync. Is unblocked by: a finished group, a finished response while frozen models can run
 ahead of it, a stop or an outage. Produces: optimizer steps, an account of each batch for the
