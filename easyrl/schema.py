@@ -1,6 +1,6 @@
 """The records that pass between the rooms. Small, frozen, typed; no torch at import time.
 
-Words (DESIGN §4): *batch* = the prompts between two weight syncs; *group* = the G responses of one
+Words: *batch* = the prompts between two weight syncs; *group* = the G responses of one
 prompt; *micro-batch* = what goes through one forward and backward; *step* = one optimizer step;
 *policy version* = ``run:attempt:v`` where *v* counts closed batches.
 

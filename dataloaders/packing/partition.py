@@ -1,4 +1,4 @@
-"""Which of the things to pack go into a row together: as few rows as possible, of even cost.
+"""Bin packing: items into as few rows as possible, of even cost.
 
 All rules are functions of their arguments alone. A row keeps to the token budget unless one thing
 alone exceeds it, which then has a row of its own.

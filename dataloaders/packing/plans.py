@@ -1,4 +1,4 @@
-"""How a take of groups is spread over rows, with prompts shared or all beginnings.
+"""Packing plans: how drained groups are spread over rows, prompts or all beginnings shared.
 
 A plan knows sequences by their places in a list. Both plans have the same two methods: ``rows``,
 and ``order_of``, which says how a row of given sequences is packed.

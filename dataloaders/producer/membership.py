@@ -1,4 +1,4 @@
-"""Which prompts make up the open batch: position p is drawn when p < B + R (DESIGN §5).
+"""Which prompts make up the open batch: position p is drawn when p < B + R (docs/on_policy.md).
 
 Positions count what closed batches have left of the prompt order, from 0. R counts the prompts of
 the batch that are rejected or excluded, of all ranks. Nothing is cancelled, and whatever the order

@@ -1,4 +1,4 @@
-"""The recipe section as loaded, and where the keys went that were the objective's before.
+"""Section ``recipe`` as loaded, and the new names of keys that have moved.
 
 The recipe's own keys are checked by its class (``easyrl.recipes.loading``), which needs torch.
 """

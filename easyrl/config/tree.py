@@ -1,4 +1,4 @@
-"""The whole configuration: every section, and what contradicts what."""
+"""The whole configuration: all sections, and the checks between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seam between the trainer and a training stack (DESIGN §7)."""
+"""The seam between the trainer and a training stack (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class TrainEngine(Protocol):
         ...
 
     def perturbed_weights(self) -> AbstractContextManager[None]:
-        """Inside, every weight is visibly changed (DESIGN §2.5); afterwards bit-equal to before."""
+        """Inside, every weight is visibly changed ; afterwards bit-equal to before."""
         ...
 
     def snapshot(self) -> EngineState:

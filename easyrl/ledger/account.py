@@ -1,4 +1,4 @@
-"""A batch's account: what its optimizer steps come to, as the certificate wants it."""
+"""The account of a closed batch: a certificate's record made of its optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run can be held to: a certificate's line for each batch, and its checkpoints."""
+"""Certificate and checkpoints behind one interface, which the training loop is given."""
 
 from __future__ import annotations
 

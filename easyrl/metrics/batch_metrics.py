@@ -20,7 +20,7 @@ AGAINST_INFERENCE = ("policy/logprob_diff", "policy/logprob_diff_max", "policy/i
 class BatchTotals:
     """Sums of one update of one rank, or of all ranks after ``merge``."""
 
-    denominator: float = 0.0  # late scalar, DESIGN §2.4
+    denominator: float = 0.0  # late scalar, docs/recipes.md
     metrics: MetricSums = field(default_factory=MetricSums)
     num_packed_tokens: int = 0  # dummies, which only keep ranks in step, do not count
     num_micro_batches: int = 0  # nor do they here

@@ -1,4 +1,4 @@
-"""What is said of each step: evaluation, throughput, trackers, the training-inference mismatch."""
+"""Step metrics: completed with evaluation and throughput, then handed to the trackers."""
 
 from __future__ import annotations
 

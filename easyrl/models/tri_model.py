@@ -1,4 +1,4 @@
-"""Policy, old policy and reference on one micro-batch (paper §4.1, DESIGN §5).
+"""Policy, old policy and reference on one micro-batch (paper §4.1, docs/shared_prompts.md).
 
 The three share one architecture and one layout, so one packed row and one attention mask serve all.
 What is not needed does not exist: the reference is there only if the recipe needs one, the old

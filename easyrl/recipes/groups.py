@@ -1,4 +1,4 @@
-"""What a recipe makes of finished groups, as packing and the trainer take it."""
+"""Advantages, loss weights and trained tokens of finished groups, as a recipe gives them."""
 
 from __future__ import annotations
 

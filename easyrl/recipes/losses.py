@@ -1,7 +1,7 @@
 """A recipe's loss of a micro-batch, as a sum over its trained tokens, and what is counted of it.
 
 Nothing here is a mean: ``MicroBatch.loss_weights`` carries the aggregation and one late scalar per
-optimizer step divides (DESIGN §2.4), so that the gradient of a batch does not depend on how its
+optimizer step divides (docs/recipes.md), so that the gradient of a batch does not depend on how its
 groups are spread over micro-batches.
 """
 

@@ -1,4 +1,4 @@
-"""The interface of an RL algorithm: what is sampled again, advantages, loss, metrics.
+"""The interface of an RL algorithm: which groups are trained, advantages, loss, metrics.
 
 A recipe is a frozen dataclass whose fields are the keys of the configuration's ``recipe`` section.
 It knows no engine, file or endpoint, and its methods are pure: the same arguments, the same result.

@@ -26,7 +26,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
 
 
 class Status(IntEnum):
-    """What a rank has for the next round of micro-batches (DESIGN §7)."""
+    """What a rank has for the next round of micro-batches (docs/architecture.md)."""
 
     WORK = 0
     FINISHED = 1

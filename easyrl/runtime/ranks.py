@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process's place in the run (DESIGN §8).
+    """One process's place in the run (docs/architecture.md).
 
     Every rank computes. The *head* of each model-parallel group runs a producer for the group's
     share of the prompts and hands micro-batches to its peers; with data parallelism alone every

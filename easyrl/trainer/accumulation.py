@@ -73,7 +73,7 @@ class GroupFunctions:
     """
 
     trained: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[TrainedGroup]]
-    denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, DESIGN §2.4
+    denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, docs/recipes.md
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
     pack_finished: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work

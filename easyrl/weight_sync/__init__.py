@@ -3,7 +3,7 @@
 Consumes: the engine's weights after a batch is closed. Waits for: the push to the endpoints that
 are up and their proof (version, checksums, log-probabilities); with none up, for one to return. Is
 unblocked by: their answers, ``inference.max_outage_s``, or a stop. Produces: endpoints confirmed
-for the new version, and the digest of the weights that they serve (DESIGN §2.1, §2.5, §9). An
+for the new version, and the digest of the weights that they serve (docs/endpoints.md). An
 endpoint that returns in mid-batch is brought to the served version without the trainer.
 
 Read ``publish.py`` (all ranks, once per batch) → ``reconcile.py`` (one endpoint is brought to the

@@ -1,4 +1,4 @@
-"""Fixed prompts; their responses' log-probabilities tell what an endpoint serves (DESIGN §2.5)."""
+"""Fixed prompts; their responses' log-probabilities tell what an endpoint serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One version to all endpoints at once: their reconciliations, and their questions to the trainer.
+"""Reconciliation of all endpoints at once, and the trainer's answers to their canaries.
 
 The trainer's log-probabilities are a collective of the main threads, so an endpoint's coroutine
 cannot ask for them itself: it leaves its canary samples here and waits.

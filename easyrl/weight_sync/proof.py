@@ -1,4 +1,4 @@
-"""What an endpoint has to show before a request of a version goes to it (DESIGN §2.5).
+"""What an endpoint has to show before a request of a version goes to it (docs/endpoints.md).
 
 *Version and checksums* are the proof that a small step arrived: what is served, read back by each
 of the endpoint's workers, has the artefact's hashes. The *canary* compares what the endpoint

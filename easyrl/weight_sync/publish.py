@@ -1,4 +1,4 @@
-"""Publishing: once per batch a version goes to every endpoint, and each proves it (DESIGN §9)."""
+"""Publishing: once per batch a version goes to every endpoint, and each proves it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Requests for responses, sent and decoded in processes of their own: the fetchers.
 
 A response of 1,000 tokens is 140 kB of JSON. Reading that beside the trainer would slow it down, so
-that a fetcher does, and what comes back here are two arrays and a few words (DESIGN §3).
+that a fetcher does, and what comes back here are two arrays and a few words (docs/architecture.md).
 """
 
 from __future__ import annotations

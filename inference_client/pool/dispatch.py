@@ -1,4 +1,4 @@
-"""Who goes where next: by outstanding tokens, short groups first, a group on one endpoint.
+"""Choice of the next request and its endpoint: by outstanding tokens, short groups first.
 
 What goes first before all: the groups of the batch's earlier update.
 """

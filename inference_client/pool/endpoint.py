@@ -28,7 +28,7 @@ class Endpoint:
     """One inference server. Only the pool, on its loop, changes it; anyone may read.
 
     An endpoint is *usable* for a version when it is up, neither excluded nor leaving, and has
-    confirmed that version (DESIGN §2.1).
+    confirmed that version (docs/on_policy.md).
     """
 
     def __init__(self, client: EndpointClient, max_inflight: int) -> None:

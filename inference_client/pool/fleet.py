@@ -134,7 +134,7 @@ class Fleet:
     # ---- what others find out --------------------------------------------------------------------
 
     def confirm(self, endpoint: Endpoint, version: str) -> None:
-        """``endpoint`` has proved that it serves ``version`` (DESIGN §2.5), the current one.
+        """``endpoint`` has proved that it serves ``version`` (docs/endpoints.md), the current one.
 
         Each call is a good proof and gives ``endpoint.proof`` the next number.
         """

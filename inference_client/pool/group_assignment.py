@@ -1,4 +1,4 @@
-"""A group's place among all others: when it is sent, and where to."""
+"""A group's priority in the request queue, and the endpoint that its requests share."""
 
 from __future__ import annotations
 

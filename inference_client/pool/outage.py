@@ -1,4 +1,4 @@
-"""What happens while nobody can answer: those who wait go on waiting, and the log says so."""
+"""Outages: no endpoint is up; requests wait, the log says so, the run ends after a while."""
 
 from __future__ import annotations
 

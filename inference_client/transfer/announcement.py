@@ -1,4 +1,4 @@
-"""What a trainer tells endpoints of its weights: where they are, and how to know that it is there.
+"""The artifact folder's announcement: an identity file by which endpoints recognise it.
 
 ``ROOT`` holds the artifacts of one run, and in ``announcement`` the blake3 hash of the run's token:
 a receiver that finds it knows that it sees the trainer's own directory, not another machine's.

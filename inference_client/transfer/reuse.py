@@ -1,4 +1,4 @@
-"""Shared memory that is written again: the files of old artifacts become those of new ones.
+"""Reuse of shared memory: files of old artifacts become those of new ones.
 
 Taking fresh pages from the system costs more than twice what writing into known ones does, and a
 receiver that has such a file mapped reads it at the speed of plain memory.

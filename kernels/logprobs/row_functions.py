@@ -1,4 +1,4 @@
-"""The two functions along the rows of a chunk of logits, and what a kernel has to prove of them.
+"""Log-sum-exp and gradient along the rows of a chunk of logits: torch or Triton, checked.
 
 A compiled kernel may fail or be wrong for one driver, compiler or build, and nothing would show it
 but a model that learns badly.

@@ -1,4 +1,4 @@
-"""The four ways of running, each from a fresh process (DESIGN §3)."""
+"""The four ways of running, each from a fresh process (docs/architecture.md)."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""``RUN_DIR/certificate.jsonl``: what each batch was made by and trained on (DESIGN §2.6)."""
+"""``RUN_DIR/certificate.jsonl``: what each batch was made by and trained on (docs/on_policy.md)."""
 
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, RunRecord

@@ -1,4 +1,4 @@
-"""What is wrong, and where."""
+"""Errors of a certificate: the violation, and its line, batch, prompt or endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The on-policy contract of one batch, as far as its line tells (DESIGN §2).
+"""The on-policy contract of one batch, as far as its line tells (docs/on_policy.md).
 
 The trainer asks before each optimizer step, ``easyrl verify`` asks again of every line.
 """

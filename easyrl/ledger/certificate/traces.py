@@ -1,4 +1,4 @@
-"""What a run leaves besides its certificate: it betrays lines that were removed from the end."""
+"""Checks for removed certificate lines: metrics, checkpoints and journals that are ahead of it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Coordination(Protocol):
 
 @dataclass(frozen=True)
 class BatchRules:
-    """How batches are made up (DESIGN §5).
+    """How batches are made up (docs/on_policy.md).
 
     Attributes:
         batch_size: B, accepted groups.

@@ -1,4 +1,4 @@
-"""What, beside prompts and weights, decides how a group turns out."""
+"""Digest of the sampling and reward settings that a journalled group depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into the embedded engine and what comes out of it."""
+"""Requests and results of the embedded engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backend ``easyrl_hccl``: vllm-ascend's HCCL broadcast for NPUs, with which takes artifacts too.
+"""Backend ``easyrl_hccl``: vllm-ascend's HCCL broadcast for NPUs, and artifacts as well.
 
 Untested: vllm-ascend cannot be imported without an NPU's libraries. Written against its main branch
 of October 2026, which registers the engine below as ``hccl``; it has to be one whose engines own

@@ -1,4 +1,4 @@
-"""Backend ``easyrl_nccl``: vLLM's NCCL broadcast for GPUs, with which takes artifacts too.
+"""Backend ``easyrl_nccl``: vLLM's NCCL broadcast for GPUs, and artifacts as well.
 
 Constructed and dispatched on a CPU in the tests; the broadcast itself, which is vLLM's own code,
 has not been run here.

@@ -1,4 +1,4 @@
-"""Errors that leave several workers in step.
+"""Worker errors as values, so that tensor-parallel workers stay in step.
 
 vLLM 0.32's multiprocess executor stops reading replies at the first worker that failed, and the
 next call takes the replies that were left over for its own (vLLM issue 58242, pull request 57846).
