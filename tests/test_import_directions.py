@@ -1,4 +1,4 @@
-"""Walks every import of the project and fails on one that points the wrong way (docs/architecture.md)."""
+"""Walks every import of the project and fails on one that points the wrong way."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter

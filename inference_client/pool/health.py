@@ -30,7 +30,7 @@ class Health:
 
     Consumes: ``/weight_info``. Waits for: answers, with a limit. Is unblocked by: them. Produces:
     endpoints that are up or *down*, and a ``repair`` for each that is up without the current
-    weights. A busy endpoint is never timed out because it is slow (docs/endpoints.md): it has to leave
+    weights. A busy endpoint is never timed out because it is slow: it has to leave
     probes unanswered, or to make no progress at all for ``progress_timeout_s``.
 
     Args:
