@@ -205,6 +205,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
 def _plan(config: Config, version: PolicyVersion) -> Plan:
     return Plan(
         version,
+        groups_per_update=config.trainer.batch_size // config.trainer.updates_per_batch,
         updates_per_batch=config.trainer.updates_per_batch,
         max_steps=config.trainer.max_steps,
         max_bad_steps=config.trainer.max_bad_steps,

@@ -135,6 +135,7 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
             collectives=collectives,
             plan=Plan(
                 PolicyVersion(run.run.run, 0, 0),
+                groups_per_update=run.run.batch_size // updates_per_batch,
                 updates_per_batch=updates_per_batch,
                 max_bad_steps=config.trainer.max_bad_steps,
             ),

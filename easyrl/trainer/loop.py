@@ -126,11 +126,13 @@ class Plan:
 
     Attributes:
         version: of the first weights.
+        groups_per_update: B / k, of all ranks; only an update that ends its batch may have fewer.
         updates_per_batch: k, optimizer steps on each batch, each on its slice of the groups.
         max_steps: where the run ends; None: with the prompts.
     """
 
     version: PolicyVersion
+    groups_per_update: int
     updates_per_batch: int = 1
     max_steps: int | None = None
     max_bad_steps: int = 3
@@ -250,7 +252,8 @@ class Trainer:
             on_error.callback(batch.close)
             for number, groups in enumerate(batch.updates, start=1):
                 totals = self._accumulate(groups)
-                is_last = number == self._plan.updates_per_batch
+                is_short = len(totals.groups) < self._plan.groups_per_update  # nothing follows
+                is_last = number == self._plan.updates_per_batch or is_short
                 if totals.groups:
                     updates.append(Update(totals))
                     self._check(batch, updates, served, whole=is_last)

@@ -5,6 +5,7 @@ The trainer asks before each optimizer step, ``easyrl verify`` asks again of eve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ def examine(record: BatchRecord, context: Context, *, whole: bool = True) -> int
     _outcomes(record)
     if whole:
         _membership(record, context)
+    else:
+        _whole_updates(record, context)
     _discarded(record, drawn)
     confirmed = _confirmed(record, context)
     certified = _certified(record, context)
@@ -119,6 +122,17 @@ def _outcomes(record: BatchRecord) -> None:
                 f"counts as {group.outcome}, its update as {expected}",
                 batch=record.batch,
                 key=group.key,
+            )
+
+
+def _whole_updates(record: BatchRecord, context: Context) -> None:
+    """Of a batch that goes on, every update so far has all of its groups."""
+    size = context.run.batch_size // context.attempt.updates_per_batch
+    counts = Counter(group.update for group in record.groups if group.accepted)
+    for update in range(record.num_updates):
+        if counts[update] != size:
+            raise CertificateError(
+                f"update {update} has {counts[update]} groups, it takes {size}", batch=record.batch
             )
 
 

@@ -288,7 +288,7 @@ def make_trainer(
             trackers=[ListTracker(reported), *trackers],
         ),
         collectives=collectives,
-        plan=Plan(VERSION, **plan),
+        plan=Plan(VERSION, 2 // plan.get("updates_per_batch", 1), **plan),
         record=record,
         progress=progress,
     )
