@@ -40,6 +40,10 @@ class StopRequested(RuntimeError):
     """SIGTERM, or a stop that another rank was asked for: save and end, nothing has failed."""
 
 
+class PeerOutage(RuntimeError):
+    """Another rank has no endpoint left."""
+
+
 class BatchWithdrawn(RuntimeError):
     """Groups of the open batch were taken back: an endpoint that made them failed its proof."""
 

@@ -6,8 +6,10 @@ import gc
 import os
 
 # Test processes run side by side, and OpenMP's threads spin while they wait: with two on two busy
-# cores, small products took twenty times as long.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# cores, small products took twenty times as long. A process that runs alone starts vLLM servers,
+# which keep their own number.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Python's collector does not walk, again and again, what torch and transformers leave behind.
 gc.disable()  # while tests are collected, which imports everything
 

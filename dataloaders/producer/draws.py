@@ -38,6 +38,14 @@ class SharedDecisions(Protocol):
         """The reason, if a rank has announced one."""
         ...
 
+    def announce_failure(self, reason: str) -> None:
+        """This rank will decide nothing any more."""
+        ...
+
+    def failure(self) -> str | None:
+        """The rank and its reason, if one has announced it."""
+        ...
+
 
 class OneRank:
     """``SharedDecisions`` of a run with one data-parallel rank."""
@@ -58,6 +66,12 @@ class OneRank:
         pass
 
     def withdrawal(self) -> str | None:
+        return None
+
+    def announce_failure(self, reason: str) -> None:
+        pass
+
+    def failure(self) -> str | None:
         return None
 
 
@@ -96,6 +110,7 @@ class Draws:
         self._next: int | None = None  # this rank's, and may not be drawn yet
         self.on_change: Callable[[], object] = lambda: None  # after every decision
         self.on_withdrawal: Callable[[str], object] = lambda reason: None  # another rank's
+        self.on_failure: Callable[[str], object] = lambda reason: None  # another rank's
 
     def __aiter__(self) -> Draws:
         return self
@@ -114,7 +129,9 @@ class Draws:
                 return position
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), POLL_S if self._polls else None)
+                # Not wait_for: it swallows a cancellation that comes together with the event.
+                async with asyncio.timeout(POLL_S if self._polls else None):
+                    await self._changed.wait()
             except TimeoutError:
                 pass
 
@@ -133,6 +150,10 @@ class Draws:
         self.membership.decide(position, accepted)
         self._shared.publish(position, accepted)
         self._tell()
+
+    def give_up(self, reason: str) -> None:
+        """This rank's producer has failed: the others must not wait for its positions."""
+        self._shared.announce_failure(reason)
 
     def _claim(self) -> int:
         if self._fixed is not None:
@@ -156,6 +177,8 @@ class Draws:
             self._tell()
         if self._polls and (reason := self._shared.withdrawal()) is not None:
             self.on_withdrawal(reason)
+        if self._polls and (reason := self._shared.failure()) is not None:
+            self.on_failure(reason)
 
     def _tell(self) -> None:
         self.on_change()

@@ -215,7 +215,9 @@ class RolloutGenerator:
             await run.memory.finish()
             batch.release(run.draws)
         except BaseExceptionGroup as errors:
-            batch.fail(_first_leaf(errors))
+            failure = _first_leaf(errors)
+            run.draws.give_up(str(failure))
+            batch.fail(failure)
         except BaseException as error:
             batch.fail(error)  # cancelled: whoever still waits must wake up
             raise
@@ -232,7 +234,7 @@ class RolloutGenerator:
         try:
             group = await self._group(position, prompt, run)
             if group.excluded is None and (reason := run.accept(group)) is not None:
-                group = replace(group, rejected=reason)
+                group = replace(group, rejected=reason or "no reason given")
             hands_out = not group.refused or run.batch.hands_out_refused
             if not hands_out:
                 group = await run.memory.put_away(group)

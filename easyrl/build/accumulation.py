@@ -10,6 +10,7 @@ from easyrl.config import Config
 from easyrl.engines.base import TrainEngine
 from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.stopping import StopRequest
 from easyrl.trainer.accumulation import Accumulator
 
@@ -36,4 +37,6 @@ def build_accumulator(
         rows_per_drain=rows_per_drain(config),
         synchronous=synchronous,
         look_ahead=looks_ahead(config, engine),
+        # Which of them is run depends on the endpoint that answered, and decides the last bits.
+        skip_without_signal=not is_strict(config),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -14,12 +14,13 @@ from easyrl.build.recipe import pack_function
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
+from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.pool.membership import (
     MembershipFollower,
     Wanted,
     begin_membership,
 )
-from easyrl.inference_client.pool.pool import Endpoint
+from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
 from easyrl.inference_client.pool.startup import read_api_key
 from easyrl.inference_client.servers.managed.managed import ManagedServers
 from easyrl.runtime.collectives import Collectives
@@ -66,6 +67,13 @@ def start_servers(config: Config, opened: ExitStack) -> list[str]:
         return urls + servers.start()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+async def set_aside(pool: EndpointPool, urls: Collection[str]) -> None:
+    """Endpoints that failed a proof on some rank are not used until they prove themselves anew."""
+    for endpoint in pool.endpoints:
+        if endpoint.url in urls and endpoint.confirmed_version is not None:
+            pool.set_aside(endpoint, EndpointUnavailable(endpoint.url, "failed a proof"))
 
 
 def follow_membership(

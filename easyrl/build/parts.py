@@ -13,6 +13,7 @@ from easyrl.build.data import load_data, load_held_out, load_tokenizer
 from easyrl.build.endpoints import (
     build_weight_sync,
     follow_membership,
+    set_aside,
     start_servers,
     warn_of_short_contexts,
 )
@@ -37,7 +38,7 @@ from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.throughput import Throughput
 from easyrl.recipes.loading import load_recipe
 from easyrl.rewards.startup import check_rewards
-from easyrl.runtime.collectives import Collectives, PeerOutage
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import (
     is_strict,
     make_deterministic,
@@ -54,7 +55,7 @@ from easyrl.runtime.run_folder import (
 )
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
-from easyrl.schema import BatchWithdrawn, PolicyVersion, Progress, StopRequested
+from easyrl.schema import BatchWithdrawn, PeerOutage, PolicyVersion, Progress, StopRequested
 from easyrl.trainer.evaluation import ScheduledEvaluation
 from easyrl.trainer.loop import Plan, Trainer
 
@@ -157,6 +158,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     )
     opened.callback(rollouts.close)
     weight_sync.set_on_failed_proof(rollouts.withdraw)
+    rollouts.on_withdrawal = lambda urls: inference.thread.run(set_aside(inference.pool, urls))
     certificate = open_certificate(config, output, version, order, progress, collectives, opened)
     if ranks.is_first:
         keep_config(config, output, version.attempt)

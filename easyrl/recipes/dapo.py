@@ -41,7 +41,7 @@ class DAPO(GRPO):
 
     @property
     def rejects(self) -> bool:
-        return self.dynamic_sampling
+        return self.dynamic_sampling or type(self).accepts is not DAPO.accepts
 
     def problems(self) -> list[str]:
         problems = super().problems()

@@ -74,7 +74,9 @@ class GRPO(Recipe):
 
     @property
     def advantage_only(self) -> bool:
-        return self.kl_coef == self.kl_in_reward_coef == self.entropy_coef == 0
+        """Also False for a class that changes the loss: what it adds is not known."""
+        own_loss = type(self).loss is GRPO.loss and type(self)._credited is GRPO._credited
+        return own_loss and self.kl_coef == self.kl_in_reward_coef == self.entropy_coef == 0
 
     def problems(self) -> list[str]:
         problems = []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import BatchWithdrawn, StopRequested
+from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested
 
 T = TypeVar("T")
 
@@ -35,10 +35,6 @@ class Status(IntEnum):
 
 class PeerFailed(RuntimeError):
     """Another rank failed; its own log has the traceback."""
-
-
-class PeerOutage(RuntimeError):
-    """Another rank has no endpoint left."""
 
 
 # of what ends a batch on all ranks, by what goes first

@@ -61,20 +61,35 @@ class SharedBatch:
 
     def announce_withdrawal(self, reason: str) -> None:
         """The batch has to begin again, on all ranks."""
-        if self._store is not None:
-            key = f"{self._name}/withdrawal"
-            self._store.set(key, reason)
-            self._written.append(key)
+        self._announce("withdrawal", reason)
 
     def withdrawal(self) -> str | None:
         """The reason, if a rank has announced one."""
-        key = f"{self._name}/withdrawal"
+        return self._announced("withdrawal")
+
+    def announce_failure(self, reason: str) -> None:
+        """This rank will decide nothing any more: who waits for it would wait for ever."""
+        self._announce("failure", f"rank {self._rank}: {reason}")
+
+    def failure(self) -> str | None:
+        """The rank and its reason, if one has announced it."""
+        return self._announced("failure")
+
+    def _announce(self, kind: str, reason: str) -> None:
+        if self._store is not None:
+            key = f"{self._name}/{kind}"
+            self._store.set(key, reason)
+            self._written.append(key)
+
+    def _announced(self, kind: str) -> str | None:
+        key = f"{self._name}/{kind}"
         if self._store is None or not self._store.check([key]):
             return None
         return self._store.get(key).decode()
 
     def forget(self) -> None:
         """Removes what this rank has written; nobody reads it any more."""
+        self._written += [f"{self._name}/claims", f"{self._name}/decisions"]
         for key in self._written:
             if self._store is not None:
                 self._store.delete_key(key)

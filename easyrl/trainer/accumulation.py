@@ -171,7 +171,7 @@ class Accumulator:
         """Packed rows as groups arrive; ends early, noting it in ``totals``, when interrupted."""
         compared: set[str] = set()  # endpoints
         try:
-            if self.synchronous:
+            if self.synchronous and self.functions.scope == "group":  # "batch" waits by itself
                 self.record("waiting_for_batch")
                 groups.complete()
             of_scope = {"group": self._trained_as_they_come, "batch": self._trained_when_complete}

@@ -24,6 +24,7 @@ class Board:
     num_claims: int = 0
     said: list[tuple[int, int, bool]] = field(default_factory=list)  # rank, position, accepted
     withdrawal: str | None = None
+    failure: str | None = None
 
 
 class Shared:
@@ -50,6 +51,12 @@ class Shared:
 
     def withdrawal(self) -> str | None:
         return self.board.withdrawal
+
+    def announce_failure(self, reason: str) -> None:
+        self.board.failure = reason
+
+    def failure(self) -> str | None:
+        return self.board.failure
 
 
 class Batch:

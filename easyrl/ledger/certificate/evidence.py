@@ -69,7 +69,10 @@ class JournalEvidence:
         accept = self._accept_of(PolicyVersion.parse(record.version).attempt)
         if accept is None:
             return
-        if found.group.excluded is None and (said := accept(found.group)) != found.group.rejected:
+        if (
+            found.group.excluded is None
+            and (said := _reason(accept(found.group))) != found.group.rejected
+        ):
             told = ["accepted" if r is None else f"rejected ({r})" for r in (group.reason, said)]
             raise CertificateError(
                 f"is {told[0]} in certificate and journal, its recipe says: {told[1]}",
@@ -98,6 +101,11 @@ def journalled_batches(directory: Path) -> list[int]:
     """Batches with a folder in the journal ``directory``, ascending."""
     names = [folder.name.removeprefix("batch-") for folder in directory.glob("batch-*")]
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _reason(said: str | None) -> str | None:
+    """As the producer keeps it."""
+    return said if said is None else said or "no reason given"
 
 
 def _compare(record: BatchRecord, group: GroupOutcome, found: JournalledGroup) -> None:

@@ -186,7 +186,8 @@ class History:
         assert self.run is not None and self.attempt is not None
         num_prompts, epochs = self.run.num_prompts, self.attempt.epochs
         # The order goes through one epoch after the other.
-        last_epoch = (self.num_drawn + len(record.groups)) // num_prompts
+        last = max((group.position for group in record.groups), default=0)
+        last_epoch = (self.num_drawn + last) // num_prompts
         last_epoch = last_epoch if epochs is None else min(last_epoch, epochs - 1)
         for group in record.groups:
             if not (0 <= group.epoch <= last_epoch and 0 <= group.index < num_prompts):

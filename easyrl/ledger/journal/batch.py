@@ -178,11 +178,11 @@ class BatchJournal:
                 for key, stored in self._added.items()
                 if is_withdrawn(stored.made_by, endpoint, proof)
             ]
-            # Also without a group: it tells that this rank knew of it (``earlier_attempts``).
-            self._open_writer().append(encode_withdrawal(endpoint, proof, self.num_restarts))
             self._in_doubt.append((endpoint, proof))
             for key in withdrawn:
                 del self._added[key]
+            # Also without a group: it tells that this rank knew of it (``earlier_attempts``).
+            self._open_writer().append(encode_withdrawal(endpoint, proof, self.num_restarts))
         return len(withdrawn)
 
     def begin_again(self) -> None:
@@ -197,11 +197,6 @@ class BatchJournal:
         """What this attempt has journalled, without what was withdrawn."""
         with self._lock:
             return list(self._added.values())
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether something was withdrawn since the batch began, or began again."""
-        return bool(self._in_doubt)
 
     def add_drain(
         self, keys: Sequence[Key], max_tokens: int, update: int, ahead: Sequence[Piece] = ()

@@ -21,6 +21,7 @@ from easyrl.schema import (
     FinishedSamples,
     GroupOutcome,
     Key,
+    PeerOutage,
     Prompt,
     RolloutGroup,
     ServedWeights,
@@ -89,6 +90,8 @@ class JournalledRollouts:
         self._open: OpenBatch | None = None
         self._shared: SharedDecisions = OneRank()
         self._doubted: list[str] = []  # endpoints, since the batch began
+        # Told of the endpoints, on every rank, before the batch begins again: it must not use them.
+        self.on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
 
     def withdraw(self, endpoint: str, proof: int) -> None:
         """Takes back what ``endpoint`` has made for the open batch since its proof ``proof``.
@@ -96,17 +99,20 @@ class JournalledRollouts:
         The batch begins again without it, on all ranks. On the producer's loop; raises
         ``JournalError``.
         """
+        self._doubted.append(endpoint)  # seen at the end of ``begin`` where that is under way
         if self._batch is None or self._open is None:
             return
-        self._doubted.append(endpoint)
-        num_groups = self._batch.withdraw(endpoint, proof)
-        reason = (
-            f"{endpoint} failed its proof: groups with responses that it has made since its proof "
-            f"number {proof} are withdrawn and generated again ({num_groups} of rank "
-            f"{self._ranks.dp_rank}, not counting open ones)"
-        )
-        self._open.withdraw(reason)
-        self._shared.announce_withdrawal(reason)
+        reason = f"{endpoint} failed its proof"  # said even if the record finds the disk full
+        try:
+            num_groups = self._batch.withdraw(endpoint, proof)
+            reason += (
+                ": groups with responses that it has made since its proof number "
+                f"{proof} are withdrawn and generated again ({num_groups} of rank "
+                f"{self._ranks.dp_rank}, not counting open ones)"
+            )
+        finally:
+            self._open.withdraw(reason)
+            self._shared.announce_withdrawal(reason)
 
     def share_withdrawals(self) -> None:
         """What one rank's proof has put in doubt, all ranks withdraw. Collective.
@@ -119,6 +125,7 @@ class JournalledRollouts:
         for endpoint in sorted(everyone - mine):
             if self._batch is not None:
                 self._batch.withdraw(endpoint, 0)
+        self.on_withdrawal(sorted(everyone))
 
     @property
     def num_waiting(self) -> int:
@@ -140,6 +147,7 @@ class JournalledRollouts:
             journal.begin_again()
         else:
             self.close()
+            self._doubted.clear()
             journal = self._batch = self._journal.open_batch(served)
         rules, ranks = self._rules, self._ranks
 
@@ -181,8 +189,11 @@ class JournalledRollouts:
         by_key = {stored.prompt.key: stored for stored in accepted.values()}
         opened = self._open = OpenBatch(generated, journal, drains, by_key)
         draws.on_withdrawal = opened.withdraw
-        if journal.in_doubt:  # withdrawn meanwhile, from what was open before
-            opened.withdraw("an endpoint has failed its proof while the batch began")
+        draws.on_failure = opened.fail
+        if self._doubted:  # meanwhile, where the batch that was open before was told
+            reason = f"{', '.join(self._doubted)} failed its proof while the batch began"
+            opened.withdraw(reason)
+            self._shared.announce_withdrawal(reason)
         return opened
 
     def sync(self) -> None:
@@ -286,6 +297,11 @@ class OpenBatch:
         self.withdrawn = reason
         for stream in self.updates:
             stream.interrupt(BatchWithdrawn(reason))
+
+    def fail(self, reason: str) -> None:
+        """Another rank decides nothing any more: who waits for a group raises ``PeerOutage``."""
+        for stream in self.updates:
+            stream.interrupt(PeerOutage(reason))
 
     def close(self) -> None:
         """Gives up what is not finished. Safe to call twice."""

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from easyrl.dataloaders.producer.rollout_generator import ProducerError
 from easyrl.ledger.journal import JournalledRollouts, OpenBatch
 from easyrl.ledger.journal.record_file import read_records
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.rank_coordination import SharedBatch
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import BatchWithdrawn
-from tests.dataloaders.rollout_parts import G, ScriptedGenerate, generator, prompt
+from easyrl.schema import BatchWithdrawn, PeerOutage
+from tests.dataloaders.rollout_parts import G, ScriptedGenerate, completion, generator, prompt
 from tests.easyrl.ledger.journal_groups import OTHER_WEIGHTS, read, rollouts_of, served
 from tests.waiting import wait_until
 
@@ -303,6 +304,25 @@ def test_no_batch_no_withdrawal(tmp_path):
     with LoopThread() as thread:
         batch = attempt(thread, tmp_path, 1, ScriptedGenerate()).begin(served(1), 0)
         assert set(take(batch.updates[0])) == set(range(4))
+
+
+def test_a_rank_whose_producer_has_failed_does_not_leave_the_others_waiting(tmp_path):
+    """Rank 0 has all of its own groups, and waits for a position of rank 1 to be decided."""
+
+    async def fails(prompt, sample, version):
+        if prompt.index == 3:
+            raise RuntimeError("no endpoint is up")
+        return completion(version)
+
+    with LoopThread() as thread:
+        ranks = RankedRun(2).rollouts(
+            thread, tmp_path, 0, fails, batch_size=4, in_prompt_order=True
+        )
+        first, second = [rollouts.begin(served(0), 0).updates[0] for rollouts in ranks]
+        with pytest.raises(ProducerError, match="no endpoint is up"):
+            second.complete()
+        with pytest.raises(PeerOutage, match="rank 1: no endpoint is up"):
+            first.complete()
 
 
 @pytest.mark.parametrize("in_prompt_order", [False, True])

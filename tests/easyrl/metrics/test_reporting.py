@@ -19,11 +19,11 @@ from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.throughput import Throughput
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, WandbTracker, read_metrics
-from easyrl.runtime.collectives import Collectives, PeerOutage
+from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import PolicyVersion, Prompt, RolloutGroup, Score, StopRequested
+from easyrl.schema import PeerOutage, PolicyVersion, Prompt, RolloutGroup, Score, StopRequested
 from easyrl.trainer.evaluation import Evaluator, ScheduledEvaluation, pass_at_k
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from easyrl.build.recipe import group_functions
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.dataloaders.packing.groups import pack_groups
-from easyrl.recipes import DAPO, GRPO, DrGRPO, Recipe, group_advantages
+from easyrl.recipes import DAPO, GRPO, DrGRPO, Recipe, RunSettings, Terms, group_advantages
 from easyrl.recipes.groups import trained_groups
 from easyrl.recipes.losses import terms_of
 from easyrl.runtime.seeding import sample_seed
@@ -231,3 +232,22 @@ def test_terms_know_sequence_and_group_and_can_be_sliced() -> None:
     other = terms_of(row, old)(logprobs[2:4], slice(2, 4))
     assert other.old_logprobs.tolist() == [1.0, 2.0]
     assert other.reference_logprobs is not None and other.reference_logprobs.tolist() == [3.0, 4.0]
+
+
+def test_a_class_that_changes_the_loss_is_not_taken_for_advantage_only() -> None:
+    @dataclass(frozen=True)
+    class WithBonus(GRPO):
+        def loss(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> Tensor:
+            return super().loss(logprobs, entropy, terms) - logprobs
+
+    assert GRPO(kl_coef=0.0).advantage_only
+    assert not WithBonus(kl_coef=0.0).advantage_only
+
+
+def test_dapo_rejects_by_a_decision_of_its_own_class_too() -> None:
+    class Picky(DAPO):
+        def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
+            return "none is good enough"
+
+    assert DAPO().rejects and not DAPO(dynamic_sampling=False).rejects
+    assert Picky(dynamic_sampling=False).rejects and not GRPO().rejects

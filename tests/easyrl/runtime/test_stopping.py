@@ -297,9 +297,10 @@ except KeyboardInterrupt:
 def _stopping_rank(rank, port, ready, results):
     import torch.distributed as dist
 
-    from easyrl.runtime.collectives import Collectives, PeerOutage
+    from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.signals import RunSignals
+    from easyrl.schema import PeerOutage
 
     dist.init_process_group(
         "gloo",
