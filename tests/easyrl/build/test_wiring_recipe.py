@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from easyrl.build.accumulation import build_accumulator
 from easyrl.build.recipe import ROWS_PER_DRAIN, group_functions, pack_function, rows_per_drain
 from easyrl.config import Config
 from easyrl.config.file import validate_config
@@ -67,6 +68,7 @@ class Engine:
     """Remembers the prompts of each row, and asks for a stop with the row of number ``last``."""
 
     lockstep = False
+    can_look_ahead = False
 
     def __init__(self, stop: StopRequest, last: int = -1) -> None:
         self.rows: list[list[int]] = []
@@ -146,3 +148,21 @@ def test_costs_are_those_of_the_model(tmp_path: Path) -> None:
         samples[name] = [[key.sample for key in row.sequences] for row in pack([group], advantages)]
     assert samples["attention"] == [[0], [1, 2, 3]]
     assert samples["linear"] == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(("determinism", "skips"), [("none", True), ("strict", False)])
+def test_groups_without_signal_are_run_in_strict_mode(
+    model: Path, determinism: str, skips: bool
+) -> None:
+    """Which one of an endpoint is kept would depend on who answered first, and decide last bits."""
+    with closing(StopRequest(60.0)) as stop:
+        built = build_accumulator(
+            config(model, determinism),
+            Engine(stop),  # type: ignore[arg-type]
+            Collectives(Ranks.data_parallel(0, 1)),
+            stop,
+            is_interruption=lambda error: False,
+            record=ignore,
+            synchronous=True,
+        )
+    assert built.skip_without_signal == skips

@@ -90,6 +90,22 @@ def test_the_updates_until_now_can_be_checked(tmp_path):
     certificate.close()
 
 
+def test_an_update_that_ends_in_the_next_epoch_is_checked_before_the_batch_is_whole(tmp_path):
+    """Seven prompts are drawn, three left in the epoch; the first update's second is of the next."""
+    places = {(0, 0): "rejected", (0, 1): "rejected", (0, 2): "rejected"}
+    places |= {(1, 0): "rejected", (1, 1): "rejected"}
+    options = {"num_prompts": 10, "epochs": None, "num_batches": 2, "updates_per_batch": 2}
+    run = with_refused(tmp_path, places, **options)
+    certificate = run.begin()
+    run.train()
+    whole = run.generate()
+    first = [group for group in whole.groups if group.accepted and group.update == 0]
+    assert [(group.position, group.epoch) for group in first] == [(2, 0), (3, 1)]
+    certificate.check(replace(whole, num_updates=1, groups=first), whole=False)
+    certificate.check(whole, whole=True)
+    certificate.close()
+
+
 def test_a_group_of_another_update_than_its_number_among_the_accepted_gives_it(tmp_path):
     run = with_refused(tmp_path, {(0, 1): "rejected"}, updates_per_batch=2)
     certificate = run.begin()
