@@ -152,12 +152,12 @@ def test_costs_are_those_of_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("determinism", "skips"), [("none", True), ("strict", False)])
 def test_groups_without_signal_are_run_in_strict_mode(
-    model: Path, determinism: str, skips: bool
+    tmp_path: Path, determinism: str, skips: bool
 ) -> None:
     """Which one of an endpoint is kept would depend on who answered first, and decide last bits."""
     with closing(StopRequest(60.0)) as stop:
         built = build_accumulator(
-            config(model, determinism),
+            config(tmp_path, determinism),
             Engine(stop),  # type: ignore[arg-type]
             Collectives(Ranks.data_parallel(0, 1)),
             stop,

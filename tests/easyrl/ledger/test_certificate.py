@@ -91,7 +91,7 @@ def test_the_updates_until_now_can_be_checked(tmp_path):
 
 
 def test_an_update_that_ends_in_the_next_epoch_is_checked_before_the_batch_is_whole(tmp_path):
-    """Seven prompts are drawn, three left in the epoch; the first update's second is of the next."""
+    """Seven of ten prompts are drawn; the first update ends in the next epoch."""
     places = {(0, 0): "rejected", (0, 1): "rejected", (0, 2): "rejected"}
     places |= {(1, 0): "rejected", (1, 1): "rejected"}
     options = {"num_prompts": 10, "epochs": None, "num_batches": 2, "updates_per_batch": 2}
