@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(config, resume=arguments.resume, signals=signals)
         finally:
+            signals.stop.leave_peers()
             signals.finish()
     except ConfigError as error:  # the user's to mend; a traceback would hide it
         print(f"easyrl: {error}", file=sys.stderr)

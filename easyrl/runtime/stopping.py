@@ -16,6 +16,7 @@ from easyrl.schema import StopRequested
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
+FOLLOWER_END_S = 5.0  # its store may belong to a rank that is gone
 NOTICE = "stop"
 
 Wake = Callable[[StopRequested], object]
@@ -52,6 +53,8 @@ class StopRequest:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="easyrl-stop", daemon=True)
         self._thread.start()
+        self._follower: threading.Thread | None = None
+        self._left = threading.Event()
 
     def request(self, reason: str) -> None:
         """Asks for the stop; from any thread, also in a signal handler. Only the first counts."""
@@ -91,19 +94,29 @@ class StopRequest:
     def follow_peers(self, notices: Notices) -> None:
         """From now on a rank that is asked tells the others, which stop with it."""
         if notices.has_readers:
-            follow = threading.Thread(
+            self._follower = threading.Thread(
                 target=self._follow, args=(notices,), name="easyrl-stop-peers", daemon=True
             )
-            follow.start()
+            self._follower.start()
+
+    def leave_peers(self) -> None:
+        """The run has ended on this rank; its end is still watched. Safe to call twice.
+
+        The interpreter's end aborts a process (status -6) that has a thread inside the store.
+        """
+        self._left.set()
+        if self._follower is not None:
+            self._follower.join(FOLLOWER_END_S)
 
     def close(self) -> None:
         """The run has ended, or nobody watches its end any more. Safe to call twice."""
+        self.leave_peers()
         self._closed.set()
         self._asked.put(None)
         self._thread.join()
 
     def _follow(self, notices: Notices) -> None:
-        while not self._closed.wait(POLL_S):
+        while not self._left.wait(POLL_S):
             if self._reason is not None:
                 notices.post(NOTICE, self._reason)
                 return

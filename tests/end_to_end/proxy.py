@@ -53,7 +53,9 @@ class Proxy:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession() as self._session:
+        # a request on a connection that the server is just closing would fail, and count
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as self._session:
             self._ready.set()
             await self._stop.wait()
         await runner.cleanup()

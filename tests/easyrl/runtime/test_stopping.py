@@ -6,10 +6,12 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
 import pytest
+from torch.distributed import HashStore
 
 from easyrl.runtime.machine import free_port
 from easyrl.runtime.notices import Notices
@@ -329,6 +331,31 @@ def _stopping_rank(rank, port, ready, results):
     except StopRequested as raised:
         results.put((rank, f"StopRequested: {raised}"))
     dist.destroy_process_group()
+
+
+class _SlowBoard(Notices):
+    """A board whose readers are inside the store most of the time."""
+
+    def __init__(self) -> None:
+        super().__init__(HashStore(), 1)
+        self.reading = threading.Event()
+
+    def read(self, kind: str) -> str | None:
+        self.reading.set()
+        time.sleep(0.5)
+        self.reading.clear()
+        return None
+
+
+def test_nothing_is_inside_the_store_when_the_run_has_ended():
+    """A thread that is aborts the process at the interpreter's end."""
+    stop, board = StopRequest(grace_s=60), _SlowBoard()
+    stop.follow_peers(board)
+    assert board.reading.wait(10)
+    stop.leave_peers()
+    assert not board.reading.is_set()
+    assert not board.reading.wait(1)
+    stop.close()
 
 
 def test_sigterm_to_one_rank_stops_both():
