@@ -131,10 +131,10 @@ async def test_overload_is_answered_or_put_off(
     assert len(completion.token_ids) == 16
 
 
-async def test_a_client_that_hangs_up_frees_its_place(
-    server: Server, client: EndpointClient, http: aiohttp.ClientSession
-) -> None:
-    length = MAX_MODEL_LEN - 100
+async def hung_up(
+    server: Server, client: EndpointClient, http: aiohttp.ClientSession, length: int
+) -> float:
+    """Tokens generated after ``MAX_NUM_SEQS`` clients of ``length`` tokens each hung up."""
     gone = [
         asyncio.create_task(sample(client, seed=seed, **long_response(length)))
         for seed in range(MAX_NUM_SEQS)
@@ -151,8 +151,20 @@ async def test_a_client_that_hangs_up_frees_its_place(
         while await gauge(http, server.url, "vllm:num_requests_running") > 1:
             # figures are renewed when something is generated
             await sample(client, **long_response(4))
-    generated = await gauge(http, server.url, "vllm:generation_tokens_total") - before
-    assert generated < MAX_NUM_SEQS * length / 2, "they were generated to their end"
+    return await gauge(http, server.url, "vllm:generation_tokens_total") - before
+
+
+async def test_a_client_that_hangs_up_frees_its_place(
+    server: Server, client: EndpointClient, http: aiohttp.ClientSession
+) -> None:
+    length = MAX_MODEL_LEN - 100
+    generated = []
+    for _ in range(4):  # on a busy machine a server can hear of it late, once
+        generated.append(await hung_up(server, client, http, length))
+        if generated[-1] < MAX_NUM_SEQS * length / 2:
+            break
+    else:
+        raise AssertionError(f"they were generated to their end: {generated}")
     await assert_alive(server, client)
 
 
