@@ -20,9 +20,9 @@ from torch.distributed import TCPStore
 
 from benchmarks.dynamic_sampling_load import Load
 from easyrl.dataloaders.producer.draws import Draws
-from easyrl.dataloaders.producer.group_batch import GroupBatch
 from easyrl.dataloaders.producer.group_stream import GroupStream
 from easyrl.dataloaders.producer.membership import BatchMembership
+from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.rank_coordination import SharedBatch
@@ -128,14 +128,14 @@ class _Rank:
         """Starts all draws of the batch, and waits for them."""
         try:
             for batch in self._batches(overlapped):
-                streams.put(batch.streams[0])
+                streams.put(batch.updates[0])
                 assert batch.producing is not None
                 batch.producing.result()
                 self._last_group_s = time.monotonic()
         finally:
             streams.put(None)
 
-    def _batches(self, overlapped: bool) -> Iterator[GroupBatch]:
+    def _batches(self, overlapped: bool) -> Iterator[OpenBatch]:
         """One; or as many as it takes, each of what the ones before have left to draw."""
         missing = self._load.num_groups
         while missing:
@@ -155,10 +155,9 @@ class _Rank:
         num_ranks = self._load.num_ranks
         return Draws(
             membership,
-            SharedBatch(self._store, f"{first}", self._rank),
+            SharedBatch(self._store, f"{first}", self._rank) if self._store else None,
             # position p of the batch, not of this draw, belongs to rank p mod n
             fixed=((self._rank - first) % num_ranks, num_ranks),
-            polls=num_ranks > 1,
         )
 
     def _reason_to_reject(self, group: RolloutGroup) -> str | None:

@@ -60,7 +60,7 @@ MAY_IMPORT = {
     " ledger.journal dataloaders.prompts.dataset dataloaders.producer.membership",
     "ledger.account": "schema metrics.batch_metrics ledger.certificate.records",
     "ledger": "schema metrics.trackers runtime.run_files runtime.ranks runtime.collectives"
-    " dataloaders.producer.group_stream dataloaders.producer.group_memory",
+    " dataloaders.producer.group_stream",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.machine runtime.stopping"
     " inference_client",

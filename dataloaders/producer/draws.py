@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
 
 from easyrl.dataloaders.producer.membership import BatchMembership
 
 POLL_S = 0.01  # between two looks at what other ranks have decided
+
+# The batch has to begin again on all ranks; or the rank that says so will decide nothing any more.
+Notice = Literal["withdrawal", "failure"]
 
 
 class SharedDecisions(Protocol):
@@ -30,49 +33,11 @@ class SharedDecisions(Protocol):
         """Positions with their outcomes that other ranks have published since the last call."""
         ...
 
-    def announce_withdrawal(self, reason: str) -> None:
-        """The batch has to begin again, on all ranks."""
+    def announce(self, notice: Notice, reason: str) -> None: ...
+
+    def announced(self, notice: Notice) -> str | None:
+        """The reason, if a rank has announced one; of a failure with the rank."""
         ...
-
-    def withdrawal(self) -> str | None:
-        """The reason, if a rank has announced one."""
-        ...
-
-    def announce_failure(self, reason: str) -> None:
-        """This rank will decide nothing any more."""
-        ...
-
-    def failure(self) -> str | None:
-        """The rank and its reason, if one has announced it."""
-        ...
-
-
-class OneRank:
-    """``SharedDecisions`` of a run with one data-parallel rank."""
-
-    def __init__(self) -> None:
-        self._claims = itertools.count()
-
-    def claim(self) -> int:
-        return next(self._claims)
-
-    def publish(self, position: int, accepted: bool) -> None:
-        pass
-
-    def news(self) -> Sequence[tuple[int, bool]]:
-        return ()
-
-    def announce_withdrawal(self, reason: str) -> None:
-        pass
-
-    def withdrawal(self) -> str | None:
-        return None
-
-    def announce_failure(self, reason: str) -> None:
-        pass
-
-    def failure(self) -> str | None:
-        return None
 
 
 class Draws:
@@ -80,37 +45,39 @@ class Draws:
 
     Args:
         membership: of the batch; positions that the journal knows are decided in it already.
-        shared: the other ranks.
+        shared: the other ranks; None: there are none.
         fixed: (rank, number of ranks): position p belongs to rank p mod n. None: a rank with room
             claims the next position that nobody has.
         room: groups of this rank that may be open at a time; the claim of a further one waits.
-        polls: whether other ranks decide too.
+        kept: positions that nobody claims, and whether they are this rank's: the batch had drawn
+            them before it began again, and may do so once more.
     """
 
     def __init__(
         self,
         membership: BatchMembership,
-        shared: SharedDecisions,
+        shared: SharedDecisions | None = None,
         *,
         fixed: tuple[int, int] | None = None,
         room: int | None = None,
-        polls: bool = False,
+        kept: Mapping[int, bool] | None = None,
     ) -> None:
         self.membership = membership
         self._shared = shared
         self._fixed = fixed
         self._room = room
-        self._polls = polls
         self._open: set[int] = set()  # drawn by this rank and not decided
         self._changed = asyncio.Event()
-        known = [p for p in range(membership.bound) if membership.is_decided(p)]
-        self._undecided = _undecided(frozenset(known), fixed)
+        kept = kept or {}
+        self._kept = sorted((p for p, is_mine in kept.items() if is_mine), reverse=True)
+        known = {p for p in range(membership.bound) if membership.is_decided(p)} | kept.keys()
+        # This rank's positions that were not decided when the batch began, in order; no end.
+        self._undecided = (p for p in itertools.count(*(fixed or (0, 1))) if p not in known)
         self._upcoming = next(self._undecided)  # nothing before it is drawn any more
         self._num_claimed = 0
         self._next: int | None = None  # this rank's, and may not be drawn yet
         self.on_change: Callable[[], object] = lambda: None  # after every decision
-        self.on_withdrawal: Callable[[str], object] = lambda reason: None  # another rank's
-        self.on_failure: Callable[[str], object] = lambda reason: None  # another rank's
+        self.on_notice: Callable[[Notice, str], object] = lambda notice, reason: None  # another's
 
     def __aiter__(self) -> Draws:
         return self
@@ -121,16 +88,13 @@ class Draws:
             self._hear()
             if self.membership.complete:
                 raise StopAsyncIteration
-            if self._next is None and (self._room is None or len(self._open) < self._room):
-                self._next = self._claim()
-            if self._next is not None and self._next < self.membership.bound:
-                position, self._next = self._next, None
+            if (position := self._drawn()) is not None:
                 self._open.add(position)
                 return position
             self._changed.clear()
             try:
                 # Not wait_for: it swallows a cancellation that comes together with the event.
-                async with asyncio.timeout(POLL_S if self._polls else None):
+                async with asyncio.timeout(None if self._shared is None else POLL_S):
                     await self._changed.wait()
             except TimeoutError:
                 pass
@@ -148,21 +112,33 @@ class Draws:
         """What became of a position that this rank has drawn."""
         self._open.discard(position)
         self.membership.decide(position, accepted)
-        self._shared.publish(position, accepted)
+        if self._shared is not None:
+            self._shared.publish(position, accepted)
         self._tell()
 
-    def give_up(self, reason: str) -> None:
-        """This rank's producer has failed: the others must not wait for its positions."""
-        self._shared.announce_failure(reason)
+    def announce(self, notice: Notice, reason: str) -> None:
+        """To the other ranks, which must not wait for this one's positions."""
+        if self._shared is not None:
+            self._shared.announce(notice, reason)
+
+    def _drawn(self) -> int | None:
+        """The next position for this rank, if there is one that may be drawn."""
+        if self._kept and self._kept[-1] < self.membership.bound:
+            return self._kept.pop()  # needs no room: it is in the journal
+        if self._next is None and (self._room is None or len(self._open) < self._room):
+            self._next = self._claim()
+        if self._next is None or self._next >= self.membership.bound:
+            return None
+        position, self._next = self._next, None
+        return position
 
     def _claim(self) -> int:
-        if self._fixed is not None:
-            return self._advance()
-        number = self._shared.claim()
-        while self._num_claimed < number:  # others have claimed these
-            self._advance()
+        if self._shared is not None and self._fixed is None:
+            number = self._shared.claim()
+            while self._num_claimed < number:  # others have claimed these
+                self._advance()
+                self._num_claimed += 1
             self._num_claimed += 1
-        self._num_claimed += 1
         return self._advance()
 
     def _advance(self) -> int:
@@ -170,22 +146,17 @@ class Draws:
         return position
 
     def _hear(self) -> None:
-        news = self._shared.news() if self._polls else ()
+        if self._shared is None:
+            return
+        news = self._shared.news()
         for position, accepted in news:
             self.membership.decide(position, accepted)
         if news:
             self._tell()
-        if self._polls and (reason := self._shared.withdrawal()) is not None:
-            self.on_withdrawal(reason)
-        if self._polls and (reason := self._shared.failure()) is not None:
-            self.on_failure(reason)
+        for notice in ("withdrawal", "failure"):
+            if (reason := self._shared.announced(notice)) is not None:
+                self.on_notice(notice, reason)
 
     def _tell(self) -> None:
         self.on_change()
         self._changed.set()
-
-
-def _undecided(known: Collection[int], fixed: tuple[int, int] | None) -> Iterator[int]:
-    """Positions of this rank that were not decided when the batch began, in order; no end."""
-    rank, num_ranks = fixed or (0, 1)
-    return (p for p in itertools.count(rank, num_ranks) if p not in known)

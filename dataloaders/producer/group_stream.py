@@ -1,20 +1,53 @@
-"""Queue of finished groups between producer and trainer, the trainer's end."""
+"""Queue of finished groups between producer and trainer, for one optimizer step."""
 
 from __future__ import annotations
 
 import queue
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from easyrl.dataloaders.producer.group_memory import GroupMemory, StoredGroup
 from easyrl.dataloaders.producer.open_samples import OpenSamples
-from easyrl.schema import Key, RolloutGroup
+from easyrl.schema import FinishedSamples, Key, RolloutGroup
+
+# Responses that went through the frozen models in one piece: prompts and numbers of their samples.
+Piece = list[tuple[Key, list[int]]]
 
 
 class ProducerError(RuntimeError):
     """The producer thread failed; the cause carries its traceback."""
+
+
+class StoredGroup(Protocol):
+    """A finished group that is somewhere else than in memory."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the group packed with its prompt once: P + ΣR."""
+        ...
+
+    @property
+    def refused(self) -> bool:
+        """Rejected or excluded: it is not trained."""
+        ...
+
+    @property
+    def is_recovered(self) -> bool:
+        """Finished in an earlier attempt of the run."""
+        ...
+
+    def load(self) -> RolloutGroup:
+        """Reads it back. Raises what the store raises where it is damaged."""
+        ...
+
+
+class PastDrain(Protocol):
+    """What an earlier attempt drained at once (``ledger.journal.codec.DrainRecord``)."""
+
+    keys: list[Key]
+    max_tokens: int
+    ahead: list[Piece]  # what it had computed ahead since the drain before
 
 
 class ReadyGroup(NamedTuple):
@@ -23,28 +56,11 @@ class ReadyGroup(NamedTuple):
     key: Key
     num_tokens: int  # packed
     group: RolloutGroup | StoredGroup
+    is_recovered: bool = False  # finished in an earlier attempt
 
 
-class End:
+class _End:
     """Nothing comes behind it: all groups are on the queue."""
-
-
-class ReadyQueue(queue.SimpleQueue[ReadyGroup | End | BaseException | None]):
-    """What goes from producer to consumer: groups, their end, or why there are no more.
-
-    None only wakes the consumer.
-
-    Attributes:
-        num_groups: that were put. All of them by one thread at a time, the producer's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_groups = 0
-
-    def put_group(self, group: ReadyGroup) -> None:
-        self.num_groups += 1
-        self.put(group)
 
 
 Idle = Callable[[], bool]  # does one piece of other work; False if there was none
@@ -53,58 +69,81 @@ Idle = Callable[[], bool]  # does one piece of other work; False if there was no
 class GroupStream:
     """The groups of one optimizer step; iterating blocks until the next one is there.
 
-    Consumes: groups from the queue. Waits for: the next group, as the producer puts them: in order
-    of completion, or in that of the prompts. Is unblocked by: the producer thread, ``interrupt``,
-    and a finished response of ``open_samples`` where there is other work to do with it.
-    Produces: every group exactly once, then stops.
+    Consumes: groups, as the producer puts them: in order of completion, or in that of the prompts.
+    Waits for: the next group. Is unblocked by: the producer thread, ``interrupt``, and a finished
+    response of ``open_samples`` where there is other work to do with it. Produces: every group
+    exactly once, then stops.
     Raises ``ProducerError`` if the producer failed, and what a store raises for a damaged group.
 
     Args:
-        memory: is told what has left the queue and what has left memory.
         cancel: gives up the groups that are not finished.
-        open_samples: the responses of groups that are not complete; wakes the consumer with None.
-        in_prompt_order: the queue has them in that order; ``drain_ready`` waits for each next one.
+        num_generations: G, responses per prompt.
+        in_prompt_order: groups are put in that order; ``drain_ready`` waits for each next one.
+        free_memory: a group that was in memory no longer waits.
 
     Attributes:
-        recovered: keys of the groups that come from the store, finished in an earlier attempt; the
-            producer adds to it before such a group is on the queue.
+        open_samples: finished responses of groups that are not complete.
+        recovered: keys of the groups that an earlier attempt has finished, of those that were put.
+        accepted_versions: those a token of its groups may be stamped with.
+        past_drains: what an earlier attempt drained at once: it is handed out first, and so again.
+        on_drain: is told the keys and ``max_tokens`` of each drain, and what was computed ahead
+            since the one before; what it raises, ``drain_ready`` does.
     """
 
     def __init__(
         self,
-        ready: ReadyQueue,
-        memory: GroupMemory,
         cancel: Callable[[], object],
         *,
-        open_samples: OpenSamples | None = None,
+        num_generations: int = 0,
         in_prompt_order: bool = False,
+        free_memory: Callable[[], object] = lambda: None,
     ) -> None:
-        self._has_more = True  # behind what is off the queue
-        self._ready = ready
-        self._memory = memory
         self._cancel = cancel
         self._in_prompt_order = in_prompt_order
+        self._free_memory = free_memory
+        # None only wakes the consumer
+        self._ready: queue.SimpleQueue[ReadyGroup | _End | BaseException | None]
+        self._ready = queue.SimpleQueue()
+        self._has_more = True  # behind what is off the queue
         # off the queue and not handed out, in order of arrival
         self._here: OrderedDict[Key, ReadyGroup] = OrderedDict()
+        self._num_put = 0  # by one thread at a time, the producer's
         self._num_handed_out = 0
         self._closed = False
         self._failure: ProducerError | None = None
         self._interruption: BaseException | None = None
-        self.open_samples = open_samples or OpenSamples()
+        self._ahead: list[Piece] = []  # since the last drain
+        self.open_samples = OpenSamples(num_generations, wake=lambda: self._ready.put(None))
         self.recovered: set[Key] = set()
+        self.accepted_versions: frozenset[str] = frozenset()
+        self.past_drains: deque[PastDrain] = deque()
+        self.on_drain: Callable[[Sequence[Key], int, Sequence[Piece]], object] = lambda *drain: None
         self.wait_s = 0.0  # time the consumer was blocked
         self.load_s = 0.0  # time the consumer read groups back from the store
         self.first_group_wait_s: float | None = None
 
-    @property
-    def num_recovered(self) -> int:
-        """Groups that come from the store."""
-        return len(self.recovered)
+    # ---- the producer's side ---------------------------------------------------------------------
+
+    def put(self, group: ReadyGroup) -> None:
+        self._num_put += 1
+        if group.is_recovered:
+            self.recovered.add(group.key)
+        self._ready.put(group)
+
+    def end(self) -> None:
+        """All groups were put."""
+        self._ready.put(_End())
+
+    def fail(self, error: BaseException) -> None:
+        """The producer has ended with ``error``: whoever waits for a group raises."""
+        self._ready.put(error)
+
+    # ---- the consumer's side ---------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
         """Groups that are finished and not handed out. From any thread."""
-        return 0 if self._closed else self._ready.num_groups - self._num_handed_out
+        return 0 if self._closed else self._num_put - self._num_handed_out
 
     def __iter__(self) -> Iterator[RolloutGroup]:
         while (key := self._next(block=True)) is not None:
@@ -120,14 +159,21 @@ class GroupStream:
         In prompt order it waits for each next group instead, until one does not fit, so that what
         comes together is a matter of order and size alone. Empty when the batch is complete. The
         first group is returned whatever its size.
+        What an earlier attempt drained at once is so again, whatever ``max_tokens``.
         """
         groups: list[RolloutGroup] = []
-        tokens = 0
-        while (key := self._next(not groups or self._in_prompt_order, idle)) is not None:
-            tokens += self._here[key].num_tokens
-            if groups and tokens > max_tokens:
-                break
-            groups.append(self._hand_out(key))
+        if self.past_drains:
+            groups = self.drain(self.past_drains.popleft().keys)
+        else:
+            tokens = 0
+            while (key := self._next(not groups or self._in_prompt_order, idle)) is not None:
+                tokens += self._here[key].num_tokens
+                if groups and tokens > max_tokens:
+                    break
+                groups.append(self._hand_out(key))
+        if groups:
+            self.on_drain([group.prompt.key for group in groups], max_tokens, self._ahead)
+            self._ahead = []
         return groups
 
     def drain(self, keys: Sequence[Key]) -> list[RolloutGroup]:
@@ -143,6 +189,26 @@ class GroupStream:
                 assert self._has_more, f"group {key} was handed out before"
                 self._receive(block=True)
         return [self._hand_out(key) for key in keys]
+
+    def note_ahead(self, piece: Sequence[FinishedSamples]) -> None:
+        """These responses were computed ahead, in one piece and in this order."""
+        self._ahead.append([(each.prompt.key, list(each.completions)) for each in piece])
+
+    def ahead_of_drain(self, max_tokens: int) -> Iterator[list[FinishedSamples]]:
+        """What an earlier attempt computed ahead before it drained what ``drain_ready`` gives next.
+
+        Pieces in order; without those of which a response is not known, which there are only in a
+        batch that no attempt has closed. Raises what a store raises for a damaged group.
+        """
+        if self._closed or not self.past_drains:
+            return
+        while self._has_more and self._receive(block=False):
+            pass  # what was recovered is on the queue from the start
+        for piece in self.past_drains[0].ahead:
+            samples = [self._samples(key, numbers) for key, numbers in piece]
+            whole = [each for each in samples if each is not None]
+            if len(whole) == len(samples):
+                yield whole
 
     def complete(self) -> None:
         """Waits for the whole batch (``mode: sync``); from then on nothing blocks."""
@@ -200,9 +266,8 @@ class GroupStream:
             self._failure = ProducerError(f"rollout production failed: {item}")
             self._failure.__cause__ = item
         elif isinstance(item, ReadyGroup):
-            self._memory.received()
             self._here[item.key] = item
-        elif isinstance(item, End):
+        elif isinstance(item, _End):
             self._has_more = False
         self._raise_if_ended()
         return True
@@ -219,13 +284,22 @@ class GroupStream:
         if self.first_group_wait_s is None:
             self.first_group_wait_s = self.wait_s
         if isinstance(group, RolloutGroup):
-            self._memory.handed_out()
+            self._free_memory()
             return group
         start = time.monotonic()
         try:
             return group.load()
         finally:
             self.load_s += time.monotonic() - start
+
+    def _samples(self, key: Key, numbers: Sequence[int]) -> FinishedSamples | None:
+        if key not in self._here:
+            return None
+        found = self._here[key].group
+        group = found if isinstance(found, RolloutGroup) else found.load()
+        if not all(n < len(group.completions) for n in numbers):
+            return None
+        return FinishedSamples(group.prompt, {n: group.completions[n] for n in numbers})
 
 
 def packed_tokens(group: RolloutGroup) -> int:

@@ -8,6 +8,8 @@ accepted groups.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+
 from easyrl.schema import EndedBy
 
 
@@ -31,35 +33,38 @@ class BatchMembership:
         max_draws: int | None = None,
     ) -> None:
         assert batch_size % num_updates == 0
+        self.num_updates = num_updates
         self._batch_size = batch_size
-        self._num_updates = num_updates
         self._update_size = batch_size // num_updates
         self._limits = [n for n in (num_left, max_draws) if n is not None]
         self._num_left = num_left
-        self._decided: dict[int, bool] = {}
-        self._num_replaced = 0  # R
+        self._outcomes: dict[int, bool] = {}
+        self._decided: list[int] = []  # positions, ascending
+        self._replaced: list[int] = []  # of these the refused ones: R
         self._prefix = 0  # all positions before it are decided
-        self._accepted_in_prefix = 0
 
     def decide(self, position: int, accepted: bool) -> None:
         """The outcome of a drawn position. Told again, it has to be the same."""
         assert position < self.bound, f"position {position} is not drawn"
-        if position in self._decided:
-            assert self._decided[position] == accepted, f"position {position} was decided otherwise"
+        if position in self._outcomes:
+            assert self._outcomes[position] == accepted, (
+                f"position {position} was decided otherwise"
+            )
             return
-        self._decided[position] = accepted
-        self._num_replaced += not accepted
-        while self._prefix in self._decided:
-            self._accepted_in_prefix += self._decided[self._prefix]
+        self._outcomes[position] = accepted
+        insort(self._decided, position)
+        if not accepted:
+            insort(self._replaced, position)
+        while self._prefix in self._outcomes:
             self._prefix += 1
 
     def is_decided(self, position: int) -> bool:
-        return position in self._decided
+        return position in self._outcomes
 
     @property
     def bound(self) -> int:
         """Positions below it may be drawn: B + R, unless the order or ``max_draws`` ends before."""
-        return min([self._batch_size + self._num_replaced, *self._limits])
+        return min([self._batch_size + len(self._replaced), *self._limits])
 
     @property
     def complete(self) -> bool:
@@ -68,7 +73,7 @@ class BatchMembership:
 
     @property
     def num_accepted(self) -> int:
-        return len(self._decided) - self._num_replaced
+        return len(self._decided) - len(self._replaced)
 
     @property
     def ended_by(self) -> EndedBy:
@@ -83,21 +88,21 @@ class BatchMembership:
 
         It is certain when all undecided positions before it, accepted or not, give the same.
         """
-        if self._num_updates == 1:
+        if self.num_updates == 1:
             return 0
-        before = [self._decided.get(p) for p in range(position)]
-        first = before.count(True)
-        last = first + before.count(None)
+        num_refused = bisect_left(self._replaced, position)
+        first = bisect_left(self._decided, position) - num_refused
         update = first // self._update_size
-        return update if update == last // self._update_size else None
+        return update if update == (position - num_refused) // self._update_size else None
 
     def expected_update_of(self, position: int) -> int:
         """Its update if nothing were refused."""
-        return min(position // self._update_size, self._num_updates - 1)
+        return min(position // self._update_size, self.num_updates - 1)
 
     @property
     def num_known_updates(self) -> int:
         """Updates whose groups are all decided."""
         if self.complete:
             return -(-self.num_accepted // self._update_size)
-        return self._accepted_in_prefix // self._update_size
+        num_accepted = self._prefix - bisect_left(self._replaced, self._prefix)
+        return num_accepted // self._update_size

@@ -11,42 +11,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from easyrl.dataloaders.producer.draws import Draws, OneRank
-from easyrl.dataloaders.producer.group_batch import GroupBatch
-from easyrl.dataloaders.producer.group_memory import (
-    BlockingMemory,
-    GroupMemory,
-    GroupStore,
-    SpillingMemory,
-    StoredGroup,
-    UnboundedMemory,
-)
-from easyrl.dataloaders.producer.group_stream import (
-    GroupStream,
-    ProducerError,
-    ReadyGroup,
-    packed_tokens,
-)
+from easyrl.dataloaders.producer.draws import Draws
+from easyrl.dataloaders.producer.group_stream import GroupStream, StoredGroup
 from easyrl.dataloaders.producer.membership import BatchMembership
+from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.loop_thread import LoopThread
-from easyrl.schema import Completion, GroupOutcome, Prompt, RolloutGroup, Score
-
-__all__ = [
-    "BeginGroup",
-    "GroupBatch",
-    "GroupStore",
-    "GroupStream",
-    "ProducerError",
-    "RolloutGenerator",
-    "Sample",
-    "Scorer",
-    "StoredGroup",
-    "packed_tokens",
-]
+from easyrl.schema import Completion, Prompt, RolloutGroup, Score
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +50,22 @@ class Scorer(Protocol, Generic[SampleScores]):
     ) -> tuple[Score, ...]: ...
 
 
+class GroupStore(Protocol):
+    """Keeps finished groups over the end of the process. ``add`` and ``flush`` do disk I/O."""
+
+    def find(self, prompt: Prompt) -> StoredGroup | None:
+        """The prompt's group, if it was finished before and may be trained now."""
+        ...
+
+    def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredGroup]:
+        """Stores a finished group; returns it with ``digest`` set, and how to read it back."""
+        ...
+
+    def flush(self) -> None:
+        """Nothing more comes for now: what takes long may be done while the trainer is busy."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Run:
     """What one call of ``produce_batch`` has to bring about."""
@@ -85,10 +75,10 @@ class _Run:
     version: str | None
     store: GroupStore | None
     accept: Accept
-    memory: GroupMemory
-    batch: GroupBatch
+    batch: OpenBatch
 
 
+@dataclass(frozen=True)
 class RolloutGenerator:
     """Turns prompts into streams of finished groups, in the background.
 
@@ -99,9 +89,8 @@ class RolloutGenerator:
             complete or given up.
         scorer: scores responses as they return and groups when complete.
         num_generations: G, responses per prompt.
-        queue_size: finished groups that may wait in memory for the trainer. What is held back, for
-            its order or its optimizer step to be known or by the consumer (``complete``,
-            ``drain``), counts only where there is a store.
+        queue_size: finished groups that may wait in memory for the trainer where there is a store:
+            the others are read back when they are wanted. Nothing waits for room.
         excluded_by: errors of a sample that are its prompt's fault (it is too long): the group has
             no completions then, and the reason in ``excluded``.
         in_prompt_order: hand groups out in the order of their prompts, not in that of completion.
@@ -110,52 +99,25 @@ class RolloutGenerator:
             ``group_recovered`` for each group that a store had.
     """
 
-    def __init__(
-        self,
-        thread: LoopThread,
-        begin_group: BeginGroup,
-        scorer: Scorer,
-        *,
-        num_generations: int,
-        queue_size: int = 64,
-        excluded_by: tuple[type[Exception], ...] = (),
-        in_prompt_order: bool = False,
-        record: Record = ignore,
-    ) -> None:
-        self._thread = thread
-        self._begin_group = begin_group
-        self._scorer = scorer
-        self._num_generations = num_generations
-        self._queue_size = queue_size
-        self._excluded_by = excluded_by
-        self._in_prompt_order = in_prompt_order
-        self._record = record
-        self._disk = asyncio.Lock()
+    thread: LoopThread
+    begin_group: BeginGroup
+    scorer: Scorer[Any]
+    _: KW_ONLY
+    num_generations: int
+    queue_size: int = 64
+    excluded_by: tuple[type[Exception], ...] = ()
+    in_prompt_order: bool = False
+    record: Record = ignore
+    # held while a store is written, so that one thread at a time is busy with it
+    _disk: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
-    def produce(
-        self, prompts: Sequence[Prompt], version: str | None, *, store: GroupStore | None = None
-    ) -> GroupStream:
-        """Starts the generation of ``prompts`` and returns at once; every group is handed out.
-
-        What ``store`` has of them is ready from the start; only the others are asked for, and
-        stored as they finish, before they are handed out. Raises what ``store.find`` raises.
-        """
+    def produce(self, prompts: Sequence[Prompt], version: str | None) -> GroupStream:
+        """Starts the generation of ``prompts`` and returns at once; every group is handed out."""
         membership = BatchMembership(max(len(prompts), 1), num_left=len(prompts))
-        recovered = []
-        for position, prompt in enumerate(prompts):
-            stored = None if store is None else store.find(prompt)
-            if stored is not None:
-                membership.decide(position, True)
-                recovered.append((position, stored))
         batch = self.produce_batch(
-            Draws(membership, OneRank()),
-            prompts.__getitem__,
-            version,
-            store=store,
-            recovered=recovered,
-            hands_out_refused=True,
+            Draws(membership), prompts.__getitem__, version, hands_out_refused=True
         )
-        return batch.streams[0]
+        return batch.updates[0]
 
     def produce_batch(
         self,
@@ -163,12 +125,11 @@ class RolloutGenerator:
         prompt_at: Callable[[int], Prompt],
         version: str | None,
         *,
-        num_updates: int = 1,
         store: GroupStore | None = None,
         recovered: Sequence[tuple[int, StoredGroup]] = (),
         accept: Accept = accept_all,
         hands_out_refused: bool = False,
-    ) -> GroupBatch:
+    ) -> OpenBatch:
         """Starts a batch whose members are found while it runs; returns at once.
 
         Args:
@@ -179,47 +140,37 @@ class RolloutGenerator:
             accept: a group's reason to be replaced by the next prompt, or None.
             hands_out_refused: excluded groups too go to the streams.
         """
-        memory = self._memory(store, holds_back=self._in_prompt_order or num_updates > 1)
-        batch = GroupBatch(
-            self._num_generations,
-            num_updates,
-            memory,
-            in_prompt_order=self._in_prompt_order,
+        batch = OpenBatch(
+            draws,
+            self.num_generations,
+            self.queue_size,
+            in_prompt_order=self.in_prompt_order,
             hands_out_refused=hands_out_refused,
         )
-        self._record("batch_dispatched", version=version, num_recovered=len(recovered))
+        self.record("batch_dispatched", version=version, num_recovered=len(recovered))
         for position, stored in recovered:
-            prompt = prompt_at(position)
-            self._note_recovered(prompt)
-            batch.add_stored(position, prompt, stored)
-        run = _Run(draws, prompt_at, version, store, accept, memory, batch)
-        draws.on_change = lambda: batch.release(draws)
-        batch.release(draws)  # what is recovered is ready from the start
-        batch.producing = self._thread.submit(self._produce(run))
+            self._add_stored(batch, position, prompt_at(position), stored)
+        batch.release()  # what is recovered is ready from the start
+        run = _Run(draws, prompt_at, version, store, accept, batch)
+        batch.producing = self.thread.submit(self._produce(run))
         return batch
 
-    def _memory(self, store: GroupStore | None, *, holds_back: bool) -> GroupMemory:
-        if store is not None:
-            return SpillingMemory(self._queue_size, store, self._disk)
-        if holds_back:
-            return UnboundedMemory()
-        return BlockingMemory(self._queue_size, self._thread.loop)
-
     async def _produce(self, run: _Run) -> None:
-        batch = run.batch
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for position in run.draws:
                     tasks.create_task(self._draw(position, run))
-            self._record("batch_generated", version=run.version)
-            await run.memory.finish()
-            batch.release(run.draws)
+            self.record("batch_generated", version=run.version)
+            if run.store is not None:
+                async with self._disk:
+                    await asyncio.to_thread(run.store.flush)
+            run.batch.release()
         except BaseExceptionGroup as errors:
             failure = _first_leaf(errors)
-            run.draws.give_up(str(failure))
-            batch.fail(failure)
+            run.draws.announce("failure", str(failure))
+            run.batch.fail(failure)
         except BaseException as error:
-            batch.fail(error)  # cancelled: whoever still waits must wake up
+            run.batch.fail(error)  # cancelled: whoever still waits must wake up
             raise
 
     async def _draw(self, position: int, run: _Run) -> None:
@@ -227,28 +178,27 @@ class RolloutGenerator:
         prompt = run.prompt_at(position)
         stored = None if run.store is None else run.store.find(prompt)
         if stored is not None:  # finished before, and not needed until now
-            self._note_recovered(prompt)
-            run.batch.add_stored(position, prompt, stored)
-            run.draws.decide(position, not stored.refused)
+            hands_out = self._add_stored(run.batch, position, prompt, stored)
+            run.draws.decide(position, hands_out)
             return
         try:
             group = await self._group(position, prompt, run)
             if group.excluded is None and (reason := run.accept(group)) is not None:
                 group = replace(group, rejected=reason or "no reason given")
-            hands_out = not group.refused or run.batch.hands_out_refused
-            if not hands_out:
-                group = await run.memory.put_away(group)
-                run.batch.refused.append(GroupOutcome.of(group))
-            else:
-                kept = await run.memory.keep(group)
-                run.batch.add(position, ReadyGroup(prompt.key, packed_tokens(group), kept))
+            if run.store is not None:
+                async with self._disk:  # the loop goes on meanwhile
+                    group, stored = await asyncio.to_thread(run.store.add, group)
+            hands_out = run.batch.add(position, group, stored)
         finally:
-            run.batch.close_open_group(prompt)
-        self._record("group_ready", epoch=prompt.epoch, index=prompt.index)
+            run.batch.close_open_group(position, prompt)
+        self.record("group_ready", epoch=prompt.epoch, index=prompt.index)
         run.draws.decide(position, hands_out)
 
-    def _note_recovered(self, prompt: Prompt) -> None:
-        self._record("group_recovered", epoch=prompt.epoch, index=prompt.index)
+    def _add_stored(
+        self, batch: OpenBatch, position: int, prompt: Prompt, stored: StoredGroup
+    ) -> bool:
+        self.record("group_recovered", epoch=prompt.epoch, index=prompt.index)
+        return batch.add_stored(position, prompt, stored)
 
     async def _group(self, position: int, prompt: Prompt, run: _Run) -> RolloutGroup:
         dispatched_s = time.monotonic()
@@ -256,12 +206,12 @@ class RolloutGenerator:
         scores: tuple[Score, ...] = ()
         excluded: str | None = None
         try:
-            priority = run.draws.membership.expected_update_of(position)
-            async with self._begin_group(prompt, run.version, priority) as sample:
+            priority = run.batch.membership.expected_update_of(position)
+            async with self.begin_group(prompt, run.version, priority) as sample:
                 dispatched_s = time.monotonic()
                 completions, sample_scores = await self._samples(position, prompt, sample, run)
-            scores = await self._scorer.score_group(prompt, completions, sample_scores)
-        except self._excluded_by as error:
+            scores = await self.scorer.score_group(prompt, completions, sample_scores)
+        except self.excluded_by as error:
             log.warning("prompt %d is excluded: %s", prompt.index, error)
             excluded = str(error)
         return RolloutGroup(
@@ -284,11 +234,11 @@ class RolloutGenerator:
             async with asyncio.TaskGroup() as tasks:
                 samples = [
                     tasks.create_task(self._sample(position, prompt, sample, number, run))
-                    for number in range(self._num_generations)
+                    for number in range(self.num_generations)
                 ]
         except ExceptionGroup as errors:
             # an error of the run goes before one of the prompt
-            _, others = errors.split(self._excluded_by)
+            _, others = errors.split(self.excluded_by)
             failure = _first_leaf(others or errors)
         if failure is not None:
             raise failure  # with its own cause, not in front of the group
@@ -299,9 +249,9 @@ class RolloutGenerator:
         self, position: int, prompt: Prompt, sample: Sample, number: int, run: _Run
     ) -> tuple[Completion, Any]:
         completion = await sample(number)
-        run.batch.add_sample(position, prompt, number, completion, run.draws)
-        scores = await self._scorer.score_sample(prompt, completion)
-        self._record(
+        run.batch.add_sample(position, prompt, number, completion)
+        scores = await self.scorer.score_sample(prompt, completion)
+        self.record(
             "response_scored",
             epoch=prompt.epoch,
             index=prompt.index,

@@ -7,20 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from easyrl.dataloaders.producer.group_memory import UnboundedMemory
-from easyrl.dataloaders.producer.group_stream import (
-    End,
-    GroupStream,
-    Idle,
-    ReadyGroup,
-    ReadyQueue,
-    packed_tokens,
-)
+from easyrl.dataloaders.producer.group_stream import GroupStream, Idle, ReadyGroup, packed_tokens
 from easyrl.ledger.certificate.chain import ChainReader, Line, read_record
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, EndRecord, RunRecord
-from easyrl.ledger.journal import JournalledStream, read_batch
+from easyrl.ledger.journal import read_batch
 from easyrl.ledger.journal.codec import DrainRecord
 from easyrl.ledger.journal.drains import num_groups
 from easyrl.ledger.journal.reading import batch_folder, read_drains
@@ -233,22 +225,17 @@ class RecordedRollouts:
 
     def _stream(
         self, v: int, keys: Sequence[Key], groups: Mapping[Key, RolloutGroup]
-    ) -> JournalledStream:
+    ) -> GroupStream:
         drains = self._run.drains(v, frozenset(keys))
         if keys and not drains:
             self.in_prompt_order.add(v)
-        ready = ReadyQueue()
+        stream = _RecordedStream(forget=lambda: self.in_prompt_order.add(v))
+        stream.accepted_versions = frozenset(self._run.batch(v).accepted_versions)
+        stream.past_drains.extend(drains)
         for key in keys:
-            ready.put_group(ReadyGroup(key, packed_tokens(groups[key]), groups[key]))
-        ready.put(End())
-        stream = GroupStream(ready, UnboundedMemory(), cancel=lambda: None, in_prompt_order=True)
-        return _RecordedStream(
-            stream,
-            frozenset(self._run.batch(v).accepted_versions),
-            drains=drains,
-            recover=groups.get,
-            forget=lambda: self.in_prompt_order.add(v),
-        )
+            stream.put(ReadyGroup(key, packed_tokens(groups[key]), groups[key]))
+        stream.end()
+        return stream
 
 
 class Ended(NamedTuple):
@@ -262,7 +249,7 @@ class RecordedBatch:
 
     def __init__(
         self,
-        updates: Sequence[JournalledStream],
+        updates: Sequence[GroupStream],
         record: BatchRecord,
         refused: Sequence[GroupOutcome],
     ) -> None:
@@ -277,15 +264,15 @@ class RecordedBatch:
         pass
 
 
-class _RecordedStream(JournalledStream):
+class _RecordedStream(GroupStream):
     """Repeats what was trained together unless another ``max_tokens`` is to be tried.
 
     Args:
         forget: is told that another is.
     """
 
-    def __init__(self, *parts: Any, forget: Callable[[], object], **drains: Any) -> None:
-        super().__init__(*parts, **drains)
+    def __init__(self, forget: Callable[[], object]) -> None:
+        super().__init__(cancel=lambda: None, in_prompt_order=True)
         self._forget = forget
 
     def drain_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
@@ -297,6 +284,6 @@ class _RecordedStream(JournalledStream):
         return super().ahead_of_drain(max_tokens)
 
     def _forget_others(self, max_tokens: int) -> None:
-        if any(drain.max_tokens != max_tokens for drain in self._drains):
-            self._drains.clear()
+        if any(drain.max_tokens != max_tokens for drain in self.past_drains):
+            self.past_drains.clear()
             self._forget()

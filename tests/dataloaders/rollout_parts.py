@@ -7,7 +7,10 @@ from threading import Event
 
 import numpy as np
 
-from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, packed_tokens
+from easyrl.dataloaders.producer.draws import Draws
+from easyrl.dataloaders.producer.group_stream import GroupStream, packed_tokens
+from easyrl.dataloaders.producer.membership import BatchMembership
+from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
 
@@ -75,6 +78,24 @@ def generator(thread, generate, scorer=None, **options) -> RolloutGenerator:
     return RolloutGenerator(
         thread, at_once(generate), scorer or SumScorer(), num_generations=G, **options
     )
+
+
+def produce(rollouts: RolloutGenerator, prompts, version, *, store) -> GroupStream:
+    """As ``RolloutGenerator.produce``, of what ``store`` does not have."""
+    membership, recovered = BatchMembership(len(prompts) or 1, num_left=len(prompts)), []
+    for position, prompt in enumerate(prompts):
+        if store is not None and (stored := store.find(prompt)) is not None:
+            membership.decide(position, True)
+            recovered.append((position, stored))
+    batch = rollouts.produce_batch(
+        Draws(membership),
+        prompts.__getitem__,
+        version,
+        store=store,
+        recovered=recovered,
+        hands_out_refused=True,
+    )
+    return batch.updates[0]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.dataloaders.producer import draws as draws_module
-from easyrl.dataloaders.producer.draws import Draws, OneRank
+from easyrl.dataloaders.producer.draws import Draws, Notice
 from easyrl.dataloaders.producer.membership import BatchMembership
 from tests.dataloaders.packed_rows import BUSY
 
@@ -23,8 +23,7 @@ class Board:
 
     num_claims: int = 0
     said: list[tuple[int, int, bool]] = field(default_factory=list)  # rank, position, accepted
-    withdrawal: str | None = None
-    failure: str | None = None
+    announced: dict[Notice, str] = field(default_factory=dict)
 
 
 class Shared:
@@ -46,17 +45,11 @@ class Shared:
         news, self.num_read = self.board.said[self.num_read : until], until
         return [(position, accepted) for rank, position, accepted in news if rank != self.rank]
 
-    def announce_withdrawal(self, reason: str) -> None:
-        self.board.withdrawal = reason
+    def announce(self, notice: Notice, reason: str) -> None:
+        self.board.announced[notice] = reason
 
-    def withdrawal(self) -> str | None:
-        return self.board.withdrawal
-
-    def announce_failure(self, reason: str) -> None:
-        self.board.failure = reason
-
-    def failure(self) -> str | None:
-        return self.board.failure
+    def announced(self, notice: Notice) -> str | None:
+        return self.board.announced.get(notice)
 
 
 class Batch:
@@ -89,7 +82,6 @@ class Batch:
                     Shared(board, rank, self.rng),
                     fixed=(rank, num_ranks) if fixed else None,
                     room=room,
-                    polls=num_ranks > 1,
                 )
             )
 
@@ -169,8 +161,7 @@ def test_a_rank_that_is_slow_leaves_the_rest_to_the_others() -> None:
     async def scenario() -> tuple[list[int], list[int]]:
         board, rng = Board(), random.Random(0)
         slow, quick = (
-            Draws(BatchMembership(4), Shared(board, rank, rng), room=1, polls=True)
-            for rank in range(2)
+            Draws(BatchMembership(4), Shared(board, rank, rng), room=1) for rank in range(2)
         )
         held = await anext(slow)
         theirs = []
@@ -193,7 +184,7 @@ def test_a_fixed_share_waits_for_the_rank_that_it_belongs_to() -> None:
     async def scenario() -> None:
         board, rng = Board(), random.Random(0)
         first, second = (
-            Draws(BatchMembership(2), Shared(board, rank, rng), fixed=(rank, 2), polls=True)
+            Draws(BatchMembership(2), Shared(board, rank, rng), fixed=(rank, 2))
             for rank in range(2)
         )
         assert (await anext(first), await anext(second)) == (0, 1)
@@ -224,7 +215,7 @@ def test_the_first_open_position_is_told_before_it_is_drawn() -> None:
     async def scenario() -> list[int]:
         membership = BatchMembership(4)
         membership.decide(1, True)
-        draws = Draws(membership, OneRank())
+        draws = Draws(membership)
         seen = [draws.first_open]
         first, second = await anext(draws), await anext(draws)
         assert (first, second) == (0, 2)
@@ -243,7 +234,7 @@ def test_the_first_open_position_is_told_before_it_is_drawn() -> None:
 def test_every_decision_is_told() -> None:
     async def scenario() -> list[int]:
         board, rng = Board(), random.Random(3)
-        draws = Draws(BatchMembership(3), Shared(board, 0, rng), polls=True)
+        draws = Draws(BatchMembership(3), Shared(board, 0, rng))
         seen: list[int] = []
         draws.on_change = lambda: seen.append(draws.membership.num_accepted)
         position = await anext(draws)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.producer.rollout_generator import ProducerError, packed_tokens
+from easyrl.dataloaders.producer.group_stream import ProducerError, packed_tokens
 from easyrl.runtime.loop_thread import LoopThread
 from tests.dataloaders.packed_rows import BUSY
 from tests.dataloaders.rollout_parts import (
@@ -21,6 +21,7 @@ from tests.dataloaders.rollout_parts import (
     ScriptedGenerate,
     completion,
     generator,
+    produce,
     prompt,
 )
 from tests.waiting import wait_until
@@ -40,7 +41,7 @@ def stored(count: int):
     store = MemoryStore()
     generate = ScriptedGenerate(open_indices=range(count))
     with LoopThread() as thread:
-        generator(thread, generate).produce(prompts(count), "old", store=store).complete()
+        produce(generator(thread, generate), prompts(count), "old", store=store).complete()
     store.loads.clear()
     store.flushes = 0
     yield store
@@ -53,8 +54,8 @@ def test_recovered_groups_are_ready_at_once_and_only_the_missing_are_asked_for()
         rollouts = generator(
             thread, generate, record=lambda event, **f: events.append((event, f.get("index")))
         )
-        stream = rollouts.produce(prompts(3), "new", store=store)
-        assert stream.num_recovered == 2 and stream.recovered == {(0, 0), (0, 1)}
+        stream = produce(rollouts, prompts(3), "new", store=store)
+        assert stream.recovered == {(0, 0), (0, 1)}
         assert stream.waiting == 2
         first = stream.drain_ready(10_000)
         assert indices(first) == [0, 1]
@@ -77,7 +78,7 @@ def test_with_a_store_memory_is_bounded_and_nothing_else_waits(in_prompt_order, 
     generate, store = ScriptedGenerate(open_indices=range(8)), MemoryStore()
     with LoopThread() as thread:
         rollouts = generator(thread, generate, queue_size=3, in_prompt_order=in_prompt_order)
-        stream = rollouts.produce(prompts(8), "v", store=store)
+        stream = produce(rollouts, prompts(8), "v", store=store)
         if complete:
             stream.complete()
         wait_until(lambda: stream.waiting == 8)  # all are finished though none was taken
@@ -91,7 +92,7 @@ def test_with_a_store_memory_is_bounded_and_nothing_else_waits(in_prompt_order, 
 def test_a_place_in_memory_is_free_again_when_its_group_was_handed_out():
     generate, store = ScriptedGenerate(open_indices=[0]), MemoryStore()
     with LoopThread() as thread:
-        stream = generator(thread, generate, queue_size=1).produce(prompts(2), "v", store=store)
+        stream = produce(generator(thread, generate, queue_size=1), prompts(2), "v", store=store)
         assert indices(stream.drain_ready(1)) == [0]
         generate.release(thread, 1)
         assert indices(stream.drain_ready(1)) == [1]
@@ -102,7 +103,7 @@ def test_a_slow_disk_holds_up_neither_the_loop_nor_the_other_requests():
     generate, store = ScriptedGenerate(open_indices=range(4)), MemoryStore()
     store.free.clear()
     with LoopThread() as thread:
-        stream = generator(thread, generate).produce(prompts(4), "v", store=store)
+        stream = produce(generator(thread, generate), prompts(4), "v", store=store)
         wait_until(lambda: len(generate.asked) == 4 * G)  # all go on while the disk is busy
         thread.run(asyncio.sleep(0))  # the loop answers before the disk does
         assert not store.free.is_set() and store.groups == {} and stream.waiting == 0
@@ -116,7 +117,7 @@ def test_a_store_that_fails_ends_the_batch():
             raise OSError("No space left on device")
 
     with LoopThread() as thread:
-        stream = generator(thread, ScriptedGenerate([0])).produce([prompt(0)], "v", store=Full())
+        stream = produce(generator(thread, ScriptedGenerate([0])), [prompt(0)], "v", store=Full())
         for _ in range(2):  # and stays ended
             with pytest.raises(ProducerError, match="No space left on device"):
                 stream.drain_ready(100)
@@ -174,7 +175,7 @@ def test_micro_batches_in_prompt_order_depend_on_order_and_sizes_alone(data):
 
     def cuts(store, synchronous) -> list[list[int]]:
         rollouts = generator(thread, generate, queue_size=queue_size, in_prompt_order=True)
-        stream = rollouts.produce(prompts(len(lengths)), "v", store=store)
+        stream = produce(rollouts, prompts(len(lengths)), "v", store=store)
         if synchronous:
             stream.complete()
         return [indices(groups) for groups in iter(lambda: stream.drain_ready(budget), [])]
@@ -190,15 +191,14 @@ def test_micro_batches_in_prompt_order_depend_on_order_and_sizes_alone(data):
     with LoopThread() as thread:
         assert cuts(None, synchronous=False) == expected
         store = MemoryStore()
-        generator(thread, generate).produce(
-            [prompt(index) for index in sorted(recovered)], "v", store=store
-        ).complete()
+        earlier = [prompt(index) for index in sorted(recovered)]
+        produce(generator(thread, generate), earlier, "v", store=store).complete()
         assert cuts(store, synchronous=data.draw(st.booleans())) == expected
 
 
 def test_recovered_groups_count_with_their_tokens():
     with stored(3) as store, LoopThread() as thread:
-        stream = generator(thread, ScriptedGenerate()).produce(prompts(3), "v", store=store)
+        stream = produce(generator(thread, ScriptedGenerate()), prompts(3), "v", store=store)
         size = packed_tokens(store.groups[0, 0])
         assert [len(g) for g in iter(lambda: stream.drain_ready(2 * size), [])] == [2, 1]
 

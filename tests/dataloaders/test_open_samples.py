@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from easyrl.dataloaders.producer import group_stream
+from easyrl.dataloaders.producer.group_stream import ProducerError, packed_tokens
 from easyrl.dataloaders.producer.open_samples import OpenSamples
-from easyrl.dataloaders.producer.rollout_generator import ProducerError, packed_tokens
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import OpenGroup
 from tests.dataloaders.rollout_parts import (
@@ -23,6 +23,7 @@ from tests.dataloaders.rollout_parts import (
     SumScorer,
     completion,
     generator,
+    produce,
     prompt,
 )
 from tests.waiting import wait_until
@@ -245,8 +246,8 @@ def test_recovered_groups_are_never_open():
     store, generate = MemoryStore(), ScriptedGenerate(open_indices=[0, 1])
     prompts = [prompt(0), prompt(1)]
     with LoopThread() as thread:
-        generator(thread, generate).produce(prompts, "v", store=store).complete()
-        stream = generator(thread, generate).produce(prompts, "v", store=store)
+        produce(generator(thread, generate), prompts, "v", store=store).complete()
+        stream = produce(generator(thread, generate), prompts, "v", store=store)
         assert stream.open_samples.groups() == []
         assert len(stream.drain_ready(1000, lambda: pytest.fail("nothing to wait for"))) == 2
 
@@ -270,7 +271,7 @@ def test_a_response_lives_no_longer_than_its_group(looks):
 
     with LoopThread() as thread:
         rollouts = generator(thread, generate, queue_size=2)
-        stream = rollouts.produce([prompt(i) for i in range(20)], "v", store=Disk())
+        stream = produce(rollouts, [prompt(i) for i in range(20)], "v", store=Disk())
         if looks:
             for group in stream.open_samples.groups():
                 stream.open_samples.take(group.key, 1000)

@@ -2,19 +2,15 @@
 
 import asyncio
 import threading
-import time
 import traceback
 from contextlib import asynccontextmanager
 
 import pytest
 
-from easyrl.dataloaders.producer.draws import Draws, OneRank
+from easyrl.dataloaders.producer.draws import Draws
+from easyrl.dataloaders.producer.group_stream import ProducerError, packed_tokens
 from easyrl.dataloaders.producer.membership import BatchMembership
-from easyrl.dataloaders.producer.rollout_generator import (
-    ProducerError,
-    RolloutGenerator,
-    packed_tokens,
-)
+from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.runtime.loop_thread import LoopThread
 from tests.dataloaders.rollout_parts import (
     G,
@@ -91,24 +87,6 @@ def test_a_group_over_the_budget_is_still_delivered():
         whole = generator(thread, generate).produce([prompt(0), prompt(1)], "v")
         whole.complete()
         assert [len(g) for g in iter(lambda: whole.drain_ready(1), [])] == [1, 1]
-
-
-def test_queue_is_bounded():
-    generate = ScriptedGenerate(open_indices=range(8))
-    ready = []
-
-    def record(event, **fields):
-        if event == "group_ready":
-            ready.append(fields["index"])
-
-    with LoopThread() as thread:
-        rollouts = generator(thread, generate, queue_size=2, record=record)
-        stream = rollouts.produce([prompt(i) for i in range(8)], "v")
-        wait_until(lambda: len(generate.asked) == 8 * G and len(ready) == 2)
-        time.sleep(0.05)
-        assert len(ready) == 2  # the others wait for a place
-        assert len(list(stream)) == 8
-        assert len(ready) == 8
 
 
 def test_an_error_in_generate_reaches_the_main_thread_with_its_traceback():
@@ -233,9 +211,8 @@ def test_every_group_asks_for_its_turn_with_the_priority_of_its_optimizer_step()
 
     with LoopThread() as thread:
         rollouts = RolloutGenerator(thread, begin_group, SumScorer(), num_generations=G)
-        draws = Draws(BatchMembership(2, num_updates=2), OneRank())
-        batch = rollouts.produce_batch(draws, prompt, "v", num_updates=2)
-        for stream in batch.streams:
+        batch = rollouts.produce_batch(Draws(BatchMembership(2, num_updates=2)), prompt, "v")
+        for stream in batch.updates:
             stream.complete()
     assert sorted(asked) == [(0, "v", 0), (1, "v", 1)]
 

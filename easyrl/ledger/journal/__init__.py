@@ -9,12 +9,7 @@ the same weights*, in the order in which they did, and asks for the rest.
 from easyrl.ledger.journal.batch import BatchJournal, Journal
 from easyrl.ledger.journal.reading import JournalledGroup, read_batch
 from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError
-from easyrl.ledger.journal.rollouts import (
-    BatchRules,
-    JournalledRollouts,
-    JournalledStream,
-    OpenBatch,
-)
+from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
 from easyrl.ledger.journal.settings import group_settings
 
 __all__ = [
@@ -25,8 +20,6 @@ __all__ = [
     "JournalError",
     "JournalledGroup",
     "JournalledRollouts",
-    "JournalledStream",
-    "OpenBatch",
     "group_settings",
     "read_batch",
 ]

@@ -9,34 +9,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from easyrl.dataloaders.producer.group_stream import packed_tokens
+from easyrl.dataloaders.producer.group_stream import Piece, packed_tokens
 from easyrl.ledger.journal.codec import (
-    CodecError,
     DrainRecord,
-    Piece,
-    decode_record,
-    encode_drain,
+    Header,
+    WithdrawalRecord,
+    encode,
     encode_group,
-    encode_header,
-    encode_withdrawal,
-    to_group,
     token_bytes,
     token_digest,
 )
 from easyrl.ledger.journal.drains import longest, usable_drains
 from easyrl.ledger.journal.earlier_attempts import (
-    MadeBy,
+    StoredRecord,
     is_withdrawn,
     read_earlier_attempts,
 )
 from easyrl.ledger.journal.reading import batch_folder, file_name
-from easyrl.ledger.journal.record_file import (
-    FsyncPolicy,
-    JournalError,
-    RecordLocation,
-    RecordWriter,
-    read_record,
-)
+from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError, RecordWriter
 from easyrl.schema import BatchWithdrawn, Key, Prompt, RolloutGroup, ServedWeights
 
 PRUNED = ".gone"  # suffix of a batch that is being removed
@@ -44,40 +34,8 @@ PRUNED = ".gone"  # suffix of a batch that is being removed
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRecord:
-    """A journalled group that is read back when it is wanted."""
-
-    place: RecordLocation
-    num_tokens: int  # packed: P + ΣR
-    prompt: Prompt
-    refused: bool
-    rank: int  # that finished it
-    is_recovered: bool = True  # finished in an earlier attempt
-    position: int = 0  # in the batch, of a group of this attempt
-    made_by: MadeBy = ()  # of a group of this attempt
-    dispatched_s: float | None = None  # None: in an earlier attempt
-    completed_s: float | None = None
-
-    def load(self) -> RolloutGroup:
-        """Raises ``JournalError`` if the record is no longer what it was."""
-        payload = read_record(self.place)
-        try:
-            return to_group(
-                decode_record(payload),
-                self.prompt,
-                self.place.digest.hex(),
-                self.dispatched_s,
-                self.completed_s,
-            )
-        except CodecError as error:
-            raise JournalError(f"{self.place.path}: byte {self.place.offset}: {error}") from error
-
-
 class BatchJournal:
-    """A ``GroupStore`` for one batch, bound to the weights that it is served with.
-
-    ``add``, ``add_drain``, ``flush`` and ``sync`` may be called from any thread.
+    """The journal of one batch, bound to the weights that it is served with. From any thread.
 
     Attributes:
         accepted_versions: those a token of this batch may be stamped with: this attempt's, and
@@ -123,9 +81,7 @@ class BatchJournal:
                 f"epoch {prompt.epoch} had other tokens when this was journalled; resume with the "
                 "same data, chat template and tokenizer, or start a new run"
             )
-        return StoredRecord(
-            finished.place, finished.num_tokens, prompt, finished.refused, finished.rank
-        )
+        return replace(finished, prompt=prompt)
 
     def add(
         self, group: RolloutGroup, restart: int | None = None
@@ -154,14 +110,12 @@ class BatchJournal:
             stored = self._added[key] = StoredRecord(
                 place,
                 packed_tokens(group),
-                group.prompt,
                 group.refused is not None,
                 self._rank,
-                False,
-                group.position,
                 made_by,
-                group.dispatched_s,
-                group.completed_s,
+                prompt=group.prompt,
+                position=group.position,
+                times_s=(group.dispatched_s, group.completed_s),
             )
         return replace(group, digest=place.digest.hex()), stored
 
@@ -182,7 +136,8 @@ class BatchJournal:
             for key in withdrawn:
                 del self._added[key]
             # Also without a group: it tells that this rank knew of it (``earlier_attempts``).
-            self._open_writer().append(encode_withdrawal(endpoint, proof, self.num_restarts))
+            record = WithdrawalRecord(endpoint, proof, self.num_restarts)
+            self._open_writer().append(encode(record))
         return len(withdrawn)
 
     def begin_again(self) -> None:
@@ -199,7 +154,7 @@ class BatchJournal:
             return list(self._added.values())
 
     def add_drain(
-        self, keys: Sequence[Key], max_tokens: int, update: int, ahead: Sequence[Piece] = ()
+        self, update: int, keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()
     ) -> None:
         """Journals what the trainer took together, and what it had computed ahead before.
 
@@ -207,8 +162,8 @@ class BatchJournal:
         """
         with self._lock:
             assert not self._closed, "the batch is over"
-            payload = encode_drain(keys, max_tokens, update, ahead, self.num_restarts)
-            self._open_writer().append(payload)
+            drain = DrainRecord(list(keys), max_tokens, update, list(ahead), self.num_restarts)
+            self._open_writer().append(encode(drain))
 
     def drained_before(self, updates: Mapping[Key, int | None]) -> Sequence[DrainRecord]:
         """What an earlier attempt drained at once, as far as it can be repeated.
@@ -217,14 +172,10 @@ class BatchJournal:
         """
         return longest(usable_drains(drains, updates) for drains in self._drains)
 
-    def flush(self) -> None:
-        """``sync`` early, while the trainer is busy with the last groups."""
-        self.sync()
-
     def sync(self) -> None:
         """What was added outlives the machine going down, unless the policy is never.
 
-        Raises ``JournalError``, also for an earlier ``flush`` that had failed.
+        Raises ``JournalError``, also for an earlier call that had failed.
         """
         with self._lock:
             if self._writer is not None and self._fsync != "never":
@@ -240,7 +191,8 @@ class BatchJournal:
     def _open_writer(self) -> RecordWriter:
         if self._writer is None:  # here and not before: making files takes long
             self._writer = RecordWriter(self._path, durable=self._fsync != "never")
-            self._writer.append(encode_header(self.served, self._settings))
+            header = Header(self.served.digest, self._settings, str(self.served.version))
+            self._writer.append(encode(header))
         return self._writer
 
 
@@ -254,12 +206,13 @@ class Production:
         self._journal = journal
         self._restart = journal.num_restarts
         self.find = journal.find
-        self.flush = journal.flush
+        self.flush = journal.sync  # early, while the trainer is busy with the last groups
 
     def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredRecord]:
         return self._journal.add(group, self._restart)
 
 
+@dataclass(frozen=True)
 class Journal:
     """The journal of one rank of one attempt of a run.
 
@@ -272,32 +225,29 @@ class Journal:
             others are discarded.
     """
 
-    def __init__(
-        self, directory: Path, attempt: int, rank: int, fsync: FsyncPolicy, settings: str = ""
-    ) -> None:
-        self._directory = directory
-        self._attempt = attempt
-        self._rank = rank
-        self._fsync: FsyncPolicy = fsync
-        self._settings = settings
+    directory: Path
+    attempt: int
+    rank: int
+    fsync: FsyncPolicy
+    settings: str = ""
 
     def open_batch(self, served: ServedWeights) -> BatchJournal:
         """The journal of the batch that is generated by ``served``, with what was left of it.
 
         Raises ``JournalError`` naming file and byte where an earlier attempt's record was changed.
         """
-        assert served.version.attempt == self._attempt
-        folder = batch_folder(self._directory, served.version.v)
-        return BatchJournal(folder, served, self._rank, self._fsync, self._settings)
+        assert served.version.attempt == self.attempt
+        folder = batch_folder(self.directory, served.version.v)
+        return BatchJournal(folder, served, self.rank, self.fsync, self.settings)
 
     def prune(self, before_v: int) -> None:
         """Removes the batches before ``before_v``. For one rank to call.
 
         One that cannot be removed (somebody reads it) is told in the log and tried again next time.
         """
-        for left in self._directory.glob(f"*{PRUNED}"):  # also by an attempt that died here
+        for left in self.directory.glob(f"*{PRUNED}"):  # also by an attempt that died here
             _remove(left)
-        for folder in sorted(self._directory.glob("batch-*")):
+        for folder in sorted(self.directory.glob("batch-*")):
             number = folder.name.removeprefix("batch-")
             if number.isdecimal() and int(number) < before_v:
                 _remove(folder)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 
-from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, ServedWeights, VersionSpan
+from easyrl.dataloaders.producer.group_stream import Piece
+from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
+
+T = TypeVar("T")
 
 
 class CodecError(ValueError):
@@ -85,10 +87,6 @@ class GroupRecord(_Struct):
         return Prompt(index=self.index, token_ids=token_ids, text="", answer=None, epoch=self.epoch)
 
 
-# Responses that went through the frozen models in one piece: prompts and numbers of their samples.
-Piece = list[tuple[Key, list[int]]]
-
-
 class DrainRecord(_Struct):
     """What the trainer drained from the queue at once: groups of any attempt, in this order."""
 
@@ -111,21 +109,17 @@ class WithdrawalRecord(_Struct):
     kind: Literal["withdrawal"] = "withdrawal"
 
 
-def encode_header(served: ServedWeights, settings: str) -> bytes:
-    return msgspec.msgpack.encode(Header(served.digest, settings, str(served.version)))
+encode = msgspec.msgpack.encode  # of all but groups
 
 
 def decode_header(payload: bytes) -> Header:
     """Raises ``CodecError``."""
-    try:
-        return _decode_header(payload)
-    except msgspec.MsgspecError as error:
-        raise CodecError(f"not a journal's header: {error}") from error
+    return _decoded(_HEADER, payload, "a journal's header")
 
 
 def encode_group(group: RolloutGroup, weights: str) -> bytes:
     """``group`` made by the weights of this digest. A pure function of its tokens and scores."""
-    return msgspec.msgpack.encode(
+    return encode(
         GroupRecord(
             group.prompt.epoch,
             group.prompt.index,
@@ -161,31 +155,15 @@ def encode_group(group: RolloutGroup, weights: str) -> bytes:
 
 def decode_record(payload: bytes) -> GroupRecord:
     """Raises ``CodecError``."""
-    try:
-        return _decode_record(payload)
-    except msgspec.MsgspecError as error:
-        raise CodecError(f"not a group: {error}") from error
-
-
-def encode_drain(
-    keys: Sequence[Key], max_tokens: int, update: int, ahead: Sequence[Piece] = (), restart: int = 0
-) -> bytes:
-    return msgspec.msgpack.encode(DrainRecord(list(keys), max_tokens, update, list(ahead), restart))
-
-
-def encode_withdrawal(endpoint: str, proof: int, restart: int) -> bytes:
-    return msgspec.msgpack.encode(WithdrawalRecord(endpoint, proof, restart))
+    return _decoded(_GROUP, payload, "a group")
 
 
 def decode_any(payload: bytes) -> GroupRecord | DrainRecord | WithdrawalRecord:
     """Whatever may come behind a header. Raises ``CodecError``."""
-    try:
-        if payload.endswith(_DRAIN_END):
-            return _decode_drain(payload)
-        if payload.endswith(_WITHDRAWAL_END):
-            return _decode_withdrawal(payload)
-    except msgspec.MsgspecError as error:
-        raise CodecError(f"not a record of the trainer's: {error}") from error
+    if payload.endswith(_DRAIN_END):
+        return _decoded(_DRAIN, payload, "a record of the trainer's")
+    if payload.endswith(_WITHDRAWAL_END):
+        return _decoded(_WITHDRAWAL, payload, "a record of the trainer's")
     return decode_record(payload)
 
 
@@ -193,21 +171,20 @@ def to_group(
     record: GroupRecord,
     prompt: Prompt,
     digest: str,
-    dispatched_s: float | None = None,
-    completed_s: float | None = None,
+    times_s: tuple[float, float] | None = None,
 ) -> RolloutGroup:
-    """The group of ``record`` as the trainer has it; its times are now unless they are known.
+    """The group of ``record`` as the trainer has it; dispatched and completed now or at ``times_s``.
 
     Raises ``CodecError`` if arrays of one response differ in length.
     """
-    now = time.monotonic()
+    dispatched_s, completed_s = times_s or (time.monotonic(),) * 2
     return RolloutGroup(
         prompt=prompt,
         completions=tuple(_completion(completion) for completion in record.completions),
         scores=tuple(Score(s.reward, s.components, s.failed) for s in record.scores),
         policy_version=record.version,
-        dispatched_s=now if dispatched_s is None else dispatched_s,
-        completed_s=now if completed_s is None else completed_s,
+        dispatched_s=dispatched_s,
+        completed_s=completed_s,
         position=record.position,
         excluded=record.excluded,
         rejected=record.rejected,
@@ -224,12 +201,19 @@ def token_digest(token_ids: bytes) -> bytes:
     return blake3(token_ids).digest(length=16)
 
 
-_decode_header = msgspec.msgpack.Decoder(Header).decode
-_decode_record = msgspec.msgpack.Decoder(GroupRecord).decode
-_decode_drain = msgspec.msgpack.Decoder(DrainRecord).decode
-_decode_withdrawal = msgspec.msgpack.Decoder(WithdrawalRecord).decode
-_DRAIN_END = msgspec.msgpack.encode("drain")
-_WITHDRAWAL_END = msgspec.msgpack.encode("withdrawal")
+_HEADER = msgspec.msgpack.Decoder(Header)
+_GROUP = msgspec.msgpack.Decoder(GroupRecord)
+_DRAIN = msgspec.msgpack.Decoder(DrainRecord)
+_WITHDRAWAL = msgspec.msgpack.Decoder(WithdrawalRecord)
+_DRAIN_END = encode("drain")
+_WITHDRAWAL_END = encode("withdrawal")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str) -> T:
+    try:
+        return decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise CodecError(f"not {what}: {error}") from error
 
 
 def _completion(stored: _Completion) -> Completion:

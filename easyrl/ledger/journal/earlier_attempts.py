@@ -9,18 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from easyrl.ledger.journal.codec import (
+    CodecError,
     DrainRecord,
     GroupRecord,
     WithdrawalRecord,
+    decode_record,
+    to_group,
     token_digest,
 )
 from easyrl.ledger.journal.drains import last_drains
 from easyrl.ledger.journal.reading import AnyRecord, journal_files, read_file
-from easyrl.ledger.journal.record_file import JournalError, RecordLocation
-from easyrl.schema import Key, PolicyVersion, ServedWeights
+from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_record
+from easyrl.schema import Key, PolicyVersion, Prompt, RolloutGroup, ServedWeights
 
 log = logging.getLogger(__name__)
-
 
 MadeBy = Sequence[tuple[str, int]]  # endpoint and number of its proof, of each completion
 
@@ -31,21 +33,41 @@ def is_withdrawn(made_by: MadeBy, endpoint: str, proof: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """An earlier attempt's group: what is known of it without reading it again."""
+class StoredRecord:
+    """A journalled group: what is known of it without reading it again (a ``StoredGroup``)."""
 
     place: RecordLocation
     num_tokens: int  # packed: P + ΣR
-    prompt_digest: bytes  # ``codec.token_digest``
-    rank: int  # that finished it
     refused: bool
+    rank: int  # that finished it
+    made_by: MadeBy
+    prompt_digest: bytes = b""  # ``codec.token_digest``, of a group of an earlier attempt
+    prompt: Prompt | None = None  # until it is known
+    # of a group of this attempt
+    position: int = 0  # in the batch
+    times_s: tuple[float, float] | None = None  # dispatched, completed
+
+    @property
+    def is_recovered(self) -> bool:
+        """Finished in an earlier attempt."""
+        return self.times_s is None
+
+    def load(self) -> RolloutGroup:
+        """Raises ``JournalError`` if the record is no longer what it was."""
+        assert self.prompt is not None
+        payload = read_record(self.place)
+        digest = self.place.digest.hex()
+        try:
+            return to_group(decode_record(payload), self.prompt, digest, self.times_s)
+        except CodecError as error:
+            raise JournalError(f"{self.place.path}: byte {self.place.offset}: {error}") from error
 
 
 @dataclass
 class EarlierAttempts:
     """What earlier attempts left of a batch."""
 
-    finished: dict[Key, Finished] = field(default_factory=dict)  # by these weights
+    finished: dict[Key, StoredRecord] = field(default_factory=dict)  # by these weights
     versions: set[str] = field(default_factory=set)  # of attempts that made theirs
     made_otherwise: set[Key] = field(default_factory=set)  # other weights or settings, or withdrawn
     drains: list[list[DrainRecord]] = field(default_factory=list)  # of one rank, by attempt
@@ -55,15 +77,15 @@ class EarlierAttempts:
 class _Share:
     """What one rank of one attempt left."""
 
-    groups: dict[Key, tuple[Finished, MadeBy]] = field(default_factory=dict)
+    groups: dict[Key, StoredRecord] = field(default_factory=dict)
     withdrawn: set[Key] = field(default_factory=set)
     withdrawals: set[tuple[str, int]] = field(default_factory=set)  # endpoint, number of restarts
     drains: list[DrainRecord] = field(default_factory=list)
 
     def withdraw(self, endpoint: str, proof: int) -> None:
         """Drops the groups with a completion that ``endpoint`` made since its ``proof``."""
-        for key, (_, made_by) in list(self.groups.items()):
-            if is_withdrawn(made_by, endpoint, proof):
+        for key, group in list(self.groups.items()):
+            if is_withdrawn(group.made_by, endpoint, proof):
                 del self.groups[key]
                 self.withdrawn.add(key)
 
@@ -79,9 +101,14 @@ def _read_share(rank: int, records: Iterable[tuple[RecordLocation, AnyRecord]]) 
                 share.withdraw(record.endpoint, record.proof)
             case GroupRecord():
                 # Again only if it was withdrawn, or an attempt did not see an earlier one's.
-                prompt = token_digest(record.prompt_token_ids)
-                finished = Finished(place, record.num_tokens, prompt, rank, record.refused)
-                share.groups[record.key] = finished, record.made_by
+                share.groups[record.key] = StoredRecord(
+                    place,
+                    record.num_tokens,
+                    record.refused,
+                    rank,
+                    record.made_by,
+                    token_digest(record.prompt_token_ids),
+                )
     return share
 
 
@@ -124,7 +151,7 @@ def read_earlier_attempts(
         for share in shares:
             for endpoint, _ in withdrawals - share.withdrawals:  # this rank was not told any more
                 share.withdraw(endpoint, 0)
-            earlier.finished |= {key: finished for key, (finished, _) in share.groups.items()}
+            earlier.finished |= share.groups
             earlier.made_otherwise |= share.withdrawn
     if earlier.finished or earlier.made_otherwise:
         log.info(

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from easyrl.dataloaders.producer.draws import Draws, OneRank, SharedDecisions
-from easyrl.dataloaders.producer.group_batch import GroupBatch
-from easyrl.dataloaders.producer.group_stream import GroupStream, Idle
+from easyrl.dataloaders.producer.draws import Draws, SharedDecisions
 from easyrl.dataloaders.producer.membership import BatchMembership
-from easyrl.dataloaders.producer.open_samples import OpenSamples
+from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerator, accept_all
-from easyrl.ledger.journal.batch import BatchJournal, Journal, Production, StoredRecord
-from easyrl.ledger.journal.codec import DrainRecord, Piece
+from easyrl.ledger.journal.batch import BatchJournal, Journal, Production
+from easyrl.ledger.journal.earlier_attempts import StoredRecord
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import (
-    BatchWithdrawn,
-    FinishedSamples,
-    GroupOutcome,
-    Key,
-    PeerOutage,
-    Prompt,
-    RolloutGroup,
-    ServedWeights,
-)
+from easyrl.schema import Prompt, ServedWeights
 
 
 class Order(Protocol):
@@ -88,7 +77,6 @@ class JournalledRollouts:
         self._coordination = coordination
         self._batch: BatchJournal | None = None
         self._open: OpenBatch | None = None
-        self._shared: SharedDecisions = OneRank()
         self._doubted: list[str] = []  # endpoints, since the batch began
         # Told of the endpoints, on every rank, before the batch begins again: it must not use them.
         self.on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
@@ -112,7 +100,6 @@ class JournalledRollouts:
             )
         finally:
             self._open.withdraw(reason)
-            self._shared.announce_withdrawal(reason)
 
     def share_withdrawals(self) -> None:
         """What one rank's proof has put in doubt, all ranks withdraw. Collective.
@@ -160,41 +147,42 @@ class JournalledRollouts:
             num_left=self._order.num_left(position),
             max_draws=rules.max_draws,
         )
-        mine = self._decide_known(membership, journal, prompt_at)
-        known_updates = {p: membership.update_of(p) for p in mine}  # before others are decided
-        polls = ranks.dp_size > 1
-        self._shared = self._coordination.open_batch(f"{served.version}/{journal.num_restarts}")
-        draws = Draws(
-            membership,
-            self._shared,
-            fixed=(ranks.dp_rank, ranks.dp_size) if rules.in_prompt_order else None,
-            room=-(-rules.batch_size // ranks.dp_size) if polls else None,
-            polls=polls,
-        )
-        generated = self._generator.produce_batch(
-            draws,
+        mine, kept = self._decide_known(membership, journal, prompt_at)
+        # A group that was lost since then may have shifted those behind it to another update.
+        updates = {
+            prompt_at(p).key: membership.update_of(p)
+            for p, stored in mine.items()
+            if not stored.refused
+        }
+        shared, room = None, None
+        if ranks.dp_size > 1:
+            name = f"{served.version}/{journal.num_restarts}"
+            shared = self._coordination.open_batch(name)
+            room = -(-rules.batch_size // ranks.dp_size)
+        batch = self._generator.produce_batch(
+            Draws(
+                membership,
+                shared,
+                fixed=(ranks.dp_rank, ranks.dp_size) if rules.in_prompt_order else None,
+                room=room,
+                kept=kept,
+            ),
             prompt_at,
             str(served.version),
-            num_updates=rules.num_updates,
             store=Production(journal),
             recovered=sorted(mine.items()),
             accept=rules.accept,
         )
-        accepted = {p: stored for p, stored in mine.items() if not stored.refused}
-        drains: Sequence[DrainRecord] = ()
-        if not rules.in_prompt_order:
-            # A group that was lost since then may have shifted those behind it to another update.
-            certain = {stored.prompt.key: known_updates[p] for p, stored in accepted.items()}
-            drains = journal.drained_before(certain)
-        by_key = {stored.prompt.key: stored for stored in accepted.values()}
-        opened = self._open = OpenBatch(generated, journal, drains, by_key)
-        draws.on_withdrawal = opened.withdraw
-        draws.on_failure = opened.fail
+        batch.accepted_versions, batch.discarded = journal.accepted_versions, journal.discarded
+        drains = () if rules.in_prompt_order else journal.drained_before(updates)
+        for update, stream in enumerate(batch.updates):
+            stream.accepted_versions = journal.accepted_versions
+            stream.past_drains.extend(drain for drain in drains if drain.update == update)
+            stream.on_drain = partial(journal.add_drain, update)
+        self._open = batch
         if self._doubted:  # meanwhile, where the batch that was open before was told
-            reason = f"{', '.join(self._doubted)} failed its proof while the batch began"
-            opened.withdraw(reason)
-            self._shared.announce_withdrawal(reason)
-        return opened
+            batch.withdraw(f"{', '.join(self._doubted)} failed its proof while the batch began")
+        return batch
 
     def sync(self) -> None:
         """The open batch's groups outlive the machine going down, unless the policy is never.
@@ -215,196 +203,31 @@ class JournalledRollouts:
         membership: BatchMembership,
         journal: BatchJournal,
         prompt_at: Callable[[int], Prompt],
-    ) -> dict[int, StoredRecord]:
+    ) -> tuple[dict[int, StoredRecord], dict[int, bool]]:
         """Decides what the journal knows, on all ranks the same; this rank's groups by position.
 
         What all earlier attempts left is read by every rank; what this attempt has journalled
-        before the batch began again is known to the rank that did.
+        before the batch began again is known to the rank that did. Of that, what the batch has not
+        drawn yet: whether it is this rank's, by position.
         """
-        ranks = self._ranks
+        rank, num_ranks = self._ranks.dp_rank, self._ranks.dp_size
         added: dict[int, bool] = {}  # by position, of all ranks
+        own = {stored.position: not stored.refused for stored in journal.added}
         if journal.num_restarts:
-            own = [(stored.position, not stored.refused) for stored in journal.added]
-            added = {p: yes for rank in self._coordination.gather(own) for p, yes in rank}
+            told = self._coordination.gather(list(own.items()))
+            added = {p: accepted for of_rank in told for p, accepted in of_rank}
         mine: dict[int, StoredRecord] = {}
         position = 0
         while position < membership.bound:
             stored = journal.find(prompt_at(position))
             if stored is not None:
                 membership.decide(position, not stored.refused)
-                rank = position if self._rules.in_prompt_order else stored.rank
-                if not stored.is_recovered or rank % ranks.dp_size == ranks.dp_rank:
+                owner = position if self._rules.in_prompt_order else stored.rank
+                if position in own or owner % num_ranks == rank:
                     mine[position] = stored
             elif position in added:
                 membership.decide(position, added[position])
             position += 1
-        return mine
-
-
-class OpenBatch:
-    """One batch in the making: its groups by optimizer step, and what is known of its prompts.
-
-    Attributes:
-        updates: the groups of each optimizer step.
-        accepted_versions: those a token of this batch may be stamped with.
-        discarded: prompts whose journalled groups are of other weights or settings, or were
-            withdrawn, and are generated again.
-        withdrawn: why groups of it were taken back.
-    """
-
-    def __init__(
-        self,
-        groups: GroupBatch,
-        journal: BatchJournal,
-        drains: Sequence[DrainRecord],
-        stored: Mapping[Key, StoredRecord],
-    ) -> None:
-        self._groups = groups
-        self.withdrawn: str | None = None
-        self.accepted_versions = journal.accepted_versions
-        self.discarded = journal.discarded
-        self.updates = [
-            JournalledStream(
-                stream,
-                journal.accepted_versions,
-                drains=[drain for drain in drains if drain.update == update],
-                recover=lambda key: stored[key].load() if key in stored else None,
-                add_drain=lambda keys, tokens, ahead, update=update: journal.add_drain(  # type: ignore[misc]
-                    keys, tokens, update, ahead
-                ),
-            )
-            for update, stream in enumerate(groups.streams)
-        ]
-
-    @property
-    def refused(self) -> Sequence[GroupOutcome]:
-        """This rank's rejected and excluded groups; all of them when the last update has ended."""
-        return self._groups.refused
-
-    @property
-    def membership(self) -> BatchMembership:
-        """Of all ranks; complete when the last update has ended."""
-        return self._groups.membership
-
-    @property
-    def num_waiting(self) -> int:
-        return self._groups.num_waiting
-
-    def withdraw(self, reason: str) -> None:
-        """The batch has to begin again: whoever waits for a group raises ``BatchWithdrawn``."""
-        if self.withdrawn is not None:
-            return
-        self.withdrawn = reason
-        for stream in self.updates:
-            stream.interrupt(BatchWithdrawn(reason))
-
-    def fail(self, reason: str) -> None:
-        """Another rank decides nothing any more: who waits for a group raises ``PeerOutage``."""
-        for stream in self.updates:
-            stream.interrupt(PeerOutage(reason))
-
-    def close(self) -> None:
-        """Gives up what is not finished. Safe to call twice."""
-        for stream in self.updates:
-            stream.close()
-
-
-class JournalledStream:
-    """A ``GroupStream``, and what the journal knew of its prompts.
-
-    Args:
-        drains: what an earlier attempt drained at once: it is handed out first, and so again.
-        recover: an earlier attempt's group, if it is known.
-        add_drain: is told the keys and ``max_tokens`` of each drain, and what was computed ahead
-            since the one before.
-
-    Attributes:
-        accepted_versions: those its tokens may be stamped with.
-    """
-
-    def __init__(
-        self,
-        stream: GroupStream,
-        accepted_versions: frozenset[str],
-        *,
-        drains: Sequence[DrainRecord] = (),
-        recover: Callable[[Key], RolloutGroup | None] = lambda key: None,
-        add_drain: Callable[[Sequence[Key], int, Sequence[Piece]], object] = lambda *drain: None,
-    ) -> None:
-        self._stream = stream
-        self._drains = deque(drains)
-        self._recover = recover
-        self._add_drain = add_drain
-        self._ahead: list[Piece] = []  # since the last drain
-        self.accepted_versions = accepted_versions
-
-    @property
-    def recovered(self) -> Collection[Key]:
-        """Prompts whose groups an earlier attempt has finished, as far as they were handed out."""
-        return self._stream.recovered
-
-    @property
-    def open_samples(self) -> OpenSamples:
-        """Finished responses of groups that are not complete."""
-        return self._stream.open_samples
-
-    @property
-    def wait_s(self) -> float:
-        return self._stream.wait_s
-
-    @property
-    def load_s(self) -> float:
-        return self._stream.load_s
-
-    @property
-    def first_group_wait_s(self) -> float | None:
-        return self._stream.first_group_wait_s
-
-    def __iter__(self) -> Iterator[RolloutGroup]:
-        return iter(self._stream)
-
-    def drain_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
-        """As ``GroupStream.drain_ready``; what was drained at once before is so again, whatever
-        ``max_tokens``.
-
-        Raises ``JournalError``.
-        """
-        if self._drains:
-            groups = self._stream.drain(self._drains.popleft().keys)
-        else:
-            groups = self._stream.drain_ready(max_tokens, idle)
-        if groups:
-            self._add_drain([group.prompt.key for group in groups], max_tokens, self._ahead)
-            self._ahead = []
-        return groups
-
-    def note_ahead(self, piece: Sequence[FinishedSamples]) -> None:
-        """These responses were computed ahead, in one piece and in this order."""
-        self._ahead.append([(each.prompt.key, list(each.completions)) for each in piece])
-
-    def ahead_of_drain(self, max_tokens: int) -> Iterator[list[FinishedSamples]]:
-        """What an earlier attempt computed ahead before it drained what ``drain_ready`` gives next.
-
-        Pieces in order; without those of which a response is not known, which there are only in a
-        batch that no attempt has closed. Raises ``JournalError``.
-        """
-        for piece in self._drains[0].ahead if self._drains else ():
-            samples = [self._samples(key, numbers) for key, numbers in piece]
-            whole = [each for each in samples if each is not None]
-            if len(whole) == len(samples):
-                yield whole
-
-    def _samples(self, key: Key, numbers: Sequence[int]) -> FinishedSamples | None:
-        group = self._recover(key)
-        if group is None or not all(n < len(group.completions) for n in numbers):
-            return None
-        return FinishedSamples(group.prompt, {n: group.completions[n] for n in numbers})
-
-    def complete(self) -> None:
-        self._stream.complete()
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def interrupt(self, error: BaseException) -> None:
-        self._stream.interrupt(error)
+        if self._rules.in_prompt_order:
+            return mine, {}  # a position is drawn by the rank that has drawn it before
+        return mine, {p: p in own for p in added if not membership.is_decided(p)}

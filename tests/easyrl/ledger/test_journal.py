@@ -436,7 +436,7 @@ def test_fsync_policies(tmp_path, monkeypatch, policy, after_adds, after_sync):
     batch.add(group(1))
     assert len(synced) == after_adds
     synced.clear()
-    batch.flush()
+    batch.sync()
     batch.sync()  # nothing is left to do
     assert len(synced) == after_sync
 
@@ -451,7 +451,7 @@ def test_a_failed_fsync_is_not_forgotten(tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", fail)
         with pytest.raises(JournalError):
-            batch.flush()
+            batch.sync()
     with pytest.raises(JournalError, match="Input/output error"):
         batch.sync()  # the kernel would report success now
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easyrl.dataloaders.producer.group_stream import GroupStream
 from easyrl.ledger.journal import JournalError
 from easyrl.ledger.journal.codec import (
     CodecError,
@@ -16,12 +17,10 @@ from easyrl.ledger.journal.codec import (
     WithdrawalRecord,
     decode_any,
     decode_record,
-    encode_drain,
-    encode_withdrawal,
+    encode,
 )
 from easyrl.ledger.journal.drains import longest, usable_drains
 from easyrl.ledger.journal.reading import read_drains
-from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import FinishedSamples, Key
 from tests.dataloaders.rollout_parts import completion, generator, prompt
@@ -157,7 +156,7 @@ def test_readers_of_groups_do_not_see_what_was_taken(tmp_path):
     batch = journal(tmp_path).open_batch(served(0))
     for index in (0, 1):
         batch.add(group(index))
-        batch.add_drain([group(index).prompt.key], 64, index)
+        batch.add_drain(index, [group(index).prompt.key], 64)
     batch.close()
     assert [record.key for record in read(tmp_path)] == [(0, 0), (0, 1)]
     (drains,) = read_drains(tmp_path, 3, attempt=0)
@@ -181,13 +180,13 @@ def test_what_was_drained_before_the_batch_began_again_is_not_repeated(tmp_path)
         keys = [group(index).prompt.key for index in indices]
         for index in indices:
             batch.add(group(index, made_by=((URL, index),)))
-        batch.add_drain(keys, 64, 0)
+        batch.add_drain(0, keys, 64)
     withdrawn.withdraw(URL, 1)
     other.withdraw(URL, 4)
     for batch, indices in ((withdrawn, (0,)), (other, (3, 2))):
         batch.begin_again()
         for index in indices:
-            batch.add_drain([group(index).prompt.key], 64, 0)
+            batch.add_drain(0, [group(index).prompt.key], 64)
     for rank, order in ((0, [0]), (1, [3, 2])):
         resumed = journal(tmp_path, attempt=1, rank=rank).open_batch(served(1))
         usable = resumed.drained_before({group(i).prompt.key: 0 for i in range(4)})
@@ -229,12 +228,12 @@ def test_of_equally_long_attempts_the_latest_counts():
 
 def test_no_record_of_a_drain_or_withdrawal_ends_in_a_zero_byte_or_passes_for_a_group():
     for keys, budget, update in (([(0, 0)], 0, 0), ([(2, 256), (0, 2**40)], 2**32, 1)):
-        payload = encode_drain(keys, budget, update)
+        payload = encode(DrainRecord(keys, budget, update))
         assert payload[-1] != 0 and decode_any(payload) == DrainRecord(keys, budget, update)
         with pytest.raises(CodecError, match="not a group"):
             decode_record(payload)
     for proof in (0, 256):
-        payload = encode_withdrawal(URL, proof, 0)
+        payload = encode(WithdrawalRecord(URL, proof, 0))
         assert payload[-1] != 0 and decode_any(payload) == WithdrawalRecord(URL, proof, 0)
         with pytest.raises(CodecError, match="not a group"):
             decode_record(payload)
@@ -245,9 +244,9 @@ def test_no_record_of_a_drain_or_withdrawal_ends_in_a_zero_byte_or_passes_for_a_
 
 def test_what_was_computed_ahead_is_kept_with_the_drain():
     pieces = [[((0, 3), [2, 0]), ((1, 4), [1])], [((0, 3), [1])]]
-    payload = encode_drain([(0, 3)], 64, 1, pieces, restart=2)
+    payload = encode(DrainRecord([(0, 3)], 64, 1, pieces, restart=2))
     assert payload[-1] != 0 and decode_any(payload) == DrainRecord([(0, 3)], 64, 1, pieces, 2)
-    assert decode_any(encode_drain([(0, 3)], 64, 1)).ahead == []
+    assert decode_any(encode(DrainRecord([(0, 3)], 64, 1))).ahead == []
 
 
 def piece(*responses: tuple[int, list[int]]) -> list[FinishedSamples]:
@@ -269,7 +268,7 @@ def test_pieces_that_an_earlier_attempt_computed_ahead_are_given_back_before_its
     prompts = [group(index).prompt for index in range(3)]
     pieces = [piece((1, [1, 0]), (0, [0])), piece((2, [1]), (0, [1])), piece((1, [2]))]
 
-    def begin(attempt: int, indices: list[int]) -> JournalledStream:
+    def begin(attempt: int, indices: list[int]) -> GroupStream:
         async def generate(prompt, sample, version):
             assert prompt.index in indices
             if prompt.index == 2:
@@ -326,4 +325,4 @@ def test_a_journal_that_cannot_be_written_is_told_to_the_trainer(tmp_path):
     (tmp_path / "batch-000003").write_text("no folder")
     batch = journal(tmp_path).open_batch(served(0))
     with pytest.raises(JournalError, match="cannot be written"):
-        batch.add_drain([(0, 0)], 64, 0)
+        batch.add_drain(0, [(0, 0)], 64)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from easyrl.dataloaders.producer.rollout_generator import ProducerError
-from easyrl.ledger.journal import JournalledRollouts, OpenBatch
+from easyrl.dataloaders.producer.group_stream import ProducerError
+from easyrl.dataloaders.producer.open_batch import OpenBatch
+from easyrl.ledger.journal import JournalledRollouts
 from easyrl.ledger.journal.record_file import read_records
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.rank_coordination import SharedBatch

@@ -13,8 +13,9 @@ from blake3 import blake3
 from easyrl.build.replay import Replayed
 from easyrl.commands.replay import _reasons
 from easyrl.config import Config
-from easyrl.ledger.journal import Journal, JournalledStream
-from easyrl.ledger.journal.codec import Piece, encode_drain
+from easyrl.dataloaders.producer.group_stream import GroupStream
+from easyrl.ledger.journal import Journal
+from easyrl.ledger.journal.codec import DrainRecord, Piece, encode
 from easyrl.ledger.journal.reading import file_name
 from easyrl.ledger.recorded_run import RecordedBatch, RecordedRollouts, RecordedRun
 from easyrl.runtime.ranks import Ranks
@@ -101,7 +102,7 @@ def begin(rollouts: RecordedRollouts, v: int) -> RecordedBatch:
     return rollouts.begin(ServedWeights(PolicyVersion(RUN, 0, v), ""), -1)
 
 
-def drained(stream: JournalledStream, budget: int) -> list[list[int]]:
+def drained(stream: GroupStream, budget: int) -> list[list[int]]:
     ready = iter(lambda: stream.drain_ready(budget), [])
     return [[group.prompt.index for group in groups] for groups in ready]
 
@@ -201,7 +202,7 @@ def note_drained(
     with path.open("ab") as file:
         for places in drains:
             keys = [run.batches[1][place].key for place in places]
-            payload = encode_drain(keys, 64, places[0] // 2, ahead, restart)
+            payload = encode(DrainRecord(keys, 64, places[0] // 2, list(ahead), restart))
             ahead = ()  # before the first
             digest = blake3(payload).digest(length=16)
             file.write(FRAME.pack(len(payload), len(payload) ^ 0xFFFFFFFF, digest) + payload)

@@ -14,10 +14,8 @@ import torch.distributed as dist
 
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.membership import BatchMembership
-from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.machine import free_port
-from easyrl.runtime.rank_coordination import RankCoordination, SharedBatch
-from easyrl.runtime.ranks import Ranks
+from easyrl.runtime.rank_coordination import SharedBatch
 
 
 @pytest.fixture
@@ -125,7 +123,6 @@ def test_two_ranks_fill_a_batch_over_a_real_store(
                 SharedBatch(stores[rank], "batch", rank),
                 fixed=(rank, 2) if fixed else None,
                 room=4,
-                polls=True,
             )
             drawn = []
             async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
@@ -142,13 +139,3 @@ def test_two_ranks_fill_a_batch_over_a_real_store(
     assert sorted(mine + theirs) == list(range(num_drawn))
     if fixed:
         assert {p % 2 for p in mine} == {0} and {p % 2 for p in theirs} <= {1}
-
-
-def test_one_rank_needs_no_store() -> None:
-    ranks = RankCoordination(Collectives(Ranks.data_parallel(0, 1)))
-    for number in range(3):
-        batch = ranks.open_batch(f"batch {number}")
-        assert [batch.claim(), batch.claim()] == [0, 1]
-        batch.publish(0, True)
-        assert list(batch.news()) == []
-    assert ranks.gather([(3, False)]) == [[(3, False)]]

@@ -26,7 +26,6 @@ from easyrl.config.file import validate_config
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.engines.base import MetricSums
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
-from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.metrics.event_log import ignore
 from easyrl.models.loading import load_policy_model
 from easyrl.recipes.loading import load_recipe
@@ -209,7 +208,8 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
                     thread, at_once(script), TokenScorer(), num_generations=G
                 )
                 stream = generator.produce([group.prompt for group in groups], "run:0:0")
-                totals = accumulator.accumulate(JournalledStream(stream, frozenset({"run:0:0"})))
+                stream.accepted_versions = frozenset({"run:0:0"})
+                totals = accumulator.accumulate(stream)
                 result = engine.optimizer_step(totals.denominator)
                 assert totals.interruption is None and not result.skipped
                 updates.append(

@@ -21,7 +21,6 @@ from easyrl.dataloaders.producer.group_stream import GroupStream
 from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.engines.base import MetricSums
-from easyrl.ledger.journal.rollouts import JournalledStream
 from easyrl.metrics.event_log import ignore
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
@@ -477,8 +476,8 @@ def test_a_stop_ends_the_update_between_two_pieces_of_work() -> None:
         ahead = make(TellingEngine(), stream.open_samples)
         assert ahead.work() and ahead.work() and not ahead.work()  # two pieces
         stream = begin()
-        source = JournalledStream(stream, frozenset({"run:0:0"}))
-        totals = accumulator(engine := Stopping(), stop=with_stop).accumulate(source)
+        stream.accepted_versions = frozenset({"run:0:0"})
+        totals = accumulator(engine := Stopping(), stop=with_stop).accumulate(stream)
     with_stop.close()
     assert isinstance(totals.interruption, StopRequested)
     assert len(engine.frozen) == 1 and engine.trained == []

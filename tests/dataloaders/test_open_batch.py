@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.dataloaders.producer.draws import Draws, OneRank
+from easyrl.dataloaders.producer.draws import Draws
+from easyrl.dataloaders.producer.group_stream import ProducerError
 from easyrl.dataloaders.producer.membership import BatchMembership
-from easyrl.dataloaders.producer.rollout_generator import ProducerError
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import RolloutGroup
 from tests.dataloaders.packed_rows import BUSY
@@ -45,16 +45,11 @@ def positions(groups) -> list[int]:
 def begin(thread, generate, batch_size, num_updates=1, *, limits=None, store=None, **options):
     """A batch whose prompt at position p has index p. ``options`` of producer and batch."""
     batch_options = {n: options.pop(n) for n in ("accept", "recovered") if n in options}
-    draws = Draws(BatchMembership(batch_size, num_updates, **(limits or {})), OneRank())
+    membership = BatchMembership(batch_size, num_updates, **(limits or {}))
     for position, stored in batch_options.get("recovered", ()):
-        draws.membership.decide(position, not stored.refused)
+        membership.decide(position, not stored.refused)
     return generator(thread, generate, **options).produce_batch(
-        Draws(draws.membership, OneRank()),
-        prompt,
-        "v",
-        num_updates=num_updates,
-        store=store,
-        **batch_options,
+        Draws(membership), prompt, "v", store=store, **batch_options
     )
 
 
@@ -68,7 +63,7 @@ def test_a_rejected_group_is_replaced_and_reaches_no_stream():
             accept=reject(0, 2),
             store=store,
         )
-        assert sorted(positions(batch.streams[0])) == [1, 3, 4]
+        assert sorted(positions(batch.updates[0])) == [1, 3, 4]
     assert sorted((g.position, g.outcome, g.reason) for g in batch.refused) == [
         (0, "rejected", "unwanted"),
         (2, "rejected", "unwanted"),
@@ -95,7 +90,7 @@ def test_an_excluded_group_is_replaced_and_the_recipe_is_not_asked():
 
     with LoopThread() as thread:
         batch = begin(thread, generate, 2, accept=accept, excluded_by=(TooLong,))
-        assert sorted(positions(batch.streams[0])) == [0, 2]
+        assert sorted(positions(batch.updates[0])) == [0, 2]
     assert sorted(asked) == [0, 2]
     [group] = batch.refused
     assert (group.position, group.outcome, group.reason) == (1, "excluded", "prompt is too long")
@@ -112,7 +107,7 @@ def test_a_batch_that_the_order_or_the_bound_cuts_short_ends(limits, ended_by):
             limits=limits,
             accept=reject(0, 1),
         )
-        assert positions(batch.streams[0]) == [2]
+        assert positions(batch.updates[0]) == [2]
     assert batch.membership.ended_by == (ended_by or "max_draws")
 
 
@@ -126,7 +121,7 @@ def test_a_batch_in_which_everything_is_refused_ends_without_a_group():
             limits={"max_draws": 5},
             accept=lambda group: "flat",
         )
-        assert [list(stream) for stream in batch.streams] == [[], []]
+        assert [list(stream) for stream in batch.updates] == [[], []]
     assert sorted(group.position for group in batch.refused) == [0, 1, 2, 3, 4]
 
 
@@ -149,7 +144,7 @@ def test_each_optimizer_step_gets_its_slice_of_the_accepted_groups(data):
     with LoopThread() as thread:
         if recovered:  # an earlier attempt
             whole = begin(thread, generate, 12, store=(full := MemoryStore()), accept=reject())
-            list(whole.streams[0])
+            list(whole.updates[0])
             for position in recovered:
                 reason = "unwanted" if position in rejected else None
                 store.groups[0, position] = replace(full.groups[0, position], rejected=reason)
@@ -164,7 +159,7 @@ def test_each_optimizer_step_gets_its_slice_of_the_accepted_groups(data):
             queue_size=data.draw(st.integers(1, 4)),
             recovered=[(p, store.find(prompt(p))) for p in sorted(recovered)],
         )
-        handed_out = [positions(stream) for stream in batch.streams]
+        handed_out = [positions(stream) for stream in batch.updates]
     accepted = [p for p in range(30) if p not in rejected][:batch_size]
     size = batch_size // num_updates
     slices = [accepted[i : i + size] for i in range(0, batch_size, size)]
@@ -175,7 +170,7 @@ def test_each_optimizer_step_gets_its_slice_of_the_accepted_groups(data):
     drawn = set(range(accepted[-1] + 1))
     assert {group.position for group in batch.refused} == drawn & rejected
     assert {g.position for g in batch.refused if g.recovered} == recovered & rejected & drawn
-    for stream, groups in zip(batch.streams, slices, strict=True):
+    for stream, groups in zip(batch.updates, slices, strict=True):
         assert stream.recovered == {(0, p) for p in recovered.intersection(groups)}
 
 
@@ -183,7 +178,7 @@ def test_a_group_is_held_back_until_its_optimizer_step_is_certain():
     generate = ScriptedGenerate()
     with LoopThread() as thread:
         batch = begin(thread, generate, 4, 2, accept=reject(0), store=MemoryStore())
-        first, second = batch.streams
+        first, second = batch.updates
         wait_until(lambda: len(generate.asked) == 4 * G)
         generate.release(thread, 2)  # the second or third that is accepted: either step
         wait_until(lambda: batch.num_waiting == 1)
@@ -208,7 +203,7 @@ def test_in_prompt_order_a_rejected_group_holds_up_those_behind_it_until_it_is_k
     options = {"accept": reject(0), "in_prompt_order": True, "store": MemoryStore()}
     with LoopThread() as thread:
         batch = begin(thread, generate, 2, **options)
-        [stream] = batch.streams
+        [stream] = batch.updates
         wait_until(lambda: len(generate.asked) == 2 * G)
         generate.release(thread, 1)
         wait_until(lambda: batch.num_waiting == 1)
@@ -225,12 +220,12 @@ def test_what_the_store_has_of_a_later_position_is_used_when_it_is_reached():
     """Groups beyond B + R of an earlier attempt: nobody asks for them again."""
     generate, store = ScriptedGenerate(open_indices=range(9)), MemoryStore()
     with LoopThread() as thread:
-        list(begin(thread, generate, 4, store=store).streams[0])
+        list(begin(thread, generate, 4, store=store).updates[0])
         for position in (0, 1, 2):
             del store.groups[0, position]
         generate.asked.clear()
         batch = begin(thread, generate, 3, store=store, accept=reject(1))
-        [stream] = batch.streams
+        [stream] = batch.updates
         assert sorted(positions(stream)) == [0, 2, 3]
         assert stream.recovered == {(0, 3)}
     assert {index for index, _ in generate.asked} == {0, 1, 2}
@@ -239,7 +234,7 @@ def test_what_the_store_has_of_a_later_position_is_used_when_it_is_reached():
 def test_a_refused_group_of_an_earlier_attempt_is_told_and_counts():
     store = MemoryStore()
     with LoopThread() as thread:
-        list(begin(thread, ScriptedGenerate(range(9)), 2, store=store, accept=reject(1)).streams[0])
+        list(begin(thread, ScriptedGenerate(range(9)), 2, store=store, accept=reject(1)).updates[0])
         del store.groups[0, 2]
         batch = begin(
             thread,
@@ -248,7 +243,7 @@ def test_a_refused_group_of_an_earlier_attempt_is_told_and_counts():
             store=store,
             recovered=[(p, store.find(prompt(p))) for p in (0, 1)],
         )
-        assert sorted(positions(batch.streams[0])) == [0, 2]
+        assert sorted(positions(batch.updates[0])) == [0, 2]
     assert {index for index, _ in generate.asked} == {2}
     [group] = batch.refused
     assert (group.position, group.outcome, group.recovered) == (1, "rejected", True)
@@ -266,7 +261,7 @@ def test_nobody_looks_ahead_on_a_group_whose_optimizer_step_is_not_certain():
     with LoopThread() as thread:
         gates = {p: asyncio.Event() for p in range(6)}
         batch = begin(thread, generate, 4, 2, accept=reject(0), store=MemoryStore())
-        first, second = (stream.open_samples for stream in batch.streams)
+        first, second = (stream.open_samples for stream in batch.updates)
 
         def seen(samples) -> list[int]:
             return sorted(group.key[1] for group in samples.groups())
@@ -285,7 +280,7 @@ def test_nobody_looks_ahead_on_a_group_whose_optimizer_step_is_not_certain():
         assert seen(first) == []
         for gate in gates.values():
             thread.loop.call_soon_threadsafe(gate.set)
-        assert sorted(p for stream in batch.streams for p in positions(stream)) == [1, 2, 3, 4]
+        assert sorted(p for stream in batch.updates for p in positions(stream)) == [1, 2, 3, 4]
         assert seen(first) == seen(second) == []
 
 
@@ -299,7 +294,7 @@ def test_an_error_reaches_whoever_waits_for_a_group_of_any_step(step):
     with LoopThread() as thread:
         batch = begin(thread, generate, 4, 2)
         with pytest.raises(ProducerError, match="endpoint exploded"):
-            batch.streams[step].drain_ready(100)
+            batch.updates[step].drain_ready(100)
 
 
 def test_an_error_of_the_recipe_ends_the_batch():
@@ -309,7 +304,7 @@ def test_an_error_of_the_recipe_ends_the_batch():
     with LoopThread() as thread:
         batch = begin(thread, ScriptedGenerate(open_indices=[0]), 1, accept=accept)
         with pytest.raises(ProducerError, match="no such reward"):
-            batch.streams[0].drain_ready(100)
+            batch.updates[0].drain_ready(100)
 
 
 def test_closing_one_step_gives_up_the_whole_batch():
@@ -321,11 +316,11 @@ def test_closing_one_step_gives_up_the_whole_batch():
 
         def second() -> None:
             with pytest.raises(ProducerError):
-                batch.streams[1].drain_ready(100)
+                batch.updates[1].drain_ready(100)
             waits.set()
 
         threading.Thread(target=second).start()
-        batch.streams[0].close()
+        batch.updates[0].close()
         wait_until(lambda: sorted(set(generate.cancelled)) == [0, 1, 2, 3])
         assert waits.wait(10)
         batch.close()  # again

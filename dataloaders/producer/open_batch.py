@@ -1,0 +1,176 @@
+"""One batch's finished groups, routed to the optimizer step that takes them.
+
+Consumes: groups and responses from the producer, decisions of all ranks. Waits for: nothing; a
+group whose step is not certain yet is held back. Produces: a ``GroupStream`` for each step, and the
+account of the groups that were refused.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+
+from easyrl.dataloaders.producer.draws import Draws, Notice
+from easyrl.dataloaders.producer.group_stream import (
+    GroupStream,
+    ReadyGroup,
+    StoredGroup,
+    packed_tokens,
+)
+from easyrl.schema import (
+    BatchWithdrawn,
+    Completion,
+    GroupOutcome,
+    Key,
+    PeerOutage,
+    Prompt,
+    RolloutGroup,
+)
+
+
+class OpenBatch:
+    """A batch in the making. Its methods belong to the producer's loop, ``close`` to any.
+
+    Args:
+        num_in_memory: groups that may wait in memory; what is stored and finds no room there is
+            read back when it is handed out.
+        hands_out_refused: excluded groups too go to the streams.
+
+    Attributes:
+        updates: the groups of each optimizer step.
+        membership: of all ranks; complete when the streams have ended.
+        refused: outcomes of this rank's rejected and excluded groups; whole when the streams end.
+        accepted_versions: those a token of this batch may be stamped with.
+        discarded: prompts whose stored groups are of other weights or settings, or were withdrawn,
+            and are generated again.
+        withdrawn: why groups of it were taken back.
+    """
+
+    def __init__(
+        self,
+        draws: Draws,
+        num_generations: int,
+        num_in_memory: int,
+        *,
+        in_prompt_order: bool,
+        hands_out_refused: bool,
+    ) -> None:
+        self.hands_out_refused = hands_out_refused
+        self.membership = draws.membership
+        self._draws = draws
+        self._in_prompt_order = in_prompt_order
+        self._room = threading.Semaphore(num_in_memory)
+        self.updates = [
+            GroupStream(
+                self._cancel,
+                num_generations=num_generations,
+                in_prompt_order=in_prompt_order,
+                free_memory=self._room.release,
+            )
+            for _ in range(draws.membership.num_updates)
+        ]
+        self.refused: list[GroupOutcome] = []
+        self.accepted_versions: frozenset[str] = frozenset()
+        self.discarded: frozenset[Key] = frozenset()
+        self.withdrawn: str | None = None
+        self.producing: concurrent.futures.Future[None] | None = None
+        # by position: what waits for its step to be certain, in order of completion
+        self._held: dict[int, ReadyGroup] = {}
+        self._held_samples: dict[int, tuple[Prompt, dict[int, Completion]]] = {}
+        self._num_ended = 0  # streams
+        draws.on_change = self.release
+        draws.on_notice = self._hear
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that are finished and not handed out. From any thread."""
+        return len(self._held) + sum(stream.waiting for stream in self.updates)
+
+    def add(self, position: int, group: RolloutGroup, stored: StoredGroup | None = None) -> bool:
+        """A finished group, and where it is ``stored``; whether it will be handed out.
+
+        That is once ``release`` finds its step.
+        """
+        if group.refused and not self.hands_out_refused:
+            self.refused.append(GroupOutcome.of(group))
+            return False
+        in_memory = stored is None or self._room.acquire(blocking=False)
+        kept = group if stored is None or in_memory else stored
+        self._held[position] = ReadyGroup(group.prompt.key, packed_tokens(group), kept)
+        return True
+
+    def add_stored(self, position: int, prompt: Prompt, stored: StoredGroup) -> bool:
+        """A group that was finished before; whether it will be handed out."""
+        if stored.refused and not self.hands_out_refused:
+            self.refused.append(GroupOutcome.of(stored.load(), recovered=stored.is_recovered))
+            return False
+        ready = ReadyGroup(prompt.key, stored.num_tokens, stored, stored.is_recovered)
+        self._held[position] = ready
+        return True
+
+    def add_sample(
+        self, position: int, prompt: Prompt, number: int, completion: Completion
+    ) -> None:
+        """A finished response of a group that is not complete, for the trainer to look ahead."""
+        self._held_samples.setdefault(position, (prompt, {}))[1][number] = completion
+        self._release_samples()
+
+    def close_open_group(self, position: int, prompt: Prompt) -> None:
+        """The group is complete or given up: nobody looks ahead on it any more."""
+        self._held_samples.pop(position, None)
+        for stream in self.updates:
+            stream.open_samples.close_group(prompt)
+
+    def release(self) -> None:
+        """Hands on what is certain by now. In prompt order, not before what is open in front."""
+        for position in sorted(self._held) if self._in_prompt_order else list(self._held):
+            update = self.membership.update_of(position)
+            if self._in_prompt_order and (update is None or position > self._draws.first_open):
+                break
+            if update is not None:
+                self.updates[update].put(self._held.pop(position))
+        self._release_samples()
+        membership = self.membership
+        known = len(self.updates) if membership.complete else membership.num_known_updates
+        while self._num_ended < known:
+            self.updates[self._num_ended].end()
+            self._num_ended += 1
+
+    def fail(self, error: BaseException) -> None:
+        """The producer has ended with ``error``: whoever waits for a group raises."""
+        for stream in self.updates:
+            stream.fail(error)
+
+    def withdraw(self, reason: str) -> None:
+        """The batch has to begin again, on all ranks: who waits raises ``BatchWithdrawn``."""
+        if self.withdrawn is None:
+            self.withdrawn = reason
+            self._draws.announce("withdrawal", reason)
+            self._interrupt(BatchWithdrawn(reason))
+
+    def close(self) -> None:
+        """Gives up what is not finished. Safe to call twice."""
+        for stream in self.updates:
+            stream.close()
+
+    def _cancel(self) -> None:
+        if self.producing is not None:
+            self.producing.cancel()
+
+    def _hear(self, notice: Notice, reason: str) -> None:
+        """Another rank has withdrawn the batch, or decides nothing any more."""
+        if notice == "withdrawal":
+            self.withdraw(reason)
+        else:
+            self._interrupt(PeerOutage(reason))
+
+    def _interrupt(self, error: Exception) -> None:
+        for stream in self.updates:
+            stream.interrupt(error)
+
+    def _release_samples(self) -> None:
+        for position, (prompt, samples) in list(self._held_samples.items()):
+            if (update := self.membership.update_of(position)) is not None:
+                del self._held_samples[position]
+                for number, completion in samples.items():
+                    self.updates[update].open_samples.add(prompt, number, completion)
