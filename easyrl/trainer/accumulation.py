@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GroupSource(Protocol):
-    """The groups of one update (``JournalledStream``)."""
+    """The groups of one update (``GroupStream``)."""
 
     @property
     def wait_s(self) -> float: ...

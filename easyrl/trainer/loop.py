@@ -47,7 +47,7 @@ class Membership(Protocol):
 
 
 class OpenBatch(Protocol):
-    """A batch in the making: its groups by optimizer step (``ledger.journal.OpenBatch``)."""
+    """A batch in the making: its groups by optimizer step (``producer.open_batch.OpenBatch``)."""
 
     @property
     def updates(self) -> Sequence[GroupSource]: ...

@@ -173,7 +173,7 @@ def to_group(
     digest: str,
     times_s: tuple[float, float] | None = None,
 ) -> RolloutGroup:
-    """The group of ``record`` as the trainer has it; dispatched and completed now or at ``times_s``.
+    """The group of ``record`` as the trainer has it; ``times_s`` are now unless they are known.
 
     Raises ``CodecError`` if arrays of one response differ in length.
     """
