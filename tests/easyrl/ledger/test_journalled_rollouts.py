@@ -338,20 +338,10 @@ def test_all_ranks_begin_again_with_the_same_membership(tmp_path, in_prompt_orde
         wait_until(lambda: {record.key[1] for record in read(tmp_path)} == {0, 1, 2, 3})
         wait_until(lambda: asked(generate) == set(range(6)))
         withdraw(thread, ranks[0], 2)  # nothing of rank 0's was made since
-        wait_until(lambda: all(batch.withdrawn is not None for batch in batches))
-
-        def begin_again(rollouts, batch: OpenBatch) -> OpenBatch:
-            with pytest.raises(BatchWithdrawn, match="failed its proof"):
-                batch.updates[0].complete()
-            batch.close()
-            rollouts.share_withdrawals()
-            return rollouts.begin(served(0), 0)
-
         generate.asked[:] = []
         generate.proofs[BAD] = 3
         generate.open = set(range(12))
-        pairs = zip(ranks, batches, strict=True)
-        batches = together([lambda pair=pair: begin_again(*pair) for pair in pairs])
+        batches = begin_again(ranks, batches)
         shares = together([lambda b=batch: take(b.updates[0]) for batch in batches])
         assert sorted(index for share in shares for index in share) == [0, 1, 4, 5]
         refused = [outcome.key for batch in batches for outcome in batch.refused]
@@ -361,7 +351,62 @@ def test_all_ranks_begin_again_with_the_same_membership(tmp_path, in_prompt_orde
         assert {4, 5} <= asked(generate) <= {1, 3, 4, 5}
 
 
+def test_what_a_rank_has_kept_beyond_the_bound_is_drawn_by_that_rank(tmp_path):
+    """Another one would generate it again, and both would train it if the batch began once more.
+
+    Rank 1 journals 1, rejected, and 2 in its place; 1 is withdrawn, so that 2 is not drawn any
+    more; then a group of rank 0 is rejected, which has room for another one.
+    """
+    generates, rejected = [ProvedGenerate(), ProvedGenerate([1, 2])], {1}
+    rules = {"batch_size": 2, "accept": rejecting_all(rejected), "in_prompt_order": False}
+    with LoopThread() as thread:
+        run = RankedRun(2)
+        ranks = [
+            run.rollouts(thread, tmp_path, 0, generate, **rules)[rank]
+            for rank, generate in enumerate(generates)
+        ]
+        batches = []
+        for rollouts, generate in zip(ranks, generates, strict=True):
+            batches.append(rollouts.begin(served(0), 0))
+            wait_until(lambda generate=generate: generate.asked)
+        wait_until(lambda: [record.key[1] for record in read(tmp_path)] == [1, 2])
+        withdraw(thread, ranks[0], 2)
+        for generate in generates:
+            generate.asked[:], generate.open = [], set()
+            generate.proofs[BAD] = 3
+            generate.gates.clear()
+        batches = begin_again(ranks, batches)
+        wait_until(lambda: all(len(generate.asked) == G for generate in generates))
+        [(mine, *_), (other, *_)] = [generate.asked[0] for generate in generates]
+        rejected.clear()
+        rejected.add(mine)
+        generates[0].release(thread, mine)
+        wait_until(lambda: batches[1].num_waiting == 1)
+        generates[1].release(thread, other)
+        assert together([lambda b=batch: set(take(b.updates[0])) for batch in batches]) == [
+            set(),
+            {2, other},
+        ]
+        assert [asked(generate) for generate in generates] == [{mine}, {other}]
+    assert [record.rank for record in read(tmp_path) if record.key == (0, 2)] == [1]
+
+
 # ---- several ranks in one process ----------------------------------------------------------------
+
+
+def begin_again(ranks: list[JournalledRollouts], batches: list[OpenBatch]) -> list[OpenBatch]:
+    """All ranks, once they have heard that a group was withdrawn."""
+
+    def one(rollouts: JournalledRollouts, batch: OpenBatch) -> OpenBatch:
+        with pytest.raises(BatchWithdrawn, match="failed its proof"):
+            batch.updates[0].complete()
+        batch.close()
+        rollouts.share_withdrawals()
+        return rollouts.begin(served(0), 0)
+
+    wait_until(lambda: all(batch.withdrawn is not None for batch in batches))
+    pairs = zip(ranks, batches, strict=True)
+    return together([lambda pair=pair: one(*pair) for pair in pairs])
 
 
 class FakeStore:
