@@ -25,19 +25,16 @@ class SharedDecisions(Protocol):
 
     def claim(self) -> int:
         """A number, from 0, that no other call on any rank is given."""
-        ...
 
     def publish(self, position: int, accepted: bool) -> None: ...
 
     def news(self) -> Sequence[tuple[int, bool]]:
         """Positions with their outcomes that other ranks have published since the last call."""
-        ...
 
     def announce(self, notice: Notice, reason: str) -> None: ...
 
     def announced(self, notice: Notice) -> str | None:
         """The reason, if a rank has announced one; of a failure with the rank."""
-        ...
 
 
 class Draws:

@@ -23,23 +23,13 @@ class StoredGroup(Protocol):
     """A finished group that is somewhere else than in memory."""
 
     @property
-    def num_tokens(self) -> int:
-        """Of the group packed with its prompt once: P + ΣR."""
-        ...
-
+    def num_tokens(self) -> int: ...  # packed
     @property
-    def refused(self) -> bool:
-        """Rejected or excluded: it is not trained."""
-        ...
-
+    def refused(self) -> bool: ...  # rejected or excluded: it is not trained
     @property
-    def is_recovered(self) -> bool:
-        """Finished in an earlier attempt of the run."""
-        ...
-
+    def is_recovered(self) -> bool: ...  # finished in an earlier attempt of the run
     def load(self) -> RolloutGroup:
         """Reads it back. Raises what the store raises where it is damaged."""
-        ...
 
 
 class PastDrain(Protocol):
@@ -130,13 +120,9 @@ class GroupStream:
             self.recovered.add(group.key)
         self._ready.put(group)
 
-    def end(self) -> None:
-        """All groups were put."""
-        self._ready.put(_End())
-
-    def fail(self, error: BaseException) -> None:
-        """The producer has ended with ``error``: whoever waits for a group raises."""
-        self._ready.put(error)
+    def end(self, error: BaseException | None = None) -> None:
+        """All groups were put; or the producer has ended with ``error``, and who waits raises."""
+        self._ready.put(error or _End())
 
     # ---- the consumer's side ---------------------------------------------------------------------
 

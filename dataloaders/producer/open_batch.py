@@ -104,8 +104,8 @@ class OpenBatch:
         if stored.refused and not self.hands_out_refused:
             self.refused.append(GroupOutcome.of(stored.load(), recovered=stored.is_recovered))
             return False
-        ready = ReadyGroup(prompt.key, stored.num_tokens, stored, stored.is_recovered)
-        self._held[position] = ready
+        num_tokens, is_recovered = stored.num_tokens, stored.is_recovered
+        self._held[position] = ReadyGroup(prompt.key, num_tokens, stored, is_recovered)
         return True
 
     def add_sample(
@@ -139,7 +139,7 @@ class OpenBatch:
     def fail(self, error: BaseException) -> None:
         """The producer has ended with ``error``: whoever waits for a group raises."""
         for stream in self.updates:
-            stream.fail(error)
+            stream.end(error)
 
     def withdraw(self, reason: str) -> None:
         """The batch has to begin again, on all ranks: who waits raises ``BatchWithdrawn``."""

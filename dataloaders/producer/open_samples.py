@@ -19,9 +19,7 @@ class _Group:
     def seen(self) -> OpenGroup:
         """As the consumer sees it."""
         lengths = tuple(len(completion.token_ids) for completion in self.finished.values())
-        return OpenGroup(
-            self.prompt.key, len(self.prompt.token_ids), lengths, num_missing=self.num_missing
-        )
+        return OpenGroup(self.prompt.key, len(self.prompt.token_ids), lengths, self.num_missing)
 
 
 class OpenSamples:
@@ -49,9 +47,8 @@ class OpenSamples:
     def add(self, prompt: Prompt, sample: int, completion: Completion) -> None:
         """A response has returned."""
         with self._lock:
-            group = self._groups.get(prompt.key)
-            if group is None:
-                group = self._groups[prompt.key] = _Group(prompt, self._num_generations)
+            new = _Group(prompt, self._num_generations)
+            group = self._groups.setdefault(prompt.key, new)
             group.finished[sample] = completion
             group.num_missing -= 1
             wake, self._listening = self._listening, False

@@ -1,8 +1,4 @@
-"""Producer of finished groups: the temporary data generator of periodic asynchrony (paper §4.3).
-
-Knows neither vLLM, rewards nor files: it is given a ``begin_group`` callable, a ``Scorer`` and,
-for groups that outlive the process, a store.
-"""
+"""Producer of finished groups: the temporary data generator of periodic asynchrony (paper §4.3)."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.group_stream import GroupStream, StoredGroup
@@ -30,24 +26,20 @@ Sample = Callable[[int], Awaitable[Completion]]  # index of the sample → its r
 BeginGroup = Callable[[Prompt, str | None, int], AbstractAsyncContextManager[Sample]]
 # A group's reason to be replaced by the next prompt of the order, or None: it is trained.
 Accept = Callable[[RolloutGroup], str | None]
-SampleScores = TypeVar("SampleScores")
 
 
 def accept_all(group: RolloutGroup) -> None:
     """The ``Accept`` of a recipe that rejects nothing."""
 
 
-class Scorer(Protocol, Generic[SampleScores]):
+class Scorer(Protocol):
     """Scores each response as it returns, and the group when it is complete."""
 
-    async def score_sample(self, prompt: Prompt, completion: Completion) -> SampleScores: ...
-
+    async def score_sample(self, prompt: Prompt, completion: Completion) -> Any: ...
     async def score_group(
-        self,
-        prompt: Prompt,
-        completions: Sequence[Completion],
-        sample_scores: Sequence[SampleScores],
-    ) -> tuple[Score, ...]: ...
+        self, prompt: Prompt, completions: Sequence[Completion], sample_scores: Sequence[Any]
+    ) -> tuple[Score, ...]:
+        """``sample_scores``: what ``score_sample`` has said of each."""
 
 
 class GroupStore(Protocol):
@@ -55,15 +47,12 @@ class GroupStore(Protocol):
 
     def find(self, prompt: Prompt) -> StoredGroup | None:
         """The prompt's group, if it was finished before and may be trained now."""
-        ...
 
     def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredGroup]:
         """Stores a finished group; returns it with ``digest`` set, and how to read it back."""
-        ...
 
     def flush(self) -> None:
         """Nothing more comes for now: what takes long may be done while the trainer is busy."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -84,10 +73,7 @@ class RolloutGenerator:
 
     Args:
         thread: the loop on which requests run.
-        begin_group: for a prompt, a policy version and a priority, a context that is entered when
-            it is that group's turn, and gives what makes sample ``i``. Left when the group is
-            complete or given up.
-        scorer: scores responses as they return and groups when complete.
+        begin_group: its context is left when the group is complete or given up.
         num_generations: G, responses per prompt.
         queue_size: finished groups that may wait in memory for the trainer where there is a store:
             the others are read back when they are wanted. Nothing waits for room.
@@ -101,7 +87,7 @@ class RolloutGenerator:
 
     thread: LoopThread
     begin_group: BeginGroup
-    scorer: Scorer[Any]
+    scorer: Scorer
     _: KW_ONLY
     num_generations: int
     queue_size: int = 64
@@ -209,7 +195,9 @@ class RolloutGenerator:
             priority = run.batch.membership.expected_update_of(position)
             async with self.begin_group(prompt, run.version, priority) as sample:
                 dispatched_s = time.monotonic()
-                completions, sample_scores = await self._samples(position, prompt, sample, run)
+                completions, sample_scores = await self._samples(
+                    position, prompt, sample, run.batch
+                )
             scores = await self.scorer.score_group(prompt, completions, sample_scores)
         except self.excluded_by as error:
             log.warning("prompt %d is excluded: %s", prompt.index, error)
@@ -226,15 +214,29 @@ class RolloutGenerator:
         )
 
     async def _samples(
-        self, position: int, prompt: Prompt, sample: Sample, run: _Run
-    ) -> tuple[tuple[Completion, ...], list[Any]]:
+        self, position: int, prompt: Prompt, sample: Sample, batch: OpenBatch
+    ) -> tuple[tuple[Completion, ...], tuple[Any, ...]]:
         """All responses and what was scored of each. Raises the first error that ended one."""
+
+        async def finish(number: int) -> tuple[Completion, Any]:
+            completion = await sample(number)
+            batch.add_sample(position, prompt, number, completion)
+            scores = await self.scorer.score_sample(prompt, completion)
+            self.record(
+                "response_scored",
+                epoch=prompt.epoch,
+                index=prompt.index,
+                sample=number,
+                endpoint=completion.endpoint,
+                num_tokens=len(completion.token_ids),
+            )
+            return completion, scores
+
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 samples = [
-                    tasks.create_task(self._sample(position, prompt, sample, number, run))
-                    for number in range(self.num_generations)
+                    tasks.create_task(finish(number)) for number in range(self.num_generations)
                 ]
         except ExceptionGroup as errors:
             # an error of the run goes before one of the prompt
@@ -242,24 +244,8 @@ class RolloutGenerator:
             failure = _first_leaf(others or errors)
         if failure is not None:
             raise failure  # with its own cause, not in front of the group
-        results = [task.result() for task in samples]
-        return tuple(result[0] for result in results), [result[1] for result in results]
-
-    async def _sample(
-        self, position: int, prompt: Prompt, sample: Sample, number: int, run: _Run
-    ) -> tuple[Completion, Any]:
-        completion = await sample(number)
-        run.batch.add_sample(position, prompt, number, completion)
-        scores = await self.scorer.score_sample(prompt, completion)
-        self.record(
-            "response_scored",
-            epoch=prompt.epoch,
-            index=prompt.index,
-            sample=number,
-            endpoint=completion.endpoint,
-            num_tokens=len(completion.token_ids),
-        )
-        return completion, scores
+        completions, scores = zip(*(task.result() for task in samples), strict=True)
+        return completions, scores
 
 
 def _first_leaf(error: BaseException) -> BaseException:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.notices import Store
-
-# The batch begins again on all ranks; or the rank that says so decides nothing any more.
-Notice = Literal["withdrawal", "failure"]
 
 
 class CountingStore(Store, Protocol):
@@ -34,7 +31,6 @@ class SharedBatch:
         self._written = [f"{name}/claims", f"{name}/decisions"]
 
     def claim(self) -> int:
-        """A number, from 0, that no other call on any rank is given."""
         return self._store.add(f"{self._name}/claims", 1) - 1
 
     def publish(self, position: int, accepted: bool) -> None:
@@ -42,7 +38,6 @@ class SharedBatch:
         self._write(f"{number}", f"{self._rank} {position} {int(accepted)}")
 
     def news(self) -> Sequence[tuple[int, bool]]:
-        """What other ranks have decided since the last call: position, accepted."""
         found = []
         while (said := self._read(f"{self._num_read}")) is not None:
             rank, position, accepted = map(int, said.split())
@@ -51,11 +46,10 @@ class SharedBatch:
                 found.append((position, bool(accepted)))
         return found
 
-    def announce(self, notice: Notice, reason: str) -> None:
+    def announce(self, notice: str, reason: str) -> None:
         self._write(notice, f"rank {self._rank}: {reason}" if notice == "failure" else reason)
 
-    def announced(self, notice: Notice) -> str | None:
-        """The reason, if a rank has announced one; of a failure with the rank."""
+    def announced(self, notice: str) -> str | None:
         return self._read(notice)
 
     def forget(self) -> None:

@@ -6,16 +6,14 @@ one for all that the trainer took together. A later attempt trains what earlier 
 the same weights*, in the order in which they did, and asks for the rest.
 """
 
-from easyrl.ledger.journal.batch import BatchJournal, Journal
+from easyrl.ledger.journal.batch import Journal
 from easyrl.ledger.journal.reading import JournalledGroup, read_batch
-from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError
+from easyrl.ledger.journal.record_file import JournalError
 from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
 from easyrl.ledger.journal.settings import group_settings
 
 __all__ = [
-    "BatchJournal",
     "BatchRules",
-    "FsyncPolicy",
     "Journal",
     "JournalError",
     "JournalledGroup",

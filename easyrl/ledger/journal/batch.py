@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from easyrl.dataloaders.producer.group_stream import Piece, packed_tokens
+from easyrl.dataloaders.producer.group_stream import Piece
 from easyrl.ledger.journal.codec import (
     DrainRecord,
     Header,
     WithdrawalRecord,
     encode,
-    encode_group,
+    to_record,
     token_bytes,
     token_digest,
 )
@@ -38,26 +38,21 @@ class BatchJournal:
     """The journal of one batch, bound to the weights that it is served with. From any thread.
 
     Attributes:
-        accepted_versions: those a token of this batch may be stamped with: this attempt's, and
-            those of earlier attempts that came to the same weights.
-        discarded: prompts whose journalled groups were made by other weights, or with other
-            settings: they are generated again.
+        accepted_versions: this attempt's, and those of earlier ones that came to the same weights.
+        discarded: prompts whose groups were made by other weights, or with other settings.
     """
 
-    def __init__(
-        self, folder: Path, served: ServedWeights, rank: int, fsync: FsyncPolicy, settings: str
-    ) -> None:
-        earlier = read_earlier_attempts(folder, served, settings, rank)
-        self._rank = rank
+    def __init__(self, journal: Journal, served: ServedWeights) -> None:
+        folder = batch_folder(journal.directory, served.version.v)
+        earlier = read_earlier_attempts(folder, served, journal.settings, journal.rank)
+        self._of = journal
         self.served = served
         self.num_restarts = 0
         self.accepted_versions = frozenset({str(served.version)} | earlier.versions)
         self.discarded = frozenset(earlier.made_otherwise - earlier.finished.keys())
         self._finished = earlier.finished
         self._drains = earlier.drains
-        self._path = folder / file_name(served.version.attempt, rank)
-        self._fsync = fsync
-        self._settings = settings
+        self._path = folder / file_name(served.version.attempt, journal.rank)
         self._lock = threading.Lock()
         self._writer: RecordWriter | None = None
         self._added: dict[Key, StoredRecord] = {}
@@ -92,29 +87,24 @@ class BatchJournal:
         group would have to be withdrawn: its producer is being ended.
         """
         key = group.prompt.key
-        made_by = [(completion.endpoint, completion.proof) for completion in group.completions]
         assert group.policy_version == str(self.served.version), "a group of another batch"
-        payload = encode_group(group, self.served.digest)
+        record = to_record(group, self.served.digest)
+        payload = encode(record)
         with self._lock:
             assert not self._closed, "the batch is over"
             if restart not in (None, self.num_restarts):
                 raise BatchWithdrawn("the batch has begun again")
             for endpoint, proof in self._in_doubt:
-                if is_withdrawn(made_by, endpoint, proof):
+                if is_withdrawn(record.made_by, endpoint, proof):
                     raise BatchWithdrawn(f"{endpoint} failed its proof")
             assert key not in self._added, f"{key} was journalled before"
             assert key not in self._finished, f"{key} was journalled in an earlier attempt"
             place = self._open_writer().append(payload)
-            if self._fsync == "group":
+            if self._of.fsync == "group":
                 self._open_writer().sync()
-            stored = self._added[key] = StoredRecord(
-                place,
-                packed_tokens(group),
-                group.refused is not None,
-                self._rank,
-                made_by,
+            stored = self._added[key] = replace(
+                StoredRecord.of(record, place, self._of.rank),
                 prompt=group.prompt,
-                position=group.position,
                 times_s=(group.dispatched_s, group.completed_s),
             )
         return replace(group, digest=place.digest.hex()), stored
@@ -178,7 +168,7 @@ class BatchJournal:
         Raises ``JournalError``, also for an earlier call that had failed.
         """
         with self._lock:
-            if self._writer is not None and self._fsync != "never":
+            if self._writer is not None and self._of.fsync != "never":
                 self._writer.sync()
 
     def close(self) -> None:
@@ -190,8 +180,8 @@ class BatchJournal:
 
     def _open_writer(self) -> RecordWriter:
         if self._writer is None:  # here and not before: making files takes long
-            self._writer = RecordWriter(self._path, durable=self._fsync != "never")
-            header = Header(self.served.digest, self._settings, str(self.served.version))
+            self._writer = RecordWriter(self._path, durable=self._of.fsync != "never")
+            header = Header(self.served.digest, self._of.settings, str(self.served.version))
             self._writer.append(encode(header))
         return self._writer
 
@@ -237,8 +227,7 @@ class Journal:
         Raises ``JournalError`` naming file and byte where an earlier attempt's record was changed.
         """
         assert served.version.attempt == self.attempt
-        folder = batch_folder(self.directory, served.version.v)
-        return BatchJournal(folder, served, self.rank, self.fsync, self.settings)
+        return BatchJournal(self, served)
 
     def prune(self, before_v: int) -> None:
         """Removes the batches before ``before_v``. For one rank to call.

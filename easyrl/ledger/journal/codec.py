@@ -109,61 +109,59 @@ class WithdrawalRecord(_Struct):
     kind: Literal["withdrawal"] = "withdrawal"
 
 
-encode = msgspec.msgpack.encode  # of all but groups
+encode = msgspec.msgpack.encode
 
 
 def decode_header(payload: bytes) -> Header:
     """Raises ``CodecError``."""
-    return _decoded(_HEADER, payload, "a journal's header")
+    return _decoded(Header, payload, "a journal's header")
 
 
-def encode_group(group: RolloutGroup, weights: str) -> bytes:
+def to_record(group: RolloutGroup, weights: str) -> GroupRecord:
     """``group`` made by the weights of this digest. A pure function of its tokens and scores."""
-    return encode(
-        GroupRecord(
-            group.prompt.epoch,
-            group.prompt.index,
-            token_bytes(group.prompt),
-            [
-                _Completion(
-                    completion.token_ids.astype("<i4").tobytes(),
-                    completion.logprobs.astype("<f4").tobytes(),
-                    completion.loss_mask.astype(bool).tobytes(),
-                    completion.finish_reason,
-                    [(span.version, span.start, span.end) for span in completion.version_spans],
-                    completion.endpoint,
-                    completion.proof,
-                )
-                for completion in group.completions
-            ],
-            [
-                _Score(
-                    float(score.reward),
-                    {name: float(value) for name, value in score.components.items()},
-                    score.failed,
-                )
-                for score in group.scores
-            ],
-            group.position,
-            group.excluded,
-            group.rejected,
-            weights,
-            group.policy_version,
-        )
+    return GroupRecord(
+        group.prompt.epoch,
+        group.prompt.index,
+        token_bytes(group.prompt),
+        [
+            _Completion(
+                completion.token_ids.astype("<i4").tobytes(),
+                completion.logprobs.astype("<f4").tobytes(),
+                completion.loss_mask.astype(bool).tobytes(),
+                completion.finish_reason,
+                [(span.version, span.start, span.end) for span in completion.version_spans],
+                completion.endpoint,
+                completion.proof,
+            )
+            for completion in group.completions
+        ],
+        [
+            _Score(
+                float(score.reward),
+                {name: float(value) for name, value in score.components.items()},
+                score.failed,
+            )
+            for score in group.scores
+        ],
+        group.position,
+        group.excluded,
+        group.rejected,
+        weights,
+        group.policy_version,
     )
 
 
 def decode_record(payload: bytes) -> GroupRecord:
     """Raises ``CodecError``."""
-    return _decoded(_GROUP, payload, "a group")
+    return _decoded(GroupRecord, payload, "a group")
 
 
 def decode_any(payload: bytes) -> GroupRecord | DrainRecord | WithdrawalRecord:
     """Whatever may come behind a header. Raises ``CodecError``."""
     if payload.endswith(_DRAIN_END):
-        return _decoded(_DRAIN, payload, "a record of the trainer's")
+        return _decoded(DrainRecord, payload, "a record of the trainer's")
     if payload.endswith(_WITHDRAWAL_END):
-        return _decoded(_WITHDRAWAL, payload, "a record of the trainer's")
+        return _decoded(WithdrawalRecord, payload, "a record of the trainer's")
     return decode_record(payload)
 
 
@@ -177,7 +175,7 @@ def to_group(
 
     Raises ``CodecError`` if arrays of one response differ in length.
     """
-    dispatched_s, completed_s = times_s or (time.monotonic(),) * 2
+    dispatched_s, completed_s = times_s or (time.monotonic(), time.monotonic())
     return RolloutGroup(
         prompt=prompt,
         completions=tuple(_completion(completion) for completion in record.completions),
@@ -201,17 +199,13 @@ def token_digest(token_ids: bytes) -> bytes:
     return blake3(token_ids).digest(length=16)
 
 
-_HEADER = msgspec.msgpack.Decoder(Header)
-_GROUP = msgspec.msgpack.Decoder(GroupRecord)
-_DRAIN = msgspec.msgpack.Decoder(DrainRecord)
-_WITHDRAWAL = msgspec.msgpack.Decoder(WithdrawalRecord)
 _DRAIN_END = encode("drain")
 _WITHDRAWAL_END = encode("withdrawal")
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str) -> T:
+def _decoded(shape: type[T], payload: bytes, what: str) -> T:
     try:
-        return decoder.decode(payload)
+        return msgspec.msgpack.decode(payload, type=shape)
     except msgspec.MsgspecError as error:
         raise CodecError(f"not {what}: {error}") from error
 

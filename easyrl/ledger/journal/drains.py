@@ -15,9 +15,9 @@ from easyrl.schema import Key
 
 def last_drains(drains: Iterable[DrainRecord]) -> list[DrainRecord]:
     """Of one rank in one attempt: those since the batch began again for the last time."""
-    all_drains = list(drains)
-    last = max((drain.restart for drain in all_drains), default=0)
-    return [drain for drain in all_drains if drain.restart == last]
+    drains = list(drains)
+    last = max((drain.restart for drain in drains), default=0)
+    return [drain for drain in drains if drain.restart == last]
 
 
 def usable_drains(
@@ -38,11 +38,7 @@ def usable_drains(
 
 def longest(attempts: Iterable[Sequence[DrainRecord]]) -> Sequence[DrainRecord]:
     """Of the latest attempt that took most: one that ended early has only begun to repeat them."""
-    most: Sequence[DrainRecord] = ()
-    for drains in attempts:
-        if num_groups(drains) >= num_groups(most):
-            most = drains
-    return most
+    return max(reversed(list(attempts)), key=num_groups, default=())
 
 
 def num_groups(drains: Sequence[DrainRecord]) -> int:

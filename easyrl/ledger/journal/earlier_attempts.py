@@ -37,15 +37,26 @@ class StoredRecord:
     """A journalled group: what is known of it without reading it again (a ``StoredGroup``)."""
 
     place: RecordLocation
+    rank: int  # that finished it
     num_tokens: int  # packed: P + ΣR
     refused: bool
-    rank: int  # that finished it
     made_by: MadeBy
-    prompt_digest: bytes = b""  # ``codec.token_digest``, of a group of an earlier attempt
-    prompt: Prompt | None = None  # until it is known
-    # of a group of this attempt
-    position: int = 0  # in the batch
-    times_s: tuple[float, float] | None = None  # dispatched, completed
+    position: int  # in the batch
+    prompt_digest: bytes  # ``codec.token_digest``
+    prompt: Prompt | None = None  # where it is known
+    times_s: tuple[float, float] | None = None  # dispatched, completed; None: an earlier attempt's
+
+    @classmethod
+    def of(cls, record: GroupRecord, place: RecordLocation, rank: int) -> StoredRecord:
+        return cls(
+            place,
+            rank,
+            record.num_tokens,
+            record.refused,
+            record.made_by,
+            record.position,
+            token_digest(record.prompt_token_ids),
+        )
 
     @property
     def is_recovered(self) -> bool:
@@ -101,14 +112,7 @@ def _read_share(rank: int, records: Iterable[tuple[RecordLocation, AnyRecord]]) 
                 share.withdraw(record.endpoint, record.proof)
             case GroupRecord():
                 # Again only if it was withdrawn, or an attempt did not see an earlier one's.
-                share.groups[record.key] = StoredRecord(
-                    place,
-                    record.num_tokens,
-                    record.refused,
-                    rank,
-                    record.made_by,
-                    token_digest(record.prompt_token_ids),
-                )
+                share.groups[record.key] = StoredRecord.of(record, place, rank)
     return share
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,13 +27,8 @@ class Order(Protocol):
 class Coordination(Protocol):
     """How the ranks of a batch hear of each other (``RankCoordination``)."""
 
-    def open_batch(self, name: str) -> SharedDecisions:
-        """For the batch ``name``, the same on all ranks."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON-able ``value``. Collective."""
-        ...
+    def open_batch(self, name: str) -> SharedDecisions: ...  # the same name on all ranks
+    def gather(self, value: Any) -> list[Any]: ...  # every rank's JSON-able value; collective
 
 
 @dataclass(frozen=True)
@@ -57,29 +52,22 @@ class BatchRules:
     in_prompt_order: bool = False
 
 
+@dataclass
 class JournalledRollouts:
     """Generates only what was not finished before with the same weights, and journals it."""
 
-    def __init__(
-        self,
-        generator: RolloutGenerator,
-        journal: Journal,
-        order: Order,
-        rules: BatchRules,
-        ranks: Ranks,
-        coordination: Coordination,
-    ) -> None:
-        self._generator = generator
-        self._journal = journal
-        self._order = order
-        self._rules = rules
-        self._ranks = ranks
-        self._coordination = coordination
-        self._batch: BatchJournal | None = None
-        self._open: OpenBatch | None = None
-        self._doubted: list[str] = []  # endpoints, since the batch began
-        # Told of the endpoints, on every rank, before the batch begins again: it must not use them.
-        self.on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
+    generator: RolloutGenerator
+    journal: Journal
+    order: Order
+    rules: BatchRules
+    ranks: Ranks
+    coordination: Coordination
+    # Told of the endpoints, on every rank, before the batch begins again: it must not use them.
+    on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
+    _batch: BatchJournal | None = field(default=None, init=False)
+    _open: OpenBatch | None = field(default=None, init=False)
+    # endpoints, since the batch began
+    _doubted: list[str] = field(default_factory=list, init=False)
 
     def withdraw(self, endpoint: str, proof: int) -> None:
         """Takes back what ``endpoint`` has made for the open batch since its proof ``proof``.
@@ -96,7 +84,7 @@ class JournalledRollouts:
             reason += (
                 ": groups with responses that it has made since its proof number "
                 f"{proof} are withdrawn and generated again ({num_groups} of rank "
-                f"{self._ranks.dp_rank}, not counting open ones)"
+                f"{self.ranks.dp_rank}, not counting open ones)"
             )
         finally:
             self._open.withdraw(reason)
@@ -108,7 +96,7 @@ class JournalledRollouts:
         batch is in doubt here.
         """
         mine, self._doubted = set(self._doubted), []
-        everyone = {url for rank in self._coordination.gather(sorted(mine)) for url in rank}
+        everyone = {url for rank in self.coordination.gather(sorted(mine)) for url in rank}
         for endpoint in sorted(everyone - mine):
             if self._batch is not None:
                 self._batch.withdraw(endpoint, 0)
@@ -121,7 +109,7 @@ class JournalledRollouts:
 
     def has_more(self, position: int) -> bool:
         """Whether the order has a prompt at ``position``."""
-        return self._order.num_left(position) != 0
+        return self.order.num_left(position) != 0
 
     def begin(self, served: ServedWeights, position: int) -> OpenBatch:
         """Starts the batch that begins at ``position`` of the order; collective.
@@ -135,16 +123,16 @@ class JournalledRollouts:
         else:
             self.close()
             self._doubted.clear()
-            journal = self._batch = self._journal.open_batch(served)
-        rules, ranks = self._rules, self._ranks
+            journal = self._batch = self.journal.open_batch(served)
+        rules, ranks = self.rules, self.ranks
 
         def prompt_at(place: int) -> Prompt:
-            return self._order.prompt(position + place)
+            return self.order.prompt(position + place)
 
         membership = BatchMembership(
             rules.batch_size,
             rules.num_updates,
-            num_left=self._order.num_left(position),
+            num_left=self.order.num_left(position),
             max_draws=rules.max_draws,
         )
         mine, kept = self._decide_known(membership, journal, prompt_at)
@@ -154,19 +142,17 @@ class JournalledRollouts:
             for p, stored in mine.items()
             if not stored.refused
         }
-        shared, room = None, None
+        draws = Draws(membership)
         if ranks.dp_size > 1:
-            name = f"{served.version}/{journal.num_restarts}"
-            shared = self._coordination.open_batch(name)
-            room = -(-rules.batch_size // ranks.dp_size)
-        batch = self._generator.produce_batch(
-            Draws(
+            draws = Draws(
                 membership,
-                shared,
+                self.coordination.open_batch(f"{served.version}/{journal.num_restarts}"),
                 fixed=(ranks.dp_rank, ranks.dp_size) if rules.in_prompt_order else None,
-                room=room,
+                room=-(-rules.batch_size // ranks.dp_size),
                 kept=kept,
-            ),
+            )
+        batch = self.generator.produce_batch(
+            draws,
             prompt_at,
             str(served.version),
             store=Production(journal),
@@ -210,11 +196,11 @@ class JournalledRollouts:
         before the batch began again is known to the rank that did. Of that, what the batch has not
         drawn yet: whether it is this rank's, by position.
         """
-        rank, num_ranks = self._ranks.dp_rank, self._ranks.dp_size
+        rank, num_ranks = self.ranks.dp_rank, self.ranks.dp_size
         added: dict[int, bool] = {}  # by position, of all ranks
         own = {stored.position: not stored.refused for stored in journal.added}
         if journal.num_restarts:
-            told = self._coordination.gather(list(own.items()))
+            told = self.coordination.gather(list(own.items()))
             added = {p: accepted for of_rank in told for p, accepted in of_rank}
         mine: dict[int, StoredRecord] = {}
         position = 0
@@ -222,12 +208,12 @@ class JournalledRollouts:
             stored = journal.find(prompt_at(position))
             if stored is not None:
                 membership.decide(position, not stored.refused)
-                owner = position if self._rules.in_prompt_order else stored.rank
+                owner = position if self.rules.in_prompt_order else stored.rank
                 if position in own or owner % num_ranks == rank:
                     mine[position] = stored
             elif position in added:
                 membership.decide(position, added[position])
             position += 1
-        if self._rules.in_prompt_order:
+        if self.rules.in_prompt_order:
             return mine, {}  # a position is drawn by the rank that has drawn it before
         return mine, {p: p in own for p in added if not membership.is_decided(p)}
