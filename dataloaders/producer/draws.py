@@ -61,8 +61,8 @@ class Draws:
     ) -> None:
         self.membership = membership
         self._shared = shared
-        self._fixed = fixed
         self._room = room
+        self._claims = shared is not None and fixed is None
         self._open: set[int] = set()  # drawn by this rank and not decided
         self._changed = asyncio.Event()
         kept = kept or {}
@@ -70,9 +70,9 @@ class Draws:
         known = {p for p in range(membership.bound) if membership.is_decided(p)} | kept.keys()
         # This rank's positions that were not decided when the batch began, in order; no end.
         self._undecided = (p for p in itertools.count(*(fixed or (0, 1))) if p not in known)
-        self._upcoming = next(self._undecided)  # nothing before it is drawn any more
         self._num_claimed = 0
-        self._next: int | None = None  # this rank's, and may not be drawn yet
+        # This rank's, and may not be drawn yet. None: to be claimed.
+        self._next = None if self._claims else next(self._undecided)
         self.on_change: Callable[[], object] = lambda: None  # after every decision
         self.on_notice: Callable[[Notice, str], object] = lambda notice, reason: None  # another's
 
@@ -98,12 +98,9 @@ class Draws:
 
     @property
     def first_open(self) -> int:
-        """No position before it is this rank's and undecided, whether drawn already or not.
-
-        With claims it is a lower bound: another rank may have the position.
-        """
-        upcoming = self._upcoming if self._next is None else self._next
-        return min(self._open, default=upcoming)  # positions are drawn in their order
+        """No position before it is this rank's and undecided, whether drawn already or not."""
+        assert self._next is not None, "nobody knows what this rank will claim"
+        return min(self._open, default=self._next)  # positions are drawn in their order
 
     def decide(self, position: int, accepted: bool) -> None:
         """What became of a position that this rank has drawn."""
@@ -122,25 +119,22 @@ class Draws:
         """The next position for this rank, if there is one that may be drawn."""
         if self._kept and self._kept[-1] < self.membership.bound:
             return self._kept.pop()  # needs no room: it is in the journal
-        if self._next is None and (self._room is None or len(self._open) < self._room):
-            self._next = self._claim()
-        if self._next is None or self._next >= self.membership.bound:
+        if self._room is not None and len(self._open) >= self._room:
             return None
-        position, self._next = self._next, None
+        position = self._claim() if self._next is None else self._next
+        if position >= self.membership.bound:
+            self._next = position
+            return None
+        self._next = None if self._claims else next(self._undecided)
         return position
 
     def _claim(self) -> int:
-        if self._shared is not None and self._fixed is None:
-            number = self._shared.claim()
-            while self._num_claimed < number:  # others have claimed these
-                self._advance()
-                self._num_claimed += 1
-            self._num_claimed += 1
-        return self._advance()
-
-    def _advance(self) -> int:
-        position, self._upcoming = self._upcoming, next(self._undecided)
-        return position
+        assert self._shared is not None
+        number = self._shared.claim()
+        for _ in range(number - self._num_claimed):  # others have claimed these
+            next(self._undecided)
+        self._num_claimed = number + 1
+        return next(self._undecided)
 
     def _hear(self) -> None:
         if self._shared is None:

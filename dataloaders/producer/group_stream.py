@@ -122,7 +122,7 @@ class GroupStream:
 
     def end(self, error: BaseException | None = None) -> None:
         """All groups were put; or the producer has ended with ``error``, and who waits raises."""
-        self._ready.put(error or _End())
+        self._ready.put(_End() if error is None else error)
 
     # ---- the consumer's side ---------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, EndRecord, RunRecord
 from easyrl.ledger.journal import read_batch
 from easyrl.ledger.journal.codec import DrainRecord
-from easyrl.ledger.journal.drains import num_groups
+from easyrl.ledger.journal.earlier_attempts import num_groups
 from easyrl.ledger.journal.reading import batch_folder, read_drains
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.ranks import Ranks

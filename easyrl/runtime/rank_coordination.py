@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import torch.distributed as dist
 
 from easyrl.runtime.collectives import Collectives
-from easyrl.runtime.notices import Store
-
-
-class CountingStore(Store, Protocol):
-    """A ``Store`` that counts too (``torch.distributed.TCPStore``)."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class SharedBatch:
@@ -23,7 +17,7 @@ class SharedBatch:
     every rank reads the decisions in one order, up to the first that is not written yet.
     """
 
-    def __init__(self, store: CountingStore, name: str, rank: int) -> None:
+    def __init__(self, store: dist.TCPStore, name: str, rank: int) -> None:
         self._store = store
         self._name = name
         self._rank = rank

@@ -19,11 +19,12 @@ from easyrl.ledger.journal.codec import (
     token_bytes,
     token_digest,
 )
-from easyrl.ledger.journal.drains import longest, usable_drains
 from easyrl.ledger.journal.earlier_attempts import (
     StoredRecord,
     is_withdrawn,
+    longest,
     read_earlier_attempts,
+    usable_drains,
 )
 from easyrl.ledger.journal.reading import batch_folder, file_name
 from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError, RecordWriter
@@ -45,7 +46,7 @@ class BatchJournal:
     def __init__(self, journal: Journal, served: ServedWeights) -> None:
         folder = batch_folder(journal.directory, served.version.v)
         earlier = read_earlier_attempts(folder, served, journal.settings, journal.rank)
-        self._of = journal
+        self._journal = journal
         self.served = served
         self.num_restarts = 0
         self.accepted_versions = frozenset({str(served.version)} | earlier.versions)
@@ -100,10 +101,10 @@ class BatchJournal:
             assert key not in self._added, f"{key} was journalled before"
             assert key not in self._finished, f"{key} was journalled in an earlier attempt"
             place = self._open_writer().append(payload)
-            if self._of.fsync == "group":
+            if self._journal.fsync == "group":
                 self._open_writer().sync()
             stored = self._added[key] = replace(
-                StoredRecord.of(record, place, self._of.rank),
+                StoredRecord.of(record, place, self._journal.rank),
                 prompt=group.prompt,
                 times_s=(group.dispatched_s, group.completed_s),
             )
@@ -168,7 +169,7 @@ class BatchJournal:
         Raises ``JournalError``, also for an earlier call that had failed.
         """
         with self._lock:
-            if self._writer is not None and self._of.fsync != "never":
+            if self._writer is not None and self._journal.fsync != "never":
                 self._writer.sync()
 
     def close(self) -> None:
@@ -180,8 +181,8 @@ class BatchJournal:
 
     def _open_writer(self) -> RecordWriter:
         if self._writer is None:  # here and not before: making files takes long
-            self._writer = RecordWriter(self._path, durable=self._of.fsync != "never")
-            header = Header(self.served.digest, self._of.settings, str(self.served.version))
+            self._writer = RecordWriter(self._path, durable=self._journal.fsync != "never")
+            header = Header(self.served.digest, self._journal.settings, str(self.served.version))
             self._writer.append(encode(header))
         return self._writer
 

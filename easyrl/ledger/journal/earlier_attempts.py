@@ -1,10 +1,16 @@
-"""What earlier attempts left of a batch, and which of it was made as it would be made now."""
+"""What earlier attempts left of a batch, and which of it was made as it would be made now.
+
+The order in which groups are trained, which of them share a row, and which responses went through
+the frozen models ahead of it, in which pieces, decide the last bits of the weights; the weights of
+every later batch depend on them, and with them its journalled groups. So what the trainer drained
+at once is drained so again.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,8 +23,7 @@ from easyrl.ledger.journal.codec import (
     to_group,
     token_digest,
 )
-from easyrl.ledger.journal.drains import last_drains
-from easyrl.ledger.journal.reading import AnyRecord, journal_files, read_file
+from easyrl.ledger.journal.reading import AnyRecord, journal_files, last_drains, read_file
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_record
 from easyrl.schema import Key, PolicyVersion, Prompt, RolloutGroup, ServedWeights
 
@@ -167,3 +172,29 @@ def read_earlier_attempts(
             time.monotonic() - start,
         )
     return earlier
+
+
+def usable_drains(
+    drains: Iterable[DrainRecord], updates: Mapping[Key, int | None]
+) -> list[DrainRecord]:
+    """Those that can be repeated, up to the first that cannot.
+
+    ``updates``: of each group that is there, the optimizer step that takes it, if that is certain.
+    """
+    usable: list[DrainRecord] = []
+    left = dict(updates)
+    for drain in drains:
+        if any(left.pop(key, None) != drain.update for key in drain.keys):
+            break
+        usable.append(drain)
+    return usable
+
+
+def longest(attempts: Iterable[Sequence[DrainRecord]]) -> Sequence[DrainRecord]:
+    """Of the latest attempt that took most: one that ended early has only begun to repeat them."""
+    return max(reversed(list(attempts)), key=num_groups, default=())
+
+
+def num_groups(drains: Sequence[DrainRecord]) -> int:
+    """Groups in all ``drains``."""
+    return sum(len(drain.keys) for drain in drains)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +18,10 @@ from easyrl.ledger.journal.codec import (
     decode_header,
     to_group,
 )
-from easyrl.ledger.journal.drains import last_drains
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_records
 from easyrl.schema import Key, PolicyVersion, RolloutGroup
 
 _FILE = re.compile(r"attempt(\d+)-rank(\d+)\.journal")
-
 
 AnyRecord = GroupRecord | DrainRecord | WithdrawalRecord
 
@@ -84,6 +82,13 @@ def read_drains(directory: Path, v: int, attempt: int) -> Iterator[list[DrainRec
         if file.attempt == attempt:
             _, records = read_file(file, v)
             yield last_drains(record for _, record in records if isinstance(record, DrainRecord))
+
+
+def last_drains(drains: Iterable[DrainRecord]) -> list[DrainRecord]:
+    """Of one rank in one attempt: those since the batch began again for the last time."""
+    drains = list(drains)
+    last = max((drain.restart for drain in drains), default=0)
+    return [drain for drain in drains if drain.restart == last]
 
 
 def batch_folder(directory: Path, v: int) -> Path:

@@ -19,7 +19,7 @@ from easyrl.ledger.journal.codec import (
     decode_record,
     encode,
 )
-from easyrl.ledger.journal.drains import longest, usable_drains
+from easyrl.ledger.journal.earlier_attempts import longest, usable_drains
 from easyrl.ledger.journal.reading import read_drains
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import FinishedSamples, Key

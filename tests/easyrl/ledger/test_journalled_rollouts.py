@@ -410,7 +410,7 @@ def begin_again(ranks: list[JournalledRollouts], batches: list[OpenBatch]) -> li
 
 
 class FakeStore:
-    """``CountingStore`` in memory."""
+    """``TCPStore`` in memory."""
 
     def __init__(self):
         self._values = {}
