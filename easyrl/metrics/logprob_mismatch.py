@@ -2,7 +2,7 @@
 
 Both sides score the same tokens with the same weights, so ``d = trainer - inference`` is rounding
 noise per token. Anything else leaves a pattern in a few sums over a batch
-(``recipes/comparison.py``; x is the server's log-probability of a token, y the trainer's, H the
+(``recipes/losses.py``; x is the server's log-probability of a token, y the trainer's, H the
 entropy of the trainer's distribution):
 
 - *Temperature.* With logits scaled by c, ``x = c y + f(position)`` exactly, and f is nearly linear

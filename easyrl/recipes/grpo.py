@@ -11,18 +11,27 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from easyrl.recipes.advantages import group_advantages
-from easyrl.recipes.aggregation import Aggregation, aggregation_weights
 from easyrl.recipes.estimators import (
+    Aggregation,
+    aggregation_weights,
     clipped_surrogate,
+    group_advantages,
     importance_ratio,
     importance_weights,
     is_inside,
     kl_estimate,
     reward_to_go,
 )
-from easyrl.recipes.recipe import Advantages, Recipe, Span
-from easyrl.recipes.terms import AdvantageInputs, MetricTensors, Models, RunSettings, Terms
+from easyrl.recipes.recipe import (
+    AdvantageInputs,
+    Advantages,
+    MetricTensors,
+    Models,
+    Recipe,
+    RunSettings,
+    Span,
+    Terms,
+)
 from easyrl.schema import Completion, RolloutGroup
 
 Positive = Annotated[float, Field(gt=0)]

@@ -26,8 +26,7 @@ from easyrl.metrics.event_log import ignore
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.tri_model import FrozenModel, TriModel
-from easyrl.recipes.advantages import group_advantages
-from easyrl.recipes.aggregation import Aggregation
+from easyrl.recipes.estimators import Aggregation, group_advantages
 from easyrl.recipes.losses import policy_loss
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Key, MicroBatch, RolloutGroup

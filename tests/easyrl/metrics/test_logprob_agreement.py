@@ -26,8 +26,7 @@ from easyrl.inference_client.servers.embedded.sampling import SamplingParams
 from easyrl.metrics.logprob_mismatch import LogprobMismatch, pattern
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import run_micro_batch
-from easyrl.recipes.comparison import comparison_sums
-from easyrl.recipes.losses import policy_loss
+from easyrl.recipes.losses import comparison_sums, policy_loss
 from easyrl.schema import Completion, FrozenLogprobs, Prompt, RolloutGroup, Score
 from tests.recipes import pack_groups, token_grpo
 from tests.tiny_models import tiny_config
