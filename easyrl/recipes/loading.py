@@ -174,8 +174,6 @@ def _class(section: RecipeConfig) -> type[Recipe]:
         classes = [v for v in vars(module).values() if isinstance(v, type)]
         own = [c for c in classes if issubclass(c, Recipe) and c.__module__ == module.__name__]
         found = [c.__name__ for c in own]
-        ]
-        found = [c.__name__ for c in classes if c.__module__ == module.__name__]
         what = "is no Recipe" if cls is not None else "is not there"
         raise ConfigError(
             f"recipe.name: {section.name} in {section.file} {what}; its recipes: "

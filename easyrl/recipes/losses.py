@@ -30,7 +30,7 @@ def policy_loss(
     Returns:
         The loss sum (scalar, carries the policy's gradient) and its metrics, summed over tokens.
     """
-    policy, entropy = tri.policy.logprobs, tri.policy.entropy
+    policy, entropy = tri.logprobs, tri.entropy
     terms = terms_of(micro_batch, tri.frozen, policy)
     if micro_batch.is_dummy:
         return _nothing(policy, entropy, terms, recipe), MetricSums()
@@ -60,7 +60,7 @@ def loss_metrics(
     """Sums over the N trained tokens: of every recipe, and ``recipe.metrics``."""
     if micro_batch.is_dummy:
         return MetricSums()
-    policy, entropy = tri.policy.logprobs.detach(), tri.policy.entropy.detach()
+    policy, entropy = tri.logprobs.detach(), tri.entropy.detach()
     terms = terms_of(micro_batch, tri.frozen, policy)
     inference = terms.inference_logprobs
     difference = policy - inference

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -77,7 +77,8 @@ class Terms:
 
     def __getitem__(self, rows: slice) -> Terms:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: v[rows] for n, v in values.items() if isinstance(v, Tensor)})
+        tensors: dict[str, Any] = {n: v[rows] for n, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +191,8 @@ class Recipe(ABC):
 
     def denominator(self, groups: Sequence[RolloutGroup], run: RunSettings) -> float:
         """What divides the loss's sum over ``groups``; over micro-batches and ranks it adds up."""
-        return float(sum(self.num_trained_tokens(group, run) for group in groups))
-
-    def num_trained_tokens(self, group: RolloutGroup, run: RunSettings) -> int:
-        """Trained tokens of all selected responses."""
-        chosen = [group.completions[i] for i in self.select(group, run)]
-        return sum(int(self.trained_tokens(c, run).sum()) for c in chosen)
+        chosen = [group.completions[i] for group in groups for i in self.select(group, run)]
+        return float(sum(self.trained_tokens(completion, run).sum() for completion in chosen))
 
     # ---- tokens: torch, on the device ----
 

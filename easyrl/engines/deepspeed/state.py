@@ -8,14 +8,16 @@ Read in 0.19.8, kept to the bit by ``tests/easyrl/ledger/test_checkpoint_state.p
   parameter says which of its elements lie where.
 - ZeRO-3: each parameter is cut into equal parts, one per rank, padded at the end.
 
-The weights in the model's dtype are always a copy of the masters, so they are not saved.
+The weights in the model's dtype are always a copy of the masters, so they are not saved. What is
+saved has a parameter's name and its place in the whole flattened parameter, so that any other
+number of ranks finds what it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from easyrl.engines.base import SavedState, StatePiece
 from easyrl.engines.deepspeed.late_denominator import LateScalarAdamW
-from easyrl.engines.shard_state import Fragment, copy_pieces, key_of, own_part, read_pieces
 
 MASTER, STEP = "master", "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Fragment(NamedTuple):
+    """Elements ``[start, start + numel)`` of a flattened parameter, at ``offset`` of a tensor."""
+
+    name: str
+    start: int
+    numel: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +94,6 @@ def restore_optimizer(optimizer: Any, parameters: Mapping[str, Any], saved: Save
     _copy_masters_to_model(optimizer)
 
 
-def schedule_position(scheduler: Any) -> int:
-    """Steps that a schedule has taken; the rest of its state is the configuration."""
-    assert isinstance(scheduler, LambdaLR)
-    return scheduler.last_epoch
-
-
 def restore_schedule(scheduler: Any, position: int) -> None:
     """The schedule and the optimizer's learning rates as after ``position`` steps."""
     assert isinstance(scheduler, LambdaLR)
@@ -104,6 +108,39 @@ def restore_schedule(scheduler: Any, position: int) -> None:
     scheduler._last_lr = rates
 
 
+def own_part(fragment: Fragment, rank: int, num_ranks: int) -> Fragment:
+    """What ``rank`` saves of a fragment that all ranks hold; may be empty."""
+    first = fragment.numel * rank // num_ranks
+    last = fragment.numel * (rank + 1) // num_ranks
+    return fragment._replace(
+        start=fragment.start + first, numel=last - first, offset=fragment.offset + first
+    )
+
+
+def copy_pieces(kind: str, flat: Tensor, fragments: Sequence[Fragment]) -> Iterator[StatePiece]:
+    """Copies in host memory of the fragments of ``flat`` [n]."""
+    for name, start, numel, offset in fragments:
+        if numel > 0:
+            values = flat[offset : offset + numel].detach().to("cpu", copy=True)
+            yield StatePiece(key_of(kind, name), start, values)
+
+
+def read_pieces(kind: str, flat: Tensor, fragments: Sequence[Fragment], saved: SavedState) -> None:
+    """Inverse of ``copy_pieces``, into ``flat`` [n]. Raises ``ValueError`` for another dtype."""
+    for name, start, numel, offset in fragments:
+        values = saved.read(key_of(kind, name), start, numel)
+        if values.dtype != flat.dtype:
+            raise ValueError(
+                f"{key_of(kind, name)} is {values.dtype} in the checkpoint, here {flat.dtype}"
+            )
+        flat[offset : offset + numel].copy_(values)
+
+
+def key_of(kind: str, name: str) -> str:
+    """Of a tensor in the checkpoint."""
+    return f"{kind}/{name}"
+
+
 def _shards(optimizer: Any, parameters: Mapping[str, Any]) -> list[Shard]:
     if isinstance(optimizer, LateScalarAdamW):
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -112,16 +149,15 @@ def _shards(optimizer: Any, parameters: Mapping[str, Any]) -> list[Shard]:
             Shard(parameters[n], [fragment], [own_part(fragment, rank, num_ranks)])
             for n, fragment in whole.items()
         ]
+    placed = _placed_by_mapping(parameters)
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         flats = optimizer.fp32_partitioned_groups_flat
         placed = _placed_by_zero_3(optimizer, parameters)
     elif isinstance(optimizer, BF16_Optimizer):
         flats = optimizer.fp32_groups_flat_partition
-        placed = _placed_by_mapping(parameters)
     else:
         assert isinstance(optimizer, DeepSpeedZeroOptimizer)
         flats = optimizer.single_partition_of_fp32_groups
-        placed = _placed_by_mapping(parameters)
     by_flat: list[list[Fragment]] = [[] for _ in flats]
     for index, fragment in placed:
         by_flat[index].append(fragment)
