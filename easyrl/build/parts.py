@@ -35,7 +35,6 @@ from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.event_log import ignore
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
-from easyrl.metrics.throughput import Throughput
 from easyrl.recipes.loading import load_recipe
 from easyrl.rewards.startup import check_rewards
 from easyrl.runtime.collectives import Collectives
@@ -190,7 +189,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         weight_sync=weight_sync,
         ledger=Ledger(certificate, saver, collectives),
         reporter=StepReporter(
-            Throughput(inference.pool, ranks.world_size + len(inference.pool.endpoints)),
+            inference.pool.idle_s,
+            ranks.world_size + len(inference.pool.endpoints),
             evaluation=evaluation,
             trackers=trackers,
             mismatch=LogprobMismatch(config) if ranks.is_first else None,

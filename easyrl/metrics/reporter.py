@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
-from easyrl.metrics.throughput import Throughput
 from easyrl.metrics.trackers import Tracker
 from easyrl.schema import PolicyVersion
 
@@ -21,7 +20,12 @@ class Evaluation(Protocol):
 class StepReporter:
     """Completes each step's metrics and hands them to the trackers. All ranks call every method.
 
+    Throughput is of the tokens that went through the trainer: each prompt once per group, and all
+    responses (paper §6, TPSPD).
+
     Args:
+        idle_s: how long the endpoints had nothing to do so far.
+        num_devices: the trainer's and the inference endpoints' together.
         evaluation: collective; None: the run has none.
         trackers: and
         mismatch: on the first rank.
@@ -29,13 +33,16 @@ class StepReporter:
 
     def __init__(
         self,
-        throughput: Throughput,
+        idle_s: Callable[[], float],
+        num_devices: int,
         *,
         evaluation: Evaluation | None = None,
         trackers: Sequence[Tracker] = (),
         mismatch: LogprobMismatch | None = None,
     ) -> None:
-        self._throughput = throughput
+        self._idle_s = idle_s
+        self._idle_before_s = idle_s()
+        self._num_devices = num_devices
         self._evaluation = evaluation
         self._trackers = trackers
         self._mismatch = mismatch
@@ -51,6 +58,12 @@ class StepReporter:
         """``metrics`` are of the step, and of the sync behind it; ``is_last``: the run ends."""
         if self._evaluation is not None:
             metrics = metrics | self._evaluation.evaluate(step, version, is_last=is_last)
-        self._throughput.add(step, metrics)
+        idle_s = self._idle_s()
+        metrics["time/inference_idle_s"] = idle_s - self._idle_before_s
+        self._idle_before_s = idle_s
+        if "tokens/packed" in metrics:
+            tokens_per_s = metrics["tokens/packed"] / metrics["time/step_s"]
+            metrics["throughput/tokens_per_s"] = tokens_per_s
+            metrics["throughput/tokens_per_s_per_device"] = tokens_per_s / self._num_devices
         for tracker in self._trackers:
             tracker.log(step, metrics)

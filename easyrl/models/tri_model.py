@@ -24,7 +24,7 @@ from easyrl.recipes.recipe import Recipe
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class FrozenModel:
     """A model that is only run without gradient.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -56,11 +57,6 @@ class GroupSource(Protocol):
 
     def complete(self) -> None: ...
     def interrupt(self, error: BaseException) -> None: ...
-    def close(self) -> None: ...
-
-
-def _as_scored(group: RolloutGroup) -> RolloutGroup:
-    return group
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class GroupFunctions:
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
     pack_finished: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
-    scored: Callable[[RolloutGroup], RolloutGroup] = _as_scored  # with the scores to train with
+    scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # with those to train with
     scope: Literal["group", "batch"] = "group"
     advantage_only: bool = False  # advantages of exactly zero: no loss, no gradient
 
@@ -126,7 +122,16 @@ class Accumulator:
 
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
         totals = BatchTotals()
-        ahead = self._ahead_of(groups)
+        ahead = None
+        if self.look_ahead and self.engine.has_frozen_models:
+            ahead = LookAhead(
+                self.engine,
+                self.functions.pack_finished,
+                groups.open_samples,
+                max_tokens=self.max_tokens,
+                record=self.record,
+                note=groups.note_ahead,
+            )
         work = self._micro_batches(groups, totals, ahead)
         if self.engine.lockstep:
             work = self.collectives.in_lockstep(work, self.functions.dummy)
@@ -153,18 +158,6 @@ class Accumulator:
         totals.first_group_wait_s = groups.first_group_wait_s or 0.0  # a rank may have no prompt
         return totals
 
-    def _ahead_of(self, groups: GroupSource) -> LookAhead | None:
-        if not self.look_ahead or not self.engine.has_frozen_models:
-            return None
-        return LookAhead(
-            self.engine,
-            self.functions.pack_finished,
-            groups.open_samples,
-            max_tokens=self.max_tokens,
-            record=self.record,
-            note=groups.note_ahead,
-        )
-
     def _micro_batches(
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
     ) -> Iterator[MicroBatch]:
@@ -174,8 +167,7 @@ class Accumulator:
             if self.synchronous and self.functions.scope == "group":  # "batch" waits by itself
                 self.record("waiting_for_batch")
                 groups.complete()
-            of_scope = {"group": self._trained_as_they_come, "batch": self._trained_when_complete}
-            for trained in of_scope[self.functions.scope](groups, totals, ahead):
+            for trained in self._trained(self._drains(groups, totals, ahead)):
                 for row in self.functions.pack(self._to_run(trained, compared, totals)):
                     self.stop.raise_if_requested()
                     yield row
@@ -184,26 +176,25 @@ class Accumulator:
                 raise
             totals.interruption = error
 
-    def _trained_as_they_come(
-        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
-    ) -> Iterator[list[TrainedGroup]]:
-        for usable in self._drains(groups, totals, ahead):
-            yield self.functions.trained(usable, ())
-
-    def _trained_when_complete(
-        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
-    ) -> Iterator[list[TrainedGroup]]:
-        """The groups of each drain, once the rewards of all ranks are known. Collective."""
+    def _trained(self, arriving: Iterable[list[RolloutGroup]]) -> Iterator[list[TrainedGroup]]:
+        """The groups of each drain; with scope ``batch`` once the rewards of all ranks are known,
+        collective.
+        """
+        if self.functions.scope == "group":
+            for usable in arriving:
+                yield self.functions.trained(usable, ())
+            return
         self.record("waiting_for_batch")
         drains: list[list[RolloutGroup]] = []
         interruption: Exception | None = None
         try:
-            drains += self._drains(groups, totals, ahead)
+            drains += arriving
         except Exception as error:
             if not self.is_interruption(error):
                 raise
             interruption = error  # told below, the other ranks wait there
-        mine = [(g.prompt.key, g.rewards.tolist()) for usable in drains for g in usable]
+        usable = [group for drain in drains for group in drain]
+        mine = [(group.prompt.key, group.rewards.tolist()) for group in usable]
         told = self.collectives.all_gather(None if interruption else mine)
         if interruption is not None:
             raise interruption
@@ -211,10 +202,9 @@ class Accumulator:
             return
         pairs = sorted(pair for rank in told for pair in rank)
         rewards = [np.array(own, dtype=np.float32) for _, own in pairs]
-        trained = self.functions.trained([g for usable in drains for g in usable], rewards)
-        for usable in drains:
-            yield trained[: len(usable)]
-            del trained[: len(usable)]
+        trained = iter(self.functions.trained(usable, rewards))
+        for drain in drains:
+            yield list(islice(trained, len(drain)))
 
     def _drains(
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
@@ -261,7 +251,7 @@ class Accumulator:
             return groups.drain_ready(max_tokens)
         for piece in groups.ahead_of_drain(max_tokens):
             self.stop.raise_if_requested()
-            ahead.repeat(piece)
+            ahead.run(piece)
         return groups.drain_ready(max_tokens, ahead.work)
 
 

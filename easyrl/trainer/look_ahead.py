@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from easyrl.schema import (
     RolloutGroup,
     SampleKey,
 )
-from easyrl.trainer.row_split import join_logprobs, restrict, split_labels, split_logprobs
+from easyrl.trainer.row_split import join_logprobs, restrict, split, split_logprobs
 
 if TYPE_CHECKING:
     from easyrl.engines.base import TrainEngine
@@ -48,13 +48,6 @@ class OpenGroups(Protocol):
     def take(self, key: Key, max_tokens: int) -> FinishedSamples | None: ...
 
 
-class _Known(NamedTuple):
-    """What the frozen models say of a response, in host memory."""
-
-    label_ids: Tensor  # int64 [N], the trained tokens
-    frozen: FrozenLogprobs  # [N] each
-
-
 class LookAhead:
     """Log-probabilities of the frozen models for one update's groups, before these are complete.
 
@@ -73,7 +66,7 @@ class LookAhead:
         note: is told of each piece, before the groups that use it are asked for.
 
     Attributes:
-        work_s: seconds spent in ``work`` and ``repeat``.
+        work_s: seconds that the frozen models ran.
         num_tokens: trained tokens of the rows so far that had been computed ahead when their row
             came; not those of responses whose row is still to come.
     """
@@ -86,30 +79,39 @@ class LookAhead:
         *,
         max_tokens: int,
         record: Record,
-        note: Callable[[Piece], object] = lambda piece: None,
+        note: Callable[[Piece], object],
     ) -> None:
         self._engine = engine
-        self._note = note
         self._pack = pack
         self._open_groups = open_groups
         self._max_tokens = max_tokens
         self._record = record
-        self._known: dict[SampleKey, _Known] = {}
+        self._note = note
+        # Of each response its trained tokens, int64 [N], and what is said of them, on the host.
+        self._known: dict[SampleKey, tuple[Tensor, FrozenLogprobs]] = {}
         self.work_s = 0.0
         self.num_tokens = 0
 
     def work(self) -> bool:
         """Runs the frozen models on finished responses once; False if none are worth it."""
-        start = time.monotonic()
         chosen = self._choose()
-        self._compute(chosen)
-        self.work_s += time.monotonic() - start
+        self.run(chosen)
         return bool(chosen)
 
-    def repeat(self, piece: Piece) -> None:
-        """Runs the frozen models on what an earlier attempt had run them on."""
+    def run(self, piece: Piece) -> None:
+        """Runs the frozen models on ``piece``: one of ``work``, or of an earlier attempt's."""
         start = time.monotonic()
-        self._compute(piece)
+        rows = self._rows(piece)
+        for row in rows:
+            self._record("look_ahead_start", num_tokens=row.num_tokens)
+            # The copy waits for the device, so that this returns when the work is done and not
+            # when it is launched: a group may be complete by then.
+            said = split_logprobs(row, self._engine.frozen_logprobs(row).to(CPU))
+            labels = split(row, row.label_ids)
+            self._known |= {key: (labels[key], frozen) for key, frozen in said.items()}
+            self._record("look_ahead_end")
+        if rows:
+            self._note(piece)
         self.work_s += time.monotonic() - start
 
     def complete(self, row: MicroBatch) -> MicroBatch:
@@ -123,11 +125,10 @@ class LookAhead:
         known = {key: self._known.pop(key) for key in row.sequences if key in self._known}
         if not known:
             return row
-        labels = split_labels(row)
-        for key, (label_ids, _) in known.items():
+        labels, parts = split(row, row.label_ids), {}
+        for key, (label_ids, parts[key]) in known.items():
             if not torch.equal(label_ids, labels[key]):
                 raise RuntimeError(f"what was computed ahead for {key} is of another response")
-        parts = {key: frozen for key, (_, frozen) in known.items()}
         missing = [key for key in row.sequences if key not in parts]
         self.num_tokens += row.num_loss_tokens
         if missing:
@@ -135,19 +136,6 @@ class LookAhead:
             self.num_tokens -= rest.num_loss_tokens
             parts |= split_logprobs(rest, self._engine.frozen_logprobs(rest).to(CPU))
         return replace(row, frozen=join_logprobs(row, parts))
-
-    def _compute(self, piece: Piece) -> None:
-        rows = self._rows(piece)
-        for row in rows:
-            self._record("look_ahead_start", num_tokens=row.num_tokens)
-            # The copy waits for the device, so that this returns when the work is done and not
-            # when it is launched: a group may be complete by then.
-            said = split_logprobs(row, self._engine.frozen_logprobs(row).to(CPU))
-            labels = split_labels(row)
-            self._known |= {key: _Known(labels[key], frozen) for key, frozen in said.items()}
-            self._record("look_ahead_end")
-        if rows:
-            self._note(piece)
 
     def _choose(self) -> list[FinishedSamples]:
         """Responses for one row, from the groups that waste least first."""

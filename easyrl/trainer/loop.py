@@ -1,7 +1,6 @@
 """Training loop of periodic asynchrony (paper §4.3, Algorithm 1), strictly on-policy.
 
-Within one batch generation and training overlap; between batches the weights move once. The trainer
-knows neither HTTP nor files.
+Within one batch generation and training overlap; between batches the weights move once.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class Publisher(Protocol):
 
     @property
     def confirmations(self) -> tuple[Confirmation, ...]: ...
-
     def publish(self, version: PolicyVersion) -> Published: ...
 
 
@@ -128,7 +126,8 @@ class Plan:
         version: of the first weights.
         groups_per_update: B / k, of all ranks; only an update that ends its batch may have fewer.
         updates_per_batch: k, optimizer steps on each batch, each on its slice of the groups.
-        max_steps: where the run ends; None: with the prompts.
+        max_steps: of the run at most, fewer if a whole batch's would be more; None: it ends with
+            the prompts.
     """
 
     version: PolicyVersion
@@ -140,16 +139,6 @@ class Plan:
 
 class Trainer:
     """Drains the producer's queue, micro-batch by micro-batch, into optimizer steps.
-
-        prompts ─► rollouts ─► queue of finished groups ─► accumulator ─► engine
-                      ▲            in order of completion     forward, backward   │ optimizer step
-                      │                                                           ▼
-                  endpoints ◄──────────── weight sync ◄──────── ledger: certificate, checkpoint
-                               once per batch, with proof
-
-    Consumes: finished groups of the open batch. Waits for: the next group; after the last one, all
-    ranks, the certificate's line and the endpoints' proofs. Is unblocked by: the producer, the
-    other ranks, the endpoints. Produces: weights, one version for each batch.
 
     Args:
         engine: the model being trained.
@@ -228,7 +217,8 @@ class Trainer:
     @property
     def _goes_on(self) -> bool:
         last = self._plan.max_steps
-        has_steps = last is None or self.progress.step < last
+        # A batch that is cut short has fewer updates; none begins that would go beyond the end.
+        has_steps = last is None or self.progress.step + self._plan.updates_per_batch <= last
         return has_steps and self._rollouts.has_more(self.progress.position)
 
     def train_batch(self, served: ServedWeights) -> dict[str, float]:
@@ -248,20 +238,24 @@ class Trainer:
         self._engine.begin_batch()
         batch = self._rollouts.begin(served, self.progress.position)
         updates: list[Update] = []
+        refused: list[GroupOutcome] | None = None  # of all ranks, once the batch is whole
         with ExitStack() as on_error:
             on_error.callback(batch.close)
             for number, groups in enumerate(batch.updates, start=1):
                 totals = self._accumulate(groups)
                 is_short = len(totals.groups) < self._plan.groups_per_update  # nothing follows
-                is_last = number == self._plan.updates_per_batch or is_short
                 if totals.groups:
                     updates.append(Update(totals))
-                    self._check(batch, updates, served, whole=is_last)
+                    is_last = number == self._plan.updates_per_batch or is_short
+                    refused = self._check(batch, updates, served, whole=is_last)
                     self._step(updates[-1])
             self._raise_if_withdrawn(batch)
-            self._refuse_empty(batch, updates)
+            if refused is None:  # the last update was empty
+                refused = self._refused(batch)
+            if not updates:
+                raise self._nothing_accepted(refused)
             on_error.pop_all()
-        account = self._account(batch, updates, served, whole=True)
+        account = self._account(batch, updates, served, refused)
         metrics = batch_metrics(updates, account.groups) | self._certify(account, updates)
         self._close(account, updates)
         metrics["time/journal_s"] += sum(groups.load_s for groups in batch.updates)
@@ -283,12 +277,17 @@ class Trainer:
 
     def _check(
         self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
-    ) -> None:
-        """Nothing is trained that the certificate would refuse. Raises what the ledger raises."""
+    ) -> list[GroupOutcome] | None:
+        """Nothing is trained that the certificate would refuse. Raises what the ledger raises.
+
+        Gives the refused groups of all ranks if the batch is ``whole``. Collective.
+        """
         start = time.monotonic()
         self._raise_if_withdrawn(batch)
-        self._ledger.check(self._account(batch, updates, served, whole=whole), whole=whole)
+        refused = self._refused(batch) if whole else None
+        self._ledger.check(self._account(batch, updates, served, refused), whole=whole)
         updates[-1].check_s = time.monotonic() - start
+        return refused
 
     def _raise_if_withdrawn(self, batch: OpenBatch) -> None:
         """Raises on all ranks if groups of the batch were taken back on one. Collective."""
@@ -307,29 +306,30 @@ class Trainer:
             self._engine.discard_gradients()
         update.optimizer_s = time.monotonic() - start
 
-    def _refuse_empty(self, batch: OpenBatch, updates: Sequence[Update]) -> None:
-        if updates:
-            return
-        refused = self._refused(batch)
+    def _nothing_accepted(self, refused: Sequence[GroupOutcome]) -> NothingAccepted:
         reasons = sorted({f"{group.outcome}: {group.reason}" for group in refused})
-        raise NothingAccepted(
+        return NothingAccepted(
             f"batch {self.progress.closed_batches} has drawn {len(refused)} prompts and accepted "
             "none:\n" + "\n".join(f"  {reason}" for reason in reasons[:10])
         )
 
     def _account(
-        self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
+        self,
+        batch: OpenBatch,
+        updates: Sequence[Update],
+        served: ServedWeights,
+        refused: Sequence[GroupOutcome] | None,
     ) -> BatchRecord:
-        """The batch's account up to the last of ``updates``. Collective if ``whole``."""
+        """The batch's account up to the last of ``updates``; ``refused`` None: it goes on."""
         return batch_account(
             updates,
-            self._refused(batch) if whole else (),
+            refused or (),
             served,
             self.progress.step + len(updates),
             self._weight_sync.confirmations,
             accepted_versions=batch.accepted_versions,
             discarded=batch.discarded,
-            ended_by=batch.membership.ended_by if whole else "accepted",
+            ended_by="accepted" if refused is None else batch.membership.ended_by,
         )
 
     def _refused(self, batch: OpenBatch) -> list[GroupOutcome]:

@@ -295,7 +295,7 @@ class DeepSpeedEngine:
         return {n: p for n, p in self._policy.model.named_parameters() if p.requires_grad}
 
     def _old_policy_fragments(self) -> Iterator[tuple[Tensor, Fragment, Fragment]]:
-        """The old policy's flattened tensors on this rank: what they hold, what is saved of it."""
+        """The old policy's tensors on this rank: what they hold, what is saved of it."""
         tensors = self._local(self._old_parameters.values())
         for (name, parameter), tensor in zip(self._old_parameters.items(), tensors, strict=True):
             if self._stage == 3:
@@ -304,7 +304,7 @@ class DeepSpeedEngine:
                 held = Fragment(name, 0, tensor.numel(), 0)
                 own = own_part(held, self.ranks.dp_rank, self.ranks.dp_size)
             if held.numel > 0:
-                yield tensor.view(-1), held, own
+                yield tensor, held, own
 
     def _description(self) -> dict[str, Any]:
         lora = self._config.model.lora

@@ -35,7 +35,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Fragment(NamedTuple):
-    """Elements ``[start, start + numel)`` of a flattened parameter, at ``offset`` of a tensor."""
+    """Elements ``[start, start + numel)`` of a flattened parameter, at ``offset`` of another
+    flattened tensor."""
 
     name: str
     start: int
@@ -59,11 +60,11 @@ def optimizer_pieces(optimizer: Any, parameters: Mapping[str, Any]) -> Iterator[
     """
     adam = _adam(optimizer)
     for shard in _shards(optimizer, parameters):
-        yield from copy_pieces(MASTER, _flat(shard.tensor), shard.saved)
+        yield from copy_pieces(MASTER, shard.tensor, shard.saved)
         if not (state := adam.state.get(shard.tensor)):
             continue
         for kind in MOMENTS:
-            yield from copy_pieces(kind, _flat(state[kind]), shard.saved)
+            yield from copy_pieces(kind, state[kind], shard.saved)
         count = state["step"].detach().float().cpu().reshape(1)
         for fragment in shard.saved:
             if fragment.start == 0 and fragment.numel > 0:
@@ -80,7 +81,7 @@ def restore_optimizer(optimizer: Any, parameters: Mapping[str, Any], saved: Save
         optimizer.checkpoint_event_prologue()  # nothing gathered
     adam = _adam(optimizer)
     for shard in _shards(optimizer, parameters):
-        read_pieces(MASTER, _flat(shard.tensor), shard.fragments, saved)
+        read_pieces(MASTER, shard.tensor, shard.fragments, saved)
         count = _step_count(shard, saved)
         if count == 0:
             adam.state.pop(shard.tensor, None)
@@ -90,7 +91,7 @@ def restore_optimizer(optimizer: Any, parameters: Mapping[str, Any], saved: Save
             state.update(_fresh_state(adam, shard.tensor))
         state["step"].fill_(count)
         for kind in MOMENTS:
-            read_pieces(kind, _flat(state[kind]), shard.fragments, saved)
+            read_pieces(kind, state[kind], shard.fragments, saved)
     _copy_masters_to_model(optimizer)
 
 
@@ -117,16 +118,20 @@ def own_part(fragment: Fragment, rank: int, num_ranks: int) -> Fragment:
     )
 
 
-def copy_pieces(kind: str, flat: Tensor, fragments: Sequence[Fragment]) -> Iterator[StatePiece]:
-    """Copies in host memory of the fragments of ``flat`` [n]."""
+def copy_pieces(kind: str, tensor: Tensor, fragments: Sequence[Fragment]) -> Iterator[StatePiece]:
+    """Copies in host memory of the fragments of ``tensor``."""
+    flat = tensor.detach().view(-1)
     for name, start, numel, offset in fragments:
         if numel > 0:
-            values = flat[offset : offset + numel].detach().to("cpu", copy=True)
+            values = flat[offset : offset + numel].to("cpu", copy=True)
             yield StatePiece(key_of(kind, name), start, values)
 
 
-def read_pieces(kind: str, flat: Tensor, fragments: Sequence[Fragment], saved: SavedState) -> None:
-    """Inverse of ``copy_pieces``, into ``flat`` [n]. Raises ``ValueError`` for another dtype."""
+def read_pieces(
+    kind: str, tensor: Tensor, fragments: Sequence[Fragment], saved: SavedState
+) -> None:
+    """Inverse of ``copy_pieces``. Raises ``ValueError`` for another dtype."""
+    flat = tensor.detach().view(-1)
     for name, start, numel, offset in fragments:
         values = saved.read(key_of(kind, name), start, numel)
         if values.dtype != flat.dtype:
@@ -224,7 +229,3 @@ def _copy_masters_to_model(optimizer: Any) -> None:
         optimizer.checkpoint_event_epilogue()  # gathers again what always is
     elif not isinstance(optimizer, LateScalarAdamW):
         optimizer.update_lp_params()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)

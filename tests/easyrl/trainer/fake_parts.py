@@ -8,7 +8,6 @@ from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.base import MetricSums, StepResult
 from easyrl.metrics.reporter import StepReporter
-from easyrl.metrics.throughput import Throughput
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
@@ -181,11 +180,6 @@ class FakeSync:
         return Published(ServedWeights(version, f"weights {version.v}"), {"time/sync_s": 0.1})
 
 
-class FakeIdle:
-    def idle_s(self):
-        return 0.0
-
-
 class FakeLedger:
     """Keeps what it was given."""
 
@@ -283,7 +277,8 @@ def make_trainer(
         weight_sync=weight_sync or FakeSync(events),
         ledger=ledger or FakeLedger(events),
         reporter=StepReporter(
-            Throughput(FakeIdle(), num_devices=2),
+            lambda: 0.0,
+            num_devices=2,
             evaluation=evaluation,
             trackers=[ListTracker(reported), *trackers],
         ),
