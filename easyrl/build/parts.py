@@ -175,7 +175,6 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     for tracker in trackers:
         opened.callback(tracker.close)
     trainer = Trainer(
-        engine=engine,
         rollouts=rollouts,
         accumulator=build_accumulator(
             config,
@@ -195,9 +194,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             trackers=trackers,
             mismatch=LogprobMismatch(config) if ranks.is_first else None,
         ),
-        collectives=collectives,
         plan=_plan(config, version),
-        record=record,
         progress=progress,
     )
     _watch(config, opened, tokens, rollouts, inference, signals, notices)

@@ -118,7 +118,6 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)
         trainer = Trainer(
-            engine=engine,
             rollouts=rollouts,
             accumulator=build_accumulator(
                 config,
@@ -132,14 +131,12 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
             weight_sync=weights,
             ledger=NoLedger(),
             reporter=reporter,
-            collectives=collectives,
             plan=Plan(
                 PolicyVersion(run.run.run, 0, 0),
                 groups_per_update=run.run.batch_size // updates_per_batch,
                 updates_per_batch=updates_per_batch,
                 max_bad_steps=config.trainer.max_bad_steps,
             ),
-            record=ignore,
             progress=progress,
         )
         trainer.fit()

@@ -36,14 +36,6 @@ def restore(tensors: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         tensor.copy_(value)
 
 
-@torch.no_grad()
-def perturb(model: nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Scales each parameter of ``model`` by a factor of its own; ``tensors`` is its storage."""
-    names = [name for name, _ in model.named_parameters()]
-    for name, tensor in zip(names, tensors, strict=True):
-        tensor.mul_(perturbation(name))
-
-
 def perturbation(name: str) -> float:
     """``1 + 0.05 u`` with ``0.3 <= |u| <= 1`` from a hash of ``name``: always to be seen."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()

@@ -70,36 +70,22 @@ def _on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
             setattr(owner, name, buffer)
 
 
+@dataclass
 class TriModel:
     """Runs the models of the recipe; only the policy's result carries gradient.
 
     The frozen models run first: the policy's activations, which live until the backward, are then
     not there yet. All see the same packed row, its positions and its attention layout.
-
-    Args:
-        policy: the model being trained, an engine around it where one intercepts the forward.
-        reference: frozen at the start of the run; None where the recipe needs none.
-        old_policy: the weights before the previous update (``old_policy: lagged``), or those at the
-            start of the batch (``updates_per_batch`` above 1); None where the policy itself is the
-            old policy.
-        temperature: the sampling temperature, at which all log-probabilities are taken.
     """
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        *,
-        reference: FrozenModel | None,
-        old_policy: FrozenModel | None,
-        temperature: float,
-        device: torch.device,
-    ) -> None:
-        self.policy = policy
-        self.reference = reference
-        self.old_policy = old_policy
-        self.old_is_policy = False  # for now their weights are the same: one forward serves both
-        self._temperature = temperature
-        self._device = device
+    policy: nn.Module  # being trained; an engine around it where one intercepts the forward
+    reference: FrozenModel | None  # of the start of the run; None where the recipe needs none
+    # The weights before the previous update (``old_policy: lagged``), or those at the start of the
+    # batch (``updates_per_batch`` above 1); None where the policy itself is the old policy.
+    old_policy: FrozenModel | None
+    temperature: float  # of the sampling, at which all log-probabilities are taken
+    device: torch.device
+    old_is_policy: bool = False  # for now their weights are the same: one forward serves both
 
     def __call__(self, micro_batch: MicroBatch) -> TriLogprobs:
         """The three log-probabilities of the N trained tokens; float32 [N] each."""
@@ -138,21 +124,19 @@ class TriModel:
 
     def _on_device(self, micro_batch: MicroBatch) -> tuple[MicroBatch, SegmentLayout]:
         """What all models share of a row."""
-        return micro_batch.to(self._device), SegmentLayout(micro_batch.segments)
+        return micro_batch.to(self.device), SegmentLayout(micro_batch.segments)
 
     def _policy(
         self, row: MicroBatch, layout: SegmentLayout, losses: TokenLoss | None = None
     ) -> tuple[Tensor, ...]:
-        return run_micro_batch(
-            self.policy, row, self._temperature, layout=layout, token_loss=losses
-        )
+        return run_micro_batch(self.policy, row, self.temperature, layout=layout, token_loss=losses)
 
     def _frozen(self, row: MicroBatch, layout: SegmentLayout) -> FrozenLogprobs:
         if row.frozen is not None:
             return row.frozen
 
         def of(model: FrozenModel | None) -> Tensor | None:
-            return None if model is None else model.logprobs(row, layout, self._temperature)
+            return None if model is None else model.logprobs(row, layout, self.temperature)
 
         old_policy = None if self.old_is_policy else self.old_policy
         return FrozenLogprobs(reference=of(self.reference), old_policy=of(old_policy))

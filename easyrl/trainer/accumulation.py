@@ -117,10 +117,6 @@ class Accumulator:
 
         Raises ``OnPolicyViolation``.
         """
-        with self.stop.wakes(groups.interrupt):
-            return self._accumulate(groups)
-
-    def _accumulate(self, groups: GroupSource) -> BatchTotals:
         totals = BatchTotals()
         ahead = None
         if self.look_ahead and self.engine.has_frozen_models:
@@ -135,22 +131,23 @@ class Accumulator:
         work = self._micro_batches(groups, totals, ahead)
         if self.engine.lockstep:
             work = self.collectives.in_lockstep(work, self.functions.dummy)
-        for micro_batch in work:
-            self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
-            start = time.monotonic()
-            if ahead is not None:
-                micro_batch = ahead.complete(micro_batch)
-            try:
-                for sums in self.engine.forward_backward([micro_batch]):
-                    totals.metrics.add(sums)
-            except NonFiniteLossError as error:
-                # The gradient is NaN now, so every rank will skip the step; the batch goes on.
-                self.record("non_finite_loss", problem=str(error))
-            totals.train_s += time.monotonic() - start
-            if not micro_batch.is_dummy:
-                totals.num_packed_tokens += micro_batch.num_tokens
-                totals.num_micro_batches += 1
-            self.record("micro_batch_end")
+        with self.stop.wakes(groups.interrupt):
+            for micro_batch in work:
+                self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
+                start = time.monotonic()
+                if ahead is not None:
+                    micro_batch = ahead.complete(micro_batch)
+                try:
+                    for sums in self.engine.forward_backward([micro_batch]):
+                        totals.metrics.add(sums)
+                except NonFiniteLossError as error:
+                    # The gradient is NaN now, so every rank will skip the step; the batch goes on.
+                    self.record("non_finite_loss", problem=str(error))
+                totals.train_s += time.monotonic() - start
+                if not micro_batch.is_dummy:
+                    totals.num_packed_tokens += micro_batch.num_tokens
+                    totals.num_micro_batches += 1
+                self.record("micro_batch_end")
         if ahead is not None:
             totals.look_ahead_s = ahead.work_s
             totals.num_look_ahead_tokens = ahead.num_tokens
@@ -210,7 +207,16 @@ class Accumulator:
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
     ) -> Iterator[list[RolloutGroup]]:
         """Groups that are packed together, checked and counted."""
-        while ready := self._take(groups, ahead):
+        max_tokens = self.rows_per_drain * self.max_tokens
+        idle = None if ahead is None else ahead.work
+        while True:
+            if ahead is not None:
+                for piece in groups.ahead_of_drain(max_tokens):
+                    self.stop.raise_if_requested()
+                    ahead.run(piece)
+            ready = groups.drain_ready(max_tokens, idle)
+            if not ready:
+                return
             self.stop.raise_if_requested()
             for group in ready:
                 _refuse_off_policy(group, groups.accepted_versions)
@@ -233,26 +239,14 @@ class Accumulator:
         totals.metrics.add(MetricSums({"groups_without_signal": float(sum(flat))}))
         if not self.skip_without_signal:
             return list(trained)
-        for group, is_flat in zip(trained, flat, strict=True):
-            if not is_flat:
-                compared |= _endpoints(group)
+        pairs = list(zip(trained, flat, strict=True))
+        compared.update(*(_endpoints(group) for group, is_flat in pairs if not is_flat))
         kept = []
-        for group, is_flat in zip(trained, flat, strict=True):
-            if is_flat and _endpoints(group) <= compared:
-                continue
-            compared |= _endpoints(group)
-            kept.append(group)
+        for group, is_flat in pairs:
+            if not is_flat or not _endpoints(group) <= compared:
+                compared |= _endpoints(group)
+                kept.append(group)
         return kept
-
-    def _take(self, groups: GroupSource, ahead: LookAhead | None) -> list[RolloutGroup]:
-        """Groups that are ready, after what an earlier attempt computed ahead of them."""
-        max_tokens = self.rows_per_drain * self.max_tokens
-        if ahead is None:
-            return groups.drain_ready(max_tokens)
-        for piece in groups.ahead_of_drain(max_tokens):
-            self.stop.raise_if_requested()
-            ahead.run(piece)
-        return groups.drain_ready(max_tokens, ahead.work)
 
 
 def _endpoints(trained: TrainedGroup) -> set[str]:

@@ -8,16 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
 from easyrl.ledger.account import batch_account
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
-from easyrl.metrics.event_log import Record
-from easyrl.runtime.collectives import Collectives
 from easyrl.schema import (
     TEMPORARY_FAILURE,
     BatchWithdrawn,
@@ -33,9 +31,6 @@ from easyrl.schema import (
     StopRequested,
 )
 from easyrl.trainer.accumulation import Accumulator, GroupSource
-
-if TYPE_CHECKING:
-    from easyrl.engines.base import TrainEngine
 
 
 class Membership(Protocol):
@@ -137,51 +132,30 @@ class Plan:
     max_bad_steps: int = 3
 
 
+@dataclass
 class Trainer:
-    """Drains the producer's queue, micro-batch by micro-batch, into optimizer steps.
+    """Drains the producer's queue, micro-batch by micro-batch, into optimizer steps."""
 
-    Args:
-        engine: the model being trained.
-        rollouts: producer of finished groups.
-        accumulator: runs forward and backward of groups as they arrive. When it is interrupted, the
-            open batch is given up, a checkpoint is written and ``InterruptedRun`` raised.
-        weight_sync: brings new weights to the endpoints.
-        ledger: writes down what was trained before it counts as trained.
-        reporter: is told what was measured.
-        collectives: the ranks.
-        record: receives the events of the loop.
-    """
+    rollouts: Rollouts
+    # When it is interrupted, the open batch is given up, a checkpoint is written and
+    # ``InterruptedRun`` raised.
+    accumulator: Accumulator
+    weight_sync: Publisher
+    ledger: Ledger  # writes down what was trained before it counts as trained
+    reporter: Reporter
+    plan: Plan
+    progress: Progress = field(default_factory=Progress)
 
-    def __init__(
-        self,
-        *,
-        engine: TrainEngine,
-        rollouts: Rollouts,
-        accumulator: Accumulator,
-        weight_sync: Publisher,
-        ledger: Ledger,
-        reporter: Reporter,
-        collectives: Collectives,
-        plan: Plan,
-        record: Record,
-        progress: Progress | None = None,
-    ) -> None:
-        self._engine = engine
-        self._rollouts = rollouts
-        self._accumulator = accumulator
-        self._weight_sync = weight_sync
-        self._ledger = ledger
-        self._reporter = reporter
-        self._collectives = collectives
-        self._plan = plan
-        self._record = record
+    def __post_init__(self) -> None:
+        self._engine = self.accumulator.engine
+        self._collectives = self.accumulator.collectives
+        self._record = self.accumulator.record
         self._open_updates = 0  # optimizer steps of the open batch
-        self.progress = progress or Progress()
 
     @property
     def version(self) -> PolicyVersion:
         """The version of the weights that the open batch is made by."""
-        return self._plan.version._replace(v=self.progress.closed_batches)
+        return self.plan.version._replace(v=self.progress.closed_batches)
 
     def fit(self) -> None:
         """Trains until the prompts or ``max_steps`` end.
@@ -191,7 +165,7 @@ class Trainer:
         try:
             self._fit()
         except Exception as error:
-            if not self._accumulator.is_interruption(error):
+            if not self.accumulator.is_interruption(error):
                 raise
             self._record("interrupted", problem=str(error))
             raise InterruptedRun(
@@ -211,15 +185,15 @@ class Trainer:
             published = self._publish()
             metrics["time/step_s"] = time.monotonic() - start
             self._report(published)
-            self._ledger.save_if_due(self.progress)
-        self._ledger.end(self.progress, published.served.digest)
+            self.ledger.save_if_due(self.progress)
+        self.ledger.end(self.progress, published.served.digest)
 
     @property
     def _goes_on(self) -> bool:
-        last = self._plan.max_steps
+        last = self.plan.max_steps
         # A batch that is cut short has fewer updates; none begins that would go beyond the end.
-        has_steps = last is None or self.progress.step + self._plan.updates_per_batch <= last
-        return has_steps and self._rollouts.has_more(self.progress.position)
+        has_steps = last is None or self.progress.step + self.plan.updates_per_batch <= last
+        return has_steps and self.rollouts.has_more(self.progress.position)
 
     def train_batch(self, served: ServedWeights) -> dict[str, float]:
         """One batch, to its end: it begins again where groups of it are withdrawn. Collective."""
@@ -228,7 +202,7 @@ class Trainer:
                 return self._train_batch(served)
             except BatchWithdrawn as error:
                 self._record("batch_withdrawn", version=str(served.version), problem=str(error))
-                self._rollouts.share_withdrawals()
+                self.rollouts.share_withdrawals()
                 if self._open_updates:  # the weights are not those that it was made by
                     raise
 
@@ -236,17 +210,17 @@ class Trainer:
         """Generation and training overlap, optimizer steps close the batch."""
         start = time.monotonic()
         self._engine.begin_batch()
-        batch = self._rollouts.begin(served, self.progress.position)
+        batch = self.rollouts.begin(served, self.progress.position)
         updates: list[Update] = []
         refused: list[GroupOutcome] | None = None  # of all ranks, once the batch is whole
         with ExitStack() as on_error:
             on_error.callback(batch.close)
             for number, groups in enumerate(batch.updates, start=1):
                 totals = self._accumulate(groups)
-                is_short = len(totals.groups) < self._plan.groups_per_update  # nothing follows
+                is_short = len(totals.groups) < self.plan.groups_per_update  # nothing follows
                 if totals.groups:
                     updates.append(Update(totals))
-                    is_last = number == self._plan.updates_per_batch or is_short
+                    is_last = number == self.plan.updates_per_batch or is_short
                     refused = self._check(batch, updates, served, whole=is_last)
                     self._step(updates[-1])
             self._raise_if_withdrawn(batch)
@@ -264,7 +238,7 @@ class Trainer:
 
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
-        totals = self._accumulator.accumulate(groups)
+        totals = self.accumulator.accumulate(groups)
         try:
             self._collectives.end_together(totals.interruption)
         except Exception:
@@ -272,7 +246,7 @@ class Trainer:
             raise
         merged = totals.merge(self._collectives)
         if not self._open_updates:  # later updates train weights that have moved on
-            self._reporter.compare(merged)
+            self.reporter.compare(merged)
         return merged
 
     def _check(
@@ -285,7 +259,7 @@ class Trainer:
         start = time.monotonic()
         self._raise_if_withdrawn(batch)
         refused = self._refused(batch) if whole else None
-        self._ledger.check(self._account(batch, updates, served, refused), whole=whole)
+        self.ledger.check(self._account(batch, updates, served, refused), whole=whole)
         updates[-1].check_s = time.monotonic() - start
         return refused
 
@@ -326,7 +300,7 @@ class Trainer:
             refused or (),
             served,
             self.progress.step + len(updates),
-            self._weight_sync.confirmations,
+            self.weight_sync.confirmations,
             accepted_versions=batch.accepted_versions,
             discarded=batch.discarded,
             ended_by="accepted" if refused is None else batch.membership.ended_by,
@@ -344,10 +318,10 @@ class Trainer:
     def _certify(self, account: BatchRecord, updates: Sequence[Update]) -> dict[str, float]:
         """The batch is written down; the seconds that its journal and account took. Collective."""
         start = time.monotonic()
-        self._rollouts.sync()
+        self.rollouts.sync()
         self._collectives.all_gather(None)  # the journals of all ranks come before the certificate
         synced = time.monotonic()
-        self._ledger.close_batch(account)
+        self.ledger.close_batch(account)
         return {
             "time/journal_s": synced - start,
             "time/certificate_s": time.monotonic() - synced + sum(u.check_s for u in updates),
@@ -375,7 +349,7 @@ class Trainer:
         self.progress.weights = ""
         self.progress.position += account.num_drawn
         self._open_updates = 0
-        if most_bad_steps >= self._plan.max_bad_steps:
+        if most_bad_steps >= self.plan.max_bad_steps:
             raise TooManyBadSteps(
                 f"{most_bad_steps} steps in a row had no finite gradient or nothing to "
                 f"train (step {self.progress.step}); lower trainer.learning_rate or look at the "
@@ -386,16 +360,16 @@ class Trainer:
         """A checkpoint of the closed batches; what there is to go on from, in words. Collective."""
         if self._open_updates:  # the weights are not those that the open batch is made by
             return (
-                f"{self._open_updates} of {self._plan.updates_per_batch} updates of the open batch "
+                f"{self._open_updates} of {self.plan.updates_per_batch} updates of the open batch "
                 "were taken, the last checkpoint stays and the journal has the responses since"
             )
-        self._ledger.save(self.progress)
+        self.ledger.save(self.progress)
         return f"step {self.progress.step} is saved"
 
     def _publish(self) -> Published:
         """Moves the weights to every endpoint."""
         self._record("sync_start", version=str(self.version))
-        published = self._weight_sync.publish(self.version)
+        published = self.weight_sync.publish(self.version)
         self._record("sync_end", version=str(self.version))
         digest = published.served.digest
         if self.progress.weights not in ("", digest):
@@ -410,6 +384,6 @@ class Trainer:
     def _report(self, published: Published) -> None:
         """What the last batch, its sync and an evaluation that is due have to say goes out."""
         metrics = self.progress.unreported | dict(published.metrics)
-        self._reporter.report(self.progress.step, self.version, metrics, is_last=not self._goes_on)
+        self.reporter.report(self.progress.step, self.version, metrics, is_last=not self._goes_on)
         self.progress.reported_step = self.progress.step
         self.progress.unreported = {}

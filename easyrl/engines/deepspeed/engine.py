@@ -37,7 +37,7 @@ from easyrl.engines.deepspeed.state import (
     zero_3_fragment,
 )
 from easyrl.engines.process_group import quiet, start_process_group
-from easyrl.engines.shards import copy_of, local_tensors, perturb, restore
+from easyrl.engines.shards import copy_of, local_tensors, perturbation, restore
 from easyrl.engines.weight_names import adapter_weights, saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model
@@ -102,10 +102,8 @@ class DeepSpeedEngine:
         self.can_look_ahead = (needs.reference or with_old_policy) and not (
             self._stage == 3 and self.ranks.dp_size > 1  # the frozen models are sharded too
         )
-        wanted = config.model.logprob_backward
-        self._same_pass = wanted == "same_pass" or (
-            wanted == "auto" and self._recipe.span == "token"
-        )
+        wanted, span = config.model.logprob_backward, self._recipe.span
+        self._same_pass = span == "token" if wanted == "auto" else wanted == "same_pass"
         self._num_backwards = 0
 
     # ---- training --------------------------------------------------------------------------------
@@ -197,14 +195,15 @@ class DeepSpeedEngine:
     @contextmanager
     def perturbed_weights(self) -> Iterator[None]:
         """Inside, every weight tensor is scaled by a factor between 0.95 and 1.05 of its own."""
-        model = self._policy.model
-        tensors = self._local(model.parameters())
+        parameters = dict(self._policy.model.named_parameters())
+        tensors = self._local(parameters.values())
         saved = copy_of(tensors)
-        perturb(model, tensors)
+        for name, tensor in zip(parameters, tensors, strict=True):
+            tensor.mul_(perturbation(name))
         try:
             yield
         finally:
-            restore(self._local(model.parameters()), saved)
+            restore(self._local(parameters.values()), saved)
 
     def _local(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Parameters as this rank holds them, nothing gathered."""

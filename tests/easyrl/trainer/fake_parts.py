@@ -17,6 +17,7 @@ from easyrl.schema import (
     Confirmation,
     GroupOutcome,
     PolicyVersion,
+    Progress,
     Prompt,
     Published,
     RolloutGroup,
@@ -254,7 +255,6 @@ def make_trainer(
     reported = []
 
     trainer = Trainer(
-        engine=engine,
         rollouts=FakeRollouts(
             events,
             make,
@@ -282,9 +282,7 @@ def make_trainer(
             evaluation=evaluation,
             trackers=[ListTracker(reported), *trackers],
         ),
-        collectives=collectives,
         plan=Plan(VERSION, 2 // plan.get("updates_per_batch", 1), **plan),
-        record=record,
-        progress=progress,
+        progress=progress or Progress(),
     )
     return trainer, reported

@@ -134,7 +134,7 @@ def first_batch(trainer, kind, attribute):
     """The first batch, or its first streams, of another kind."""
     usual = getattr(FakeRollouts, attribute)
     kinds = iter(kind)
-    setattr(trainer._rollouts, attribute, lambda *parts: next(kinds, usual)(*parts))
+    setattr(trainer.rollouts, attribute, lambda *parts: next(kinds, usual)(*parts))
 
 
 def assert_trained_once(trainer, events, reported, ledger, told):
@@ -304,8 +304,8 @@ def two_ranks(prepare=lambda rank, trainer: None, **options):
         trainer, _ = make_trainer(
             events, collectives=ThreadCollectives(rank, threads), ledger=ledger, **options
         )
-        trainer._rollouts.__class__ = OneOfTwo
-        trainer._rollouts.rank = rank
+        trainer.rollouts.__class__ = OneOfTwo
+        trainer.rollouts.rank = rank
         prepare(rank, trainer)
         try:
             trainer.fit()
