@@ -54,9 +54,9 @@ from easyrl.runtime.run_folder import (
 )
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
-from easyrl.schema import BatchWithdrawn, PeerOutage, PolicyVersion, Progress, StopRequested
+from easyrl.schema import BatchWithdrawn, PeerOutage, Progress, StopRequested
 from easyrl.trainer.evaluation import ScheduledEvaluation
-from easyrl.trainer.loop import Plan, Trainer
+from easyrl.trainer.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -194,21 +194,15 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             trackers=trackers,
             mismatch=LogprobMismatch(config) if ranks.is_first else None,
         ),
-        plan=_plan(config, version),
-        progress=progress,
-    )
-    _watch(config, opened, tokens, rollouts, inference, signals, notices)
-    return Parts(trainer, engine)
-
-
-def _plan(config: Config, version: PolicyVersion) -> Plan:
-    return Plan(
-        version,
+        first_version=version,
         groups_per_update=config.trainer.batch_size // config.trainer.updates_per_batch,
         updates_per_batch=config.trainer.updates_per_batch,
         max_steps=config.trainer.max_steps,
         max_bad_steps=config.trainer.max_bad_steps,
+        progress=progress,
     )
+    _watch(config, opened, tokens, rollouts, inference, signals, notices)
+    return Parts(trainer, engine)
 
 
 def _resume(saver: CheckpointSaver) -> Progress:

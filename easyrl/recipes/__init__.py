@@ -16,14 +16,13 @@ from easyrl.recipes.estimators import (
     reward_to_go,
 )
 from easyrl.recipes.grpo import GRPO
-from easyrl.recipes.recipe import AdvantageInputs, MetricTensors, Models, Recipe, RunSettings, Terms
+from easyrl.recipes.recipe import AdvantageInputs, Models, Recipe, RunSettings, Terms
 
 __all__ = [
     "DAPO",
     "GRPO",
     "AdvantageInputs",
     "DrGRPO",
-    "MetricTensors",
     "Models",
     "Recipe",
     "RunSettings",

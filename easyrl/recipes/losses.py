@@ -14,7 +14,7 @@ from torch import Tensor
 
 from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.kernels.logprobs.linear_token_loss import TokenLoss
-from easyrl.recipes.recipe import MetricTensors, Recipe, Terms
+from easyrl.recipes.recipe import Recipe, Terms
 
 if TYPE_CHECKING:
     from easyrl.schema import FrozenLogprobs, MicroBatch
@@ -64,21 +64,24 @@ def loss_metrics(
     terms = terms_of(micro_batch, tri.frozen, policy)
     inference = terms.inference_logprobs
     difference = policy - inference
-    common = MetricTensors(
-        {
-            "loss_sum": loss_sum,
-            "entropy_sum": entropy.sum(),
-            "logprob_diff_sum": difference.abs().sum(),
-            # the inference server sampled, so the estimate is of KL(inference || trainer)
-            "inference_kl_sum": (torch.exp(difference) - 1 - difference).sum(),
-        }
-        | comparison_sums(policy, entropy, inference, micro_batch.sequence_index),
-        {"logprob_diff_max": difference.abs().max()} if len(policy) else {},
-    )
-    counted = (common | recipe.metrics(policy, entropy, terms)).read()
-    counted.sums["num_loss_tokens"] = float(micro_batch.num_loss_tokens)
-    counted.sums["num_sequences"] = float(micro_batch.num_sequences)
-    return counted
+    counted = {
+        "loss_sum": loss_sum,
+        "entropy_sum": entropy.sum(),
+        "logprob_diff_sum": difference.abs().sum(),
+        # the inference server sampled, so the estimate is of KL(inference || trainer)
+        "inference_kl_sum": (torch.exp(difference) - 1 - difference).sum(),
+    }
+    if len(policy):
+        counted["logprob_diff_max"] = difference.abs().max()
+    counted |= comparison_sums(policy, entropy, inference, micro_batch.sequence_index)
+    counted |= recipe.metrics(policy, entropy, terms)
+    # in one transfer from the device
+    numbers = torch.stack([value.double() for value in counted.values()]).tolist()
+    sums = dict(zip(counted, numbers, strict=True))
+    maxima = {name: sums.pop(name) for name in counted if name.endswith("_max")}
+    sums["num_loss_tokens"] = float(micro_batch.num_loss_tokens)
+    sums["num_sequences"] = float(micro_batch.num_sequences)
+    return MetricSums(sums, maxima)
 
 
 def comparison_sums(

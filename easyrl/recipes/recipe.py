@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.engines.base import MetricSums
 from easyrl.schema import Completion, RolloutGroup, SampleKey
 
 Scope = Literal["group", "batch"]
@@ -79,28 +78,6 @@ class Terms:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors: dict[str, Any] = {n: v[rows] for n, v in values.items() if isinstance(v, Tensor)}
         return replace(self, **tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class MetricTensors:
-    """Scalars of a micro-batch, left on the device until all of them are read at once.
-
-    ``sums`` add up over micro-batches: ``NAME_sum`` is reported as ``policy/NAME``, divided by the
-    number of trained tokens. ``maxima`` combine by maximum and are reported as ``policy/NAME``.
-    """
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    maxima: dict[str, Tensor] = field(default_factory=dict)
-
-    def __or__(self, other: MetricTensors) -> MetricTensors:
-        return MetricTensors(self.sums | other.sums, self.maxima | other.maxima)
-
-    def read(self) -> MetricSums:
-        """The numbers, in one transfer from the device."""
-        tensors = [*self.sums.values(), *self.maxima.values()]
-        numbers = torch.stack([t.double() for t in tensors]).tolist() if tensors else []
-        sums = dict(zip(self.sums, numbers, strict=False))
-        return MetricSums(sums, dict(zip(self.maxima, numbers[len(sums) :], strict=True)))
 
 
 @dataclass(frozen=True)
@@ -205,12 +182,14 @@ class Recipe(ABC):
         carry gradient. A rank that has run out of work calls it with one token of weight 0.
         """
 
-    def metrics(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> MetricTensors:
+    def metrics(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> dict[str, Tensor]:
         """What to report beside loss, entropy and the comparison with the inference server.
 
-        Called without gradient, with all n tokens of a row.
+        Scalars: ``NAME_sum`` adds up over rows and is reported as ``policy/NAME``, divided by the
+        number of trained tokens; of ``NAME_max`` the largest is, as ``policy/NAME_max``. Called
+        without gradient, with all n tokens of a row.
         """
-        return MetricTensors()
+        return {}
 
     def is_set(self, key: str) -> bool:
         """Whether a field has another value than its default.

@@ -113,25 +113,6 @@ class OtherWeights(RuntimeError):
     """A resumed run has other weights than those that were saved."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the run is to do.
-
-    Attributes:
-        version: of the first weights.
-        groups_per_update: B / k, of all ranks; only an update that ends its batch may have fewer.
-        updates_per_batch: k, optimizer steps on each batch, each on its slice of the groups.
-        max_steps: of the run at most, fewer if a whole batch's would be more; None: it ends with
-            the prompts.
-    """
-
-    version: PolicyVersion
-    groups_per_update: int
-    updates_per_batch: int = 1
-    max_steps: int | None = None
-    max_bad_steps: int = 3
-
-
 @dataclass
 class Trainer:
     """Drains the producer's queue, micro-batch by micro-batch, into optimizer steps."""
@@ -143,7 +124,12 @@ class Trainer:
     weight_sync: Publisher
     ledger: Ledger  # writes down what was trained before it counts as trained
     reporter: Reporter
-    plan: Plan
+    first_version: PolicyVersion
+    groups_per_update: int  # B / k, of all ranks; only an update that ends its batch may have fewer
+    updates_per_batch: int = 1  # k, optimizer steps on each batch, each on its slice of the groups
+    # The run ends with the last batch whose k steps are within them; None: with the prompts.
+    max_steps: int | None = None
+    max_bad_steps: int = 3
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -155,7 +141,7 @@ class Trainer:
     @property
     def version(self) -> PolicyVersion:
         """The version of the weights that the open batch is made by."""
-        return self.plan.version._replace(v=self.progress.closed_batches)
+        return self.first_version._replace(v=self.progress.closed_batches)
 
     def fit(self) -> None:
         """Trains until the prompts or ``max_steps`` end.
@@ -190,9 +176,9 @@ class Trainer:
 
     @property
     def _goes_on(self) -> bool:
-        last = self.plan.max_steps
-        # A batch that is cut short has fewer updates; none begins that would go beyond the end.
-        has_steps = last is None or self.progress.step + self.plan.updates_per_batch <= last
+        # A batch that is cut short has fewer updates, so that the end may come inside one.
+        next_step = self.progress.step + self.updates_per_batch
+        has_steps = self.max_steps is None or next_step <= self.max_steps
         return has_steps and self.rollouts.has_more(self.progress.position)
 
     def train_batch(self, served: ServedWeights) -> dict[str, float]:
@@ -217,10 +203,10 @@ class Trainer:
             on_error.callback(batch.close)
             for number, groups in enumerate(batch.updates, start=1):
                 totals = self._accumulate(groups)
-                is_short = len(totals.groups) < self.plan.groups_per_update  # nothing follows
+                is_short = len(totals.groups) < self.groups_per_update  # nothing follows
                 if totals.groups:
                     updates.append(Update(totals))
-                    is_last = number == self.plan.updates_per_batch or is_short
+                    is_last = number == self.updates_per_batch or is_short
                     refused = self._check(batch, updates, served, whole=is_last)
                     self._step(updates[-1])
             self._raise_if_withdrawn(batch)
@@ -349,7 +335,7 @@ class Trainer:
         self.progress.weights = ""
         self.progress.position += account.num_drawn
         self._open_updates = 0
-        if most_bad_steps >= self.plan.max_bad_steps:
+        if most_bad_steps >= self.max_bad_steps:
             raise TooManyBadSteps(
                 f"{most_bad_steps} steps in a row had no finite gradient or nothing to "
                 f"train (step {self.progress.step}); lower trainer.learning_rate or look at the "
@@ -360,7 +346,7 @@ class Trainer:
         """A checkpoint of the closed batches; what there is to go on from, in words. Collective."""
         if self._open_updates:  # the weights are not those that the open batch is made by
             return (
-                f"{self._open_updates} of {self.plan.updates_per_batch} updates of the open batch "
+                f"{self._open_updates} of {self.updates_per_batch} updates of the open batch "
                 "were taken, the last checkpoint stays and the journal has the responses since"
             )
         self.ledger.save(self.progress)

@@ -27,7 +27,7 @@ from easyrl.schema import (
     VersionSpan,
 )
 from easyrl.trainer.accumulation import Accumulator
-from easyrl.trainer.loop import Plan, Trainer
+from easyrl.trainer.loop import Trainer
 from tests.recipes import group_functions, run_settings
 
 VERSION = PolicyVersion("run", 0, 0)
@@ -282,7 +282,9 @@ def make_trainer(
             evaluation=evaluation,
             trackers=[ListTracker(reported), *trackers],
         ),
-        plan=Plan(VERSION, 2 // plan.get("updates_per_batch", 1), **plan),
+        first_version=VERSION,
+        groups_per_update=2 // plan.get("updates_per_batch", 1),
+        **plan,
         progress=progress or Progress(),
     )
     return trainer, reported
