@@ -48,11 +48,11 @@ class FrozenModel:
 def frozen_model(module: nn.Module, device: torch.device, *, offload: bool = False) -> FrozenModel:
     """``module`` frozen: on ``device``, or with ``offload`` kept in host memory between uses."""
     module.requires_grad_(False).eval()
-    return FrozenModel(module, partial(_on_device, module, device) if offload else nullcontext)
+    return FrozenModel(module, partial(_moved, module, device) if offload else nullcontext)
 
 
 @contextmanager
-def _on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Weights are copied over; they never change there, so nothing is copied back."""
     parameters = [(parameter, parameter.data) for parameter in module.parameters()]
     buffers = [  # which a move replaces, whereas it changes a parameter
