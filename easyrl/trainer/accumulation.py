@@ -73,7 +73,7 @@ class GroupFunctions:
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
     pack_finished: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
-    scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # with those to train with
+    scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # scores to train with
     scope: Literal["group", "batch"] = "group"
     advantage_only: bool = False  # advantages of exactly zero: no loss, no gradient
 

@@ -91,7 +91,7 @@ class Ledger(Protocol):
 
 
 class Reporter(Protocol):
-    """Evaluation, and where the metrics go (``metrics.reporter.Reporter``)."""
+    """Evaluation, and where the metrics go (``StepReporter``)."""
 
     def compare(self, totals: BatchTotals) -> None:
         """Sees the sums of each batch's first update, of all ranks."""
