@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -27,17 +29,18 @@ from easyrl.engines.deepspeed.late_denominator import LateScalarAdamW, step_divi
 from easyrl.engines.deepspeed.state import (
     MASTER,
     Fragment,
+    copy_of,
     copy_pieces,
     key_of,
     optimizer_pieces,
     own_part,
     read_pieces,
+    restore,
     restore_optimizer,
     restore_schedule,
     zero_3_fragment,
 )
 from easyrl.engines.process_group import quiet, start_process_group
-from easyrl.engines.shards import copy_of, local_tensors, perturbation, restore
 from easyrl.engines.weight_names import adapter_weights, saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model
@@ -206,9 +209,15 @@ class DeepSpeedEngine:
             restore(self._local(parameters.values()), saved)
 
     def _local(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Parameters as this rank holds them, nothing gathered."""
+        """This rank's storage of each parameter, with nothing gathered: a change to a shard would
+        not reach the gathered copy.
+        """
         self._release_gathered()
-        return local_tensors(parameters, sharded=self._stage == 3)
+        if self._stage < 3:
+            return [parameter.data for parameter in parameters]
+        with_shards: list[Any] = list(parameters)  # DeepSpeed adds the attributes
+        assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in with_shards)
+        return [parameter.ds_tensor.data for parameter in with_shards]
 
     def _release_gathered(self) -> None:
         """After this, ZeRO-3's shards are the only copy of the policy."""
@@ -314,6 +323,14 @@ class DeepSpeedEngine:
             "trainer.old_policy": self._config.trainer.old_policy,
             "number of parameters": sum(_numel(p) for p in self._parameters().values()),
         }
+
+
+def perturbation(name: str) -> float:
+    """``1 + 0.05 u`` with ``0.3 <= |u| <= 1`` from a hash of ``name``: always to be seen."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    magnitude = 0.3 + 0.7 * int.from_bytes(digest[:4], "little") / 2**32
+    sign = 1 if digest[4] & 1 else -1
+    return 1 + 0.05 * sign * magnitude
 
 
 def _initialize(

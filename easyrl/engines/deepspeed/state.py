@@ -53,6 +53,19 @@ class Shard:
     saved: list[Fragment]  # those of them that this rank saves
 
 
+def copy_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory."""
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+@torch.no_grad()
+def restore(tensors: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+    """Writes ``saved`` into ``tensors``, to the bit."""
+    for tensor, value in zip(tensors, saved, strict=True):
+        assert tensor.shape == value.shape and tensor.dtype == value.dtype
+        tensor.copy_(value)
+
+
 def optimizer_pieces(optimizer: Any, parameters: Mapping[str, Any]) -> Iterator[StatePiece]:
     """Copies of this rank's share of masters, moments and step counts.
 
