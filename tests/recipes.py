@@ -11,7 +11,7 @@ import numpy as np
 from easyrl.dataloaders.packing.groups import pack_groups as pack_trained_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.recipes import GRPO, Recipe, RunSettings
-from easyrl.recipes.aggregation import Aggregation
+from easyrl.recipes.estimators import Aggregation
 from easyrl.recipes.groups import trained_group, trained_groups, without_advantages
 from easyrl.schema import MicroBatch, RolloutGroup
 from easyrl.trainer.accumulation import GroupFunctions

@@ -6,19 +6,10 @@ alone exceeds it, which then has a row of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from easyrl.dataloaders.packing.cost import RowCost
-from easyrl.dataloaders.packing.prefix_tree import SharedOrder
-
 Rows = list[list[int]]  # of indices; each row in rising order
-
-# What a row takes whatever is in it (weights read, or gathered from other ranks; launches), set to
-# the linear layers' work on this share of a full row's tokens. An assumption: models differ.
-ROW_OVERHEAD = 1 / 8
 
 
 class Item(NamedTuple):
@@ -78,58 +69,3 @@ def _fill(
         room[row] -= item.num_tokens
         costs[row] += item.cost
     return rows
-
-
-def neighbours(order: SharedOrder, num_labels: np.ndarray, budget: int, cost: RowCost) -> Rows:
-    """Stretches of ``order``: as few as possible, and of these the least sum of squared costs.
-
-    A cut makes the next row begin with what its first sequence shared with the one before it, which
-    costs. So squares ask for both: rows of even cost, and cuts where little is shared.
-    ``num_labels`` int [Q] is by sequence, as ``order.index`` names them.
-    """
-    labels = cost.labels(num_labels[order.index])
-    own_cost = cost.tokens(np.zeros_like(order.lengths), order.lengths) + labels
-    # Of a stretch [i, j): what i costs alone, and what each later one adds to its neighbour.
-    added_tokens = np.cumsum(np.append(0, order.lengths - order.shared))
-    added_cost = np.cumsum(np.append(0.0, cost.tokens(order.shared, order.lengths) + labels))
-    tokens_less = order.lengths - added_tokens[1:]
-    cost_less = own_cost - added_cost[1:]
-    num_rows = np.zeros(len(order.index) + 1, dtype=np.int64)  # best up to each place
-    squares = np.zeros(len(order.index) + 1)
-    begin_of = np.zeros(len(order.index) + 1, dtype=np.int64)  # of the best last stretch
-    first = 0
-    for end in range(1, len(order.index) + 1):
-        while first < end - 1 and tokens_less[first] + added_tokens[end] > budget:
-            first += 1
-        # The count never falls with the place, so the fewest rows are those of ``first``.
-        last = int(np.searchsorted(num_rows[:end], num_rows[first], side="right"))
-        total = squares[first:last] + (cost_less[first:last] + added_cost[end]) ** 2
-        begin = first + int(total.argmin())
-        num_rows[end] = num_rows[begin] + 1
-        squares[end] = total[begin - first]
-        begin_of[end] = begin
-    rows: Rows = []
-    end = len(order.index)
-    while end:
-        rows.append(sorted(order.index[begin_of[end] : end].tolist()))
-        end = int(begin_of[end])
-    return sorted(rows)
-
-
-def plan_price(
-    rows: Iterable[SharedOrder], num_labels: np.ndarray, budget: int, cost: RowCost
-) -> tuple[float, float]:
-    """The less, the better: cost of all rows with ``ROW_OVERHEAD`` for each, then of even rows.
-
-    A plan that repeats beginnings so as to fill its rows is worth it up to an eighth of a full row
-    for each row that it saves. ``num_labels`` is as in ``neighbours``.
-    """
-    costs = [order_cost(row, num_labels, cost) for row in rows]
-    overhead = len(costs) * ROW_OVERHEAD * budget * cost.per_token
-    return sum(costs) + overhead, sum(cost**2 for cost in costs)
-
-
-def order_cost(order: SharedOrder, num_labels: np.ndarray, cost: RowCost) -> float:
-    """Of one row that holds all of ``order``; ``num_labels`` as in ``neighbours``."""
-    labels = cost.labels(num_labels[order.index])
-    return float((cost.tokens(order.shared, order.lengths) + labels).sum())

@@ -1,153 +1,178 @@
-"""Packing plans: how drained groups are spread over rows, prompts or all beginnings shared.
-
-A plan knows sequences by their places in a list. Both plans have the same two methods: ``rows``,
-and ``order_of``, which says how a row of given sequences is packed.
-"""
+"""Packing plans: how drained groups are spread over rows, prompts or all beginnings shared."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from easyrl.dataloaders.packing.cost import RowCost
-from easyrl.dataloaders.packing.partition import (
-    Item,
-    Rows,
-    balanced,
-    in_order,
-    neighbours,
-    order_cost,
-    plan_price,
-)
+from easyrl.dataloaders.packing.partition import Item, Rows, balanced, in_order
 from easyrl.dataloaders.packing.prefix_tree import SharedOrder, lexicographic
 from easyrl.dataloaders.packing.row import TrainedSequence
 
+# What a row takes whatever is in it (weights read, or gathered from other ranks; launches), set to
+# the linear layers' work on this share of a full row's tokens. An assumption: models differ.
+ROW_OVERHEAD = 1 / 8
 
-class PromptRows:
-    """Responses of a group share its prompt.
 
-    ``groups`` has the sequences of each group, ``budget`` is the tokens of a row; with
-    ``whole_groups`` no group is split over rows, also where a row exceeds the budget for it.
-    """
+@dataclass
+class RowPlan(ABC):
+    """How sequences, known by their places in a list, are spread over rows."""
 
-    def __init__(
-        self,
-        sequences: Sequence[TrainedSequence],
-        groups: Sequence[Sequence[int]],
-        budget: int,
-        cost: RowCost,
-        whole_groups: bool = False,
-    ) -> None:
-        self._groups, self._budget, self._cost = groups, budget, cost
-        self._whole_groups = whole_groups
-        self._lengths = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
-        self._prompts = np.array([s.prompt_length for s in sequences], dtype=np.int64)
-        self._num_labels = np.array([len(s.trained) for s in sequences], dtype=np.int64)
-        self._group = np.repeat(np.arange(len(groups)), [len(members) for members in groups])
+    sequences: Sequence[TrainedSequence]
+    groups: Sequence[Sequence[int]]  # sequences of each
+    budget: int  # tokens of a row
+    cost: RowCost
+    whole_groups: bool = False  # none is split over rows, also where a row exceeds the budget
 
+    def __post_init__(self) -> None:
+        self.lengths = np.array([len(s.token_ids) for s in self.sequences], dtype=np.int64)
+        self.prompts = np.array([s.prompt_length for s in self.sequences], dtype=np.int64)
+        self.group_of = np.repeat(np.arange(len(self.groups)), [len(g) for g in self.groups])
+        self.num_labels = np.array([len(s.trained) for s in self.sequences], dtype=np.int64)
+
+    @abstractmethod
     def rows(self, keep_order: bool) -> Rows:
-        """Sequences of each row; with ``keep_order`` rows hold groups that follow each other.
+        """Sequences of each row; with ``keep_order`` rows hold groups that follow each other."""
 
-        Without, rows are also filled up with parts of groups, prompts repeated, where the rows that
-        this saves are worth that (``plan_price``): groups a little larger than half a row would
-        leave all rows half empty.
-        """
-        whole = self._rows_of_groups(keep_order)
-        if keep_order or self._whole_groups or len(whole) == 1:
-            return whole
-        order = self.order_of(np.arange(len(self._group)))
-        filled = neighbours(order, self._num_labels, self._budget, self._cost)
-        return min(whole, filled, key=self._price)
+    @abstractmethod
+    def order_of(self, row: Sequence[int] | np.ndarray) -> SharedOrder:
+        """How a row of these sequences is packed."""
 
-    def _rows_of_groups(self, keep_order: bool) -> Rows:
-        """Groups are whole where they fit into a row."""
-        parts = [part for group in range(len(self._groups)) for part in self.parts(group)]
+    def filled(self, parts: Rows, keep_order: bool) -> Rows:
+        """Rows of whole ``parts``."""
         orders = [self.order_of(part) for part in parts]
-        items = [
-            Item(order.num_tokens, order_cost(order, self._num_labels, self._cost))
-            for order in orders
-        ]
-        rows = (in_order if keep_order else balanced)(items, self._budget)
+        items = [Item(o.num_tokens, self.cost_of(o)) for o in orders]
+        rows = (in_order if keep_order else balanced)(items, self.budget)
         return [sorted(index for item in row for index in parts[item]) for row in rows]
 
-    def parts(self, group: int) -> Rows:
+    def neighbours(self, order: SharedOrder) -> Rows:
+        """Stretches of ``order``: as few as possible, and of these the least sum of squared costs.
+
+        A cut makes the next row begin with what its first sequence shared with the one before it,
+        which costs. So squares ask for both: rows of even cost, and cuts where little is shared.
+        """
+        labels = self.cost.labels(self.num_labels[order.index])
+        own_cost = self.cost.tokens(np.zeros_like(order.lengths), order.lengths) + labels
+        costs = self.cost.tokens(order.shared, order.lengths) + labels
+        # Of a stretch [i, j): what i costs alone, and what each later one adds to its neighbour.
+        added_tokens = np.cumsum(np.append(0, order.lengths - order.shared))
+        added_cost = np.cumsum(np.append(0.0, costs))
+        tokens_less = order.lengths - added_tokens[1:]
+        cost_less = own_cost - added_cost[1:]
+        num_rows = np.zeros(len(order.index) + 1, dtype=np.int64)  # best up to each place
+        squares = np.zeros(len(order.index) + 1)
+        begin_of = np.zeros(len(order.index) + 1, dtype=np.int64)  # of the best last stretch
+        first = 0
+        for end in range(1, len(order.index) + 1):
+            while first < end - 1 and tokens_less[first] + added_tokens[end] > self.budget:
+                first += 1
+            # The count never falls with the place, so the fewest rows are those of ``first``.
+            last = int(np.searchsorted(num_rows[:end], num_rows[first], side="right"))
+            total = squares[first:last] + (cost_less[first:last] + added_cost[end]) ** 2
+            begin = first + int(total.argmin())
+            num_rows[end] = num_rows[begin] + 1
+            squares[end] = total[begin - first]
+            begin_of[end] = begin
+        rows: Rows = []
+        end = len(order.index)
+        while end:
+            rows.append(sorted(order.index[begin_of[end] : end].tolist()))
+            end = int(begin_of[end])
+        return sorted(rows)
+
+    def price(self, rows: Rows) -> tuple[float, float]:
+        """The less, the better: cost of all rows with ``ROW_OVERHEAD`` for each, then of even rows.
+
+        A plan that repeats beginnings so as to fill its rows is worth it up to an eighth of a full
+        row for each row that it saves.
+        """
+        costs = [self.cost_of(self.order_of(row)) for row in rows]
+        overhead = len(costs) * ROW_OVERHEAD * self.budget * self.cost.per_token
+        return sum(costs) + overhead, sum(cost**2 for cost in costs)
+
+    def cost_of(self, order: SharedOrder) -> float:
+        """Of one row that holds all of ``order``."""
+        labels = self.cost.labels(self.num_labels[order.index])
+        return float((self.cost.tokens(order.shared, order.lengths) + labels).sum())
+
+
+class PromptRows(RowPlan):
+    """Responses of a group share its prompt."""
+
+    def rows(self, keep_order: bool) -> Rows:
+        """Without ``keep_order`` rows are also filled up with parts of groups, prompts repeated,
+        where the rows that this saves are worth that: groups a little larger than half a row would
+        leave all rows half empty.
+        """
+        parts = [part for members in self.groups for part in self.parts(members)]
+        whole = self.filled(parts, keep_order)
+        if keep_order or self.whole_groups or len(whole) == 1:
+            return whole
+        everything = self.order_of(np.arange(len(self.sequences)))
+        return min(whole, self.neighbours(everything), key=self.price)
+
+    def parts(self, group: Sequence[int]) -> Rows:
         """The group, or its responses in as many parts as the budget asks for."""
-        members = np.array(self._groups[group])
-        if self._whole_groups or self.order_of(members).num_tokens <= self._budget:
+        members = np.array(group)
+        if self.whole_groups or self.order_of(members).num_tokens <= self.budget:
             return [members.tolist()]
-        prompts = self._prompts[members]
-        costs = self._cost.tokens(prompts, self._lengths[members])
-        costs = costs + self._cost.labels(self._num_labels[members])
-        num_tokens = self._lengths[members] - prompts
+        prompts = self.prompts[members]
+        costs = self.cost.tokens(prompts, self.lengths[members])
+        costs = costs + self.cost.labels(self.num_labels[members])
+        num_tokens = self.lengths[members] - prompts
         items = [Item(*pair) for pair in zip(num_tokens.tolist(), costs.tolist(), strict=True)]
-        room = max(1, self._budget - int(prompts[0]))
+        room = max(1, self.budget - int(prompts[0]))
         return [members[part].tolist() for part in balanced(items, room)]
 
     def order_of(self, row: Sequence[int] | np.ndarray) -> SharedOrder:
         index = np.array(row)
-        group = self._group[index]
+        group = self.group_of[index]
         goes_on = np.append(False, group[1:] == group[:-1])
-        shared = np.where(goes_on, self._prompts[index], 0)
-        return SharedOrder(index, self._lengths[index], shared)
-
-    def _price(self, rows: Rows) -> tuple[float, float]:
-        orders = [self.order_of(row) for row in rows]
-        return plan_price(orders, self._num_labels, self._budget, self._cost)
+        shared = np.where(goes_on, self.prompts[index], 0)
+        return SharedOrder(index, self.lengths[index], shared)
 
 
-class TreeRows:
-    """All sequences share what beginnings they have in common. Arguments as ``PromptRows``.
+class TreeRows(RowPlan):
+    """All sequences share what beginnings they have in common.
 
     A row never has more tokens than the same sequences have with prompts shared.
     """
 
-    def __init__(
-        self,
-        sequences: Sequence[TrainedSequence],
-        groups: Sequence[Sequence[int]],
-        budget: int,
-        cost: RowCost,
-        whole_groups: bool = False,
-    ) -> None:
-        self._groups, self._budget, self._cost = groups, budget, cost
-        self._whole_groups = whole_groups
-        self._prompt_rows = PromptRows(sequences, groups, budget, cost, whole_groups)
-        self._num_labels = np.array([len(s.trained) for s in sequences], dtype=np.int64)
-        self._order = lexicographic([s.token_ids for s in sequences])
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.with_prompts = PromptRows(
+            self.sequences, self.groups, self.budget, self.cost, self.whole_groups
+        )
+        self.order = lexicographic([s.token_ids for s in self.sequences])
 
     def rows(self, keep_order: bool) -> Rows:
-        """Sequences of each row; with ``keep_order`` rows hold groups that follow each other."""
-        everything = [index for members in self._groups for index in members]
         if not keep_order:
-            return self._best(everything, self._prompt_rows.rows(keep_order=False))
+            everything = [index for members in self.groups for index in members]
+            return self.best(everything, self.with_prompts.rows(keep_order=False))
         parts = [
             part
-            for group, members in enumerate(self._groups)
-            for part in self._best(members, self._prompt_rows.parts(group))
+            for members in self.groups
+            for part in self.best(members, self.with_prompts.parts(members))
         ]
         # What groups share between them comes on top: such rows are less full than they could be.
-        items = [Item(self.order_of(part).num_tokens, 0.0) for part in parts]
-        rows = in_order(items, self._budget)
-        return [sorted(index for item in row for index in parts[item]) for row in rows]
+        return self.filled(parts, keep_order=True)
 
-    def order_of(self, row: Sequence[int]) -> SharedOrder:
-        wanted = np.zeros(len(self._num_labels), dtype=bool)
+    def order_of(self, row: Sequence[int] | np.ndarray) -> SharedOrder:
+        wanted = np.zeros(len(self.sequences), dtype=bool)
         wanted[row] = True
-        return self._order.only(wanted)
+        return self.order.only(wanted)
 
-    def _best(self, members: Sequence[int], prompt_rows: Rows) -> Rows:
+    def best(self, members: Sequence[int], prompt_rows: Rows) -> Rows:
         """One row if it holds ``members``; else neighbours in the tree together, or what is best
-        with prompts shared, whichever costs less (``plan_price``); the latter for whole groups.
+        with prompts shared, whichever costs less (``price``); the latter for whole groups.
         """
         order = self.order_of(members)
-        if order.num_tokens <= self._budget:
+        if order.num_tokens <= self.budget:
             return [list(members)] if members else []
-        if self._whole_groups:
+        if self.whole_groups:
             return prompt_rows
-        stretches = neighbours(order, self._num_labels, self._budget, self._cost)
-        return min(stretches, prompt_rows, key=self._price)
-
-    def _price(self, rows: Rows) -> tuple[float, float]:
-        orders = [self.order_of(row) for row in rows]
-        return plan_price(orders, self._num_labels, self._budget, self._cost)
+        return min(self.neighbours(order), prompt_rows, key=self.price)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from easyrl.dataloaders.packing.prefix_tree import PrefixTree, SharedOrder
-from easyrl.schema import MicroBatch, SampleKey, Segment
+from easyrl.schema import MicroBatch, SampleKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,10 @@ def packed_row(sequences: Sequence[TrainedSequence], order: SharedOrder) -> Micr
 
 def dummy_micro_batch() -> MicroBatch:
     """Two tokens, one of them trained with weight zero: keeps collectives equal between ranks."""
-    return MicroBatch(
-        input_ids=torch.zeros(2, dtype=torch.int64),
-        position_ids=torch.arange(2),
-        segments=(Segment(0, 1, -1), Segment(1, 1, 0)),
-        predictor_index=torch.zeros(1, dtype=torch.int64),
-        label_ids=torch.zeros(1, dtype=torch.int64),
-        advantages=torch.zeros(1),
-        inference_logprobs=torch.zeros(1),
-        loss_weights=torch.zeros(1),
-        sequence_index=torch.zeros(1, dtype=torch.int64),
-        sequences=(SampleKey(0, 0, 0),),
-        is_dummy=True,
-    )
+    zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+    tokens = np.zeros(2, dtype=np.int32)
+    sequence = TrainedSequence(SampleKey(0, 0, 0), tokens, 1, one, zero, zero, zero)
+    return replace(packed_row([sequence], SharedOrder(zero, 2 * one, zero)), is_dummy=True)
 
 
 def _int64(array: np.ndarray) -> torch.Tensor:

@@ -35,7 +35,6 @@ from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.event_log import ignore
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
-from easyrl.metrics.throughput import Throughput
 from easyrl.recipes.loading import load_recipe
 from easyrl.rewards.startup import check_rewards
 from easyrl.runtime.collectives import Collectives
@@ -55,9 +54,9 @@ from easyrl.runtime.run_folder import (
 )
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
-from easyrl.schema import BatchWithdrawn, PeerOutage, PolicyVersion, Progress, StopRequested
+from easyrl.schema import BatchWithdrawn, PeerOutage, Progress, StopRequested
 from easyrl.trainer.evaluation import ScheduledEvaluation
-from easyrl.trainer.loop import Plan, Trainer
+from easyrl.trainer.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +175,6 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     for tracker in trackers:
         opened.callback(tracker.close)
     trainer = Trainer(
-        engine=engine,
         rollouts=rollouts,
         accumulator=build_accumulator(
             config,
@@ -190,28 +188,21 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         weight_sync=weight_sync,
         ledger=Ledger(certificate, saver, collectives),
         reporter=StepReporter(
-            Throughput(inference.pool, ranks.world_size + len(inference.pool.endpoints)),
+            inference.pool.idle_s,
+            ranks.world_size + len(inference.pool.endpoints),
             evaluation=evaluation,
             trackers=trackers,
             mismatch=LogprobMismatch(config) if ranks.is_first else None,
         ),
-        collectives=collectives,
-        plan=_plan(config, version),
-        record=record,
-        progress=progress,
-    )
-    _watch(config, opened, tokens, rollouts, inference, signals, notices)
-    return Parts(trainer, engine)
-
-
-def _plan(config: Config, version: PolicyVersion) -> Plan:
-    return Plan(
-        version,
+        first_version=version,
         groups_per_update=config.trainer.batch_size // config.trainer.updates_per_batch,
         updates_per_batch=config.trainer.updates_per_batch,
         max_steps=config.trainer.max_steps,
         max_bad_steps=config.trainer.max_bad_steps,
+        progress=progress,
     )
+    _watch(config, opened, tokens, rollouts, inference, signals, notices)
+    return Parts(trainer, engine)
 
 
 def _resume(saver: CheckpointSaver) -> Progress:

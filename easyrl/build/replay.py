@@ -24,7 +24,7 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import make_deterministic
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Confirmation, PolicyVersion, Progress, Published, ServedWeights
-from easyrl.trainer.loop import Plan, Trainer
+from easyrl.trainer.loop import Trainer
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,6 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)
         trainer = Trainer(
-            engine=engine,
             rollouts=rollouts,
             accumulator=build_accumulator(
                 config,
@@ -132,14 +131,10 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
             weight_sync=weights,
             ledger=NoLedger(),
             reporter=reporter,
-            collectives=collectives,
-            plan=Plan(
-                PolicyVersion(run.run.run, 0, 0),
-                groups_per_update=run.run.batch_size // updates_per_batch,
-                updates_per_batch=updates_per_batch,
-                max_bad_steps=config.trainer.max_bad_steps,
-            ),
-            record=ignore,
+            first_version=PolicyVersion(run.run.run, 0, 0),
+            groups_per_update=run.run.batch_size // updates_per_batch,
+            updates_per_batch=updates_per_batch,
+            max_bad_steps=config.trainer.max_bad_steps,
             progress=progress,
         )
         trainer.fit()

@@ -15,30 +15,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """What one model says of the trained tokens of a micro-batch."""
-
-    logprobs: Tensor  # float32 [N], at the sampling temperature
-    entropy: Tensor  # float32 [N], nats
-
-
-@dataclass(frozen=True, slots=True)
 class TriLogprobs:
-    """Log-probabilities of the three models; only the policy's carries gradient."""
+    """What the three models say of the trained tokens of a micro-batch; only the policy's carries
+    gradient."""
 
-    policy: TokenLogprobs
+    logprobs: Tensor  # float32 [N], the policy's, at the sampling temperature
+    entropy: Tensor  # float32 [N], nats, the policy's
     frozen: FrozenLogprobs
-
-    @property
-    def old_logprobs(self) -> Tensor:
-        """float32 [N], no gradient; the policy's own where the old policy is skipped."""
-        old = self.frozen.old_policy
-        return self.policy.logprobs.detach() if old is None else old
-
-    @property
-    def reference_logprobs(self) -> Tensor | None:
-        """float32 [N]; None where the recipe needs none."""
-        return self.frozen.reference
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
@@ -36,8 +35,6 @@ def start_process_group() -> int:
     return local_rank
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps DeepSpeed's bare ``print`` calls (memory statistics) off the console."""
-    with redirect_stdout(io.StringIO()):
-        yield
+def quiet() -> redirect_stdout[io.StringIO]:
+    """Inside, DeepSpeed's bare ``print`` calls (memory statistics) stay off the console."""
+    return redirect_stdout(io.StringIO())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +14,11 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.schema import GroupOutcome, RolloutGroup
 
 AGAINST_INFERENCE = ("policy/logprob_diff", "policy/logprob_diff_max", "policy/inference_kl")
+
+
+# Of BatchTotals: what is a sum over the ranks, and what a mean.
+COUNTS = ("denominator", "num_packed_tokens", "num_micro_batches", "num_look_ahead_tokens")
+SECONDS = ("wait_s", "first_group_wait_s", "look_ahead_s", "train_s")
 
 
 @dataclass
@@ -58,30 +63,17 @@ class BatchTotals:
 
     def add(self, other: BatchTotals) -> None:
         """The next update's sums, of all ranks."""
-        self.denominator += other.denominator
+        first_group_wait_s = self.first_group_wait_s or other.first_group_wait_s
+        for name in (*COUNTS, *SECONDS):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first_group_wait_s = first_group_wait_s
         self.metrics.add(other.metrics)
-        self.num_packed_tokens += other.num_packed_tokens
-        self.num_micro_batches += other.num_micro_batches
-        self.num_look_ahead_tokens += other.num_look_ahead_tokens
-        self.wait_s += other.wait_s
-        self.first_group_wait_s = self.first_group_wait_s or other.first_group_wait_s
-        self.look_ahead_s += other.look_ahead_s
-        self.train_s += other.train_s
 
     def merge(self, collectives: Collectives) -> BatchTotals:
         """The totals of all ranks. Collective."""
         rows = collectives.all_gather(
             {
-                "numbers": [
-                    self.denominator,
-                    self.num_packed_tokens,
-                    self.num_micro_batches,
-                    self.num_look_ahead_tokens,
-                    self.wait_s,
-                    self.first_group_wait_s,
-                    self.look_ahead_s,
-                    self.train_s,
-                ],
+                "numbers": {name: getattr(self, name) for name in (*COUNTS, *SECONDS)},
                 # NaN has no JSON form; a string survives
                 "sums": {name: repr(value) for name, value in self.metrics.sums.items()},
                 "maxima": {name: repr(value) for name, value in self.metrics.maxima.items()},
@@ -89,23 +81,16 @@ class BatchTotals:
             }
         )
         merged = BatchTotals(num_ranks=len(rows))
+        for name in COUNTS:
+            setattr(merged, name, sum(row["numbers"][name] for row in rows))
+        for name in SECONDS:
+            setattr(merged, name, sum(row["numbers"][name] for row in rows) / len(rows))
         for rank, row in enumerate(rows):
-            denominator, tokens, micro_batches, ahead, *seconds = row["numbers"]
-            wait_s, first_s, look_ahead_s, train_s = seconds
-            merged.denominator += denominator
-            merged.num_packed_tokens += int(tokens)
-            merged.num_micro_batches += int(micro_batches)
-            merged.num_look_ahead_tokens += int(ahead)
-            merged.wait_s += wait_s / len(rows)
-            merged.first_group_wait_s += first_s / len(rows)
-            merged.look_ahead_s += look_ahead_s / len(rows)
-            merged.train_s += train_s / len(rows)
-            merged.metrics.add(
-                MetricSums(
-                    {name: float(value) for name, value in row["sums"].items()},
-                    {name: float(value) for name, value in row["maxima"].items()},
-                )
+            sums, maxima = (
+                {name: float(value) for name, value in row[kind].items()}
+                for kind in ("sums", "maxima")
             )
+            merged.metrics.add(MetricSums(sums, maxima))
             groups = msgspec.convert(row["groups"], list[GroupOutcome])
             merged.groups += [msgspec.structs.replace(group, rank=rank) for group in groups]
         merged.groups.sort(key=lambda group: group.position)
@@ -165,48 +150,46 @@ def _is_of_recipe(name: str) -> bool:
 
 def _update_metrics(update: Update) -> dict[str, float]:
     totals, step = update.totals, update.result
-    sums = dict(totals.metrics.sums)
-    groups, responses = sums.pop("groups", 0.0), sums.pop("responses", 0.0)
-    loss_tokens = sums.get("num_loss_tokens", 0.0)
-    metrics = {
-        "reward/mean": _ratio(sums.pop("reward", 0.0), responses),
-        "reward/group_std": _ratio(sums.pop("reward_std", 0.0), groups),
-        "reward/flat_groups": _ratio(sums.pop("flat_groups", 0.0), groups),
-        "reward/failures": sums.pop("reward_failures", 0.0),
-        "response/mean_tokens": _ratio(sums.get("response_tokens", 0.0), responses),
+    sums = defaultdict(float, totals.metrics.sums)  # zero for what was not counted
+    groups, responses, loss_tokens = sums["groups"], sums["responses"], sums["num_loss_tokens"]
+    metrics: dict[str, float] = {
+        "reward/mean": _ratio(sums["reward"], responses),
+        "reward/group_std": _ratio(sums["reward_std"], groups),
+        "reward/flat_groups": _ratio(sums["flat_groups"], groups),
+        "reward/failures": sums["reward_failures"],
+        "response/mean_tokens": _ratio(sums["response_tokens"], responses),
         "response/max_tokens": totals.metrics.maxima.get("response_length", 0.0),
-        "response/truncated": _ratio(sums.pop("truncated", 0.0), responses),
-        "tokens/prompt": sums.pop("prompt_tokens", 0.0),
-        "tokens/response": sums.pop("response_tokens", 0.0),
+        "response/truncated": _ratio(sums["truncated"], responses),
+        "tokens/prompt": sums["prompt_tokens"],
+        "tokens/response": sums["response_tokens"],
         "tokens/compared": loss_tokens,  # with the inference server; policy/* are means over them
-        "tokens/packed": float(totals.num_packed_tokens),
+        "tokens/packed": totals.num_packed_tokens,
         "batch/groups": groups,
-        "batch/groups_without_signal": sums.pop("groups_without_signal", 0.0),
-        "batch/groups_recovered": sums.pop("groups_recovered", 0.0),
-        "batch/micro_batches": float(totals.num_micro_batches),
-        "batch/look_ahead_tokens": float(totals.num_look_ahead_tokens),
+        "batch/groups_without_signal": sums["groups_without_signal"],
+        "batch/groups_recovered": sums["groups_recovered"],
+        "batch/micro_batches": totals.num_micro_batches,
+        "batch/look_ahead_tokens": totals.num_look_ahead_tokens,
         "batch/denominator": totals.denominator,
         "time/wait_s": totals.wait_s,
         "time/first_group_wait_s": totals.first_group_wait_s,
         "time/look_ahead_s": totals.look_ahead_s,
         "time/train_s": totals.train_s,
         "time/optimizer_s": update.optimizer_s,
-        "loss": _ratio(sums.pop("loss_sum", 0.0), totals.denominator),
+        "loss": _ratio(sums["loss_sum"], totals.denominator),
     }
-    for name in [name for name in sums if name.startswith("rewards/")]:
-        metrics[f"reward/{name.removeprefix('rewards/')}"] = _ratio(sums.pop(name), responses)
-    # what the recipe counted: means over the tokens that went through the model, maxima as they are
     for name, value in sums.items():
-        if name.endswith("_sum"):
+        if name.startswith("rewards/"):
+            metrics[f"reward/{name.removeprefix('rewards/')}"] = _ratio(value, responses)
+        elif name.endswith("_sum") and name != "loss_sum":
+            # what the recipe counted: means over the tokens that went through the model
             metrics[f"policy/{name.removesuffix('_sum')}"] = _ratio(value, loss_tokens)
     for name, value in totals.metrics.maxima.items():
         if name != "response_length":
             metrics[f"policy/{name}"] = value
     if step is not None:
-        metrics["grad_norm"] = step.grad_norm
-        metrics["learning_rate"] = step.learning_rate
-    metrics["step_skipped"] = float(update.skipped)
-    return metrics
+        metrics |= {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
+    metrics["step_skipped"] = update.skipped
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -2,7 +2,7 @@
 
 Both sides score the same tokens with the same weights, so ``d = trainer - inference`` is rounding
 noise per token. Anything else leaves a pattern in a few sums over a batch
-(``recipes/comparison.py``; x is the server's log-probability of a token, y the trainer's, H the
+(``recipes/losses.py``; x is the server's log-probability of a token, y the trainer's, H the
 entropy of the trainer's distribution):
 
 - *Temperature.* With logits scaled by c, ``x = c y + f(position)`` exactly, and f is nearly linear
@@ -128,27 +128,23 @@ class LogprobMismatch:
         cause = diagnose(seen, self._dtype)
         if cause is not None and cause not in self._said:
             self._said.add(cause)
+            served = self._temperature / (1 - seen.slope) if seen.slope < 1 else math.inf
             logger.warning(
                 "the trainer's log-probabilities are not the inference server's (mean difference "
                 "%.2g over %d tokens): %s",
                 seen.mean_abs,
                 seen.num_tokens,
-                self._remedy(cause, seen),
+                _REMEDIES[cause].format(served=served, asked=self._temperature),
             )
         return cause
 
-    def _remedy(self, cause: Cause, seen: Pattern) -> str:
-        if cause == "temperature":
-            served = self._temperature / (1 - seen.slope) if seen.slope < 1 else math.inf
-            return (
-                f"the server's look taken at temperature {served:.2f}, rollout.temperature is "
-                f"{self._temperature:g}. Start the server with --logprobs-mode processed_logprobs "
-                "(raw ones are before temperature), and let nothing between override temperature"
-            )
-        return _REMEDIES[cause]
-
 
 _REMEDIES: dict[Cause, str] = {
+    "temperature": (
+        "the server's look taken at temperature {served:.2f}, rollout.temperature is {asked:g}. "
+        "Start the server with --logprobs-mode processed_logprobs (raw ones are before "
+        "temperature), and let nothing between override temperature"
+    ),
     "truncation": (
         "the server's are higher for every token, as top-p, top-k or min-p make them. Set "
         "rollout.top_p=1, rollout.top_k=-1, rollout.min_p=0, and start the server with "

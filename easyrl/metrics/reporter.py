@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
-from easyrl.metrics.throughput import Throughput
 from easyrl.metrics.trackers import Tracker
 from easyrl.schema import PolicyVersion
 
@@ -18,39 +18,40 @@ class Evaluation(Protocol):
     def evaluate(self, step: int, version: PolicyVersion, *, is_last: bool) -> dict[str, float]: ...
 
 
+@dataclass
 class StepReporter:
     """Completes each step's metrics and hands them to the trackers. All ranks call every method.
 
-    Args:
-        evaluation: collective; None: the run has none.
-        trackers: and
-        mismatch: on the first rank.
+    Throughput is of the tokens that went through the trainer: each prompt once per group, and all
+    responses (paper §6, TPSPD).
     """
 
-    def __init__(
-        self,
-        throughput: Throughput,
-        *,
-        evaluation: Evaluation | None = None,
-        trackers: Sequence[Tracker] = (),
-        mismatch: LogprobMismatch | None = None,
-    ) -> None:
-        self._throughput = throughput
-        self._evaluation = evaluation
-        self._trackers = trackers
-        self._mismatch = mismatch
+    idle_s: Callable[[], float]  # how long the endpoints had nothing to do so far
+    num_devices: int  # the trainer's and the inference endpoints' together
+    evaluation: Evaluation | None = None  # collective
+    trackers: Sequence[Tracker] = ()  # on the first rank
+    mismatch: LogprobMismatch | None = None  # on the first rank
+
+    def __post_init__(self) -> None:
+        self._idle_before_s = self.idle_s()
 
     def compare(self, totals: BatchTotals) -> None:
         """Warns of a likely cause where trainer and server disagree on log-probabilities."""
-        if self._mismatch is not None:
-            self._mismatch.look(totals.metrics.sums)
+        if self.mismatch is not None:
+            self.mismatch.look(totals.metrics.sums)
 
     def report(
         self, step: int, version: PolicyVersion, metrics: dict[str, float], *, is_last: bool
     ) -> None:
         """``metrics`` are of the step, and of the sync behind it; ``is_last``: the run ends."""
-        if self._evaluation is not None:
-            metrics = metrics | self._evaluation.evaluate(step, version, is_last=is_last)
-        self._throughput.add(step, metrics)
-        for tracker in self._trackers:
+        if self.evaluation is not None:
+            metrics = metrics | self.evaluation.evaluate(step, version, is_last=is_last)
+        idle_s = self.idle_s()
+        metrics["time/inference_idle_s"] = idle_s - self._idle_before_s
+        self._idle_before_s = idle_s
+        if "tokens/packed" in metrics:
+            tokens_per_s = metrics["tokens/packed"] / metrics["time/step_s"]
+            metrics["throughput/tokens_per_s"] = tokens_per_s
+            metrics["throughput/tokens_per_s_per_device"] = tokens_per_s / self.num_devices
+        for tracker in self.trackers:
             tracker.log(step, metrics)

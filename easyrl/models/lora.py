@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.config import ConfigError, LoraConfig
-from easyrl.models.policy_model import PolicyModel, run_micro_batch
+from easyrl.models.policy_model import PolicyModel
+from easyrl.models.tri_model import FrozenModel
 
 if TYPE_CHECKING:
     import peft
     from peft.tuners.lora import LoraLayer
     from transformers import PreTrainedModel
 
-    from easyrl.kernels.attention.segment_layout import SegmentLayout
-    from easyrl.schema import MicroBatch
 
 TRAINED = "default"  # peft's own name of a single adapter
 OLD_POLICY = "old_policy"
@@ -93,7 +93,7 @@ def merged_weight(layer: LoraLayer, weight: Tensor) -> Tensor:
 
 @contextmanager
 def adapter_in_use(layers: Sequence[LoraLayer], adapter: str | None) -> Iterator[None]:
-    """Inside, ``layers`` run with ``adapter``, with None as they were before any; no gradient.
+    """Inside, ``layers`` run with ``adapter``, with None as they were before any.
 
     peft's own switches also set every parameter's ``requires_grad``, which takes 40 ms for 28
     decoder layers, in each micro-batch.
@@ -102,37 +102,22 @@ def adapter_in_use(layers: Sequence[LoraLayer], adapter: str | None) -> Iterator
         for layer in layers:
             layer._disable_adapters = adapter is None
             layer._active_adapter = adapter or TRAINED
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for layer in layers:
             layer._disable_adapters = False
             layer._active_adapter = TRAINED
 
 
-class FrozenAdapter:
-    """The policy's own weights as a frozen model: with another adapter, or with none.
+def frozen_adapter(engine: nn.Module, policy: PolicyModel, adapter: str | None) -> FrozenModel:
+    """The policy's own weights as a frozen model, without a second copy: with another adapter, or
+    with None, the model that the run started from.
 
-    A ``tri_model.Frozen`` without a second copy of the model. It runs in the policy's engine, so
-    that ZeRO-3 gathers; there all ranks run it together.
-
-    Args:
-        engine: around ``policy``, where one intercepts its forward; else ``policy`` itself.
-        adapter: None is the model that the run started from, the reference.
+    It runs in ``engine``, what intercepts the forward of ``policy`` or else that itself, so that
+    ZeRO-3 gathers; there all ranks run it together.
     """
-
-    def __init__(self, engine: nn.Module, policy: PolicyModel, adapter: str | None) -> None:
-        self._engine = engine
-        self._layers = list(adapter_layers(policy.model).values())
-        self._adapter = adapter
-
-    def logprobs(
-        self, micro_batch: MicroBatch, layout: SegmentLayout, temperature: float
-    ) -> Tensor:
-        """Log-probabilities float32 [N], of a micro-batch on the device."""
-        with adapter_in_use(self._layers, self._adapter):
-            logprobs, _ = run_micro_batch(self._engine, micro_batch, temperature, layout=layout)
-        return logprobs
+    layers = list(adapter_layers(policy.model).values())
+    return FrozenModel(engine, partial(adapter_in_use, layers, adapter))
 
 
 def peft_config(lora: LoraConfig, base_model: Path | None = None) -> peft.LoraConfig:

@@ -8,14 +8,15 @@ ratio 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
+from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.policy_model import run_micro_batch
 from easyrl.recipes.losses import TokenLoss, loss_metrics, policy_loss, token_loss
@@ -23,95 +24,75 @@ from easyrl.recipes.recipe import Recipe
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
 
-class Frozen(Protocol):
-    """A model that is only run without gradient."""
-
-    def logprobs(
-        self, micro_batch: MicroBatch, layout: SegmentLayout, temperature: float
-    ) -> Tensor: ...
-
-
+@dataclass
 class FrozenModel:
-    """A model that is only run without gradient, kept on the host between uses if asked.
+    """A model that is only run without gradient.
 
-    Args:
-        module: a ``PolicyModel`` or an engine around one; on ``device`` unless ``offload``.
-        device: where it runs.
-        offload: the weights are in host memory and are copied over for each use; they never change
-            on the device, so nothing is copied back.
+    ``module`` is a ``PolicyModel`` or an engine around one; inside ``in_use`` it is that model, on
+    the device: offloaded weights are brought there, the policy's own have another adapter.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
-        module.requires_grad_(False)
-        module.eval()
-        self.module = module
-        self._device = device
-        self._offload = offload
+    module: nn.Module
+    in_use: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @torch.no_grad()
     def logprobs(
         self, micro_batch: MicroBatch, layout: SegmentLayout, temperature: float
     ) -> Tensor:
         """Log-probabilities float32 [N], of a micro-batch on the device."""
-        with self._on_device():
+        with self.in_use():
             logprobs, _ = run_micro_batch(self.module, micro_batch, temperature, layout=layout)
         return logprobs
 
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        if not self._offload:
-            yield
-            return
-        parameters = [(parameter, parameter.data) for parameter in self.module.parameters()]
-        buffers = [  # which a move replaces, whereas it changes a parameter
-            (owner, name, buffer)
-            for owner in self.module.modules()
-            for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
-        ]
-        try:
-            self.module.to(self._device)
-            yield
-        finally:
-            for parameter, host_data in parameters:
-                parameter.data = host_data
-            for owner, name, buffer in buffers:
-                setattr(owner, name, buffer)
+
+def frozen_model(module: nn.Module, device: torch.device, *, offload: bool = False) -> FrozenModel:
+    """``module`` frozen: on ``device``, or with ``offload`` kept in host memory between uses."""
+    module.requires_grad_(False).eval()
+    return FrozenModel(module, partial(_moved, module, device) if offload else nullcontext)
 
 
+@contextmanager
+def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Weights are copied over; they never change there, so nothing is copied back."""
+    parameters = [(parameter, parameter.data) for parameter in module.parameters()]
+    buffers = [  # which a move replaces, whereas it changes a parameter
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    try:
+        module.to(device)
+        yield
+    finally:
+        for parameter, host_data in parameters:
+            parameter.data = host_data
+        for owner, name, buffer in buffers:
+            setattr(owner, name, buffer)
+
+
+@dataclass
 class TriModel:
     """Runs the models of the recipe; only the policy's result carries gradient.
 
     The frozen models run first: the policy's activations, which live until the backward, are then
     not there yet. All see the same packed row, its positions and its attention layout.
-
-    Args:
-        policy: the model being trained, an engine around it where one intercepts the forward.
-        reference: frozen at the start of the run; None where the recipe needs none.
-        old_policy: the weights before the previous update (``old_policy: lagged``), or those at the
-            start of the batch (``updates_per_batch`` above 1); None where the policy itself is the
-            old policy.
-        temperature: the sampling temperature, at which all log-probabilities are taken.
     """
 
-    def __init__(
-        self,
-        policy: nn.Module,
-        *,
-        reference: Frozen | None,
-        old_policy: Frozen | None,
-        temperature: float,
-        device: torch.device,
-    ) -> None:
-        self.policy = policy
-        self.reference = reference
-        self.old_policy = old_policy
-        self.old_is_policy = False  # for now their weights are the same: one forward serves both
-        self._temperature = temperature
-        self._device = device
+    policy: nn.Module  # being trained; an engine around it where one intercepts the forward
+    reference: FrozenModel | None  # of the start of the run; None where the recipe needs none
+    # The weights before the previous update (``old_policy: lagged``), or those at the start of the
+    # batch (``updates_per_batch`` above 1); None where the policy itself is the old policy.
+    old_policy: FrozenModel | None
+    temperature: float  # of the sampling, at which all log-probabilities are taken
+    device: torch.device
+    old_is_policy: bool = False  # for now their weights are the same: one forward serves both
 
     def __call__(self, micro_batch: MicroBatch) -> TriLogprobs:
         """The three log-probabilities of the N trained tokens; float32 [N] each."""
-        return self._run(*self._on_device(micro_batch))
+        row, layout = self._on_device(micro_batch)
+        frozen = self._frozen(row, layout)
+        logprobs, entropy = self._policy(row, layout)
+        return TriLogprobs(logprobs, entropy, frozen)
 
     def loss(
         self, micro_batch: MicroBatch, recipe: Recipe, *, same_pass: bool
@@ -122,12 +103,13 @@ class TriModel:
         recipe of span ``token``; else the backward pass computes it again.
         """
         row, layout = self._on_device(micro_batch)
-        if not same_pass:
-            return policy_loss(self._run(row, layout), row, recipe)
         frozen = self._frozen(row, layout)
+        if not same_pass:
+            logprobs, entropy = self._policy(row, layout)
+            return policy_loss(TriLogprobs(logprobs, entropy, frozen), row, recipe)
         losses = token_loss(row, frozen, recipe)
         loss_sum, logprobs, entropy = self._policy(row, layout, losses)
-        tri = TriLogprobs(TokenLogprobs(logprobs, entropy), frozen)
+        tri = TriLogprobs(logprobs, entropy, frozen)
         return loss_sum, loss_metrics(tri, row, recipe, loss_sum)
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
@@ -142,25 +124,19 @@ class TriModel:
 
     def _on_device(self, micro_batch: MicroBatch) -> tuple[MicroBatch, SegmentLayout]:
         """What all models share of a row."""
-        return micro_batch.to(self._device), SegmentLayout(micro_batch.segments)
-
-    def _run(self, row: MicroBatch, layout: SegmentLayout) -> TriLogprobs:
-        frozen = self._frozen(row, layout)
-        return TriLogprobs(TokenLogprobs(*self._policy(row, layout)), frozen)
+        return micro_batch.to(self.device), SegmentLayout(micro_batch.segments)
 
     def _policy(
         self, row: MicroBatch, layout: SegmentLayout, losses: TokenLoss | None = None
     ) -> tuple[Tensor, ...]:
-        return run_micro_batch(
-            self.policy, row, self._temperature, layout=layout, token_loss=losses
-        )
+        return run_micro_batch(self.policy, row, self.temperature, layout=layout, token_loss=losses)
 
     def _frozen(self, row: MicroBatch, layout: SegmentLayout) -> FrozenLogprobs:
         if row.frozen is not None:
             return row.frozen
 
-        def of(model: Frozen | None) -> Tensor | None:
-            return None if model is None else model.logprobs(row, layout, self._temperature)
+        def of(model: FrozenModel | None) -> Tensor | None:
+            return None if model is None else model.logprobs(row, layout, self.temperature)
 
         old_policy = None if self.old_is_policy else self.old_policy
         return FrozenLogprobs(reference=of(self.reference), old_policy=of(old_policy))

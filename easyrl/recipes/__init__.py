@@ -4,27 +4,25 @@ Consumes: finished groups (advantages, weights), what the policy says of their t
 for: nothing. Unblocked by: nothing. Produces: advantages per response, loss terms per token.
 """
 
-from easyrl.recipes.advantages import group_advantages
-from easyrl.recipes.aggregation import aggregation_weights
 from easyrl.recipes.dapo import DAPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.estimators import (
+    aggregation_weights,
     clipped_surrogate,
+    group_advantages,
     importance_ratio,
     importance_weights,
     kl_estimate,
     reward_to_go,
 )
 from easyrl.recipes.grpo import GRPO
-from easyrl.recipes.recipe import Recipe
-from easyrl.recipes.terms import AdvantageInputs, MetricTensors, Models, RunSettings, Terms
+from easyrl.recipes.recipe import AdvantageInputs, Models, Recipe, RunSettings, Terms
 
 __all__ = [
     "DAPO",
     "GRPO",
     "AdvantageInputs",
     "DrGRPO",
-    "MetricTensors",
     "Models",
     "Recipe",
     "RunSettings",

@@ -8,9 +8,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from easyrl.recipes.aggregation import Aggregation
+from easyrl.recipes.estimators import Aggregation
 from easyrl.recipes.grpo import GRPO, NonNegative, Positive
-from easyrl.recipes.terms import RunSettings
+from easyrl.recipes.recipe import RunSettings
 from easyrl.schema import RolloutGroup
 
 

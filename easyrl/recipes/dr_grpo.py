@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from easyrl.recipes.aggregation import Aggregation
+from easyrl.recipes.estimators import Aggregation
 from easyrl.recipes.grpo import GRPO, NonNegative
 
 

@@ -1,11 +1,68 @@
-"""The clipped surrogate, importance weights, KL estimates and rewards to go, per trained token."""
+"""The pure functions that recipes are made of: advantages and weights of responses in numpy; per
+trained token in torch the clipped surrogate, importance weights, KL estimates and rewards to go.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Aggregation = Literal["sequence", "token", "constant"]
+
+
+def group_advantages(
+    rewards: np.ndarray, mode: Literal["group_std", "group_mean"], eps: float = 1e-4
+) -> np.ndarray:
+    """Rewards centred on the group's mean and, for ``group_std``, divided by its deviation.
+
+    ``A_i = (r_i - mean(r)) / (std(r) + eps)`` with the sample standard deviation (``ddof=1``), as
+    in GRPO (DeepSeekMath, §4.1.2) and TRL; ``group_mean`` leaves the division out (Dr. GRPO, §3.2).
+
+    Args:
+        rewards: float [G]
+    Returns:
+        float [G], of the dtype of ``rewards``; exactly zero where all rewards are equal.
+    Raises:
+        ValueError: fewer than two rewards, or one that is not finite.
+    """
+    if rewards.ndim != 1 or len(rewards) < 2:
+        raise ValueError(
+            f"a group needs at least 2 rewards for a baseline, got shape {rewards.shape}; "
+            "raise rollout.num_generations"
+        )
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"rewards {rewards.tolist()} are not finite; repair the reward function")
+    # The mean of equal floats need not equal them, and eps would magnify the difference.
+    if np.ptp(rewards) == 0:
+        return np.zeros_like(rewards)
+    exact = rewards.astype(np.float64)
+    centred = exact - exact.mean()
+    if mode == "group_std":
+        centred = centred / (exact.std(ddof=1) + eps)
+    return centred.astype(rewards.dtype)
+
+
+def aggregation_weights(
+    trained: np.ndarray, aggregation: Aggregation, max_tokens: int
+) -> np.ndarray:
+    """float [R], the weights of a response's tokens; ``trained`` bool [R] are those that count.
+
+    The loss is ``sum(weight * token loss) / denominator``; three ways are published, which TRL
+    calls ``grpo``, ``dapo`` and ``dr_grpo``:
+
+    - ``sequence`` (GRPO: DeepSeekMath, eq. 3): mean over a response's tokens, then over responses.
+    - ``token`` (DAPO, eq. 8): mean over all tokens.
+    - ``constant`` (Dr. GRPO, §3.2): ``max_tokens`` in place of each response's length.
+    """
+    weight = {
+        "sequence": 1.0 / max(1, int(trained.sum())),
+        "token": 1.0,
+        "constant": 1.0 / max_tokens,
+    }[aggregation]
+    return np.full(len(trained), weight)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from easyrl.recipes.recipe import Advantages, Recipe
-from easyrl.recipes.terms import AdvantageInputs, RunSettings
+from easyrl.recipes.recipe import AdvantageInputs, Advantages, Recipe, RunSettings
 from easyrl.schema import Completion, RolloutGroup, TrainedGroup, TrainedResponse
 
 
@@ -32,7 +31,8 @@ def trained_groups(
             for own in recipe.advantages([group], run, AdvantageInputs((group.rewards,)))
         ]
     if len(advantages) != len(groups):
-        raise ValueError(f"{_name(recipe, 'advantages')} gave {len(advantages)} for {len(groups)}")
+        name = type(recipe).__name__
+        raise ValueError(f"{name}.advantages gave {len(advantages)} for {len(groups)}")
     pairs = zip(groups, advantages, strict=True)
     return [trained_group(recipe, group, own, run) for group, own in pairs]
 
@@ -41,32 +41,30 @@ def trained_group(
     recipe: Recipe, group: RolloutGroup, advantages: Advantages, run: RunSettings
 ) -> TrainedGroup:
     """Those of one group, whose ``advantages`` are given. Errors as ``trained_groups``."""
-    size = len(group.completions)
-    weights = recipe.token_weights(group, run)
-    for what, values in (("advantages", advantages), ("token_weights", weights)):
+    size, name = len(group.completions), type(recipe).__name__
+    said = {"advantages": advantages, "token_weights": recipe.token_weights(group, run)}
+    for method, values in said.items():
         if len(values) != size:
-            raise ValueError(
-                f"{_name(recipe, what)} gave {len(values)} for a group of {size} responses"
-            )
+            raise ValueError(f"{name}.{method} gave {len(values)} for a group of {size} responses")
     chosen = sorted(recipe.select(group, run))
     if len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(size)):
-        raise ValueError(f"{_name(recipe, 'select')} gave {chosen} for a group of {size} responses")
+        raise ValueError(f"{name}.select gave {chosen} for a group of {size} responses")
     responses = []
     for sample in chosen:
         completion = group.completions[sample]
         trained = recipe.trained_tokens(completion, run)
         mask = completion.loss_mask
         if trained.dtype != bool or trained.shape != mask.shape or (trained & ~mask).any():
-            raise ValueError(
-                f"{_name(recipe, 'trained_tokens')} has to be bool [R] within loss_mask"
-            )
+            raise ValueError(f"{name}.trained_tokens has to be bool [R] within loss_mask")
         tokens = np.flatnonzero(trained)
         if len(tokens):
-            own, weight = (
-                _per_token(recipe, what, values[sample], len(mask))[tokens]
-                for what, values in (("advantages", advantages), ("token_weights", weights))
-            )
-            responses.append(TrainedResponse(sample, tokens, own, weight))
+            per_token = []
+            for method, values in said.items():
+                shape = np.shape(values[sample])
+                if shape not in ((), mask.shape):
+                    raise ValueError(f"{name}.{method} gave shape {shape} for {len(mask)} tokens")
+                per_token.append(np.broadcast_to(values[sample], mask.shape)[tokens])
+            responses.append(TrainedResponse(sample, tokens, *per_token))
     return TrainedGroup(group, tuple(responses))
 
 
@@ -81,15 +79,3 @@ def without_advantages(
             zeros, ones = np.zeros(len(tokens)), np.ones(len(tokens))
             responses.append(TrainedResponse(sample, tokens, zeros, ones))
     return TrainedGroup(group, tuple(responses))
-
-
-def _per_token(recipe: Recipe, method: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
-    if np.shape(values) not in ((), (num_tokens,)):
-        raise ValueError(
-            f"{_name(recipe, method)} gave shape {np.shape(values)} for {num_tokens} tokens"
-        )
-    return np.broadcast_to(values, num_tokens)
-
-
-def _name(recipe: Recipe, method: str) -> str:
-    return f"{type(recipe).__name__}.{method}"

@@ -11,18 +11,26 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from easyrl.recipes.advantages import group_advantages
-from easyrl.recipes.aggregation import Aggregation, aggregation_weights
 from easyrl.recipes.estimators import (
+    Aggregation,
+    aggregation_weights,
     clipped_surrogate,
+    group_advantages,
     importance_ratio,
     importance_weights,
     is_inside,
     kl_estimate,
     reward_to_go,
 )
-from easyrl.recipes.recipe import Advantages, Recipe, Span
-from easyrl.recipes.terms import AdvantageInputs, MetricTensors, Models, RunSettings, Terms
+from easyrl.recipes.recipe import (
+    AdvantageInputs,
+    Advantages,
+    Models,
+    Recipe,
+    RunSettings,
+    Span,
+    Terms,
+)
 from easyrl.schema import Completion, RolloutGroup
 
 Positive = Annotated[float, Field(gt=0)]
@@ -141,26 +149,28 @@ class GRPO(Recipe):
             losses = losses - self.entropy_coef * entropy
         return terms.loss_weights * losses
 
-    def metrics(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> MetricTensors:
+    def metrics(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> dict[str, Tensor]:
         """Means of ratio, clipped shares, KL (k3) and importance ratio; the largest ratio."""
         ratio = torch.exp(logprobs - terms.old_logprobs)
         advantages = self._credited(logprobs, terms)
-        sums = {
+        counted = {
             "ratio_sum": ratio.sum(),
             "clip_low_sum": ((advantages < 0) & (ratio < 1 - self.clip_eps_low)).sum(),
             "clip_high_sum": ((advantages > 0) & (ratio > 1 + self.clip_eps_high)).sum(),
         }
         if self.importance_correction != "none":
             importance = importance_ratio(terms.old_logprobs, terms.inference_logprobs)
-            sums["importance_ratio_sum"] = importance.sum()
+            counted["importance_ratio_sum"] = importance.sum()
             if self.importance_correction == "truncated":
-                sums["importance_capped_sum"] = (importance > self.importance_cap).sum()
+                counted["importance_capped_sum"] = (importance > self.importance_cap).sum()
             else:
                 outside = ~is_inside(importance, self.importance_cap)
-                sums["importance_masked_sum"] = outside.sum()
+                counted["importance_masked_sum"] = outside.sum()
         if terms.reference_logprobs is not None:
-            sums["kl_sum"] = kl_estimate(logprobs, terms.reference_logprobs, "k3").sum()
-        return MetricTensors(sums, {"ratio_max": ratio.max()} if len(ratio) else {})
+            counted["kl_sum"] = kl_estimate(logprobs, terms.reference_logprobs, "k3").sum()
+        if len(ratio):
+            counted["ratio_max"] = ratio.max()
+        return counted
 
     def _credited(self, logprobs: Tensor, terms: Terms) -> Tensor:
         """Advantages [n], less the penalties on a token and all that follow it."""

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import inspect
 import sys
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import ConfigDict, ValidationError, create_model
 
 from easyrl.config import Config, ConfigError, RecipeConfig
 from easyrl.config.trainer import no_look_ahead
 from easyrl.recipes.dapo import DAPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.grpo import GRPO
-from easyrl.recipes.recipe import Recipe
-from easyrl.recipes.terms import RunSettings
+from easyrl.recipes.recipe import Recipe, RunSettings
 
 BUILT_IN: dict[str, type[Recipe]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO}
-OWN_KEYS = ("name", "file")  # of the section, which no recipe can have
-
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
@@ -32,7 +28,7 @@ def load_recipe(config: Config) -> Recipe:
     """The recipe of ``config.recipe``. Raises ``ConfigError`` naming each key and the remedy."""
     recipe = _recipe(config.recipe)
     problems = [f"recipe.{problem}" for problem in recipe.problems()]
-    problems += contradictions(config, recipe)
+    problems += _contradictions(config, recipe)
     if problems:
         raise ConfigError("\n".join(["recipe:", *(f"  {problem}" for problem in problems)]))
     return recipe
@@ -59,7 +55,7 @@ def run_settings(config: Config) -> RunSettings:
     )
 
 
-def contradictions(config: Config, recipe: Recipe) -> list[str]:
+def _contradictions(config: Config, recipe: Recipe) -> list[str]:
     """Values that do not go with the recipe, each with its key and the remedy."""
     trainer, needs = config.trainer, recipe.needs
     problems = []
@@ -76,11 +72,8 @@ def contradictions(config: Config, recipe: Recipe) -> list[str]:
     has_frozen_models = needs.reference or (
         needs.old_policy and (trainer.old_policy == "lagged" or trainer.updates_per_batch > 1)
     )
-    if (
-        not trainer.look_ahead
-        and not has_frozen_models
-        and no_look_ahead(config.trainer, config.run) is None
-    ):
+    could_look_ahead = has_frozen_models or no_look_ahead(trainer, config.run) is not None
+    if not trainer.look_ahead and not could_look_ahead:
         problems.append(
             "trainer.look_ahead: has no effect without a reference, a lagged old policy or several "
             "updates per batch; remove it"
@@ -96,7 +89,7 @@ def contradictions(config: Config, recipe: Recipe) -> list[str]:
             f"known, which trainer.lr_schedule={trainer.lr_schedule} needs; set trainer.max_steps, "
             "or lr_schedule: constant"
         )
-    if ratio_is_one(config):
+    if _ratio_is_one(config):
         problems += [
             f"recipe.{key}: never acts with one update per batch (the ratio is 1); "
             "remove it, or set trainer.old_policy=lagged or trainer.updates_per_batch above 1"
@@ -106,7 +99,7 @@ def contradictions(config: Config, recipe: Recipe) -> list[str]:
     return problems
 
 
-def ratio_is_one(config: Config) -> bool:
+def _ratio_is_one(config: Config) -> bool:
     """Whether the old policy is the policy itself in every update."""
     return config.trainer.old_policy == "auto" and config.trainer.updates_per_batch == 1
 
@@ -114,7 +107,7 @@ def ratio_is_one(config: Config) -> bool:
 def notices(config: Config, recipe: Recipe) -> list[str]:
     """What a run says once at its start: what of the recipe cannot act, and what it waits for."""
     said = []
-    if ratio_is_one(config) and recipe.ratio_keys:
+    if _ratio_is_one(config) and recipe.ratio_keys:
         said.append(
             f"recipe.{' and '.join(recipe.ratio_keys)} cannot act: with one update per batch "
             "(trainer.updates_per_batch=1, trainer.old_policy=auto) the ratio is 1"
@@ -137,29 +130,19 @@ def _recipe(section: RecipeConfig) -> Recipe:
             f"recipe.name: {section.name} has no {' and no '.join(missing)}; define what "
             "easyrl.recipes.Recipe leaves open"
         )
+    hints = get_type_hints(cls, include_extras=True)
+    keys: dict[str, Any] = {f.name: (hints[f.name], f) for f in fields(cls)}
+    # pydantic takes no mapping for a strict dataclass
+    model = create_model(cls.__name__, __config__=_STRICT, **keys)
     try:
-        values = _keys_model(cls).model_validate(section.settings)
+        values = model.model_validate(section.settings)
     except ValidationError as error:
-        keys = [f.name for f in fields(cls)]
-        lines = [f"  {_describe(problem, keys, section.name)}" for problem in error.errors()]
+        lines = [f"  {_describe(problem, list(keys), section.name)}" for problem in error.errors()]
         raise ConfigError("\n".join(["recipe:", *lines])) from None
     try:
-        return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})
+        return cls(**{key: getattr(values, key) for key in keys})
     except ValueError as error:  # __post_init__: "key: what is wrong; what would be right"
         raise ConfigError(f"recipe.{error}") from error
-
-
-def _keys_model(cls: type[Recipe]) -> type[BaseModel]:
-    """The dataclass's fields as a strict section: pydantic takes no mapping for a strict one."""
-    hints = get_type_hints(cls, include_extras=True)
-    values: dict[str, Any] = {}
-    for field in fields(cls):
-        if field.default_factory is not MISSING:
-            default = Field(default_factory=field.default_factory)
-        else:
-            default = ... if field.default is MISSING else field.default
-        values[field.name] = (hints[field.name], default)
-    return create_model(cls.__name__, __config__=_STRICT, **values)
 
 
 def _describe(problem: Any, keys: list[str], name: str) -> str:
@@ -187,37 +170,28 @@ def _class(section: RecipeConfig) -> type[Recipe]:
         raise ConfigError(f"recipe.file: {section.file} does not exist")
     module = _module(section.file.resolve())
     cls = getattr(module, section.name, None)
-    if not (inspect.isclass(cls) and issubclass(cls, Recipe)):
-        found = [
-            name
-            for name, value in vars(module).items()
-            if inspect.isclass(value)
-            and issubclass(value, Recipe)
-            and value.__module__ == module.__name__
-        ]
+    if not (isinstance(cls, type) and issubclass(cls, Recipe)):
+        classes = [v for v in vars(module).values() if isinstance(v, type)]
+        own = [c for c in classes if issubclass(c, Recipe) and c.__module__ == module.__name__]
+        found = [c.__name__ for c in own]
         what = "is no Recipe" if cls is not None else "is not there"
         raise ConfigError(
             f"recipe.name: {section.name} in {section.file} {what}; its recipes: "
             f"{', '.join(found) or 'none, derive a class from easyrl.recipes.Recipe'}"
         )
-    _refuse_plain_class(cls, section)
-    return cls
-
-
-def _refuse_plain_class(cls: type[Recipe], section: RecipeConfig) -> None:
-    """Fields of a class that is no dataclass would be no keys."""
-    own = {name for name, hint in vars(cls).get("__annotations__", {}).items()
-           if "ClassVar" not in str(hint)}  # fmt: skip
-    if missing := own - {f.name for f in fields(cls)}:
+    keys = {f.name for f in fields(cls)}
+    annotated = vars(cls).get("__annotations__", {})
+    if missing := {n for n, hint in annotated.items() if "ClassVar" not in str(hint)} - keys:
         raise ConfigError(
             f"recipe.name: {section.name} in {section.file} declares {', '.join(sorted(missing))} "
             "and is no dataclass; write @dataclass(frozen=True) above it"
         )
-    if taken := {f.name for f in fields(cls)} & set(OWN_KEYS):
+    if taken := keys & {"name", "file"}:
         raise ConfigError(
             f"recipe.name: {section.name} in {section.file} has a field {', '.join(taken)}, "
             "which is a key of the section itself; rename it"
         )
+    return cls
 
 
 @cache

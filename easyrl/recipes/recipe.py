@@ -10,18 +10,74 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from easyrl.recipes.terms import AdvantageInputs, MetricTensors, Models, RunSettings, Terms
-from easyrl.schema import Completion, RolloutGroup
+from easyrl.schema import Completion, RolloutGroup, SampleKey
 
 Scope = Literal["group", "batch"]
 Span = Literal["token", "sequence", "group"]
 Advantages = np.ndarray | Sequence[np.ndarray]  # float [G], or G arrays [R]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models, beside the policy, whose log-probabilities a recipe's loss is given."""
+
+    reference: bool = False  # the initial policy, frozen
+    old_policy: bool = False  # the policy before the batch's first update; else one forward less
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What the sampling of a run's responses fixed."""
+
+    max_tokens: int  # of a response
+    num_generations: int  # G, responses of a group
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageInputs:
+    """What advantages may depend on beside their own groups."""
+
+    # float32 [G] of each group: with scope "batch" of all groups of the optimizer step, of all
+    # data-parallel ranks, in the order of the prompts; else of the one group at hand
+    rewards: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the losses of n trained tokens are made of, beside what the policy says of them.
+
+    Floating tensors are of the log-probabilities' dtype, without gradient. The tokens of a sequence
+    are adjacent and in order. ``terms[rows]`` are those of a slice of the tokens.
+    """
+
+    advantages: Tensor  # [n]
+    loss_weights: Tensor  # [n], of ``Recipe.token_weights``
+    inference_logprobs: Tensor  # [n], of the server that sampled them
+    old_logprobs: Tensor  # [n]; the policy's own where that is the old policy
+    reference_logprobs: Tensor | None  # [n]; None unless the recipe needs a reference
+    sequence_index: Tensor  # int64 [n], which of the row's sequences, not decreasing
+    sequences: tuple[SampleKey, ...]  # of the row
+
+    @property
+    def group_index(self) -> Tensor:
+        """int64 [n], which of the row's groups."""
+        groups: dict[tuple[int, int], int] = {}
+        numbers = [groups.setdefault(key[:2], len(groups)) for key in self.sequences]
+        return torch.tensor(numbers, device=self.sequence_index.device)[self.sequence_index]
+
+    def __getitem__(self, rows: slice) -> Terms:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {n: v[rows] for n, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True)
@@ -112,12 +168,8 @@ class Recipe(ABC):
 
     def denominator(self, groups: Sequence[RolloutGroup], run: RunSettings) -> float:
         """What divides the loss's sum over ``groups``; over micro-batches and ranks it adds up."""
-        return float(sum(self.num_trained_tokens(group, run) for group in groups))
-
-    def num_trained_tokens(self, group: RolloutGroup, run: RunSettings) -> int:
-        """Trained tokens of all selected responses."""
-        chosen = [group.completions[i] for i in self.select(group, run)]
-        return sum(int(self.trained_tokens(c, run).sum()) for c in chosen)
+        chosen = [group.completions[i] for group in groups for i in self.select(group, run)]
+        return float(sum(self.trained_tokens(completion, run).sum() for completion in chosen))
 
     # ---- tokens: torch, on the device ----
 
@@ -130,12 +182,14 @@ class Recipe(ABC):
         carry gradient. A rank that has run out of work calls it with one token of weight 0.
         """
 
-    def metrics(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> MetricTensors:
+    def metrics(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> dict[str, Tensor]:
         """What to report beside loss, entropy and the comparison with the inference server.
 
-        Called without gradient, with all n tokens of a row.
+        Scalars: ``NAME_sum`` adds up over rows and is reported as ``policy/NAME``, divided by the
+        number of trained tokens; of ``NAME_max`` the largest is, as ``policy/NAME_max``. Called
+        without gradient, with all n tokens of a row.
         """
-        return MetricTensors()
+        return {}
 
     def is_set(self, key: str) -> bool:
         """Whether a field has another value than its default.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -56,11 +57,6 @@ class GroupSource(Protocol):
 
     def complete(self) -> None: ...
     def interrupt(self, error: BaseException) -> None: ...
-    def close(self) -> None: ...
-
-
-def _as_scored(group: RolloutGroup) -> RolloutGroup:
-    return group
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class GroupFunctions:
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
     pack_finished: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
-    scored: Callable[[RolloutGroup], RolloutGroup] = _as_scored  # with the scores to train with
+    scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # scores to train with
     scope: Literal["group", "batch"] = "group"
     advantage_only: bool = False  # advantages of exactly zero: no loss, no gradient
 
@@ -121,49 +117,43 @@ class Accumulator:
 
         Raises ``OnPolicyViolation``.
         """
-        with self.stop.wakes(groups.interrupt):
-            return self._accumulate(groups)
-
-    def _accumulate(self, groups: GroupSource) -> BatchTotals:
         totals = BatchTotals()
-        ahead = self._ahead_of(groups)
+        ahead = None
+        if self.look_ahead and self.engine.has_frozen_models:
+            ahead = LookAhead(
+                self.engine,
+                self.functions.pack_finished,
+                groups.open_samples,
+                max_tokens=self.max_tokens,
+                record=self.record,
+                note=groups.note_ahead,
+            )
         work = self._micro_batches(groups, totals, ahead)
         if self.engine.lockstep:
             work = self.collectives.in_lockstep(work, self.functions.dummy)
-        for micro_batch in work:
-            self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
-            start = time.monotonic()
-            if ahead is not None:
-                micro_batch = ahead.complete(micro_batch)
-            try:
-                for sums in self.engine.forward_backward([micro_batch]):
-                    totals.metrics.add(sums)
-            except NonFiniteLossError as error:
-                # The gradient is NaN now, so every rank will skip the step; the batch goes on.
-                self.record("non_finite_loss", problem=str(error))
-            totals.train_s += time.monotonic() - start
-            if not micro_batch.is_dummy:
-                totals.num_packed_tokens += micro_batch.num_tokens
-                totals.num_micro_batches += 1
-            self.record("micro_batch_end")
+        with self.stop.wakes(groups.interrupt):
+            for micro_batch in work:
+                self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
+                start = time.monotonic()
+                if ahead is not None:
+                    micro_batch = ahead.complete(micro_batch)
+                try:
+                    for sums in self.engine.forward_backward([micro_batch]):
+                        totals.metrics.add(sums)
+                except NonFiniteLossError as error:
+                    # The gradient is NaN now, so every rank will skip the step; the batch goes on.
+                    self.record("non_finite_loss", problem=str(error))
+                totals.train_s += time.monotonic() - start
+                if not micro_batch.is_dummy:
+                    totals.num_packed_tokens += micro_batch.num_tokens
+                    totals.num_micro_batches += 1
+                self.record("micro_batch_end")
         if ahead is not None:
             totals.look_ahead_s = ahead.work_s
             totals.num_look_ahead_tokens = ahead.num_tokens
         totals.wait_s = groups.wait_s
         totals.first_group_wait_s = groups.first_group_wait_s or 0.0  # a rank may have no prompt
         return totals
-
-    def _ahead_of(self, groups: GroupSource) -> LookAhead | None:
-        if not self.look_ahead or not self.engine.has_frozen_models:
-            return None
-        return LookAhead(
-            self.engine,
-            self.functions.pack_finished,
-            groups.open_samples,
-            max_tokens=self.max_tokens,
-            record=self.record,
-            note=groups.note_ahead,
-        )
 
     def _micro_batches(
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
@@ -174,8 +164,7 @@ class Accumulator:
             if self.synchronous and self.functions.scope == "group":  # "batch" waits by itself
                 self.record("waiting_for_batch")
                 groups.complete()
-            of_scope = {"group": self._trained_as_they_come, "batch": self._trained_when_complete}
-            for trained in of_scope[self.functions.scope](groups, totals, ahead):
+            for trained in self._trained(self._drains(groups, totals, ahead)):
                 for row in self.functions.pack(self._to_run(trained, compared, totals)):
                     self.stop.raise_if_requested()
                     yield row
@@ -184,26 +173,25 @@ class Accumulator:
                 raise
             totals.interruption = error
 
-    def _trained_as_they_come(
-        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
-    ) -> Iterator[list[TrainedGroup]]:
-        for usable in self._drains(groups, totals, ahead):
-            yield self.functions.trained(usable, ())
-
-    def _trained_when_complete(
-        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
-    ) -> Iterator[list[TrainedGroup]]:
-        """The groups of each drain, once the rewards of all ranks are known. Collective."""
+    def _trained(self, arriving: Iterable[list[RolloutGroup]]) -> Iterator[list[TrainedGroup]]:
+        """The groups of each drain; with scope ``batch`` once the rewards of all ranks are known,
+        collective.
+        """
+        if self.functions.scope == "group":
+            for usable in arriving:
+                yield self.functions.trained(usable, ())
+            return
         self.record("waiting_for_batch")
         drains: list[list[RolloutGroup]] = []
         interruption: Exception | None = None
         try:
-            drains += self._drains(groups, totals, ahead)
+            drains += arriving
         except Exception as error:
             if not self.is_interruption(error):
                 raise
             interruption = error  # told below, the other ranks wait there
-        mine = [(g.prompt.key, g.rewards.tolist()) for usable in drains for g in usable]
+        usable = [group for drain in drains for group in drain]
+        mine = [(group.prompt.key, group.rewards.tolist()) for group in usable]
         told = self.collectives.all_gather(None if interruption else mine)
         if interruption is not None:
             raise interruption
@@ -211,16 +199,24 @@ class Accumulator:
             return
         pairs = sorted(pair for rank in told for pair in rank)
         rewards = [np.array(own, dtype=np.float32) for _, own in pairs]
-        trained = self.functions.trained([g for usable in drains for g in usable], rewards)
-        for usable in drains:
-            yield trained[: len(usable)]
-            del trained[: len(usable)]
+        trained = iter(self.functions.trained(usable, rewards))
+        for drain in drains:
+            yield list(islice(trained, len(drain)))
 
     def _drains(
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
     ) -> Iterator[list[RolloutGroup]]:
         """Groups that are packed together, checked and counted."""
-        while ready := self._take(groups, ahead):
+        max_tokens = self.rows_per_drain * self.max_tokens
+        idle = None if ahead is None else ahead.work
+        while True:
+            if ahead is not None:
+                for piece in groups.ahead_of_drain(max_tokens):
+                    self.stop.raise_if_requested()
+                    ahead.run(piece)
+            ready = groups.drain_ready(max_tokens, idle)
+            if not ready:
+                return
             self.stop.raise_if_requested()
             for group in ready:
                 _refuse_off_policy(group, groups.accepted_versions)
@@ -243,26 +239,14 @@ class Accumulator:
         totals.metrics.add(MetricSums({"groups_without_signal": float(sum(flat))}))
         if not self.skip_without_signal:
             return list(trained)
-        for group, is_flat in zip(trained, flat, strict=True):
-            if not is_flat:
-                compared |= _endpoints(group)
+        pairs = list(zip(trained, flat, strict=True))
+        compared.update(*(_endpoints(group) for group, is_flat in pairs if not is_flat))
         kept = []
-        for group, is_flat in zip(trained, flat, strict=True):
-            if is_flat and _endpoints(group) <= compared:
-                continue
-            compared |= _endpoints(group)
-            kept.append(group)
+        for group, is_flat in pairs:
+            if not is_flat or not _endpoints(group) <= compared:
+                compared |= _endpoints(group)
+                kept.append(group)
         return kept
-
-    def _take(self, groups: GroupSource, ahead: LookAhead | None) -> list[RolloutGroup]:
-        """Groups that are ready, after what an earlier attempt computed ahead of them."""
-        max_tokens = self.rows_per_drain * self.max_tokens
-        if ahead is None:
-            return groups.drain_ready(max_tokens)
-        for piece in groups.ahead_of_drain(max_tokens):
-            self.stop.raise_if_requested()
-            ahead.repeat(piece)
-        return groups.drain_ready(max_tokens, ahead.work)
 
 
 def _endpoints(trained: TrainedGroup) -> set[str]:

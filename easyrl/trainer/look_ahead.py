@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from easyrl.schema import (
     RolloutGroup,
     SampleKey,
 )
-from easyrl.trainer.row_split import join_logprobs, restrict, split_labels, split_logprobs
+from easyrl.trainer.row_split import join_logprobs, restrict, split, split_logprobs
 
 if TYPE_CHECKING:
     from easyrl.engines.base import TrainEngine
@@ -48,13 +48,7 @@ class OpenGroups(Protocol):
     def take(self, key: Key, max_tokens: int) -> FinishedSamples | None: ...
 
 
-class _Known(NamedTuple):
-    """What the frozen models say of a response, in host memory."""
-
-    label_ids: Tensor  # int64 [N], the trained tokens
-    frozen: FrozenLogprobs  # [N] each
-
-
+@dataclass
 class LookAhead:
     """Log-probabilities of the frozen models for one update's groups, before these are complete.
 
@@ -64,52 +58,43 @@ class LookAhead:
     Which responses are computed ahead, in which pieces, is a matter of the clock and decides the
     last bits of what the models say of them. A piece alone is a function of its responses: who
     ``notes`` the pieces can have them repeated before the same groups are trained, with equal bits.
-
-    Args:
-        engine: one that ``can_look_ahead``.
-        pack: makes rows of responses, whether their group is complete or not.
-        max_tokens: packed tokens of one piece of work.
-        record: receives the events ``look_ahead_start`` and ``look_ahead_end``.
-        note: is told of each piece, before the groups that use it are asked for.
-
-    Attributes:
-        work_s: seconds spent in ``work`` and ``repeat``.
-        num_tokens: trained tokens of the rows so far that had been computed ahead when their row
-            came; not those of responses whose row is still to come.
     """
 
-    def __init__(
-        self,
-        engine: TrainEngine,
-        pack: Pack,
-        open_groups: OpenGroups,
-        *,
-        max_tokens: int,
-        record: Record,
-        note: Callable[[Piece], object] = lambda piece: None,
-    ) -> None:
-        self._engine = engine
-        self._note = note
-        self._pack = pack
-        self._open_groups = open_groups
-        self._max_tokens = max_tokens
-        self._record = record
-        self._known: dict[SampleKey, _Known] = {}
-        self.work_s = 0.0
-        self.num_tokens = 0
+    engine: TrainEngine  # one that ``can_look_ahead``
+    pack: Pack  # makes rows of responses, whether their group is complete or not
+    open_groups: OpenGroups
+    max_tokens: int  # packed, of one piece of work
+    record: Record  # receives the events ``look_ahead_start`` and ``look_ahead_end``
+    note: Callable[[Piece], object]  # told of each piece before the groups that use it are taken
+    work_s: float = 0.0  # that the frozen models ran
+    # Trained tokens of the rows so far that had been computed ahead when their row came; not those
+    # of responses whose row is still to come.
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        # Of each response its trained tokens, int64 [N], and what is said of them, on the host.
+        self._known: dict[SampleKey, tuple[Tensor, FrozenLogprobs]] = {}
 
     def work(self) -> bool:
         """Runs the frozen models on finished responses once; False if none are worth it."""
-        start = time.monotonic()
         chosen = self._choose()
-        self._compute(chosen)
-        self.work_s += time.monotonic() - start
+        self.run(chosen)
         return bool(chosen)
 
-    def repeat(self, piece: Piece) -> None:
-        """Runs the frozen models on what an earlier attempt had run them on."""
+    def run(self, piece: Piece) -> None:
+        """Runs the frozen models on ``piece``: one of ``work``, or of an earlier attempt's."""
         start = time.monotonic()
-        self._compute(piece)
+        rows = self._rows(piece)
+        for row in rows:
+            self.record("look_ahead_start", num_tokens=row.num_tokens)
+            # The copy waits for the device, so that this returns when the work is done and not
+            # when it is launched: a group may be complete by then.
+            said = split_logprobs(row, self.engine.frozen_logprobs(row).to(CPU))
+            labels = split(row, row.label_ids)
+            self._known |= {key: (labels[key], frozen) for key, frozen in said.items()}
+            self.record("look_ahead_end")
+        if rows:
+            self.note(piece)
         self.work_s += time.monotonic() - start
 
     def complete(self, row: MicroBatch) -> MicroBatch:
@@ -123,44 +108,30 @@ class LookAhead:
         known = {key: self._known.pop(key) for key in row.sequences if key in self._known}
         if not known:
             return row
-        labels = split_labels(row)
-        for key, (label_ids, _) in known.items():
+        labels, parts = split(row, row.label_ids), {}
+        for key, (label_ids, parts[key]) in known.items():
             if not torch.equal(label_ids, labels[key]):
                 raise RuntimeError(f"what was computed ahead for {key} is of another response")
-        parts = {key: frozen for key, (_, frozen) in known.items()}
         missing = [key for key in row.sequences if key not in parts]
         self.num_tokens += row.num_loss_tokens
         if missing:
             rest = restrict(row, missing)
             self.num_tokens -= rest.num_loss_tokens
-            parts |= split_logprobs(rest, self._engine.frozen_logprobs(rest).to(CPU))
+            parts |= split_logprobs(rest, self.engine.frozen_logprobs(rest).to(CPU))
         return replace(row, frozen=join_logprobs(row, parts))
-
-    def _compute(self, piece: Piece) -> None:
-        rows = self._rows(piece)
-        for row in rows:
-            self._record("look_ahead_start", num_tokens=row.num_tokens)
-            # The copy waits for the device, so that this returns when the work is done and not
-            # when it is launched: a group may be complete by then.
-            said = split_logprobs(row, self._engine.frozen_logprobs(row).to(CPU))
-            labels = split_labels(row)
-            self._known |= {key: _Known(labels[key], frozen) for key, frozen in said.items()}
-            self._record("look_ahead_end")
-        if rows:
-            self._note(piece)
 
     def _choose(self) -> list[FinishedSamples]:
         """Responses for one row, from the groups that waste least first."""
-        room = self._max_tokens
+        room = self.max_tokens
         chosen = []
         for group in sorted(
-            self._open_groups.groups(),
-            key=lambda group: (_useful(group, self._max_tokens), group.num_finished_tokens),
+            self.open_groups.groups(),
+            key=lambda group: (_useful(group, self.max_tokens), group.num_finished_tokens),
             reverse=True,
         ):
             if _useful(group, room) < MIN_USEFUL:
                 continue
-            samples = self._open_groups.take(group.key, room - group.num_prompt_tokens)
+            samples = self.open_groups.take(group.key, room - group.num_prompt_tokens)
             if samples is not None:
                 chosen.append(samples)
                 lengths = [len(c.token_ids) for c in samples.completions.values()]
@@ -170,7 +141,7 @@ class LookAhead:
     def _rows(self, chosen: Piece) -> list[MicroBatch]:
         """Packed as groups are; none where no token of theirs is trained."""
         numbers = {samples.prompt.key: list(samples.completions) for samples in chosen}
-        rows = self._pack(
+        rows = self.pack(
             [_group_of(samples) for samples in chosen],
             [np.zeros(len(samples.completions), np.float32) for samples in chosen],
         )

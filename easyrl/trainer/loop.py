@@ -1,7 +1,6 @@
 """Training loop of periodic asynchrony (paper §4.3, Algorithm 1), strictly on-policy.
 
-Within one batch generation and training overlap; between batches the weights move once. The trainer
-knows neither HTTP nor files.
+Within one batch generation and training overlap; between batches the weights move once.
 """
 
 from __future__ import annotations
@@ -9,16 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
 from easyrl.ledger.account import batch_account
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
-from easyrl.metrics.event_log import Record
-from easyrl.runtime.collectives import Collectives
 from easyrl.schema import (
     TEMPORARY_FAILURE,
     BatchWithdrawn,
@@ -34,9 +31,6 @@ from easyrl.schema import (
     StopRequested,
 )
 from easyrl.trainer.accumulation import Accumulator, GroupSource
-
-if TYPE_CHECKING:
-    from easyrl.engines.base import TrainEngine
 
 
 class Membership(Protocol):
@@ -83,7 +77,6 @@ class Publisher(Protocol):
 
     @property
     def confirmations(self) -> tuple[Confirmation, ...]: ...
-
     def publish(self, version: PolicyVersion) -> Published: ...
 
 
@@ -98,7 +91,7 @@ class Ledger(Protocol):
 
 
 class Reporter(Protocol):
-    """Evaluation, and where the metrics go (``metrics.reporter.Reporter``)."""
+    """Evaluation, and where the metrics go (``StepReporter``)."""
 
     def compare(self, totals: BatchTotals) -> None:
         """Sees the sums of each batch's first update, of all ranks."""
@@ -120,79 +113,35 @@ class OtherWeights(RuntimeError):
     """A resumed run has other weights than those that were saved."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the run is to do.
+@dataclass
+class Trainer:
+    """Drains the producer's queue, micro-batch by micro-batch, into optimizer steps."""
 
-    Attributes:
-        version: of the first weights.
-        groups_per_update: B / k, of all ranks; only an update that ends its batch may have fewer.
-        updates_per_batch: k, optimizer steps on each batch, each on its slice of the groups.
-        max_steps: where the run ends; None: with the prompts.
-    """
-
-    version: PolicyVersion
-    groups_per_update: int
-    updates_per_batch: int = 1
+    rollouts: Rollouts
+    # When it is interrupted, the open batch is given up, a checkpoint is written and
+    # ``InterruptedRun`` raised.
+    accumulator: Accumulator
+    weight_sync: Publisher
+    ledger: Ledger  # writes down what was trained before it counts as trained
+    reporter: Reporter
+    first_version: PolicyVersion
+    groups_per_update: int  # B / k, of all ranks; only an update that ends its batch may have fewer
+    updates_per_batch: int = 1  # k, optimizer steps on each batch, each on its slice of the groups
+    # The run ends with the last batch whose k steps are within them; None: with the prompts.
     max_steps: int | None = None
     max_bad_steps: int = 3
+    progress: Progress = field(default_factory=Progress)
 
-
-class Trainer:
-    """Drains the producer's queue, micro-batch by micro-batch, into optimizer steps.
-
-        prompts ─► rollouts ─► queue of finished groups ─► accumulator ─► engine
-                      ▲            in order of completion     forward, backward   │ optimizer step
-                      │                                                           ▼
-                  endpoints ◄──────────── weight sync ◄──────── ledger: certificate, checkpoint
-                               once per batch, with proof
-
-    Consumes: finished groups of the open batch. Waits for: the next group; after the last one, all
-    ranks, the certificate's line and the endpoints' proofs. Is unblocked by: the producer, the
-    other ranks, the endpoints. Produces: weights, one version for each batch.
-
-    Args:
-        engine: the model being trained.
-        rollouts: producer of finished groups.
-        accumulator: runs forward and backward of groups as they arrive. When it is interrupted, the
-            open batch is given up, a checkpoint is written and ``InterruptedRun`` raised.
-        weight_sync: brings new weights to the endpoints.
-        ledger: writes down what was trained before it counts as trained.
-        reporter: is told what was measured.
-        collectives: the ranks.
-        record: receives the events of the loop.
-    """
-
-    def __init__(
-        self,
-        *,
-        engine: TrainEngine,
-        rollouts: Rollouts,
-        accumulator: Accumulator,
-        weight_sync: Publisher,
-        ledger: Ledger,
-        reporter: Reporter,
-        collectives: Collectives,
-        plan: Plan,
-        record: Record,
-        progress: Progress | None = None,
-    ) -> None:
-        self._engine = engine
-        self._rollouts = rollouts
-        self._accumulator = accumulator
-        self._weight_sync = weight_sync
-        self._ledger = ledger
-        self._reporter = reporter
-        self._collectives = collectives
-        self._plan = plan
-        self._record = record
+    def __post_init__(self) -> None:
+        self._engine = self.accumulator.engine
+        self._collectives = self.accumulator.collectives
+        self._record = self.accumulator.record
         self._open_updates = 0  # optimizer steps of the open batch
-        self.progress = progress or Progress()
 
     @property
     def version(self) -> PolicyVersion:
         """The version of the weights that the open batch is made by."""
-        return self._plan.version._replace(v=self.progress.closed_batches)
+        return self.first_version._replace(v=self.progress.closed_batches)
 
     def fit(self) -> None:
         """Trains until the prompts or ``max_steps`` end.
@@ -202,7 +151,7 @@ class Trainer:
         try:
             self._fit()
         except Exception as error:
-            if not self._accumulator.is_interruption(error):
+            if not self.accumulator.is_interruption(error):
                 raise
             self._record("interrupted", problem=str(error))
             raise InterruptedRun(
@@ -222,14 +171,15 @@ class Trainer:
             published = self._publish()
             metrics["time/step_s"] = time.monotonic() - start
             self._report(published)
-            self._ledger.save_if_due(self.progress)
-        self._ledger.end(self.progress, published.served.digest)
+            self.ledger.save_if_due(self.progress)
+        self.ledger.end(self.progress, published.served.digest)
 
     @property
     def _goes_on(self) -> bool:
-        last = self._plan.max_steps
-        has_steps = last is None or self.progress.step < last
-        return has_steps and self._rollouts.has_more(self.progress.position)
+        # A batch that is cut short has fewer updates, so that the end may come inside one.
+        next_step = self.progress.step + self.updates_per_batch
+        has_steps = self.max_steps is None or next_step <= self.max_steps
+        return has_steps and self.rollouts.has_more(self.progress.position)
 
     def train_batch(self, served: ServedWeights) -> dict[str, float]:
         """One batch, to its end: it begins again where groups of it are withdrawn. Collective."""
@@ -238,7 +188,7 @@ class Trainer:
                 return self._train_batch(served)
             except BatchWithdrawn as error:
                 self._record("batch_withdrawn", version=str(served.version), problem=str(error))
-                self._rollouts.share_withdrawals()
+                self.rollouts.share_withdrawals()
                 if self._open_updates:  # the weights are not those that it was made by
                     raise
 
@@ -246,22 +196,26 @@ class Trainer:
         """Generation and training overlap, optimizer steps close the batch."""
         start = time.monotonic()
         self._engine.begin_batch()
-        batch = self._rollouts.begin(served, self.progress.position)
+        batch = self.rollouts.begin(served, self.progress.position)
         updates: list[Update] = []
+        refused: list[GroupOutcome] | None = None  # of all ranks, once the batch is whole
         with ExitStack() as on_error:
             on_error.callback(batch.close)
             for number, groups in enumerate(batch.updates, start=1):
                 totals = self._accumulate(groups)
-                is_short = len(totals.groups) < self._plan.groups_per_update  # nothing follows
-                is_last = number == self._plan.updates_per_batch or is_short
+                is_short = len(totals.groups) < self.groups_per_update  # nothing follows
                 if totals.groups:
                     updates.append(Update(totals))
-                    self._check(batch, updates, served, whole=is_last)
+                    is_last = number == self.updates_per_batch or is_short
+                    refused = self._check(batch, updates, served, whole=is_last)
                     self._step(updates[-1])
             self._raise_if_withdrawn(batch)
-            self._refuse_empty(batch, updates)
+            if refused is None:  # the last update was empty
+                refused = self._refused(batch)
+            if not updates:
+                raise self._nothing_accepted(refused)
             on_error.pop_all()
-        account = self._account(batch, updates, served, whole=True)
+        account = self._account(batch, updates, served, refused)
         metrics = batch_metrics(updates, account.groups) | self._certify(account, updates)
         self._close(account, updates)
         metrics["time/journal_s"] += sum(groups.load_s for groups in batch.updates)
@@ -270,7 +224,7 @@ class Trainer:
 
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
-        totals = self._accumulator.accumulate(groups)
+        totals = self.accumulator.accumulate(groups)
         try:
             self._collectives.end_together(totals.interruption)
         except Exception:
@@ -278,17 +232,22 @@ class Trainer:
             raise
         merged = totals.merge(self._collectives)
         if not self._open_updates:  # later updates train weights that have moved on
-            self._reporter.compare(merged)
+            self.reporter.compare(merged)
         return merged
 
     def _check(
         self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
-    ) -> None:
-        """Nothing is trained that the certificate would refuse. Raises what the ledger raises."""
+    ) -> list[GroupOutcome] | None:
+        """Nothing is trained that the certificate would refuse. Raises what the ledger raises.
+
+        Gives the refused groups of all ranks if the batch is ``whole``. Collective.
+        """
         start = time.monotonic()
         self._raise_if_withdrawn(batch)
-        self._ledger.check(self._account(batch, updates, served, whole=whole), whole=whole)
+        refused = self._refused(batch) if whole else None
+        self.ledger.check(self._account(batch, updates, served, refused), whole=whole)
         updates[-1].check_s = time.monotonic() - start
+        return refused
 
     def _raise_if_withdrawn(self, batch: OpenBatch) -> None:
         """Raises on all ranks if groups of the batch were taken back on one. Collective."""
@@ -307,29 +266,30 @@ class Trainer:
             self._engine.discard_gradients()
         update.optimizer_s = time.monotonic() - start
 
-    def _refuse_empty(self, batch: OpenBatch, updates: Sequence[Update]) -> None:
-        if updates:
-            return
-        refused = self._refused(batch)
+    def _nothing_accepted(self, refused: Sequence[GroupOutcome]) -> NothingAccepted:
         reasons = sorted({f"{group.outcome}: {group.reason}" for group in refused})
-        raise NothingAccepted(
+        return NothingAccepted(
             f"batch {self.progress.closed_batches} has drawn {len(refused)} prompts and accepted "
             "none:\n" + "\n".join(f"  {reason}" for reason in reasons[:10])
         )
 
     def _account(
-        self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
+        self,
+        batch: OpenBatch,
+        updates: Sequence[Update],
+        served: ServedWeights,
+        refused: Sequence[GroupOutcome] | None,
     ) -> BatchRecord:
-        """The batch's account up to the last of ``updates``. Collective if ``whole``."""
+        """The batch's account up to the last of ``updates``; ``refused`` None: it goes on."""
         return batch_account(
             updates,
-            self._refused(batch) if whole else (),
+            refused or (),
             served,
             self.progress.step + len(updates),
-            self._weight_sync.confirmations,
+            self.weight_sync.confirmations,
             accepted_versions=batch.accepted_versions,
             discarded=batch.discarded,
-            ended_by=batch.membership.ended_by if whole else "accepted",
+            ended_by="accepted" if refused is None else batch.membership.ended_by,
         )
 
     def _refused(self, batch: OpenBatch) -> list[GroupOutcome]:
@@ -344,10 +304,10 @@ class Trainer:
     def _certify(self, account: BatchRecord, updates: Sequence[Update]) -> dict[str, float]:
         """The batch is written down; the seconds that its journal and account took. Collective."""
         start = time.monotonic()
-        self._rollouts.sync()
+        self.rollouts.sync()
         self._collectives.all_gather(None)  # the journals of all ranks come before the certificate
         synced = time.monotonic()
-        self._ledger.close_batch(account)
+        self.ledger.close_batch(account)
         return {
             "time/journal_s": synced - start,
             "time/certificate_s": time.monotonic() - synced + sum(u.check_s for u in updates),
@@ -375,7 +335,7 @@ class Trainer:
         self.progress.weights = ""
         self.progress.position += account.num_drawn
         self._open_updates = 0
-        if most_bad_steps >= self._plan.max_bad_steps:
+        if most_bad_steps >= self.max_bad_steps:
             raise TooManyBadSteps(
                 f"{most_bad_steps} steps in a row had no finite gradient or nothing to "
                 f"train (step {self.progress.step}); lower trainer.learning_rate or look at the "
@@ -386,16 +346,16 @@ class Trainer:
         """A checkpoint of the closed batches; what there is to go on from, in words. Collective."""
         if self._open_updates:  # the weights are not those that the open batch is made by
             return (
-                f"{self._open_updates} of {self._plan.updates_per_batch} updates of the open batch "
+                f"{self._open_updates} of {self.updates_per_batch} updates of the open batch "
                 "were taken, the last checkpoint stays and the journal has the responses since"
             )
-        self._ledger.save(self.progress)
+        self.ledger.save(self.progress)
         return f"step {self.progress.step} is saved"
 
     def _publish(self) -> Published:
         """Moves the weights to every endpoint."""
         self._record("sync_start", version=str(self.version))
-        published = self._weight_sync.publish(self.version)
+        published = self.weight_sync.publish(self.version)
         self._record("sync_end", version=str(self.version))
         digest = published.served.digest
         if self.progress.weights not in ("", digest):
@@ -410,6 +370,6 @@ class Trainer:
     def _report(self, published: Published) -> None:
         """What the last batch, its sync and an evaluation that is due have to say goes out."""
         metrics = self.progress.unreported | dict(published.metrics)
-        self._reporter.report(self.progress.step, self.version, metrics, is_last=not self._goes_on)
+        self.reporter.report(self.progress.step, self.version, metrics, is_last=not self._goes_on)
         self.progress.reported_step = self.progress.step
         self.progress.unreported = {}

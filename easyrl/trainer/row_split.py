@@ -45,33 +45,26 @@ def restrict(row: MicroBatch, sequences: Collection[SampleKey]) -> MicroBatch:
     )
 
 
+def split(row: MicroBatch, values: Tensor) -> dict[SampleKey, Tensor]:
+    """``values`` [N] of each sequence's trained tokens, in their order."""
+    order, counts = torch.unique_consecutive(row.sequence_index, return_counts=True)
+    parts = values.split(counts.tolist())
+    return {row.sequences[q]: part for q, part in zip(order.tolist(), parts, strict=True)}
+
+
 def split_logprobs(row: MicroBatch, frozen: FrozenLogprobs) -> dict[SampleKey, FrozenLogprobs]:
     """What ``frozen`` says of each sequence's trained tokens, in their order."""
-    order, counts = torch.unique_consecutive(row.sequence_index, return_counts=True)
-    sizes = counts.tolist()
-
-    def parts(logprobs: Tensor | None) -> list[Tensor] | list[None]:
-        return [None] * len(sizes) if logprobs is None else list(logprobs.split(sizes))
-
+    reference = {} if frozen.reference is None else split(row, frozen.reference)
+    old_policy = {} if frozen.old_policy is None else split(row, frozen.old_policy)
     return {
-        row.sequences[q]: FrozenLogprobs(reference, old_policy)
-        for q, reference, old_policy in zip(
-            order.tolist(), parts(frozen.reference), parts(frozen.old_policy), strict=True
-        )
+        key: FrozenLogprobs(reference.get(key), old_policy.get(key))
+        for key in split(row, row.label_ids)
     }
-
-
-def split_labels(row: MicroBatch) -> dict[SampleKey, Tensor]:
-    """Each sequence's trained tokens, in the order of ``split_logprobs``."""
-    order, counts = torch.unique_consecutive(row.sequence_index, return_counts=True)
-    labels = row.label_ids.split(counts.tolist())
-    return {row.sequences[q]: part for q, part in zip(order.tolist(), labels, strict=True)}
 
 
 def join_logprobs(row: MicroBatch, parts: Mapping[SampleKey, FrozenLogprobs]) -> FrozenLogprobs:
     """Inverse of ``split_logprobs``; ``parts`` has all sequences of ``row``."""
-    order = torch.unique_consecutive(row.sequence_index).tolist()
-    ordered = [parts[row.sequences[q]] for q in order]
+    ordered = [parts[key] for key in split(row, row.label_ids)]
 
     def joined(logprobs: list[Tensor | None]) -> Tensor | None:
         there = [values for values in logprobs if values is not None]

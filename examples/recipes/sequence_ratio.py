@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from easyrl.recipes import MetricTensors, Models, Recipe, clipped_surrogate, group_advantages
+from easyrl.recipes import Models, Recipe, clipped_surrogate, group_advantages
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SequenceRatio(Recipe):
         return -clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
 
     def metrics(self, logprobs, entropy, terms):
-        return MetricTensors(maxima={"sequence_ratio_max": self.ratio(logprobs, terms).max()})
+        return {"sequence_ratio_max": self.ratio(logprobs, terms).max()}
 
     def ratio(self, logprobs, terms):
         return torch.exp(means(logprobs - terms.old_logprobs, terms))

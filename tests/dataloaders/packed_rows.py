@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from easyrl.recipes.aggregation import Aggregation
+from easyrl.recipes.estimators import Aggregation
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
 from tests.recipes import pack_groups
 from tests.tiny_models import random_group

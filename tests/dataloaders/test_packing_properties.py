@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.kernels.attention.segment_layout import SegmentLayout
-from easyrl.recipes.aggregation import Aggregation
+from easyrl.recipes.estimators import Aggregation
 from easyrl.schema import RolloutGroup
 from tests.dataloaders.packed_rows import (
     BUSY,

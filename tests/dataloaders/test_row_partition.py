@@ -14,10 +14,10 @@ from easyrl.dataloaders.packing.partition import (
     Rows,
     balanced,
     in_order,
-    neighbours,
-    order_cost,
 )
-from easyrl.dataloaders.packing.prefix_tree import lexicographic
+from easyrl.dataloaders.packing.plans import TreeRows
+from easyrl.dataloaders.packing.row import TrainedSequence
+from easyrl.schema import SampleKey
 from tests.dataloaders.packed_rows import BUSY
 
 ITEMS = st.lists(
@@ -98,15 +98,22 @@ def all_stretches(count: int) -> list[list[range]]:
 def test_neighbours_are_the_best_stretches(written: list[list[int]], budget: int) -> None:
     """Tokens and pairs counted in a set of beginnings; every way of cutting tried."""
     cost = RowCost(per_token=1.0, per_pair=0.5, per_label=2.0)
-    num_labels = np.array([len(tokens) - 1 for tokens in written])
-    order = lexicographic([np.array(tokens, dtype=np.int32) for tokens in written])
+    none = np.zeros(0)
+    sequences = [
+        TrainedSequence(
+            SampleKey(0, 0, i), np.array(tokens), 1, np.arange(1, len(tokens)), none, none, none
+        )
+        for i, tokens in enumerate(written)
+    ]
+    plan = TreeRows(sequences, [range(len(written))], budget, cost)
+    order = plan.order
 
     def beginnings(row: list[int]) -> set[tuple[int, ...]]:
         return {tuple(written[i][:n]) for i in row for n in range(1, len(written[i]) + 1)}
 
     def row_cost(row: list[int]) -> float:
         nodes = beginnings(row)
-        labels = sum(int(num_labels[i]) for i in row)
+        labels = sum(len(written[i]) - 1 for i in row)
         return len(nodes) + 0.5 * sum(map(len, nodes)) + 2.0 * labels
 
     def price(rows: Rows) -> tuple[int, float]:
@@ -115,7 +122,7 @@ def test_neighbours_are_the_best_stretches(written: list[list[int]], budget: int
     def fits(rows: Rows) -> bool:
         return all(len(beginnings(row)) <= budget or len(row) == 1 for row in rows)
 
-    rows = neighbours(order, num_labels, budget, cost)
+    rows = plan.neighbours(order)
     assert fits(rows)
     ways = [
         [[int(order.index[i]) for i in part] for part in way] for way in all_stretches(len(written))
@@ -123,4 +130,4 @@ def test_neighbours_are_the_best_stretches(written: list[list[int]], budget: int
     assert price(rows) == min(price(way) for way in ways if fits(way))
     for row in rows:
         wanted = np.isin(np.arange(len(written)), row)
-        assert order_cost(order.only(wanted), num_labels, cost) == row_cost(row)
+        assert plan.cost_of(order.only(wanted)) == row_cost(row)

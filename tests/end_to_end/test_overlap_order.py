@@ -90,6 +90,7 @@ def test_first_backward_and_last_response(mode, runs):
 def test_both_modes_take_the_same_step(runs):
     asynchronous, synchronous = (read_metrics(runs[m] / "metrics.jsonl")[1] for m in runs)
     assert asynchronous["grad_norm"] > 0
-    for name in ("grad_norm", "loss", "reward/mean", "policy/entropy", "tokens/response"):
+    # No figure over the computed tokens: which group without signal is kept is a matter of arrival.
+    for name in ("grad_norm", "loss", "reward/mean", "tokens/response"):
         # to the rounding of fp32 sums, whose order differs
         assert asynchronous[name] == pytest.approx(synchronous[name], rel=1e-5, abs=1e-7), name

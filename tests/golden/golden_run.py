@@ -90,7 +90,7 @@ def train(folder: Path) -> dict[str, Any]:
     from easyrl.engines.deepspeed.engine import DeepSpeedEngine
     from easyrl.inference_client.transfer.artifact import tensor_checksum
     from easyrl.models.loading import load_policy_model
-    from easyrl.recipes.advantages import group_advantages
+    from easyrl.recipes.estimators import group_advantages
     from easyrl.runtime.determinism import make_deterministic
     from easyrl.runtime.numerics import arithmetic
     from tests.golden.comparison import sketch

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from easyrl.config import Config
-from easyrl.engines.base import (
-    EngineState,
-    MetricSums,
-    NonFiniteLossError,
-    SavedState,
-    StepResult,
-)
+from easyrl.engines.base import EngineState, MetricSums, NonFiniteLossError, SavedState, StepResult
 from easyrl.engines.deepspeed.config import (
     frozen_config,
     parameter_groups,
@@ -31,24 +28,27 @@ from easyrl.engines.deepspeed.config import (
 from easyrl.engines.deepspeed.late_denominator import LateScalarAdamW, step_divided
 from easyrl.engines.deepspeed.state import (
     MASTER,
+    Fragment,
+    copy_of,
+    copy_pieces,
+    key_of,
     optimizer_pieces,
+    own_part,
+    read_pieces,
+    restore,
     restore_optimizer,
     restore_schedule,
-    schedule_position,
     zero_3_fragment,
 )
 from easyrl.engines.process_group import quiet, start_process_group
-from easyrl.engines.shard_state import Fragment, copy_pieces, key_of, own_part, read_pieces
-from easyrl.engines.shards import copy_of, local_tensors, perturb, restore
 from easyrl.engines.weight_names import adapter_weights, saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model
 from easyrl.models.lora import OLD_POLICY as OLD_ADAPTER
-from easyrl.models.lora import TRAINED, FrozenAdapter, add_old_policy
+from easyrl.models.lora import TRAINED, add_old_policy, frozen_adapter
 from easyrl.models.policy_model import PolicyModel
-from easyrl.models.tri_model import Frozen, FrozenModel, TriModel
+from easyrl.models.tri_model import FrozenModel, TriModel, frozen_model
 from easyrl.recipes.loading import load_recipe
-from easyrl.recipes.recipe import Recipe
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
 
@@ -86,49 +86,37 @@ class DeepSpeedEngine:
         factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
         self._recipe = load_recipe(config)
         needs = self._recipe.needs
-        with_reference = needs.reference
         self._is_lagged = config.trainer.old_policy == "lagged"
-        self._has_snapshot = (  # never lagged too
-            needs.old_policy and config.trainer.updates_per_batch > 1
-        )
+        # never lagged too
+        self._has_snapshot = needs.old_policy and config.trainer.updates_per_batch > 1
         with_old_policy = self._is_lagged or self._has_snapshot
-        self._policy = policy = load()
+        self._policy = load()
         if config.model.lora is not None and with_old_policy:
-            add_old_policy(policy.model)
-        self._engine = _initialize(config, policy, factor)
+            add_old_policy(self._policy.model)
+        self._engine = _initialize(config, self._policy, factor)
         self._old_parameters: dict[str, nn.Parameter] = {}  # by the trained one's name
         self._tri_model = TriModel(
             self._engine,
-            reference=self._reference(load) if with_reference else None,
+            reference=self._reference(load) if needs.reference else None,
             old_policy=self._old_policy(load) if with_old_policy else None,
             temperature=config.rollout.temperature,
             device=self._device,
         )
-        self.can_look_ahead = (with_reference or with_old_policy) and not (
+        self.can_look_ahead = (needs.reference or with_old_policy) and not (
             self._stage == 3 and self.ranks.dp_size > 1  # the frozen models are sharded too
         )
-        self._same_pass = _same_pass(config, self._recipe)
+        wanted, span = config.model.logprob_backward, self._recipe.span
+        self._same_pass = span == "token" if wanted == "auto" else wanted == "same_pass"
         self._num_backwards = 0
 
     # ---- training --------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """The weights as they are now are the old policy of the batch's updates. All ranks call it.
-
-        Without effect with one update per batch, where the policy itself is the old policy, as it
-        still is in the first of several: that one needs no forward of the snapshot.
-        """
         if self._has_snapshot:
             self._set_old_policy(self._local(self._parameters().values()))
-            self._tri_model.old_is_policy = True
+            self._tri_model.old_is_policy = True  # in the first update: no forward of the snapshot
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
-        """Accumulates the gradients of the recipe's sums.
-
-        Raises ``NonFiniteLossError`` after the backwards of all ``micro_batches``, so that ranks in
-        lock-step are not left waiting; the accumulated gradient is then NaN, and ``optimizer_step``
-        would skip on every rank.
-        """
         metrics = []
         problem = None
         for index, micro_batch in enumerate(micro_batches):
@@ -141,11 +129,10 @@ class DeepSpeedEngine:
             self._backward(loss_sum)
             metrics.append(sums)
         if problem is not None:
-            raise NonFiniteLossError(problem)
+            raise NonFiniteLossError(problem)  # only now: ranks in lock-step are not left waiting
         return metrics
 
     def optimizer_step(self, denominator: float) -> StepResult:
-        """Divides by ``denominator`` (of all ranks together), clips, steps, clears. Collective."""
         assert denominator > 0
         learning_rate = float(self._engine.get_lr()[0])
         if self._backwards_of_all_ranks() == 0:
@@ -163,9 +150,7 @@ class DeepSpeedEngine:
         return StepResult(grad_norm, learning_rate, skipped=not applied)
 
     def discard_gradients(self) -> None:
-        """Forgets what was accumulated. Collective.
-
-        A step that cannot be taken is the one way of clearing that all of DeepSpeed's optimizers
+        """A step that cannot be taken is the one way of clearing that all of DeepSpeed's optimizers
         have in common.
         """
         self._backward_of_nothing(scale=math.nan)
@@ -174,19 +159,16 @@ class DeepSpeedEngine:
         self._num_backwards = 0
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
-        """What ``forward_backward`` would have the frozen models say of ``micro_batch``."""
         assert self.can_look_ahead
         return self._tri_model.frozen_logprobs(micro_batch)
 
     @property
     def has_frozen_models(self) -> bool:
-        """Whether ``frozen_logprobs`` says anything: a reference, or an old policy that differs."""
         models = self._tri_model
         lags = models.old_policy is not None and not models.old_is_policy
         return models.reference is not None or lags
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """Policy log-probabilities without gradient, float32 [N], on the CPU."""
         return self._tri_model.policy_logprobs(micro_batch).float().cpu()
 
     def _backward(self, loss: Tensor) -> None:
@@ -208,12 +190,7 @@ class DeepSpeedEngine:
     def named_weights(
         self, kind: Literal["full", "adapter"] = "full"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and CPU tensors as ``save_pretrained`` writes them, one module at a time.
-
-        ``full``: the model's, with the adapter merged if there is one; ``adapter``: only that one's
-        own, as peft writes them. Ranks other than 0 get tensors without data (device ``meta``).
-        Collective.
-        """
+        """One module at a time; ranks other than 0 get tensors without data (device ``meta``)."""
         self._release_gathered()
         weights = {"full": saved_weights, "adapter": adapter_weights}[kind]
         return weights(self._policy.model, is_writer=self.ranks.rank == 0)
@@ -221,19 +198,26 @@ class DeepSpeedEngine:
     @contextmanager
     def perturbed_weights(self) -> Iterator[None]:
         """Inside, every weight tensor is scaled by a factor between 0.95 and 1.05 of its own."""
-        model = self._policy.model
-        tensors = self._local(model.parameters())
+        parameters = dict(self._policy.model.named_parameters())
+        tensors = self._local(parameters.values())
         saved = copy_of(tensors)
-        perturb(model, tensors)
+        for name, tensor in zip(parameters, tensors, strict=True):
+            tensor.mul_(perturbation(name))
         try:
             yield
         finally:
-            restore(self._local(model.parameters()), saved)
+            restore(self._local(parameters.values()), saved)
 
     def _local(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Parameters as this rank holds them, nothing gathered."""
+        """This rank's storage of each parameter, with nothing gathered: a change to a shard would
+        not reach the gathered copy.
+        """
         self._release_gathered()
-        return local_tensors(parameters, sharded=self._stage == 3)
+        if self._stage < 3:
+            return [parameter.data for parameter in parameters]
+        with_shards: list[Any] = list(parameters)  # DeepSpeed adds the attributes
+        assert all(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in with_shards)
+        return [parameter.ds_tensor.data for parameter in with_shards]
 
     def _release_gathered(self) -> None:
         """After this, ZeRO-3's shards are the only copy of the policy."""
@@ -242,12 +226,12 @@ class DeepSpeedEngine:
 
     # ---- frozen models ---------------------------------------------------------------------------
 
-    def _reference(self, load: Callable[[], PolicyModel]) -> Frozen:
+    def _reference(self, load: Callable[[], PolicyModel]) -> FrozenModel:
         if self._config.model.lora is not None:
-            return FrozenAdapter(self._engine, self._policy, None)
+            return frozen_adapter(self._engine, self._policy, None)
         return self._frozen(load(), offload=self._config.trainer.offload_reference)
 
-    def _old_policy(self, load: Callable[[], PolicyModel]) -> Frozen:
+    def _old_policy(self, load: Callable[[], PolicyModel]) -> FrozenModel:
         """Also remembers the parameters that ``_set_old_policy`` writes."""
         if self._config.model.lora is not None:
             own = dict(self._policy.model.named_parameters())
@@ -255,7 +239,7 @@ class DeepSpeedEngine:
                 name: own[name.replace(f".{TRAINED}.", f".{OLD_ADAPTER}.")]
                 for name in self._parameters()
             }
-            return FrozenAdapter(self._engine, self._policy, OLD_ADAPTER)
+            return frozen_adapter(self._engine, self._policy, OLD_ADAPTER)
         old_policy = self._frozen(load(), offload=False)
         parameters = old_policy.module.parameters()
         self._old_parameters = dict(zip(self._parameters(), parameters, strict=True))
@@ -269,18 +253,18 @@ class DeepSpeedEngine:
         if self._stage < 3:
             if not offload:
                 model.to(self._device)
-            return FrozenModel(model, self._device, offload=offload)
+            return frozen_model(model, self._device, offload=offload)
         model.requires_grad_(False)
         with quiet():
             sharded, *_ = deepspeed.initialize(
                 model=model, config=frozen_config(self._config, offload=offload)
             )
-        return FrozenModel(sharded, self._device)
+        return frozen_model(sharded, self._device)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def snapshot(self) -> EngineState:
-        """This rank's share of masters, moments, step counts and, if lagged, the old policy.
+        """Masters, moments, step counts and, if lagged, the old policy.
 
         Host memory: 12 bytes per trained parameter, divided by the number of ranks; with a lagged
         old policy its own size more.
@@ -289,20 +273,15 @@ class DeepSpeedEngine:
         if self._is_lagged:
             for tensor, _, own in self._old_policy_fragments():
                 pieces += copy_pieces(OLD_POLICY, tensor, [own])
-        position = schedule_position(self._engine.lr_scheduler)
-        return EngineState(pieces, self._description() | {SCHEDULE: position})
+        # The rest of the schedule's state is the configuration.
+        position = {SCHEDULE: self._engine.lr_scheduler.last_epoch}
+        return EngineState(pieces, self._description() | position)
 
     def restore(self, saved: SavedState) -> None:
-        """Inverse of ``snapshot``, also for another number of ranks or ZeRO stage. Collective.
-
-        Raises ``ValueError`` if the checkpoint is of another model, dtype or kind of old policy.
-        """
+        """Also from another ZeRO stage; not of another model, dtype or kind of old policy."""
         mine = self._description()
-        wrong = [
-            f"{key} is {saved.description.get(key)}, now {mine[key]}"
-            for key in mine
-            if saved.description.get(key) != mine[key]
-        ]
+        theirs = {key: saved.description.get(key) for key in mine}
+        wrong = [f"{k} is {theirs[k]}, now {mine[k]}" for k in mine if theirs[k] != mine[k]]
         for name, parameter in self._parameters().items():
             numel = saved.numel(key_of(MASTER, name))
             if not wrong and numel != _numel(parameter):
@@ -324,17 +303,16 @@ class DeepSpeedEngine:
         return {n: p for n, p in self._policy.model.named_parameters() if p.requires_grad}
 
     def _old_policy_fragments(self) -> Iterator[tuple[Tensor, Fragment, Fragment]]:
-        """The old policy's flattened tensors on this rank: what they hold, what is saved of it."""
+        """The old policy's tensors on this rank: what they hold, what is saved of it."""
         tensors = self._local(self._old_parameters.values())
         for (name, parameter), tensor in zip(self._old_parameters.items(), tensors, strict=True):
             if self._stage == 3:
-                held = zero_3_fragment(name, parameter, 0, tensor.numel())
-                own = held
+                held = own = zero_3_fragment(name, parameter, 0, tensor.numel())
             else:
                 held = Fragment(name, 0, tensor.numel(), 0)
                 own = own_part(held, self.ranks.dp_rank, self.ranks.dp_size)
             if held.numel > 0:
-                yield tensor.view(-1), held, own
+                yield tensor, held, own
 
     def _description(self) -> dict[str, Any]:
         lora = self._config.model.lora
@@ -347,14 +325,18 @@ class DeepSpeedEngine:
         }
 
 
+def perturbation(name: str) -> float:
+    """``1 + 0.05 u`` with ``0.3 <= |u| <= 1`` from a hash of ``name``: always to be seen."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    magnitude = 0.3 + 0.7 * int.from_bytes(digest[:4], "little") / 2**32
+    sign = 1 if digest[4] & 1 else -1
+    return 1 + 0.05 * sign * magnitude
+
+
 def _initialize(
     config: Config, policy: nn.Module, factor: Callable[[int], float]
 ) -> deepspeed.DeepSpeedEngine:
     trainer = config.trainer
-
-    def schedule(optimizer: torch.optim.Optimizer) -> LRScheduler:
-        return LambdaLR(optimizer, factor)
-
     settings: dict[str, Any] = {
         "lr": trainer.learning_rate,
         "betas": trainer.adam_betas,
@@ -368,14 +350,12 @@ def _initialize(
         optimizer = torch.optim.AdamW(groups, fused=trainer.offload_optimizer or None, **settings)
     with quiet():
         engine, *_ = deepspeed.initialize(
-            model=policy, optimizer=optimizer, lr_scheduler=schedule, config=training_config(config)
+            model=policy,
+            optimizer=optimizer,
+            lr_scheduler=partial(LambdaLR, lr_lambda=factor),
+            config=training_config(config),
         )
     return engine
-
-
-def _same_pass(config: Config, recipe: Recipe) -> bool:
-    wanted = config.model.logprob_backward
-    return recipe.span == "token" if wanted == "auto" else wanted == "same_pass"
 
 
 def _smallest_row(device: torch.device) -> tuple[Any, ...]:

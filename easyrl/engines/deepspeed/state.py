@@ -8,14 +8,16 @@ Read in 0.19.8, kept to the bit by ``tests/easyrl/ledger/test_checkpoint_state.p
   parameter says which of its elements lie where.
 - ZeRO-3: each parameter is cut into equal parts, one per rank, padded at the end.
 
-The weights in the model's dtype are always a copy of the masters, so they are not saved.
+The weights in the model's dtype are always a copy of the masters, so they are not saved. What is
+saved has a parameter's name and its place in the whole flattened parameter, so that any other
+number of ranks finds what it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,19 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from easyrl.engines.base import SavedState, StatePiece
 from easyrl.engines.deepspeed.late_denominator import LateScalarAdamW
-from easyrl.engines.shard_state import Fragment, copy_pieces, key_of, own_part, read_pieces
 
 MASTER, STEP = "master", "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Fragment(NamedTuple):
+    """Elements ``[start, start + numel)`` of a flattened parameter, at ``offset`` of another
+    flattened tensor."""
+
+    name: str
+    start: int
+    numel: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,19 @@ class Shard:
     saved: list[Fragment]  # those of them that this rank saves
 
 
+def copy_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory."""
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+@torch.no_grad()
+def restore(tensors: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+    """Writes ``saved`` into ``tensors``, to the bit."""
+    for tensor, value in zip(tensors, saved, strict=True):
+        assert tensor.shape == value.shape and tensor.dtype == value.dtype
+        tensor.copy_(value)
+
+
 def optimizer_pieces(optimizer: Any, parameters: Mapping[str, Any]) -> Iterator[StatePiece]:
     """Copies of this rank's share of masters, moments and step counts.
 
@@ -49,11 +73,11 @@ def optimizer_pieces(optimizer: Any, parameters: Mapping[str, Any]) -> Iterator[
     """
     adam = _adam(optimizer)
     for shard in _shards(optimizer, parameters):
-        yield from copy_pieces(MASTER, _flat(shard.tensor), shard.saved)
+        yield from copy_pieces(MASTER, shard.tensor, shard.saved)
         if not (state := adam.state.get(shard.tensor)):
             continue
         for kind in MOMENTS:
-            yield from copy_pieces(kind, _flat(state[kind]), shard.saved)
+            yield from copy_pieces(kind, state[kind], shard.saved)
         count = state["step"].detach().float().cpu().reshape(1)
         for fragment in shard.saved:
             if fragment.start == 0 and fragment.numel > 0:
@@ -70,7 +94,7 @@ def restore_optimizer(optimizer: Any, parameters: Mapping[str, Any], saved: Save
         optimizer.checkpoint_event_prologue()  # nothing gathered
     adam = _adam(optimizer)
     for shard in _shards(optimizer, parameters):
-        read_pieces(MASTER, _flat(shard.tensor), shard.fragments, saved)
+        read_pieces(MASTER, shard.tensor, shard.fragments, saved)
         count = _step_count(shard, saved)
         if count == 0:
             adam.state.pop(shard.tensor, None)
@@ -80,14 +104,8 @@ def restore_optimizer(optimizer: Any, parameters: Mapping[str, Any], saved: Save
             state.update(_fresh_state(adam, shard.tensor))
         state["step"].fill_(count)
         for kind in MOMENTS:
-            read_pieces(kind, _flat(state[kind]), shard.fragments, saved)
+            read_pieces(kind, state[kind], shard.fragments, saved)
     _copy_masters_to_model(optimizer)
-
-
-def schedule_position(scheduler: Any) -> int:
-    """Steps that a schedule has taken; the rest of its state is the configuration."""
-    assert isinstance(scheduler, LambdaLR)
-    return scheduler.last_epoch
 
 
 def restore_schedule(scheduler: Any, position: int) -> None:
@@ -104,6 +122,43 @@ def restore_schedule(scheduler: Any, position: int) -> None:
     scheduler._last_lr = rates
 
 
+def own_part(fragment: Fragment, rank: int, num_ranks: int) -> Fragment:
+    """What ``rank`` saves of a fragment that all ranks hold; may be empty."""
+    first = fragment.numel * rank // num_ranks
+    last = fragment.numel * (rank + 1) // num_ranks
+    return fragment._replace(
+        start=fragment.start + first, numel=last - first, offset=fragment.offset + first
+    )
+
+
+def copy_pieces(kind: str, tensor: Tensor, fragments: Sequence[Fragment]) -> Iterator[StatePiece]:
+    """Copies in host memory of the fragments of ``tensor``."""
+    flat = tensor.detach().view(-1)
+    for name, start, numel, offset in fragments:
+        if numel > 0:
+            values = flat[offset : offset + numel].to("cpu", copy=True)
+            yield StatePiece(key_of(kind, name), start, values)
+
+
+def read_pieces(
+    kind: str, tensor: Tensor, fragments: Sequence[Fragment], saved: SavedState
+) -> None:
+    """Inverse of ``copy_pieces``. Raises ``ValueError`` for another dtype."""
+    flat = tensor.detach().view(-1)
+    for name, start, numel, offset in fragments:
+        values = saved.read(key_of(kind, name), start, numel)
+        if values.dtype != flat.dtype:
+            raise ValueError(
+                f"{key_of(kind, name)} is {values.dtype} in the checkpoint, here {flat.dtype}"
+            )
+        flat[offset : offset + numel].copy_(values)
+
+
+def key_of(kind: str, name: str) -> str:
+    """Of a tensor in the checkpoint."""
+    return f"{kind}/{name}"
+
+
 def _shards(optimizer: Any, parameters: Mapping[str, Any]) -> list[Shard]:
     if isinstance(optimizer, LateScalarAdamW):
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -112,16 +167,15 @@ def _shards(optimizer: Any, parameters: Mapping[str, Any]) -> list[Shard]:
             Shard(parameters[n], [fragment], [own_part(fragment, rank, num_ranks)])
             for n, fragment in whole.items()
         ]
+    placed = _placed_by_mapping(parameters)
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         flats = optimizer.fp32_partitioned_groups_flat
         placed = _placed_by_zero_3(optimizer, parameters)
     elif isinstance(optimizer, BF16_Optimizer):
         flats = optimizer.fp32_groups_flat_partition
-        placed = _placed_by_mapping(parameters)
     else:
         assert isinstance(optimizer, DeepSpeedZeroOptimizer)
         flats = optimizer.single_partition_of_fp32_groups
-        placed = _placed_by_mapping(parameters)
     by_flat: list[list[Fragment]] = [[] for _ in flats]
     for index, fragment in placed:
         by_flat[index].append(fragment)
@@ -188,7 +242,3 @@ def _copy_masters_to_model(optimizer: Any) -> None:
         optimizer.checkpoint_event_epilogue()  # gathers again what always is
     elif not isinstance(optimizer, LateScalarAdamW):
         optimizer.update_lp_params()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1)

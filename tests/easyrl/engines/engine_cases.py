@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from easyrl.recipes.advantages import group_advantages
+from easyrl.recipes.estimators import group_advantages
 from easyrl.schema import MicroBatch, RolloutGroup
 from tests.recipes import batch_denominator, pack_groups
 from tests.tiny_models import random_group, save_tiny_model

@@ -38,7 +38,7 @@ from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel
-from easyrl.models.tri_model import FrozenModel, TriModel
+from easyrl.models.tri_model import TriModel, frozen_model
 from easyrl.recipes.loading import load_recipe
 from easyrl.recipes.losses import policy_loss
 from easyrl.runtime.collectives import Collectives
@@ -213,8 +213,8 @@ def bf16_gold(session: Session, accumulate: torch.dtype) -> Gold:
     device = torch.device("cpu")
     tri = TriModel(
         policy,
-        reference=FrozenModel(reference, device),
-        old_policy=FrozenModel(old, device),
+        reference=frozen_model(reference, device),
+        old_policy=frozen_model(old, device),
         temperature=TEMPERATURE,
         device=device,
     )

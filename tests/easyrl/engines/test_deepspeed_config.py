@@ -16,7 +16,7 @@ from easyrl.engines.deepspeed.config import (
     schedule_factor,
     training_config,
 )
-from easyrl.engines.shards import perturbation
+from easyrl.engines.deepspeed.engine import perturbation
 
 
 def factors(num_steps: int, **trainer: object) -> list[float]:

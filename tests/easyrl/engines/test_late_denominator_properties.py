@@ -25,9 +25,8 @@ from easyrl.engines.base import MetricSums
 from easyrl.metrics.event_log import ignore
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel
-from easyrl.models.tri_model import FrozenModel, TriModel
-from easyrl.recipes.advantages import group_advantages
-from easyrl.recipes.aggregation import Aggregation
+from easyrl.models.tri_model import TriModel, frozen_model
+from easyrl.recipes.estimators import Aggregation, group_advantages
 from easyrl.recipes.losses import policy_loss
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Key, MicroBatch, RolloutGroup
@@ -174,7 +173,7 @@ def streamed_updates(model: PolicyModel, spread: Spread, stop: StopRequest) -> d
     tri = TriModel(
         policy,
         reference=None,
-        old_policy=FrozenModel(old, CPU),
+        old_policy=frozen_model(old, CPU),
         temperature=TEMPERATURE,
         device=CPU,
     )

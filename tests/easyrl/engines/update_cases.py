@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from easyrl.recipes.advantages import group_advantages
+from easyrl.recipes.estimators import group_advantages
 from easyrl.schema import MicroBatch, RolloutGroup
 from tests.easyrl.engines.engine_cases import (
     CLIP,

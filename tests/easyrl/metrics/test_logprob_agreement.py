@@ -20,14 +20,13 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from easyrl.config import Config
 from easyrl.config.file import validate_config
-from easyrl.engines.base import MetricSums, TokenLogprobs, TriLogprobs
+from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine, GenerationRequest
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams
 from easyrl.metrics.logprob_mismatch import LogprobMismatch, pattern
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import run_micro_batch
-from easyrl.recipes.comparison import comparison_sums
-from easyrl.recipes.losses import policy_loss
+from easyrl.recipes.losses import comparison_sums, policy_loss
 from easyrl.schema import Completion, FrozenLogprobs, Prompt, RolloutGroup, Score
 from tests.recipes import pack_groups, token_grpo
 from tests.tiny_models import tiny_config
@@ -177,7 +176,7 @@ def batch_sums(
     for row in rows:
         with torch.no_grad():
             logprobs, entropy = run_micro_batch(model, row, temperature)
-        tri = TriLogprobs(TokenLogprobs(logprobs, entropy), FrozenLogprobs(None, None))
+        tri = TriLogprobs(logprobs, entropy, FrozenLogprobs(None, None))
         total.add(policy_loss(tri, row, token_grpo())[1])
     return total.sums
 

@@ -17,7 +17,6 @@ from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import EventLog, read_events
 from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
-from easyrl.metrics.throughput import Throughput
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, WandbTracker, read_metrics
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
@@ -326,23 +325,19 @@ def test_event_log_is_ordered_and_on_disk_at_once(tmp_path):
     assert len(read_events(tmp_path / "events.jsonl")) == 2
 
 
-class FakeIdle:
-    def __init__(self, *values):
-        self.values = list(values)
-
-    def idle_s(self):
-        return self.values.pop(0)
+def idle(*values):
+    return iter(values).__next__
 
 
 def test_throughput_is_per_step_and_device():
-    throughput = Throughput(FakeIdle(1.0, 1.5, 4.0), num_devices=4)
+    reporter = StepReporter(idle(1.0, 1.5, 4.0), num_devices=4)
     metrics = {"tokens/packed": 600.0, "time/step_s": 3.0}
-    throughput.add(1, metrics)
+    reporter.report(1, VERSION, metrics, is_last=False)
     assert metrics["time/inference_idle_s"] == 0.5
     assert metrics["throughput/tokens_per_s"] == 200.0
     assert metrics["throughput/tokens_per_s_per_device"] == 50.0
     start = {}
-    throughput.add(0, start)
+    reporter.report(0, VERSION, start, is_last=False)
     assert start == {"time/inference_idle_s": 2.5}
 
 
@@ -371,9 +366,7 @@ class Figures:
 def test_a_step_is_reported_with_evaluation_and_throughput_to_every_tracker():
     evaluation, first, second = Figures(), Figures(), Figures()
     reporter = StepReporter(
-        Throughput(FakeIdle(0.0, 1.0, 1.5), num_devices=1),
-        evaluation=evaluation,
-        trackers=[first, second],
+        idle(0.0, 1.0, 1.5), num_devices=1, evaluation=evaluation, trackers=[first, second]
     )
     reporter.report(0, VERSION, {"time/sync_s": 0.5}, is_last=False)
     reporter.report(1, VERSION, {"tokens/packed": 600.0, "time/step_s": 3.0}, is_last=True)
@@ -387,7 +380,7 @@ def test_a_step_is_reported_with_evaluation_and_throughput_to_every_tracker():
 
 def test_a_step_without_evaluation_is_reported_as_it_is():
     tracker = Figures()
-    reporter = StepReporter(Throughput(FakeIdle(0.0, 0.0), num_devices=1), trackers=[tracker])
+    reporter = StepReporter(idle(0.0, 0.0), num_devices=1, trackers=[tracker])
     reporter.compare(BatchTotals())  # nobody looks: another rank's task
     reporter.report(0, VERSION, {"a": 1.0}, is_last=True)
     assert tracker.logged == [(0, {"a": 1.0, "time/inference_idle_s": 0.0})]

@@ -17,7 +17,7 @@ from easyrl.engines.weight_names import adapter_weights
 from easyrl.models.loading import load_policy_model
 from easyrl.models.lora import adapter_layers, factors
 from easyrl.models.policy_model import PolicyModel
-from easyrl.recipes.advantages import group_advantages
+from easyrl.recipes.estimators import group_advantages
 from tests.easyrl.engines.engine_cases import (
     CLIP,
     ENTROPY_COEF,

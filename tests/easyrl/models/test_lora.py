@@ -17,7 +17,7 @@ from easyrl.engines.weight_names import adapter_weights, saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.ledger.checkpoints.export import export_adapter, export_model
 from easyrl.models.loading import load_policy_model
-from easyrl.models.lora import OLD_POLICY, FrozenAdapter, adapter_parameters, add_old_policy
+from easyrl.models.lora import OLD_POLICY, adapter_parameters, add_old_policy, frozen_adapter
 from easyrl.models.policy_model import PolicyModel, run_micro_batch
 from easyrl.models.tri_model import TriModel
 from easyrl.schema import MicroBatch
@@ -72,7 +72,7 @@ def logprobs(policy: PolicyModel, row: MicroBatch) -> torch.Tensor:
 
 
 def of_frozen(policy: PolicyModel, row: MicroBatch, adapter: str | None) -> torch.Tensor:
-    frozen = FrozenAdapter(policy, policy, adapter)
+    frozen = frozen_adapter(policy, policy, adapter)
     return frozen.logprobs(row, SegmentLayout(row.segments), TEMPERATURE)
 
 
@@ -164,7 +164,7 @@ def test_gradient_is_pefts_in_fp64(
     folder = folders[family]
     config = model_config(folder, family, activation_checkpointing=checkpointing)
     policy = load(config, folder / "adapter", torch.float64)
-    reference = FrozenAdapter(policy, policy, None)
+    reference = frozen_adapter(policy, policy, None)
     tri_model = TriModel(
         policy, reference=reference, old_policy=None, temperature=TEMPERATURE, device=CPU
     )

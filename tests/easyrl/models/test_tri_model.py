@@ -14,9 +14,9 @@ from easyrl.config import ModelConfig
 from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.models import tri_model as tri_model_module
 from easyrl.models.loading import load_policy_model
-from easyrl.models.tri_model import FrozenModel, TriModel
+from easyrl.models.tri_model import TriModel, frozen_model
 from easyrl.recipes import losses as losses_module
-from easyrl.recipes.losses import policy_loss
+from easyrl.recipes.losses import policy_loss, terms_of
 from easyrl.schema import FrozenLogprobs, MicroBatch
 from tests.easyrl.engines.engine_cases import (
     AGGREGATIONS,
@@ -63,11 +63,16 @@ def tri_model(folder: Path, *, frozen: bool = True, offload: bool = False) -> Tr
     )
     return TriModel(
         policy,
-        reference=FrozenModel(reference, CPU, offload=offload) if frozen else None,
-        old_policy=FrozenModel(old, CPU, offload=offload) if frozen else None,
+        reference=frozen_model(reference, CPU, offload=offload) if frozen else None,
+        old_policy=frozen_model(old, CPU, offload=offload) if frozen else None,
         temperature=TEMPERATURE,
         device=CPU,
     )
+
+
+def old_logprobs(tri: TriLogprobs, row: MicroBatch) -> Tensor:
+    """As the loss is given them."""
+    return terms_of(row, tri.frozen, tri.logprobs).old_logprobs
 
 
 def gradients(tri: TriModel) -> dict[str, Tensor]:
@@ -110,20 +115,21 @@ def test_only_the_policy_carries_gradient(folder: Path) -> None:
     tri = tri_model(folder)
     row = streamed("token")[0]
     result = tri(row)
-    assert result.policy.logprobs.requires_grad and result.policy.entropy.requires_grad
-    assert result.reference_logprobs is not None
-    assert not result.reference_logprobs.requires_grad and not result.old_logprobs.requires_grad
-    for other in (result.old_logprobs, result.reference_logprobs):
-        assert (other - result.policy.logprobs).abs().max() > 0.05  # three different models
+    assert result.logprobs.requires_grad and result.entropy.requires_grad
+    assert result.frozen.reference is not None
+    assert not result.frozen.reference.requires_grad and not old_logprobs(result, row).requires_grad
+    for other in (old_logprobs(result, row), result.frozen.reference):
+        assert (other - result.logprobs).abs().max() > 0.05  # three different models
 
 
 def test_skipped_models(folder: Path) -> None:
     """No reference; the policy's own log-probabilities serve as the old ones."""
     tri = tri_model(folder, frozen=False)
-    result = tri(streamed("token")[0])
-    assert result.reference_logprobs is None
-    assert torch.equal(result.old_logprobs, result.policy.logprobs)
-    assert not result.old_logprobs.requires_grad
+    row = streamed("token")[0]
+    result = tri(row)
+    assert result.frozen.reference is None
+    assert torch.equal(old_logprobs(result, row), result.logprobs)
+    assert not old_logprobs(result, row).requires_grad
 
 
 def test_old_policy_that_is_the_policy_is_not_run(folder: Path) -> None:
@@ -132,18 +138,18 @@ def test_old_policy_that_is_the_policy_is_not_run(folder: Path) -> None:
     plain = tri(row)
     tri.old_is_policy = True
     result = tri(row)
-    assert torch.equal(result.old_logprobs, result.policy.logprobs)
-    assert not result.old_logprobs.requires_grad
-    assert result.reference_logprobs is not None and plain.reference_logprobs is not None
-    assert torch.equal(result.reference_logprobs, plain.reference_logprobs)
-    assert not torch.equal(result.old_logprobs, plain.old_logprobs)
+    assert torch.equal(old_logprobs(result, row), result.logprobs)
+    assert not old_logprobs(result, row).requires_grad
+    assert result.frozen.reference is not None and plain.frozen.reference is not None
+    assert torch.equal(result.frozen.reference, plain.frozen.reference)
+    assert not torch.equal(old_logprobs(result, row), old_logprobs(plain, row))
 
 
 def test_policy_logprobs_are_those_of_training(folder: Path) -> None:
     tri = tri_model(folder, frozen=False)
     row = streamed("token")[0]
     logprobs = tri.policy_logprobs(row)
-    assert torch.equal(logprobs, tri(row).policy.logprobs) and not logprobs.requires_grad
+    assert torch.equal(logprobs, tri(row).logprobs) and not logprobs.requires_grad
 
 
 def storages(module: nn.Module) -> dict[str, int]:
@@ -154,7 +160,7 @@ def storages(module: nn.Module) -> dict[str, int]:
 def test_offloaded_models_return_to_the_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers; afterwards parameters and buffers are the host's own storage again."""
     tri = tri_model(folder, offload=True)
-    assert isinstance(tri.reference, FrozenModel)
+    assert tri.reference is not None
     module, used = tri.reference.module, []
 
     def copied(device: torch.device) -> nn.Module:
@@ -170,8 +176,8 @@ def test_offloaded_models_return_to_the_host(folder: Path, monkeypatch: pytest.M
     before, row = storages(module), streamed("token")[0]
     assert any("inv_freq" in name for name in before)
     result, plain = tri(row), tri_model(folder)(row)
-    assert result.reference_logprobs is not None and plain.reference_logprobs is not None
-    assert torch.equal(result.reference_logprobs, plain.reference_logprobs)
+    assert result.frozen.reference is not None and plain.frozen.reference is not None
+    assert torch.equal(result.frozen.reference, plain.frozen.reference)
     (at_use,) = used
     assert not set(at_use.values()) & set(before.values())
     assert storages(module) == before
@@ -199,7 +205,7 @@ def test_what_was_computed_ahead_goes_to_the_device(
     counted = []
 
     def metrics(tri: TriLogprobs, row: MicroBatch, *_: object) -> MetricSums:
-        counted.extend([tri.policy.logprobs, tri.reference_logprobs, tri.old_logprobs])
+        counted.extend([tri.logprobs, tri.frozen.reference, tri.frozen.old_policy])
         counted.extend([row.sequence_index, row.advantages, row.inference_logprobs])
         return MetricSums()
 

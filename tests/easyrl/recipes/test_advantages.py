@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from easyrl.recipes.advantages import group_advantages
+from easyrl.recipes.estimators import group_advantages
 
 REWARDS = np.array([1.0, 0.0, 0.25, 0.0, 1.0, -2.0])
 

@@ -19,7 +19,7 @@ from easyrl.config.file import validate_config
 from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.metrics.trackers import read_metrics
 from easyrl.models.loading import load_policy_model
-from easyrl.models.tri_model import FrozenModel, TriModel
+from easyrl.models.tri_model import TriModel, frozen_model
 from easyrl.recipes import Recipe
 from easyrl.recipes.groups import trained_groups
 from easyrl.recipes.loading import load_recipe, notices
@@ -73,7 +73,7 @@ def packed_gradients(
         load_policy_model(ModelConfig(path=folder / name), dtype=torch.float64)
         for name in ("policy", "old")
     )
-    frozen = FrozenModel(old, CPU) if recipe.needs.old_policy else None
+    frozen = frozen_model(old, CPU) if recipe.needs.old_policy else None
     tri = TriModel(policy, reference=None, old_policy=frozen, temperature=TEMPERATURE, device=CPU)
     run = run_settings(num_generations=3)
     trained = trained_groups(recipe, run, groups, [group.rewards for group in groups])

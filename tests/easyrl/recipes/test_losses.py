@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from easyrl.engines.base import TokenLogprobs, TriLogprobs
+from easyrl.engines.base import TriLogprobs
 from easyrl.recipes.estimators import importance_weights, kl_estimate, reward_to_go
 from easyrl.recipes.losses import loss_metrics, policy_loss, token_loss
 from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey
@@ -90,10 +90,8 @@ def packed(batch: Padded, aggregation: str) -> tuple[TriLogprobs, MicroBatch]:
         sequence_index=sequence_index,
         sequences=tuple(SampleKey(0, 0, i) for i in range(len(LENGTHS))),
     )
-    policy = TokenLogprobs(batch.policy[batch.mask], batch.entropy[batch.mask])
-    return TriLogprobs(
-        policy, FrozenLogprobs(batch.reference[batch.mask], batch.old[batch.mask])
-    ), micro_batch
+    frozen = FrozenLogprobs(batch.reference[batch.mask], batch.old[batch.mask])
+    return TriLogprobs(batch.policy[batch.mask], batch.entropy[batch.mask], frozen), micro_batch
 
 
 def assert_equal(batch: Padded, got: Tensor, expected: Tensor) -> None:
@@ -137,9 +135,9 @@ def test_on_policy_gradient_is_the_plain_policy_gradient() -> None:
     """With old = policy the ratio is 1 and ``∇ loss = -Σ A ∇ log policy``: no clip, no ratio."""
     batch = padded_batch(spread=0.0)
     tri, micro_batch = packed(batch, "token")
-    tri = replace(tri, frozen=FrozenLogprobs(tri.reference_logprobs, None))
+    tri = replace(tri, frozen=FrozenLogprobs(tri.frozen.reference, None))
     loss_sum, metrics = policy_loss(tri, micro_batch, token_grpo())
-    plain = -(micro_batch.advantages * tri.policy.logprobs).sum()
+    plain = -(micro_batch.advantages * tri.logprobs).sum()
     got, expected = (
         torch.autograd.grad(x, batch.policy, retain_graph=True)[0] for x in (loss_sum, plain)
     )
@@ -155,15 +153,15 @@ def test_losses_of_parts_are_those_of_the_whole(
     """What a projection that forms its gradient chunk by chunk asks for."""
     batch = padded_batch()
     tri, micro_batch = packed(batch, "sequence")
-    old = None if old_is_policy else tri.old_logprobs
-    tri = replace(tri, frozen=FrozenLogprobs(tri.reference_logprobs, old))
+    old = None if old_is_policy else tri.frozen.old_policy
+    tri = replace(tri, frozen=FrozenLogprobs(tri.frozen.reference, old))
     recipe = token_grpo(
         kl_coef=0.1, entropy_coef=0.01, importance_correction=correction, importance_cap=1.5
     )
     assert recipe.span == "token"
     whole, metrics = policy_loss(tri, micro_batch, recipe)
     losses = token_loss(micro_batch, tri.frozen, recipe)
-    policy, entropy = tri.policy.logprobs, tri.policy.entropy
+    policy, entropy = tri.logprobs, tri.entropy
     chunks = [slice(start, start + 3) for start in range(0, len(policy), 3)]
     parts = [losses(policy[rows], entropy[rows], rows) for rows in chunks]
     assert [len(part) for part in parts] == [3] * 5 + [1]
@@ -189,7 +187,7 @@ def test_entropy_bonus_lowers_the_loss() -> None:
     tri, micro_batch = packed(batch, "sequence")
     without, _ = policy_loss(tri, micro_batch, token_grpo())
     with_bonus, _ = policy_loss(tri, micro_batch, token_grpo(entropy_coef=0.3))
-    bonus = 0.3 * (micro_batch.loss_weights * tri.policy.entropy).sum()
+    bonus = 0.3 * (micro_batch.loss_weights * tri.entropy).sum()
     torch.testing.assert_close(without - with_bonus, bonus, rtol=1e-12, atol=0)
     (gradient,) = torch.autograd.grad(with_bonus, batch.entropy)
     assert (gradient[batch.mask] < 0).all()
@@ -230,10 +228,9 @@ def test_kl_estimator_is_the_configured_one() -> None:
         name: float(policy_loss(tri, micro_batch, token_grpo(kl_coef=1.0, kl_estimator=name))[0])
         for name in ("k2", "k3")
     }
-    assert tri.reference_logprobs is not None
+    assert tri.frozen.reference is not None
     difference = [
-        float(kl_estimate(tri.policy.logprobs, tri.reference_logprobs, name).sum())
-        for name in ("k2", "k3")
+        float(kl_estimate(tri.logprobs, tri.frozen.reference, name).sum()) for name in ("k2", "k3")
     ]
     assert math.isclose(sums["k2"] - sums["k3"], difference[0] - difference[1], rel_tol=1e-9)
 
@@ -293,10 +290,11 @@ def test_loss_is_a_sum_over_any_partition(correction: str) -> None:
     whole, whole_metrics = policy_loss(tri, micro_batch, recipe)
     parts = []
     for keep in (micro_batch.sequence_index < 2, micro_batch.sequence_index >= 2):
-        assert tri.reference_logprobs is not None
+        assert tri.frozen.reference is not None
         part = TriLogprobs(
-            TokenLogprobs(tri.policy.logprobs[keep], tri.policy.entropy[keep]),
-            FrozenLogprobs(tri.reference_logprobs[keep], tri.old_logprobs[keep]),
+            tri.logprobs[keep],
+            tri.entropy[keep],
+            FrozenLogprobs(tri.frozen.reference[keep], tri.frozen.old_policy[keep]),
         )
         row = replace(
             micro_batch,
@@ -404,7 +402,7 @@ def test_metrics_by_hand() -> None:
         sequence_index=torch.tensor([0, 1]),
         sequences=(SampleKey(0, 0, 0), SampleKey(0, 0, 1)),
     )
-    tri = TriLogprobs(TokenLogprobs(policy, torch.tensor([0.5, 0.25])), FrozenLogprobs(old, old))
+    tri = TriLogprobs(policy, torch.tensor([0.5, 0.25]), FrozenLogprobs(old, old))
     loss, metrics = policy_loss(tri, row, token_grpo())
     assert float(loss) == pytest.approx(-1.2 + 0.8)  # -min(2, 1.2) - min(-0.5, -0.8)
     log2 = math.log(2)

@@ -220,16 +220,16 @@ def test_terms_know_sequence_and_group_and_can_be_sliced() -> None:
     (row,) = pack_groups(trained, max_tokens_per_micro_batch=100)
     logprobs = torch.arange(6.0, dtype=torch.float64)
     frozen = FrozenLogprobs(reference=None, old_policy=None)
-    terms = terms_of(row, frozen)(logprobs)
+    terms = terms_of(row, frozen, logprobs)
     assert terms.sequence_index.tolist() == [0, 0, 1, 2, 3, 3]
     assert terms.group_index.tolist() == [0, 0, 0, 1, 1, 1]
     assert terms.old_logprobs.equal(logprobs) and terms.reference_logprobs is None
     assert terms.advantages.dtype == torch.float64
-    part, again = terms[2:4], terms_of(row, frozen)(logprobs[2:4], slice(2, 4))
+    part, again = terms[2:4], terms_of(row, frozen, logprobs[2:4], slice(2, 4))
     assert part.group_index.tolist() == again.group_index.tolist() == [0, 1]
     assert part.advantages.equal(again.advantages) and part.old_logprobs.equal(logprobs[2:4])
     old = FrozenLogprobs(reference=logprobs + 1, old_policy=logprobs - 1)
-    other = terms_of(row, old)(logprobs[2:4], slice(2, 4))
+    other = terms_of(row, old, logprobs[2:4], slice(2, 4))
     assert other.old_logprobs.tolist() == [1.0, 2.0]
     assert other.reference_logprobs is not None and other.reference_logprobs.tolist() == [3.0, 4.0]
 

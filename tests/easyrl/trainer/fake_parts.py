@@ -8,7 +8,6 @@ from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.base import MetricSums, StepResult
 from easyrl.metrics.reporter import StepReporter
-from easyrl.metrics.throughput import Throughput
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
@@ -18,6 +17,7 @@ from easyrl.schema import (
     Confirmation,
     GroupOutcome,
     PolicyVersion,
+    Progress,
     Prompt,
     Published,
     RolloutGroup,
@@ -27,7 +27,7 @@ from easyrl.schema import (
     VersionSpan,
 )
 from easyrl.trainer.accumulation import Accumulator
-from easyrl.trainer.loop import Plan, Trainer
+from easyrl.trainer.loop import Trainer
 from tests.recipes import group_functions, run_settings
 
 VERSION = PolicyVersion("run", 0, 0)
@@ -181,11 +181,6 @@ class FakeSync:
         return Published(ServedWeights(version, f"weights {version.v}"), {"time/sync_s": 0.1})
 
 
-class FakeIdle:
-    def idle_s(self):
-        return 0.0
-
-
 class FakeLedger:
     """Keeps what it was given."""
 
@@ -260,7 +255,6 @@ def make_trainer(
     reported = []
 
     trainer = Trainer(
-        engine=engine,
         rollouts=FakeRollouts(
             events,
             make,
@@ -283,13 +277,14 @@ def make_trainer(
         weight_sync=weight_sync or FakeSync(events),
         ledger=ledger or FakeLedger(events),
         reporter=StepReporter(
-            Throughput(FakeIdle(), num_devices=2),
+            lambda: 0.0,
+            num_devices=2,
             evaluation=evaluation,
             trackers=[ListTracker(reported), *trackers],
         ),
-        collectives=collectives,
-        plan=Plan(VERSION, 2 // plan.get("updates_per_batch", 1), **plan),
-        record=record,
-        progress=progress,
+        first_version=VERSION,
+        groups_per_update=2 // plan.get("updates_per_batch", 1),
+        **plan,
+        progress=progress or Progress(),
     )
     return trainer, reported

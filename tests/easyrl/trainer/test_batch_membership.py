@@ -101,6 +101,21 @@ def test_a_batch_that_ends_before_its_last_update_takes_only_those_that_have_gro
     ]
 
 
+def test_a_batch_that_was_cut_short_does_not_take_the_run_beyond_max_steps():
+    """Steps 1, 3, and no batch that would end with step 5."""
+    events = []
+    ledger = FakeLedger(events)
+    make = refusing(rejected={index: "flat" for index in range(1, 20)})
+    trainer, reported = make_trainer(
+        events, num_prompts=40, make=make, ledger=ledger, updates_per_batch=2, max_steps=4
+    )
+    trainer.fit()
+    assert [account.num_updates for account in ledger.closed] == [1, 2]
+    assert ledger.closed[0].ended_by == "max_draws" and ledger.closed[0].num_drawn == 20
+    assert trainer.progress.step == 3 and [step for step, _ in reported] == [0, 1, 3]
+    assert events[-1].startswith("end")
+
+
 # ---- groups that are taken back ------------------------------------------------------------------
 
 REASON = "http://fake:1 failed its proof"
@@ -119,7 +134,7 @@ def first_batch(trainer, kind, attribute):
     """The first batch, or its first streams, of another kind."""
     usual = getattr(FakeRollouts, attribute)
     kinds = iter(kind)
-    setattr(trainer._rollouts, attribute, lambda *parts: next(kinds, usual)(*parts))
+    setattr(trainer.rollouts, attribute, lambda *parts: next(kinds, usual)(*parts))
 
 
 def assert_trained_once(trainer, events, reported, ledger, told):
@@ -289,8 +304,8 @@ def two_ranks(prepare=lambda rank, trainer: None, **options):
         trainer, _ = make_trainer(
             events, collectives=ThreadCollectives(rank, threads), ledger=ledger, **options
         )
-        trainer._rollouts.__class__ = OneOfTwo
-        trainer._rollouts.rank = rank
+        trainer.rollouts.__class__ = OneOfTwo
+        trainer.rollouts.rank = rank
         prepare(rank, trainer)
         try:
             trainer.fit()

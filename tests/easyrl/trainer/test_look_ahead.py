@@ -194,7 +194,7 @@ def test_pieces_that_are_repeated_give_the_same_bits(packing: str, data: st.Data
     again_engine = ShapedEngine()
     again = make(again_engine, OpenSamples(0), **options)
     for piece in pieces:
-        again.repeat(piece)
+        again.run(piece)
     assert len(again_engine.frozen) >= len(pieces)
     for row in pack(groups, mask_truncated=masks, packing=packing, budget=budget):
         first, second = ahead.complete(row), again.complete(row)

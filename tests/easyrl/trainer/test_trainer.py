@@ -387,7 +387,7 @@ def test_an_interruption_between_two_updates_leaves_the_last_checkpoint():
     events = []
     trainer, _ = make_trainer(events, num_batches=2, updates_per_batch=2)
     streams = iter([FakeStream, OutageStream])
-    trainer._rollouts.stream = lambda *arguments: next(streams)(*arguments)
+    trainer.rollouts.stream = lambda *arguments: next(streams)(*arguments)
     with pytest.raises(InterruptedRun, match="1 of 2 updates of the open batch were taken"):
         trainer.fit()
     assert "save" not in events and "certify 0" not in events
