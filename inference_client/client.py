@@ -7,6 +7,7 @@ bytes: decoding them is a worker's job.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,18 +25,6 @@ from easyrl.inference_client.errors import (
     PromptRejected,
     RequestRejected,
 )
-from easyrl.inference_client.responses import parse_generate_response
-
-__all__ = [
-    "EndpointClient",
-    "EndpointError",
-    "EndpointUnavailable",
-    "MalformedResponse",
-    "RequestRejected",
-    "ServedModel",
-    "WorkerProof",
-    "parse_generate_response",
-]
 
 GENERATE = "/inference/v1/generate"
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
@@ -45,10 +34,9 @@ PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may b
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
-HINTS = {
-    401: "; set inference.api_key_env to the variable that holds its key",
-    403: "; set inference.api_key_env to the variable that holds its key",
-}
+KEY_HINT = "; set inference.api_key_env to the variable that holds its key"  # 401, 403
+# vLLM's names, which the embedded server uses too; a line per engine
+TOKEN_COUNTERS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)", re.M)
 ROUTE_HINT = "; start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 
 
@@ -144,6 +132,15 @@ class EndpointClient:
         """The version of the weights it serves; ``"default"`` after a (re)start."""
         return await self._field("weight_version", str, "GET", "/weight_info", timeout_s=timeout_s)
 
+    async def num_tokens_made(self, timeout_s: float) -> float | None:
+        """Prompt and response tokens since its start; None if it does not tell."""
+        try:
+            content = await self._request("GET", "/metrics", timeout_s=timeout_s)
+        except EndpointError:
+            return None
+        counts = [float(text) for text in TOKEN_COUNTERS.findall(content)]
+        return sum(counts) if counts else None
+
     async def pause(self, mode: Literal["wait", "abort", "keep"]) -> None:
         """Stops generation; requests in flight are finished, aborted or frozen until ``resume``."""
         await self._request("POST", f"/pause?mode={mode}")
@@ -198,17 +195,11 @@ class EndpointClient:
         try:
             proofs = msgspec.json.decode(content, type=_Proofs).results
         except msgspec.MsgspecError as error:
-            reason = f"POST /collective_rpc proves no weights: {error}: {_shown(content)}"
+            reason = f"POST /collective_rpc proves no weights: {error}: {_shorten(content)}"
             raise MalformedResponse(self.url, reason) from None
         if not proofs:
             raise MalformedResponse(self.url, "POST /collective_rpc: no worker proved its weights")
         return proofs
-
-    async def weight_checksums(self) -> dict[str, str]:
-        """Checksum by name of the server's parameter, prefixed with its place (``dp0:pp0:...``)."""
-        return await self._field(
-            "checksums", dict, "POST", "/weight_checker", {"action": "checksum"}
-        )
 
     async def abort_requests(self) -> None:
         """Aborts everything in flight."""
@@ -253,13 +244,13 @@ class EndpointClient:
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        content = await self._request(method, path, body, timeout_s or self._timeout_s)
+        content = await self._request(method, path, body, timeout_s)
         try:
             answer = orjson.loads(content)
         except orjson.JSONDecodeError:
             answer = None
         if not isinstance(answer, dict):
-            reason = f"{method} {path} did not answer JSON: {_shown(content)}"
+            reason = f"{method} {path} did not answer JSON: {_shorten(content)}"
             raise MalformedResponse(self.url, reason)
         return answer
 
@@ -271,22 +262,23 @@ class EndpointClient:
         timeout_s: float | None = None,
     ) -> bytes:
         limit_s = timeout_s if timeout_s is not None or path == GENERATE else self._timeout_s
-        answer = await self._answer(method, path, body, limit_s)
+        answer, content = await self._answer(method, path, body, limit_s)
         if answer.status == 200:
-            return answer.content
-        message = _server_message(answer.content)
-        reason = f"{method} {path} answered {answer.status} {answer.reason}: {message}"
+            return content
+        message = _server_message(content)
+        reason = f"{method} {path} answered {answer.status} {answer.reason or ''}: {message}"
         if answer.status >= 500 or answer.status in OVERLOADED:
             raise EndpointUnavailable(self.url, reason)
-        unknown_route = answer.status == 404 and message == "Not Found"
-        hint = ROUTE_HINT if unknown_route else HINTS.get(answer.status, "")
+        hint = KEY_HINT if answer.status in (401, 403) else ""
+        if answer.status == 404 and message == "Not Found":
+            hint = ROUTE_HINT
         if path == GENERATE and answer.status in PROMPT_AT_FAULT:
             raise PromptRejected(self.url, reason)
         raise RequestRejected(self.url, reason + hint)
 
     async def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float | None
-    ) -> _Answer:
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             async with self._session.request(
@@ -296,7 +288,7 @@ class EndpointClient:
                 headers=self._headers if path == GENERATE else self._headers | CLOSE,
                 timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
             ) as response:
-                return _Answer(response.status, response.reason or "", await response.read())
+                return response, await response.read()
         except TimeoutError as error:
             connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
             what = "could not connect" if connecting else "was not answered"
@@ -315,32 +307,22 @@ class _Proofs(msgspec.Struct):
     results: list[WorkerProof]
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    reason: str
-    content: bytes
-
-
 def _server_message(content: bytes) -> str:
     """The text in ``{"error": {"message": …}}``, ``{"error": …}`` or ``{"detail": …}``."""
-    text = content.decode(errors="replace")
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return _shorten(text)
-    if isinstance(answer, dict):
-        message = answer.get("error", answer.get("detail", text))
-        if isinstance(message, dict):
-            message = message.get("message", text)
-        text = str(message)
-    return _shorten(text)
+        return _shorten(content)
+    if not isinstance(answer, dict):
+        return _shorten(content)
+    message = answer.get("error", answer.get("detail", content))
+    if isinstance(message, dict):
+        message = message.get("message", content)
+    return _shorten(message if isinstance(message, bytes) else str(message))
 
 
-def _shown(content: bytes) -> str:
-    return _shorten(content.decode(errors="replace"))
-
-
-def _shorten(text: str, limit: int = 500) -> str:
+def _shorten(text: str | bytes, limit: int = 500) -> str:
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
     text = text.strip() or "(empty body)"
     return text if len(text) <= limit else text[:limit] + " ..."

@@ -28,12 +28,12 @@ class Dispatcher:
     update (``GroupAssignment.rank``).
 
     Args:
-        stuck: called when somebody waits for whom no endpoint is usable.
+        begun_to_wait: called when somebody has: maybe no endpoint is usable.
     """
 
-    def __init__(self, stuck: Callable[[], None]) -> None:
+    def __init__(self, begun_to_wait: Callable[[], None]) -> None:
         self.endpoints: Sequence[Endpoint] = ()  # replaced, never changed
-        self._stuck = stuck
+        self._begun_to_wait = begun_to_wait
         self._lines: dict[str | None, WaitingLine] = {}  # by version
         self._numbers = itertools.count()
         self._turns_are_due = False
@@ -44,8 +44,7 @@ class Dispatcher:
         line = self._line(group.version)
         line.add_group(waiting)
         self._give_turns_soon()
-        if not any(endpoint.usable(group.version) for endpoint in self.endpoints):
-            self._stuck()
+        self._begun_to_wait()
         try:
             await waiting.place
         except asyncio.CancelledError:
@@ -60,21 +59,20 @@ class Dispatcher:
             group.leave()
             self._fill(endpoint)
 
-    def place_now(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint | None:
-        """An endpoint for one sample of ``group``, if one has room now."""
+    async def place(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint:
+        """An endpoint for one sample of ``group``, as soon as one has room.
+
+        Raises ``NoEndpointError``.
+        """
         endpoint = self._choose(group, avoid)
         if endpoint is not None:
             group.settle(endpoint)
             endpoint.begin(group.sample_tokens)
-        return endpoint
-
-    async def place(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint:
-        """Waits for an endpoint for one sample of ``group``. Raises ``NoEndpointError``."""
+            return endpoint
         waiting = self._waiting(group, avoid)
         line = self._line(group.version)
         line.add(waiting)
-        if not any(endpoint.usable(group.version) for endpoint in self.endpoints):
-            self._stuck()
+        self._begun_to_wait()
         try:
             endpoint = await waiting.place
         except asyncio.CancelledError:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from easyrl.inference_client.client import EndpointClient, ServedModel
 from easyrl.inference_client.errors import EndpointError, RequestRejected
 
 
+@dataclass(eq=False, slots=True)
 class Attempt:
     """A request in flight. ``abort`` ends it from outside, as a failure of the endpoint."""
 
-    __slots__ = ("aborted", "task")
-
-    def __init__(self, task: asyncio.Task) -> None:
-        self.task = task
-        self.aborted: EndpointError | None = None
+    task: asyncio.Task
+    aborted: EndpointError | None = None
 
     def abort(self, error: EndpointError) -> None:
         if self.aborted is None:
@@ -44,7 +44,6 @@ class Endpoint:
         self.lost_confirmation: str | None = None  # why it has to prove its weights again
         self.repairing = False
         self.leaving = False  # removed: what is in flight finishes, nothing new comes
-        self.left = False  # ... and has finished
         self.attempts: set[Attempt] = set()  # in flight
         self.num_inflight = 0
         self.num_reserved = 0  # places for samples of groups that are just being sent here
@@ -55,6 +54,7 @@ class Endpoint:
         self.num_consecutive_failures = 0  # ended by an answer, or new weights
         self.num_unanswered = 0  # health probes in a row
         self.last_progress_s = 0.0
+        self._num_tokens_made: float | None = None  # when it was last asked
         self._idle_since_s: float | None = time.monotonic()
         self._idle_s = 0.0
 
@@ -77,12 +77,7 @@ class Endpoint:
         return self.num_inflight + self.num_reserved == 0
 
     def usable(self, version: str | None) -> bool:
-        return (
-            self.down is None
-            and self.excluded is None
-            and not self.leaving
-            and (version is None or self.confirmed_version == version)
-        )
+        return self.is_up and (version is None or self.confirmed_version == version)
 
     def begin(self, num_tokens: int) -> None:
         """A place is taken: a request is about to be sent."""
@@ -109,6 +104,14 @@ class Endpoint:
         self.num_consecutive_failures = 0
         self.last_progress_s = time.monotonic()
 
+    async def makes_tokens(self, timeout_s: float) -> bool:
+        """Whether it has made some since it was last asked; False if it does not tell."""
+        count = await self.client.num_tokens_made(timeout_s)
+        if count is None:
+            return False
+        before, self._num_tokens_made = self._num_tokens_made, count
+        return before is not None and count != before
+
     def abort_attempts(self, error: EndpointError) -> None:
         """What is in flight fails here, and goes elsewhere."""
         for attempt in list(self.attempts):
@@ -134,3 +137,20 @@ class Endpoint:
             why = "" if self.lost_confirmation is None else f" ({self.lost_confirmation})"
             return f"has confirmed {confirmed}, not {version}{why}"
         return "usable"
+
+
+class IdleTime:
+    """Sums up what the endpoints idled, each share of time over those that were there then."""
+
+    def __init__(self) -> None:
+        self._seen_s: dict[Endpoint, float] = {}
+        self._mean_s = 0.0
+
+    def mean_s(self, endpoints: Sequence[Endpoint]) -> float:
+        """Seconds idled since the start, mean over endpoints; never falls."""
+        now_s = {endpoint: endpoint.idle_s() for endpoint in endpoints}
+        if now_s:
+            added = [idle_s - self._seen_s.get(e, 0.0) for e, idle_s in now_s.items()]
+            self._mean_s += sum(added) / len(added)
+        self._seen_s = now_s
+        return self._mean_s

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from dataclasses import dataclass
 
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.group_assignment import GroupAssignment
+from easyrl.inference_client.pool.group_assignment import GroupAssignment, Rank
 
 
+@dataclass(eq=False, slots=True)
 class Waiting:
     """A sample that waits for a place, or a group for its turn."""
 
-    __slots__ = ("avoid", "group", "is_group", "key", "place", "waits")
+    group: GroupAssignment
+    number: int
+    place: asyncio.Future[Endpoint | None]
+    avoid: Endpoint | None = None  # failed it last; asked again only if there is no other
+    is_group: bool = False
+    waits: bool = True  # counted in its line
 
-    def __init__(
-        self,
-        group: GroupAssignment,
-        number: int,
-        place: asyncio.Future[Endpoint | None],
-        avoid: Endpoint | None = None,
-    ) -> None:
-        self.group = group
-        self.key = (group.rank, number)  # a retry has its group's rank: it goes before younger ones
-        self.place = place
-        self.avoid = avoid  # failed it last; asked again only if there is no other
-        self.is_group = False
-        self.waits = True  # counted in its line
+    @property
+    def key(self) -> tuple[Rank, int]:
+        """A retry has its group's rank: it goes before younger ones."""
+        return self.group.rank, self.number
 
 
 Heap = list[tuple[tuple, Waiting]]  # keys differ, so that no two ``Waiting`` are ever compared

@@ -14,7 +14,7 @@ from fake_endpoint import FakeEndpoint
 from easyrl.config import InferenceConfig, SamplingConfig
 from easyrl.inference_client.fetching.fetcher_pool import local_fetch
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.pool import EndpointPool
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.schema import Completion
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)

@@ -16,14 +16,16 @@ from fake_endpoint import FakeEndpoint, break_off, hang, status
 from easyrl.config import RolloutConfig, SamplingConfig
 from easyrl.inference_client.client import (
     EndpointClient,
+    ServedModel,
+    WorkerProof,
+)
+from easyrl.inference_client.errors import (
+    AttemptsFailed,
     EndpointUnavailable,
     MalformedResponse,
     RequestRejected,
-    ServedModel,
-    WorkerProof,
-    parse_generate_response,
 )
-from easyrl.inference_client.errors import AttemptsFailed
+from easyrl.inference_client.responses import parse_generate_response
 from easyrl.schema import VersionSpan
 
 REAL_RESPONSE = Path(__file__).with_name("vllm_generate_response.json").read_bytes()
@@ -185,7 +187,6 @@ async def test_control_routes_send_what_vllm_expects(endpoint, client):
     assert await client.reset_prefix_cache() is True
     await client.resume()
     assert await client.weight_version() == "r:0:2"
-    assert await client.weight_checksums() == {"dp0:model.norm.weight": "abc"}
     await client.abort_requests()
     assert endpoint.calls == [
         ("/health", None),
@@ -198,7 +199,6 @@ async def test_control_routes_send_what_vllm_expects(endpoint, client):
         ("/reset_prefix_cache", None),
         ("/resume", None),
         ("/weight_info", None),
-        ("/weight_checker", {"action": "checksum"}),
         ("/abort_requests", {}),
     ]
 

@@ -13,13 +13,13 @@ from easyrl.config import InferenceConfig, SamplingConfig
 from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointUnavailable,
+    NoEndpointError,
     PromptTooLong,
     RequestRejected,
 )
-from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
-from easyrl.inference_client.pool.idle_time import IdleTime
-from easyrl.inference_client.pool.pool import EndpointPool, NoEndpointError
+from easyrl.inference_client.pool.endpoint import Endpoint, IdleTime
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 
 # -- spread, limits, order ---------------------------------------------------------------
 
@@ -141,9 +141,9 @@ async def test_a_failed_request_goes_elsewhere_with_the_same_seed(fault):
         completion = await ask(pool, 41)
         assert completion.endpoint == good.url
         assert seeds(bad) == [41] and seeds(good) == [41]
-        counters = pool.counters()
-        assert counters.num_requests == 2 and counters.num_retries == 1
-        assert counters.num_failures == {bad.url: 1, good.url: 0}
+        assert pool.num_retries == 1
+        assert [endpoint.num_requests for endpoint in pool.endpoints] == [1, 1]
+        assert [endpoint.num_failures for endpoint in pool.endpoints] == [1, 0]
         assert pool.endpoints[0].down is not None
         await asyncio.gather(*[ask(pool, seed) for seed in range(5)])
         assert len(bad.requests) == 1  # set aside
@@ -164,7 +164,7 @@ async def test_progress_elsewhere_on_the_endpoint_extends_the_time():
             await other
             seed += 1
         server.gates[0].set()
-        assert (await slow).token_ids[0] == 0 and pool.counters().num_retries == 0
+        assert (await slow).token_ids[0] == 0 and pool.num_retries == 0
 
 
 async def test_a_single_endpoint_is_tried_again_after_its_back_off():

