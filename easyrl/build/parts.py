@@ -37,7 +37,7 @@ from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.throughput import Throughput
 from easyrl.recipes.loading import load_recipe
-from easyrl.rewards.startup import check_rewards
+from easyrl.rewards.functions import check_rewards
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import (
     is_strict,

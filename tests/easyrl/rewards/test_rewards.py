@@ -15,10 +15,9 @@ from easyrl.config import ConfigError, RewardConfig, ScoringConfig
 from easyrl.rewards import worker
 from easyrl.rewards.exact import exact
 from easyrl.rewards.format import format as format_reward
+from easyrl.rewards.functions import RewardFunctionError, check_rewards
 from easyrl.rewards.math import math
 from easyrl.rewards.scorer import RewardError, Scorer
-from easyrl.rewards.startup import check_rewards
-from easyrl.rewards.user_function import RewardFunctionError
 from easyrl.runtime.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
 from easyrl.schema import Completion, Prompt
 from tests.tiny_tokenizer import tiny_tokenizer
