@@ -113,9 +113,7 @@ class Inference:
 
                 def sample(number: int) -> Awaitable[Completion]:
                     seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)
-                    return self.pool.generate(
-                        prompt.token_ids, sampling, seed, version, group=place
-                    )
+                    return self.pool.generate(prompt.token_ids, sampling, seed, place)
 
                 yield sample
 

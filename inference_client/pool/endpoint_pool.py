@@ -107,29 +107,29 @@ class EndpointPool(Fleet):
             lengths, index: how long responses to this prompt were; what comes is added.
             priority: lower ones go before any others: the update of the batch that trains it.
         """
-        place = self._new_place(
-            num_prompt_tokens, sampling, version, num_samples, lengths, index, priority
-        )
-        await self._dispatcher.turn(place)
+        expected = sampling.max_tokens / 2 if lengths is None else lengths.of(index)
+        first = expected if self._config.dispatch == "shortest_first" else 0.0
+        rank = (priority, first, next(self._orders))
+        tokens = num_prompt_tokens + int(expected)
+        group = GroupAssignment(rank, version, tokens, num_samples, lengths, index)
+        await self._dispatcher.turn(group)
         try:
-            yield place
+            yield group
         finally:
-            self._dispatcher.leave(place)
+            self._dispatcher.leave(group)
 
     async def generate(
         self,
         prompt_token_ids: np.ndarray,
         sampling: SamplingConfig,
         seed: int,
-        version: str | None = None,
-        *,
-        group: GroupAssignment | None = None,
+        group: GroupAssignment,
     ) -> Completion:
-        """One response to the prompt, int32 [P].
+        """One response to the prompt, int32 [P], as a sample of ``group``.
 
-        Consumes: a place at an endpoint that has confirmed ``version`` (any, if None). Waits for:
-        such a place, and the response. Is unblocked by: an answer, a recovered endpoint,
-        ``confirm``. Produces: a completion of which every token is stamped with ``version``; with
+        Consumes: a place at an endpoint that has confirmed the group's version (any, if None).
+        Waits for: such a place, and the response. Is unblocked by: an answer, a recovered endpoint,
+        ``confirm``. Produces: a completion of which every token is stamped with that version; with
         finish_reason "length" also where the endpoints' context ends before ``max_tokens``.
 
         What fails is sent to another endpoint, with the same seed, ``max_retries`` times. Raises
@@ -137,8 +137,6 @@ class EndpointPool(Fleet):
         refused, else ``RequestRejected``. Cancelling aborts the request on the server.
         """
         sampling = self._fitting(prompt_token_ids, sampling)
-        if group is None:
-            group = self._new_place(len(prompt_token_ids), sampling, version, 1)
         attempts: list[EndpointError] = []
         avoid: Endpoint | None = None
         while True:
@@ -200,22 +198,6 @@ class EndpointPool(Fleet):
         endpoint.num_failures += 1
         self._lose_confirmation(endpoint, version, wrong.reason)
         raise wrong
-
-    def _new_place(
-        self,
-        num_prompt_tokens: int,
-        sampling: SamplingConfig,
-        version: str | None,
-        num_samples: int,
-        lengths: ExpectedLengths | None = None,
-        index: int = 0,
-        priority: int = 0,
-    ) -> GroupAssignment:
-        expected = sampling.max_tokens / 2 if lengths is None else lengths.of(index)
-        first = expected if self._config.dispatch == "shortest_first" else 0.0
-        rank = (priority, first, next(self._orders))
-        tokens = num_prompt_tokens + int(expected)
-        return GroupAssignment(rank, version, tokens, num_samples, lengths, index)
 
     def _fitting(self, prompt_token_ids: np.ndarray, sampling: SamplingConfig) -> SamplingConfig:
         """Asks for what the endpoints' context has room for. Raises ``PromptTooLong``."""

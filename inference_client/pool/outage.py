@@ -51,17 +51,15 @@ class OutageWatch:
         Raises ``Outage`` after ``timeout_s``, ``NoEndpointError`` if all are excluded.
         """
 
-        def live() -> list[Endpoint]:
-            return [endpoint for endpoint in self._dispatcher.endpoints if endpoint.is_up]
-
         def is_over() -> bool:
-            return bool(live()) or self._all_excluded()
+            return self._all_excluded() or any(e.is_up for e in self._dispatcher.endpoints)
 
-        if not await wait_out(is_over, timeout_s, lambda: str(self.no_endpoint(None))):
-            raise Outage(f"{self.no_endpoint(None)}\nfor {timeout_s:g} s")
-        if not live():
-            raise self.no_endpoint(None)
-        return live()
+        in_time = await wait_out(is_over, timeout_s, lambda: str(self.no_endpoint(None)))
+        live = [endpoint for endpoint in self._dispatcher.endpoints if endpoint.is_up]
+        if not live:
+            problem = self.no_endpoint(None)
+            raise problem if in_time else Outage(f"{problem}\nfor {timeout_s:g} s")
+        return live
 
     def no_endpoint(self, version: str | None) -> NoEndpointError:
         """Names each endpoint and why it is not usable."""
@@ -83,14 +81,11 @@ class OutageWatch:
         return bool(endpoints) and all(e.excluded is not None for e in endpoints)
 
     async def _watch(self) -> None:
-        def describe() -> str:
-            return str(self.no_endpoint(next(iter(self._stuck_versions()), None)))
-
-        def is_repairing() -> bool:
-            return any(endpoint.repairing for endpoint in self._dispatcher.endpoints)
-
         is_over = await wait_out(
-            lambda: not self._stuck_versions(), self._limit_s, describe, goes_on=is_repairing
+            lambda: not self._stuck_versions(),
+            self._limit_s,
+            lambda: str(self.no_endpoint(next(iter(self._stuck_versions()), None))),
+            goes_on=lambda: any(endpoint.repairing for endpoint in self._dispatcher.endpoints),
         )
         for version in [] if is_over else self._stuck_versions():
             error = f"{self.no_endpoint(version)}\nfor {self._limit_s:g} s (inference.max_outage_s)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -53,8 +53,19 @@ async def pool_of(
 
 
 def ask(pool: EndpointPool, seed: int, version: str | None = V1) -> asyncio.Task[Completion]:
-    work: Coroutine[Any, Any, Completion] = pool.generate(PROMPT, SAMPLING, seed, version)
-    return asyncio.ensure_future(work)
+    """A group of one sample."""
+    return asyncio.ensure_future(sample(pool, PROMPT, SAMPLING, seed, version))
+
+
+async def sample(
+    pool: EndpointPool,
+    prompt: np.ndarray,
+    sampling: SamplingConfig,
+    seed: int,
+    version: str | None = V1,
+) -> Completion:
+    async with pool.group(len(prompt), sampling, version, num_samples=1) as group:
+        return await pool.generate(prompt, sampling, seed, group)
 
 
 def seeds(server: FakeEndpoint) -> list[int]:

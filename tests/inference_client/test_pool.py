@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncate
-from pool_cases import PROMPT, SAMPLING, V1, V2, ask, open_all, pool_of, seeds, servers, until
+from pool_cases import (
+    PROMPT,
+    SAMPLING,
+    V1,
+    V2,
+    ask,
+    open_all,
+    pool_of,
+    sample,
+    seeds,
+    servers,
+    until,
+)
 
 from easyrl.config import InferenceConfig, SamplingConfig
 from easyrl.inference_client.errors import (
@@ -38,9 +50,7 @@ async def test_requests_in_flight_are_spread_evenly():
 async def test_work_counts_tokens_not_requests():
     first, second = servers(2, gated=True)
     async with pool_of(first, second) as pool:
-        long = asyncio.ensure_future(
-            pool.generate(PROMPT, SamplingConfig(max_tokens=1000), seed=0, version=V1)
-        )
+        long = asyncio.ensure_future(sample(pool, PROMPT, SamplingConfig(max_tokens=1000), 0))
         await first.until(lambda: len(first.requests) == 1)
         tasks = [long, *[ask(pool, seed) for seed in range(1, 9)]]
         await second.until(lambda: len(second.requests) == 8)
@@ -88,7 +98,7 @@ async def test_groups_of_an_earlier_update_go_first_however_long():
         async with pool.group(len(PROMPT), SAMPLING, V1, **asked) as group:
             for i in range(2):
                 seed = 100 * priority + 10 * index + i
-                await pool.generate(PROMPT, SAMPLING, seed, V1, group=group)
+                await pool.generate(PROMPT, SAMPLING, seed, group)
 
     async with pool_of(server, max_inflight=2) as pool:
         kinds = [(index, priority) for priority in (1, 0) for index in (0, 1)]
@@ -362,7 +372,7 @@ async def test_a_request_asks_for_what_the_smallest_context_has_room_for():
     async with pool_of(small, large) as pool:
         await until(lambda: pool._context_len == 10)  # known a moment after ``served``
         tasks = [
-            asyncio.ensure_future(pool.generate(PROMPT, SamplingConfig(max_tokens=n), n, V1))
+            asyncio.ensure_future(sample(pool, PROMPT, SamplingConfig(max_tokens=n), n))
             for n in (7, 8, 500, 6)
         ]
         await small.until(lambda: len(small.requests) + len(large.requests) == 4)
@@ -379,8 +389,8 @@ async def test_a_prompt_without_room_for_a_token_is_refused_before_it_is_sent():
         await until(lambda: pool._context_len == 3)
         with pytest.raises(PromptTooLong, match="prompt of 3 tokens .* context of 3 tokens"):
             await ask(pool, 0)
-        assert (await pool.generate(PROMPT[:2], SAMPLING, 1, V1)).token_ids[0] == 1
+        assert (await sample(pool, PROMPT[:2], SAMPLING, 1)).token_ids[0] == 1
         few = SamplingConfig(max_tokens=8, min_tokens=2)
         with pytest.raises(PromptTooLong):
-            await pool.generate(PROMPT[:2], few, 2, V1)
+            await sample(pool, PROMPT[:2], few, 2)
         assert seeds(server) == [1]

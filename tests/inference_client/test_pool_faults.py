@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_endpoint import FakeEndpoint, break_off, hang, status, truncate
-from pool_cases import PROMPT, SAMPLING, V1, V2, ask, open_all, pool_of, repairer, servers, until
+from pool_cases import SAMPLING, V1, V2, ask, open_all, pool_of, repairer, servers, until
 
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -275,8 +275,8 @@ async def test_when_all_are_dead_requests_wait_and_go_on_when_one_returns(caplog
     async with pool_of(*group, max_retries=3) as pool:
         pool.set_repair(repairer(pool))
         tasks = [ask(pool, seed) for seed in range(6)]
+        await until(lambda: all(len(server.requests) == 3 for server in group))
         for server in group:
-            await server.until(lambda server=server: len(server.requests) == 3)
             await server.stop()
         await asyncio.sleep(0.5)
         assert not any(task.done() for task in tasks)
@@ -495,5 +495,5 @@ async def test_a_prompt_that_is_refused_is_an_error_of_that_prompt_only():
 
     async with pool_of(server, fetch=fetch) as pool:
         with pytest.raises(PromptRejected, match="maximum context"):
-            await pool.generate(PROMPT, SAMPLING, 0, V1)
+            await ask(pool, 0)
         assert pool.endpoints[0].is_up and pool.endpoints[0].num_requests == 1

@@ -105,8 +105,13 @@ class Rank:
     def generate(self, version: str, seed: int = 3):
         """A request in the middle of a batch; its future."""
         prompt = np.arange(8, 16, dtype=np.int32)
-        work = self.pool.generate(prompt, SamplingConfig(max_tokens=8), seed, version)
-        return self.thread.submit(work)
+        sampling = SamplingConfig(max_tokens=8)
+
+        async def sample():
+            async with self.pool.group(len(prompt), sampling, version, num_samples=1) as group:
+                return await self.pool.generate(prompt, sampling, seed, group)
+
+        return self.thread.submit(sample())
 
     def statuses(self) -> dict[str, str]:
         return {
