@@ -8,7 +8,7 @@ bytes: decoding them is a worker's job.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,10 @@ from easyrl.inference_client.errors import (
     PromptRejected,
     RequestRejected,
 )
+from easyrl.schema import Completion
+
+# url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
+Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 
 GENERATE = "/inference/v1/generate"
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls

@@ -20,7 +20,8 @@ from easyrl.inference_client.pool.endpoint_list import (
     Wanted,
     begin_membership,
 )
-from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool, read_api_key
+from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
+from easyrl.inference_client.pool.fleet import read_api_key
 from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict

@@ -15,7 +15,8 @@ from easyrl.inference_client.errors import (
     is_outage,
 )
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
-from easyrl.inference_client.pool.endpoint_pool import EndpointPool, read_api_key
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.inference_client.pool.fleet import read_api_key
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -17,7 +16,7 @@ import msgspec
 import numpy as np
 
 from easyrl.config import SamplingConfig
-from easyrl.inference_client.client import EndpointClient
+from easyrl.inference_client.client import EndpointClient, Fetch
 from easyrl.inference_client.errors import MalformedResponse
 from easyrl.inference_client.fetching.fetcher_messages import (
     HEARTBEAT_S,
@@ -33,8 +32,6 @@ from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.workers.child_process import Child
 from easyrl.runtime.workers.supervised_child import SupervisedChild
 from easyrl.schema import Completion
-
-Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 
 log = logging.getLogger(__name__)
 
@@ -121,11 +118,8 @@ class FetcherPool:
             raise RuntimeError("the fetchers are not running")
         prompt = np.asarray(prompt_token_ids, dtype=np.int32).tobytes()
         encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
-        return await min(self._fetchers, key=_load).fetch(Send(0, url, prompt, encoded, seed))
-
-
-def _load(fetcher: _Fetcher) -> int:
-    return len(fetcher.requests)
+        fetcher = min(self._fetchers, key=lambda fetcher: len(fetcher.requests))
+        return await fetcher.fetch(Send(0, url, prompt, encoded, seed))
 
 
 @dataclass(slots=True, eq=False)

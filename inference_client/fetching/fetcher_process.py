@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import pickle
 import socket
 
@@ -12,6 +11,7 @@ import msgspec
 import numpy as np
 
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.client import Fetch
 from easyrl.inference_client.fetching.fetcher_messages import (
     HEARTBEAT_S,
     Cancel,
@@ -23,7 +23,7 @@ from easyrl.inference_client.fetching.fetcher_messages import (
     decode_orders,
     encode,
 )
-from easyrl.inference_client.fetching.fetcher_pool import Fetch, local_fetch
+from easyrl.inference_client.fetching.fetcher_pool import local_fetch
 from easyrl.runtime.machine import allow_open_files
 from easyrl.runtime.workers.child_process import FrameSplitter, frame
 from easyrl.runtime.workers.failure import Failure
@@ -92,7 +92,8 @@ class _Fetcher:
         start_s = self._loop.time()
         try:
             prompt = np.frombuffer(order.prompt, np.int32)
-            completion = await self._fetch(order.url, prompt, _sampling(order.sampling), order.seed)
+            sampling = SamplingConfig.model_validate_json(order.sampling)
+            completion = await self._fetch(order.url, prompt, sampling, order.seed)
             reply = Fetched(
                 order.number,
                 bytearray(completion.token_ids),
@@ -119,8 +120,3 @@ class _Fetcher:
         outbox, self._outbox = self._outbox, []
         self._delivery = None
         self._send(outbox)
-
-
-@functools.lru_cache(maxsize=64)
-def _sampling(encoded: bytes) -> SamplingConfig:
-    return SamplingConfig.model_validate_json(encoded)

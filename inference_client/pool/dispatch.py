@@ -17,9 +17,6 @@ from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 class Dispatcher:
     """Gives places at endpoints to samples, and turns to groups.
 
-    Consumes: places. Waits for: nothing. Is unblocked by: ``release``, ``changed``. Produces: for
-    each sample an endpoint at which its place is counted.
-
     A group is given its turn when an endpoint has room for it, and the places of its samples are
     held there until they come: the prompt is in that endpoint's prefix cache. A sample leaves its
     group's endpoint only when that is full and no other group waits that could keep the others
@@ -138,7 +135,10 @@ class Dispatcher:
         """Gives the free places of ``endpoint`` to those who wait."""
         for version, line in self._lines.items():
             while line and endpoint.has_room and endpoint.usable(version):
-                waiting = line.next_for(endpoint, is_only=self._is_only(endpoint, version, line))
+                is_only = line.has_avoiding and not any(
+                    other is not endpoint and other.usable(version) for other in self.endpoints
+                )
+                waiting = line.next_for(endpoint, is_only=is_only)
                 if waiting is None and not line.num_groups and endpoint.has_free_room:
                     waiting = line.steal()
                 if waiting is None:
@@ -151,11 +151,6 @@ class Dispatcher:
                 group.settle(endpoint)
                 endpoint.begin(group.sample_tokens)
                 waiting.place.set_result(endpoint)
-
-    def _is_only(self, endpoint: Endpoint, version: str | None, line: WaitingLine) -> bool:
-        return line.has_avoiding and not any(
-            other is not endpoint and other.usable(version) for other in self.endpoints
-        )
 
     def _give_turns_soon(self) -> None:
         if not self._turns_are_due:

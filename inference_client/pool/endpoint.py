@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from easyrl.inference_client.client import EndpointClient, ServedModel
@@ -57,6 +56,7 @@ class Endpoint:
         self._num_tokens_made: float | None = None  # when it was last asked
         self._idle_since_s: float | None = time.monotonic()
         self._idle_s = 0.0
+        self._idle_taken_s = 0.0
 
     @property
     def is_up(self) -> bool:
@@ -122,6 +122,11 @@ class Endpoint:
         since = self._idle_since_s
         return self._idle_s + (0.0 if since is None else time.monotonic() - since)
 
+    def take_idle_s(self) -> float:
+        """... since this was last asked."""
+        before_s, self._idle_taken_s = self._idle_taken_s, self.idle_s()
+        return self._idle_taken_s - before_s
+
     def status(self, version: str | None) -> str:
         """Why it cannot be used for ``version``, or that it can, in words."""
         if self.leaving:
@@ -137,20 +142,3 @@ class Endpoint:
             why = "" if self.lost_confirmation is None else f" ({self.lost_confirmation})"
             return f"has confirmed {confirmed}, not {version}{why}"
         return "usable"
-
-
-class IdleTime:
-    """Sums up what the endpoints idled, each share of time over those that were there then."""
-
-    def __init__(self) -> None:
-        self._seen_s: dict[Endpoint, float] = {}
-        self._mean_s = 0.0
-
-    def mean_s(self, endpoints: Sequence[Endpoint]) -> float:
-        """Seconds idled since the start, mean over endpoints; never falls."""
-        now_s = {endpoint: endpoint.idle_s() for endpoint in endpoints}
-        if now_s:
-            added = [idle_s - self._seen_s.get(e, 0.0) for e, idle_s in now_s.items()]
-            self._mean_s += sum(added) / len(added)
-        self._seen_s = now_s
-        return self._mean_s

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from easyrl.config import InferenceConfig, SamplingConfig
+from easyrl.inference_client.client import Fetch
 from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointError,
@@ -23,27 +23,11 @@ from easyrl.inference_client.errors import (
     RequestRejected,
     WrongVersion,
 )
-from easyrl.inference_client.pool.endpoint import Attempt, Endpoint, IdleTime
+from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
 from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths, GroupAssignment
 from easyrl.schema import Completion
-
-# url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
-Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
-
-
-def read_api_key(config: InferenceConfig) -> str | None:
-    """The endpoints' bearer token, if they want one. Raises ``ValueError`` if it is not set."""
-    if config.api_key_env is None:
-        return None
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        raise ValueError(
-            f"inference.api_key_env: the environment variable {config.api_key_env} is not set; "
-            "export it with the endpoints' key, or remove inference.api_key_env"
-        )
-    return key
 
 
 class EndpointPool(Fleet):
@@ -56,8 +40,6 @@ class EndpointPool(Fleet):
         num_shares: processes that share the endpoints (trainer ranks); ``max_inflight`` is divided
             by it.
         update_timeout_s: for each answer to a request that touches weights.
-        back_off_s: how long an endpoint is set aside after a first failure; doubles up to 30 s.
-        probe_timeout_s: of a health probe; default twice ``health_interval_s``, from 1 to 10 s.
     """
 
     def __init__(
@@ -68,22 +50,13 @@ class EndpointPool(Fleet):
         urls: Sequence[str] | None = None,
         num_shares: int = 1,
         update_timeout_s: float = 600.0,
-        back_off_s: float = 0.5,
-        probe_timeout_s: float | None = None,
     ) -> None:
-        super().__init__(
-            config,
-            config.endpoints if urls is None else urls,
-            api_key=read_api_key(config),
-            num_shares=num_shares,
-            update_timeout_s=update_timeout_s,
-            back_off_s=back_off_s,
-            probe_timeout_s=probe_timeout_s,
-        )
+        urls = config.endpoints if urls is None else urls
+        super().__init__(config, urls, num_shares, update_timeout_s)
         self.num_retries = 0
         self._fetch = fetch
         self._orders = itertools.count()
-        self._idle_time = IdleTime()
+        self._idle_s = 0.0
 
     @asynccontextmanager
     async def group(
@@ -99,9 +72,8 @@ class EndpointPool(Fleet):
     ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
 
-        Consumes: room at an endpoint. Waits for: it, shorter groups first
-        (``inference.dispatch``). Is unblocked by: an answer, a recovered endpoint, ``confirm``.
-        Produces: a place that keeps the samples together. Raises ``NoEndpointError``.
+        Waits for room at an endpoint, shorter groups first (``inference.dispatch``). Raises
+        ``NoEndpointError``.
 
         Args:
             lengths, index: how long responses to this prompt were; what comes is added.
@@ -127,10 +99,8 @@ class EndpointPool(Fleet):
     ) -> Completion:
         """One response to the prompt, int32 [P], as a sample of ``group``.
 
-        Consumes: a place at an endpoint that has confirmed the group's version (any, if None).
-        Waits for: such a place, and the response. Is unblocked by: an answer, a recovered endpoint,
-        ``confirm``. Produces: a completion of which every token is stamped with that version; with
-        finish_reason "length" also where the endpoints' context ends before ``max_tokens``.
+        Every token is stamped with the group's version (unless that is None). The finish_reason is
+        "length" also where the endpoints' context ends before ``max_tokens``.
 
         What fails is sent to another endpoint, with the same seed, ``max_retries`` times. Raises
         ``AttemptsFailed``, ``Outage``, ``NoEndpointError``, ``PromptRejected`` if this prompt is
@@ -231,5 +201,7 @@ class EndpointPool(Fleet):
         ]
 
     def idle_s(self) -> float:
-        """Seconds with nothing in flight since the start, mean over the endpoints."""
-        return self._idle_time.mean_s(self.endpoints)
+        """Seconds with nothing in flight since the start, mean over the endpoints there were."""
+        if endpoints := self.endpoints:
+            self._idle_s += sum(e.take_idle_s() for e in endpoints) / len(endpoints)
+        return self._idle_s

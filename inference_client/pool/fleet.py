@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -37,6 +38,19 @@ MIN_PROBE_TIMEOUT_S = 1.0
 NUM_UNANSWERED = 2  # probes in a row that make a hang
 
 
+def read_api_key(config: InferenceConfig) -> str | None:
+    """The endpoints' bearer token, if they want one. Raises ``ValueError`` if it is not set."""
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise ValueError(
+            f"inference.api_key_env: the environment variable {config.api_key_env} is not set; "
+            "export it with the endpoints' key, or remove inference.api_key_env"
+        )
+    return key
+
+
 class Fleet:
     """Endpoints that come and go, each asked every ``health_interval_s`` what it serves.
 
@@ -49,26 +63,18 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        config: InferenceConfig,
-        urls: Sequence[str],
-        *,
-        api_key: str | None,
-        num_shares: int,
-        update_timeout_s: float,
-        back_off_s: float,
-        probe_timeout_s: float | None,
+        self, config: InferenceConfig, urls: Sequence[str], num_shares: int, update_timeout_s: float
     ) -> None:
         self.endpoints: list[Endpoint] = []  # replaced, never changed: other threads read it
         self._config = config
         self._first_urls = list(urls)
-        self._api_key = api_key
+        self._api_key = read_api_key(config)
         self._max_inflight = max(1, config.max_inflight // num_shares)
         self._update_timeout_s = update_timeout_s
-        self._back_off_s = back_off_s
+        self.back_off_s = 0.5  # set aside for so long after a first failure; doubles up to 30 s
         self._interval_s = min(config.health_interval_s, config.progress_timeout_s / 4)
         twice_s = max(MIN_PROBE_TIMEOUT_S, 2 * config.health_interval_s)
-        self._probe_timeout_s = probe_timeout_s or min(MAX_PROBE_TIMEOUT_S, twice_s)
+        self.probe_timeout_s = min(MAX_PROBE_TIMEOUT_S, twice_s)
         self._dispatcher = Dispatcher(lambda: self._outage.look())
         self._outage = OutageWatch(self._dispatcher, config.max_outage_s)
         self._session: aiohttp.ClientSession | None = None  # for everything but generations
@@ -234,7 +240,7 @@ class Fleet:
         if self._repair is not None:  # what comes back may have restarted
             endpoint.confirmed_version = None
             endpoint.lost_confirmation = f"was down: {error.reason}"
-        self._look_in(endpoint, _back_off(self._back_off_s, num_in_a_row))
+        self._look_in(endpoint, _back_off(self.back_off_s, num_in_a_row))
         self._changed(endpoint)
 
     def _lose_confirmation(self, endpoint: Endpoint, version: str, reason: str) -> None:
@@ -304,7 +310,7 @@ class Fleet:
             if endpoint not in self._timers:  # else it was set aside meanwhile
                 delay_s = self._interval_s
                 if endpoint.down is not None:
-                    delay_s = min(delay_s, _back_off(self._back_off_s, endpoint.num_unanswered))
+                    delay_s = min(delay_s, _back_off(self.back_off_s, endpoint.num_unanswered))
                 self._look_in(endpoint, max(0.0, began_s + delay_s - time.monotonic()))
 
     async def _look(self, endpoint: Endpoint) -> None:
@@ -336,16 +342,16 @@ class Fleet:
     async def _served_version(self, endpoint: Endpoint) -> str | None:
         """None if it does not tell, which only matters where weights are moved."""
         try:
-            async with asyncio.timeout(self._probe_timeout_s):
+            async with asyncio.timeout(self.probe_timeout_s):
                 if endpoint.down is not None or endpoint.served is None:  # may be another one now
                     await endpoint.client.health()
                     endpoint.served = await endpoint.client.served_model()
                 try:
-                    return await endpoint.client.weight_version(self._probe_timeout_s)
+                    return await endpoint.client.weight_version(self.probe_timeout_s)
                 except RequestRejected:
                     return None
         except TimeoutError:
-            reason = f"did not say within {self._probe_timeout_s:g} s how it is"
+            reason = f"did not say within {self.probe_timeout_s:g} s how it is"
             raise EndpointUnavailable(endpoint.url, reason) from None
         except RequestRejected as error:
             endpoint.refused = error
@@ -366,7 +372,7 @@ class Fleet:
             return
         limit_s = self._config.progress_timeout_s
         quiet_s = time.monotonic() - endpoint.last_progress_s
-        if quiet_s >= limit_s / 4 and await endpoint.makes_tokens(self._probe_timeout_s):
+        if quiet_s >= limit_s / 4 and await endpoint.makes_tokens(self.probe_timeout_s):
             endpoint.last_progress_s = time.monotonic()
         elif quiet_s >= limit_s:
             reason = f"no progress for {quiet_s:.0f} s (inference.progress_timeout_s)"

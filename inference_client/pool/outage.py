@@ -18,11 +18,10 @@ POLL_S = 0.1
 
 
 class OutageWatch:
-    """Watches over requests that wait while no endpoint is usable for them.
+    """Ends the waiting of requests for which no endpoint is usable.
 
-    Consumes: nothing. Waits for: a usable endpoint, ``limit_s`` at most. Is unblocked by: it.
-    Produces: ``Outage`` for those who wait when the time is over, ``NoEndpointError`` when there is
-    nothing to hope for, because every endpoint failed its proof.
+    With ``Outage`` after ``limit_s``, with ``NoEndpointError`` when there is nothing to hope for,
+    because every endpoint failed its proof.
     """
 
     def __init__(self, dispatcher: Dispatcher, limit_s: float) -> None:

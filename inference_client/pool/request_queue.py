@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import defaultdict
 from dataclasses import dataclass
+from operator import itemgetter
 
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.group_assignment import GroupAssignment, Rank
@@ -41,8 +43,8 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._any: Heap = []
-        self._home: dict[Endpoint, Heap] = {}
-        self._avoiding: dict[Endpoint, Heap] = {}
+        self._home: defaultdict[Endpoint, Heap] = defaultdict(list)
+        self._avoiding: defaultdict[Endpoint, Heap] = defaultdict(list)
         self._groups: Heap = []
         self.num_samples = 0
         self.num_groups = 0
@@ -52,15 +54,15 @@ class WaitingLine:
 
     @property
     def has_avoiding(self) -> bool:
-        """Whether a sample waits that has just failed somewhere."""
+        """Whether samples have come that had just failed somewhere."""
         return bool(self._avoiding)
 
     def add(self, waiting: Waiting) -> None:
         """A sample."""
         if waiting.avoid is not None:
-            heap = self._avoiding.setdefault(waiting.avoid, [])
+            heap = self._avoiding[waiting.avoid]
         elif waiting.group.endpoint is not None:
-            heap = self._home.setdefault(waiting.group.endpoint, [])
+            heap = self._home[waiting.group.endpoint]
         else:
             heap = self._any
         heapq.heappush(heap, (waiting.key, waiting))
@@ -77,11 +79,8 @@ class WaitingLine:
         Args:
             is_only: no other endpoint will do, so that nobody can avoid this one.
         """
-        heaps = [self._any]
-        if (own := self._home.get(endpoint)) is not None:
-            heaps.append(own)
-        if self._avoiding:
-            heaps += [h for avoided, h in self._avoiding.items() if is_only or avoided != endpoint]
+        heaps = [self._any, self._home[endpoint]]
+        heaps += [h for avoided, h in self._avoiding.items() if is_only or avoided != endpoint]
         return self._pop_first(heaps)
 
     def steal(self) -> Waiting | None:
@@ -94,10 +93,8 @@ class WaitingLine:
 
     def forsake(self, endpoint: Endpoint) -> None:
         """Nothing can be had of ``endpoint`` now: who waited for it takes any."""
-        heap = self._home.pop(endpoint, None)
-        if heap is not None:
-            self._any += heap
-            heapq.heapify(self._any)
+        self._any += self._home.pop(endpoint, [])
+        heapq.heapify(self._any)
 
     def remove(self, waiting: Waiting) -> None:
         """It is no longer in line: taken, or cancelled while it waited."""
@@ -116,14 +113,10 @@ class WaitingLine:
                 waiting.place.set_exception(error)
 
     def _pop_first(self, heaps: list[Heap]) -> Waiting | None:
-        best: Heap | None = None
-        for heap in heaps:
-            if self._first(heap) is not None and (best is None or heap[0] < best[0]):
-                best = heap
-        if best is None:
-            self._sweep()
+        filled = [heap for heap in heaps if self._first(heap) is not None]
+        if not filled:
             return None
-        waiting = heapq.heappop(best)[1]
+        waiting = heapq.heappop(min(filled, key=itemgetter(0)))[1]
         self.remove(waiting)
         return waiting
 
@@ -131,9 +124,3 @@ class WaitingLine:
         while heap and heap[0][1].place.done():  # cancelled while it waited, or failed
             self.remove(heapq.heappop(heap)[1])
         return heap[0][1] if heap else None
-
-    def _sweep(self) -> None:
-        """Forgets heaps that ran empty."""
-        for heaps in (self._home, self._avoiding):
-            for endpoint in [e for e, heap in heaps.items() if not heap]:
-                del heaps[endpoint]

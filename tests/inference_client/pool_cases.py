@@ -20,7 +20,7 @@ from easyrl.schema import Completion
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=8)
 V1, V2 = "run:0:1", "run:0:2"
-POOL_ARGUMENTS = ("back_off_s", "fetch", "num_shares", "update_timeout_s", "probe_timeout_s")
+POOL_ARGUMENTS = ("fetch", "num_shares", "update_timeout_s")
 
 
 @contextlib.asynccontextmanager
@@ -31,8 +31,9 @@ async def pool_of(
 
     Health probes come every 50 ms, with 0.3 s for the answer, unless ``settings`` say otherwise.
     """
-    arguments: dict[str, Any] = {"back_off_s": 0.01, "probe_timeout_s": 0.3}
-    arguments |= {key: settings.pop(key) for key in POOL_ARGUMENTS if key in settings}
+    times = {"back_off_s": 0.01, "probe_timeout_s": 0.3}
+    times |= {key: settings.pop(key) for key in times if key in settings}
+    arguments = {key: settings.pop(key) for key in POOL_ARGUMENTS if key in settings}
     settings = {"health_interval_s": 0.05} | settings
     async with contextlib.AsyncExitStack() as stack:
         for server in servers:
@@ -42,6 +43,7 @@ async def pool_of(
         config = InferenceConfig(endpoints=[server.url for server in servers], **settings)
         fetch = arguments.pop("fetch", None) or local_fetch(session)
         pool = EndpointPool(config, fetch, **arguments)
+        pool.back_off_s, pool.probe_timeout_s = times.values()
         if repair is not None:
             pool.set_repair(repair)
         await pool.start()

@@ -29,7 +29,7 @@ from easyrl.inference_client.errors import (
     PromptTooLong,
     RequestRejected,
 )
-from easyrl.inference_client.pool.endpoint import Endpoint, IdleTime
+from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 
@@ -348,15 +348,20 @@ async def test_idle_time_counts_only_what_has_nothing_in_flight(monkeypatch):
 async def test_idle_time_never_falls_when_endpoints_come_and_go(monkeypatch):
     clock = 0.0
     monkeypatch.setattr("easyrl.inference_client.pool.endpoint.time.monotonic", lambda: clock)
-    first, times = Endpoint(FakeClient(), 8), IdleTime()
+    pool = EndpointPool(InferenceConfig(endpoints=["http://a"]), never_fetch)
+    first = Endpoint(FakeClient(), 8)
+    pool.endpoints = [first]
     clock = 10.0
-    assert times.mean_s([first]) == 10.0
+    assert pool.idle_s() == 10.0
     second = Endpoint(FakeClient(), 8)
     second.begin(1)
     clock = 14.0
-    assert times.mean_s([first, second]) == 12.0  # 4 s and none
-    assert times.mean_s([second]) == 12.0
-    assert times.mean_s([]) == 12.0
+    pool.endpoints = [first, second]
+    assert pool.idle_s() == 12.0  # 4 s and none
+    pool.endpoints = [second]
+    assert pool.idle_s() == 12.0
+    pool.endpoints = []
+    assert pool.idle_s() == 12.0
 
 
 class FakeClient:

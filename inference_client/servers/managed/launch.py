@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from easyrl.inference_client.servers.managed.server_process import HOST, ServerProcess
@@ -36,19 +36,10 @@ print(json.dumps({name: found(name) for name in names}))
 
 @dataclass(eq=False)
 class EmbeddedServerProcess(ServerProcess):
-    """``easyrl serve``.
+    """``easyrl serve``."""
 
-    Args:
-        model: folder of the model.
-        options: further command-line options of the server.
-        env: further environment variables.
-
-    The others: see ``ServerProcess``.
-    """
-
-    model: Path
-    options: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    model: Path  # folder
+    options: Sequence[str] = ()  # further ones of its command line
 
     name = "the embedded server"
 
@@ -66,28 +57,16 @@ class EmbeddedServerProcess(ServerProcess):
 class VllmServerProcess(ServerProcess):
     """A real vLLM server, set up for EasyRL: RL routes, tokens in and out, weight transfer.
 
-    Args:
-        model: folder of the model.
-        python: interpreter of the environment that holds vLLM and EasyRL's plugin for it.
-        options: further options of vLLM's command line, each as ``--key=value`` or apart; one
-            that is also set here wins over ours.
-        devices: indices of the GPUs or NPUs it may use; default: what the environment says.
-        tensor_parallel: devices that share the model.
-        batch_invariant: vLLM's mode in which no request changes another's response, on devices.
-        env: further environment variables, over all others.
-
-    The others: see ``ServerProcess``. Raises ``ValueError`` if the environment of ``python`` lacks
-    what is needed.
+    Raises ``ValueError`` if the environment of ``python`` lacks what is needed.
     """
 
-    model: Path
-    python: Path
-    options: Sequence[str] = ()
+    model: Path  # folder
+    python: Path  # of the environment that holds vLLM and EasyRL's plugin for it
+    options: Sequence[str] = ()  # further ones, ``--key=value`` or apart; they win over ours
     _: KW_ONLY
-    devices: Sequence[int] | None = None
-    tensor_parallel: int = 1
-    batch_invariant: bool = False
-    env: Mapping[str, str] = field(default_factory=dict)
+    devices: Sequence[int] | None = None  # indices of GPUs or NPUs; None: as the environment says
+    tensor_parallel: int = 1  # devices that share the model
+    batch_invariant: bool = False  # no request changes another's response; on devices only
     start_timeout_s: float = 300.0
 
     name = "vLLM"

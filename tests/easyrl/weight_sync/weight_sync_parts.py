@@ -152,7 +152,8 @@ def weight_sync(
         session, fetch = thread.run(open_fetch())
         opened.callback(lambda: thread.run(session.close()))
         config = InferenceConfig(endpoints=urls, health_interval_s=0.1, startup_timeout_s=60.0)
-        pool = EndpointPool(config, fetch, probe_timeout_s=probe_timeout_s, back_off_s=0.1)
+        pool = EndpointPool(config, fetch)
+        pool.back_off_s, pool.probe_timeout_s = 0.1, probe_timeout_s
         thread.run(pool.start())
         opened.callback(lambda: thread.run(pool.close()))
         thread.run(pool.wait_until_healthy())
