@@ -71,21 +71,18 @@ class EndpointClient:
     Args:
         url: without a trailing slash.
         session: belongs to the caller, and to the loop that the methods are awaited in.
-        model: name of the model; None leaves the choice to the server.
         api_key: sent as bearer token on every route.
-        timeout_s: for every route but ``generate``, which has its own, and ``health``.
+        timeout_s: for every route but ``generate``, which has none, and ``health``.
     """
 
     def __init__(
         self,
         url: str,
         session: aiohttp.ClientSession,
-        model: str | None = None,
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self.url = url
-        self.model = model
         self._session = session
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
@@ -99,7 +96,6 @@ class EndpointClient:
         sampling: SamplingConfig,
         seed: int,
         n: int = 1,
-        timeout_s: float | None = None,
     ) -> bytes:
         """The raw body of ``n`` responses to one prompt, for ``parse_generate_response``.
 
@@ -111,8 +107,9 @@ class EndpointClient:
             await self._require_stop_strings(token_ids)
             self._applies_stop_strings = True
         params = sampling.model_dump(include=set(SamplingConfig.model_fields))
-        request = self._generate_request(token_ids, params | {"n": n, "seed": seed, "logprobs": 0})
-        return await self._request("POST", GENERATE, request, timeout_s)
+        params |= {"n": n, "seed": seed, "logprobs": 0}
+        body = {"token_ids": token_ids, "sampling_params": params}
+        return await self._request("POST", GENERATE, body)
 
     async def health(self) -> None:
         """Returns if the server says that it is healthy."""
@@ -211,20 +208,15 @@ class EndpointClient:
 
     async def _require_stop_strings(self, token_ids: np.ndarray | Sequence[int]) -> None:
         # Asking for text is the one request that a server without a tokenizer refuses.
-        probe = self._generate_request(token_ids, {"max_tokens": 1}) | {"output_mode": "text"}
+        params = {"max_tokens": 1}
+        body = {"token_ids": token_ids, "sampling_params": params, "output_mode": "text"}
         try:
-            await self._request("POST", GENERATE, probe)
+            await self._request("POST", GENERATE, body)
         except RequestRejected as error:
             raise ValueError(
                 "rollout.stop (or evaluation.sampling.stop): it cannot apply stop strings, "
                 f"use stop_token_ids, or start it with a tokenizer. It answered: {error}"
             ) from None
-
-    def _generate_request(
-        self, token_ids: np.ndarray | Sequence[int], params: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        request = {"token_ids": token_ids, "sampling_params": params}
-        return request if self.model is None else request | {"model": self.model}
 
     async def _field(
         self,

@@ -95,7 +95,7 @@ LIGHT = """
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
     inference_client.client inference_client.responses inference_client.fetching.fetcher_pool
-    inference_client.fetching.fetcher_messages inference_client.fetching.fetcher_process
+    inference_client.fetching.fetcher_process
 """.split()
 
 PLAIN = {

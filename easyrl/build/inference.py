@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -104,17 +104,17 @@ class Inference:
         ) -> AsyncIterator[Sample]:
             async with self.pool.group(
                 len(prompt.token_ids),
-                sampling,
+                lengths.of(prompt.index),
                 version,
                 num_samples=num_generations,
-                lengths=lengths,
-                index=prompt.index,
                 priority=priority,
             ) as place:
 
-                def sample(number: int) -> Awaitable[Completion]:
+                async def sample(number: int) -> Completion:
                     seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)
-                    return self.pool.generate(prompt.token_ids, sampling, seed, place)
+                    made = await self.pool.generate(prompt.token_ids, sampling, seed, place)
+                    lengths.saw(prompt.index, len(made.token_ids))
+                    return made
 
                 yield sample
 

@@ -135,7 +135,7 @@ class Dispatcher:
         """Gives the free places of ``endpoint`` to those who wait."""
         for version, line in self._lines.items():
             while line and endpoint.has_room and endpoint.usable(version):
-                is_only = line.has_avoiding and not any(
+                is_only = not any(
                     other is not endpoint and other.usable(version) for other in self.endpoints
                 )
                 waiting = line.next_for(endpoint, is_only=is_only)

@@ -26,7 +26,7 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
 from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
-from easyrl.inference_client.pool.group_assignment import ExpectedLengths, GroupAssignment
+from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion
 
 
@@ -62,12 +62,10 @@ class EndpointPool(Fleet):
     async def group(
         self,
         num_prompt_tokens: int,
-        sampling: SamplingConfig,
+        expected_tokens: float,
         version: str | None = None,
         *,
         num_samples: int,
-        lengths: ExpectedLengths | None = None,
-        index: int = 0,
         priority: int = 0,
     ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
@@ -76,14 +74,13 @@ class EndpointPool(Fleet):
         ``NoEndpointError``.
 
         Args:
-            lengths, index: how long responses to this prompt were; what comes is added.
+            expected_tokens: of a response, probably.
             priority: lower ones go before any others: the update of the batch that trains it.
         """
-        expected = sampling.max_tokens / 2 if lengths is None else lengths.of(index)
-        first = expected if self._config.dispatch == "shortest_first" else 0.0
+        first = expected_tokens if self._config.dispatch == "shortest_first" else 0.0
         rank = (priority, first, next(self._orders))
-        tokens = num_prompt_tokens + int(expected)
-        group = GroupAssignment(rank, version, tokens, num_samples, lengths, index)
+        tokens = num_prompt_tokens + int(expected_tokens)
+        group = GroupAssignment(rank, version, tokens, num_samples)
         await self._dispatcher.turn(group)
         try:
             yield group
@@ -112,7 +109,7 @@ class EndpointPool(Fleet):
         while True:
             endpoint = await self._dispatcher.place(group, avoid)
             try:
-                completion = await self._attempt(endpoint, prompt_token_ids, sampling, seed, group)
+                return await self._attempt(endpoint, prompt_token_ids, sampling, seed, group)
             except RequestRejected:
                 raise
             except EndpointError as error:
@@ -121,9 +118,6 @@ class EndpointPool(Fleet):
                     raise AttemptsFailed(attempts) from error
                 self.num_retries += 1
                 avoid = endpoint
-                continue
-            group.saw(len(completion.token_ids))
-            return completion
 
     async def _attempt(
         self,

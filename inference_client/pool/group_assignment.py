@@ -43,8 +43,6 @@ class GroupAssignment:
     version: str | None  # of the policy that has to answer, None for any
     sample_tokens: int  # expected of one sample, prompt and response
     num_samples: int
-    lengths: ExpectedLengths | None = None  # where the lengths of its responses are noted ...
-    index: int = 0  # ... for this prompt
     endpoint: Endpoint | None = field(default=None, init=False)  # has the prompt in its cache
     spread: bool = field(default=False, init=False)  # its samples go where there is least to do
     num_reserved: int = field(default=0, init=False)  # places held at ``endpoint``
@@ -73,11 +71,6 @@ class GroupAssignment:
         """A sample goes to ``endpoint``; the others shall follow unless they have a home."""
         if self.endpoint is None and not self.spread:
             self.endpoint = endpoint
-
-    def saw(self, num_tokens: int) -> None:
-        """A response of the group had ``num_tokens`` tokens."""
-        if self.lengths is not None:
-            self.lengths.saw(self.index, num_tokens)
 
 
 def _moved(mean: tuple[float, int], value: float, window: int) -> tuple[float, int]:

@@ -52,11 +52,6 @@ class WaitingLine:
     def __bool__(self) -> bool:
         return self.num_samples + self.num_groups > 0
 
-    @property
-    def has_avoiding(self) -> bool:
-        """Whether samples have come that had just failed somewhere."""
-        return bool(self._avoiding)
-
     def add(self, waiting: Waiting) -> None:
         """A sample."""
         if waiting.avoid is not None:

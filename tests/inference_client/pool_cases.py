@@ -12,7 +12,7 @@ import numpy as np
 from fake_endpoint import FakeEndpoint
 
 from easyrl.config import InferenceConfig, SamplingConfig
-from easyrl.inference_client.fetching.fetcher_pool import local_fetch
+from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.schema import Completion
@@ -66,7 +66,7 @@ async def sample(
     seed: int,
     version: str | None = V1,
 ) -> Completion:
-    async with pool.group(len(prompt), sampling, version, num_samples=1) as group:
+    async with pool.group(len(prompt), sampling.max_tokens / 2, version, num_samples=1) as group:
         return await pool.generate(prompt, sampling, seed, group)
 
 

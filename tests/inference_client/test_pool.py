@@ -94,8 +94,7 @@ async def test_groups_of_an_earlier_update_go_first_however_long():
     lengths.saw(1, 1)
 
     async def send(pool: EndpointPool, index: int, priority: int) -> None:
-        asked = {"num_samples": 2, "lengths": lengths, "index": index, "priority": priority}
-        async with pool.group(len(PROMPT), SAMPLING, V1, **asked) as group:
+        async with pool.group(3, lengths.of(index), V1, num_samples=2, priority=priority) as group:
             for i in range(2):
                 seed = 100 * priority + 10 * index + i
                 await pool.generate(PROMPT, SAMPLING, seed, group)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_endpoint import FakeEndpoint, break_off, hang, status, truncate
-from pool_cases import SAMPLING, V1, V2, ask, open_all, pool_of, repairer, servers, until
+from pool_cases import V1, V2, ask, open_all, pool_of, repairer, servers, until
 
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -326,7 +326,7 @@ async def test_groups_that_wait_for_their_turn_are_ended_by_an_outage():
         await server.stop()
         pool.set_aside(pool.endpoints[0], EndpointUnavailable(server.url, "gone"))
         with pytest.raises(Outage):
-            async with pool.group(3, SAMPLING, V1, num_samples=2):
+            async with pool.group(3, 4, V1, num_samples=2):
                 raise AssertionError("no turn without an endpoint")
 
 

@@ -119,13 +119,15 @@ class ServerProcess(ABC):
     def wait_until_healthy(self) -> None:
         """Returns when the server answers ``/health``. Raises ``ServerStartError``."""
         deadline = time.monotonic() + self.start_timeout_s
+        what = f"did not answer within {self.start_timeout_s:.0f} s"
         while time.monotonic() < deadline:
             if self.has_ended:
-                raise self._start_error(f"ended with status {self.process.returncode}")
+                what = f"ended with status {self.process.returncode}"
+                break
             if self.is_healthy():
                 return
             time.sleep(0.1)
-        raise self._start_error(f"did not answer within {self.start_timeout_s:.0f} s")
+        raise ServerStartError(f"{self.name} {what}{self.failure_report()}")
 
     def is_healthy(self) -> bool:
         """Whether the server answers now."""
@@ -182,9 +184,6 @@ class ServerProcess(ABC):
         self.close()
 
     # ---- log ---------------------------------------------------------------------------------
-
-    def _start_error(self, what: str) -> ServerStartError:
-        return ServerStartError(f"{self.name} {what}{self.failure_report()}")
 
     def failure_report(self) -> str:
         """What probably went wrong, if that is known, and the end of the log."""

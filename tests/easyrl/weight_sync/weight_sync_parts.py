@@ -15,7 +15,7 @@ import torch
 
 from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
 from easyrl.dataloaders.packing.row import dummy_micro_batch
-from easyrl.inference_client.fetching.fetcher_pool import local_fetch
+from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.server import EmbeddedServer, start_site
@@ -108,7 +108,7 @@ class Rank:
         sampling = SamplingConfig(max_tokens=8)
 
         async def sample():
-            async with self.pool.group(len(prompt), sampling, version, num_samples=1) as group:
+            async with self.pool.group(len(prompt), 4, version, num_samples=1) as group:
                 return await self.pool.generate(prompt, sampling, seed, group)
 
         return self.thread.submit(sample())
