@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 WANTED_FILE = "endpoints.json"
 STATE_FILE = "endpoints_state.json"
 LOCK_FILE = "endpoints.lock"
-POLL_S = 1.0
-STATE_INTERVAL_S = 2.0
 SILENT_AFTER_S = 15.0  # a run that has written no state for so long is not running
 
 
@@ -80,9 +78,6 @@ class Members(Protocol):
     def add(self, url: str) -> Any: ...
     def remove(self, url: str) -> None: ...
     def states(self) -> list[EndpointState]: ...
-
-
-# ---- the files -----------------------------------------------------------------------------------
 
 
 def begin_membership(run_dir: Path, urls: Sequence[str]) -> Wanted:
@@ -158,9 +153,6 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-# ---- following -----------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class MembershipFollower:
     """Keeps a rank's endpoints as the wanted list says.
@@ -175,8 +167,8 @@ class MembershipFollower:
     wanted: Wanted  # at first what the rank's endpoints were made from
     _: KW_ONLY
     writes_state: bool
-    poll_s: float = POLL_S
-    state_interval_s: float = STATE_INTERVAL_S
+    poll_s: float = 1.0
+    state_interval_s: float = 2.0
     _warned: bool = field(default=False, init=False)
     _following: asyncio.Task[None] | None = field(default=None, init=False)
 

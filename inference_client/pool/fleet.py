@@ -18,11 +18,12 @@ from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
     NoEndpointError,
+    Outage,
     RequestRejected,
 )
 from easyrl.inference_client.pool.dispatch import Dispatcher
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.outage import OutageWatch, status_lines
+from easyrl.inference_client.pool.outage import OutageWatch, status_lines, wait_out
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ Repair = Callable[[Endpoint], Awaitable[None]]
 Admission = Callable[[Endpoint], str | None]  # why it may not take part
 
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
-GRACE_S = 5.0  # at the start, for the others once one endpoint is healthy
 POLL_S = 0.05
 MAX_BACK_OFF_S = 30.0
 MAX_PROBE_TIMEOUT_S = 10.0
@@ -78,7 +78,6 @@ class Fleet:
         self._dispatcher = Dispatcher(lambda: self._outage.look())
         self._outage = OutageWatch(self._dispatcher, config.max_outage_s)
         self._session: aiohttp.ClientSession | None = None  # for everything but generations
-        self._context_len: int | None = None  # the smallest that an endpoint serves
         self._current_version: str | None = None  # last confirmed; None while the weights move
         self._num_proofs: Counter[str] = Counter()  # good ones, by URL: it may leave and come back
         self._repair: Repair | None = None
@@ -95,7 +94,7 @@ class Fleet:
         for url in self._first_urls:
             self.add(url)
 
-    async def wait_until_healthy(self, grace_s: float = GRACE_S) -> None:
+    async def wait_until_healthy(self, grace_s: float = 5.0) -> None:
         """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
 
         Those that come later are taken in when they do. Raises ``NoEndpointError`` with what each
@@ -191,11 +190,9 @@ class Fleet:
     def _set_endpoints(self, endpoints: list[Endpoint]) -> None:
         self.endpoints = endpoints
         self._dispatcher.endpoints = endpoints
-        self._context_len = _smallest_context(endpoints)
 
     def _changed(self, endpoint: Endpoint) -> None:
         """``endpoint`` has become usable, or unusable."""
-        self._context_len = _smallest_context(self.endpoints)
         self._dispatcher.changed(endpoint)
         self._outage.look()
 
@@ -279,12 +276,27 @@ class Fleet:
 
         Raises ``Outage`` after ``timeout_s``, ``NoEndpointError`` if all are excluded.
         """
-        return await self._outage.until_live(timeout_s)
+
+        def is_over() -> bool:
+            return self._outage.all_excluded() or any(e.is_up for e in self.endpoints)
+
+        in_time = await wait_out(is_over, timeout_s, lambda: str(self._outage.no_endpoint(None)))
+        live = [endpoint for endpoint in self.endpoints if endpoint.is_up]
+        if not live:
+            problem = self._outage.no_endpoint(None)
+            raise problem if in_time else Outage(f"{problem}\nfor {timeout_s:g} s")
+        return live
 
     @property
     def in_outage(self) -> bool:
         """Nobody is up, or nobody can answer those who wait; it ends after ``max_outage_s``."""
         return self._outage.is_on or not any(endpoint.is_up for endpoint in self.endpoints)
+
+    @property
+    def _context_len(self) -> int | None:
+        """The smallest, also of those that are down: who answers must not decide where it ends."""
+        served = [e.served for e in self.endpoints if e.served and e.excluded is None]
+        return min((s.max_model_len for s in served if s.max_model_len is not None), default=None)
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -424,12 +436,6 @@ class Fleet:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("watching the endpoints failed; this is a bug", exc_info=error)
-
-
-def _smallest_context(endpoints: Sequence[Endpoint]) -> int | None:
-    """Of all, also those that are down: which of them answers must not decide where it ends."""
-    lengths = [e.served.max_model_len for e in endpoints if e.served and e.excluded is None]
-    return min((length for length in lengths if length is not None), default=None)
 
 
 def _back_off(first_s: float, num_failures: int) -> float:

@@ -83,8 +83,6 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
                 self._transport.abort()
                 self._transport = None
 
-    # -- asyncio's protocol --------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport

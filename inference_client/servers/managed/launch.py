@@ -70,10 +70,11 @@ class VllmServerProcess(ServerProcess):
     start_timeout_s: float = 300.0
 
     name = "vLLM"
+    _on_cpu = True  # until its packages have been looked at
 
     def __post_init__(self) -> None:
         self.model, self.python = self.model.absolute(), self.python.absolute()
-        self._on_cpu = _is_cpu_build(self.python, self._own_variables())
+        self._on_cpu = _is_cpu_build(self.python, self._environment())
         if self.port is None:
             self.port = free_port()
         super().__post_init__()
@@ -103,12 +104,6 @@ class VllmServerProcess(ServerProcess):
         return [*command, *self.options]
 
     def _environment(self) -> dict[str, str]:
-        variables = self._own_variables()
-        if self.batch_invariant and not self._on_cpu:
-            variables.setdefault("VLLM_BATCH_INVARIANT", "1")
-        return variables
-
-    def _own_variables(self) -> dict[str, str]:
         # PYTHONPATH and PYTHONHOME belong to this process's environment, not to vLLM's
         not_ours = {*LAUNCHER_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
         variables = {key: value for key, value in os.environ.items() if key not in not_ours}
@@ -128,7 +123,10 @@ class VllmServerProcess(ServerProcess):
             }
         if self.devices is not None:
             variables |= visible_devices(self.devices)
-        return {**variables, **self.env}
+        variables |= self.env
+        if self.batch_invariant and not self._on_cpu:
+            variables.setdefault("VLLM_BATCH_INVARIANT", "1")
+        return variables
 
     def _working_directory(self) -> Path:
         return self.model  # where no folder shadows a package's name
