@@ -34,6 +34,7 @@ GENERATE = "/inference/v1/generate"
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
 HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from easyrl.config import SamplingConfig
-from easyrl.inference_client.client import EndpointClient, Fetch
+from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import MalformedResponse
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.machine import allow_open_files
@@ -21,7 +21,6 @@ from easyrl.runtime.workers.failure import Failure
 from easyrl.schema import Completion, VersionSpan
 
 ENTRY = f"{__name__}:fetcher_main"
-KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 ORDERS_BYTES = 2**16  # read at once
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again
 # Each delivery takes the interpreter from the training loop for a moment, so that replies travel

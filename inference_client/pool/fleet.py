@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from easyrl.config import InferenceConfig, endpoint_url
-from easyrl.inference_client.client import EndpointClient
+from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 Repair = Callable[[Endpoint], Awaitable[None]]
 Admission = Callable[[Endpoint], str | None]  # why it may not take part
 
-KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 POLL_S = 0.05
 MAX_BACK_OFF_S = 30.0
 MAX_PROBE_TIMEOUT_S = 10.0
