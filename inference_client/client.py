@@ -7,7 +7,8 @@ bytes: decoding them is a worker's job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,31 +25,23 @@ from easyrl.inference_client.errors import (
     PromptRejected,
     RequestRejected,
 )
-from easyrl.inference_client.responses import parse_generate_response
+from easyrl.schema import Completion
 
-__all__ = [
-    "EndpointClient",
-    "EndpointError",
-    "EndpointUnavailable",
-    "MalformedResponse",
-    "RequestRejected",
-    "ServedModel",
-    "WorkerProof",
-    "parse_generate_response",
-]
+# url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
+Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 
 GENERATE = "/inference/v1/generate"
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
 HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
+KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
-HINTS = {
-    401: "; set inference.api_key_env to the variable that holds its key",
-    403: "; set inference.api_key_env to the variable that holds its key",
-}
+KEY_HINT = "; set inference.api_key_env to the variable that holds its key"  # 401, 403
+# vLLM's names, which the embedded server uses too; a line per engine
+TOKEN_COUNTERS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)", re.M)
 ROUTE_HINT = "; start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 
 
@@ -79,21 +72,18 @@ class EndpointClient:
     Args:
         url: without a trailing slash.
         session: belongs to the caller, and to the loop that the methods are awaited in.
-        model: name of the model; None leaves the choice to the server.
         api_key: sent as bearer token on every route.
-        timeout_s: for every route but ``generate``, which has its own, and ``health``.
+        timeout_s: for every route but ``generate``, which has none, and ``health``.
     """
 
     def __init__(
         self,
         url: str,
         session: aiohttp.ClientSession,
-        model: str | None = None,
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self.url = url
-        self.model = model
         self._session = session
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
@@ -107,7 +97,6 @@ class EndpointClient:
         sampling: SamplingConfig,
         seed: int,
         n: int = 1,
-        timeout_s: float | None = None,
     ) -> bytes:
         """The raw body of ``n`` responses to one prompt, for ``parse_generate_response``.
 
@@ -119,8 +108,9 @@ class EndpointClient:
             await self._require_stop_strings(token_ids)
             self._applies_stop_strings = True
         params = sampling.model_dump(include=set(SamplingConfig.model_fields))
-        request = self._generate_request(token_ids, params | {"n": n, "seed": seed, "logprobs": 0})
-        return await self._request("POST", GENERATE, request, timeout_s)
+        params |= {"n": n, "seed": seed, "logprobs": 0}
+        body = {"token_ids": token_ids, "sampling_params": params}
+        return await self._request("POST", GENERATE, body)
 
     async def health(self) -> None:
         """Returns if the server says that it is healthy."""
@@ -143,6 +133,15 @@ class EndpointClient:
     async def weight_version(self, timeout_s: float | None = None) -> str:
         """The version of the weights it serves; ``"default"`` after a (re)start."""
         return await self._field("weight_version", str, "GET", "/weight_info", timeout_s=timeout_s)
+
+    async def num_tokens_made(self, timeout_s: float) -> float | None:
+        """Prompt and response tokens since its start; None if it does not tell."""
+        try:
+            content = await self._request("GET", "/metrics", timeout_s=timeout_s)
+        except EndpointError:
+            return None
+        counts = [float(text) for text in TOKEN_COUNTERS.findall(content)]
+        return sum(counts) if counts else None
 
     async def pause(self, mode: Literal["wait", "abort", "keep"]) -> None:
         """Stops generation; requests in flight are finished, aborted or frozen until ``resume``."""
@@ -198,17 +197,11 @@ class EndpointClient:
         try:
             proofs = msgspec.json.decode(content, type=_Proofs).results
         except msgspec.MsgspecError as error:
-            reason = f"POST /collective_rpc proves no weights: {error}: {_shown(content)}"
+            reason = f"POST /collective_rpc proves no weights: {error}: {_shorten(content)}"
             raise MalformedResponse(self.url, reason) from None
         if not proofs:
             raise MalformedResponse(self.url, "POST /collective_rpc: no worker proved its weights")
         return proofs
-
-    async def weight_checksums(self) -> dict[str, str]:
-        """Checksum by name of the server's parameter, prefixed with its place (``dp0:pp0:...``)."""
-        return await self._field(
-            "checksums", dict, "POST", "/weight_checker", {"action": "checksum"}
-        )
 
     async def abort_requests(self) -> None:
         """Aborts everything in flight."""
@@ -216,20 +209,15 @@ class EndpointClient:
 
     async def _require_stop_strings(self, token_ids: np.ndarray | Sequence[int]) -> None:
         # Asking for text is the one request that a server without a tokenizer refuses.
-        probe = self._generate_request(token_ids, {"max_tokens": 1}) | {"output_mode": "text"}
+        params = {"max_tokens": 1}
+        body = {"token_ids": token_ids, "sampling_params": params, "output_mode": "text"}
         try:
-            await self._request("POST", GENERATE, probe)
+            await self._request("POST", GENERATE, body)
         except RequestRejected as error:
             raise ValueError(
                 "rollout.stop (or evaluation.sampling.stop): it cannot apply stop strings, "
                 f"use stop_token_ids, or start it with a tokenizer. It answered: {error}"
             ) from None
-
-    def _generate_request(
-        self, token_ids: np.ndarray | Sequence[int], params: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        request = {"token_ids": token_ids, "sampling_params": params}
-        return request if self.model is None else request | {"model": self.model}
 
     async def _field(
         self,
@@ -253,13 +241,13 @@ class EndpointClient:
         body: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        content = await self._request(method, path, body, timeout_s or self._timeout_s)
+        content = await self._request(method, path, body, timeout_s)
         try:
             answer = orjson.loads(content)
         except orjson.JSONDecodeError:
             answer = None
         if not isinstance(answer, dict):
-            reason = f"{method} {path} did not answer JSON: {_shown(content)}"
+            reason = f"{method} {path} did not answer JSON: {_shorten(content)}"
             raise MalformedResponse(self.url, reason)
         return answer
 
@@ -271,22 +259,23 @@ class EndpointClient:
         timeout_s: float | None = None,
     ) -> bytes:
         limit_s = timeout_s if timeout_s is not None or path == GENERATE else self._timeout_s
-        answer = await self._answer(method, path, body, limit_s)
+        answer, content = await self._answer(method, path, body, limit_s)
         if answer.status == 200:
-            return answer.content
-        message = _server_message(answer.content)
-        reason = f"{method} {path} answered {answer.status} {answer.reason}: {message}"
+            return content
+        message = _server_message(content)
+        reason = f"{method} {path} answered {answer.status} {answer.reason or ''}: {message}"
         if answer.status >= 500 or answer.status in OVERLOADED:
             raise EndpointUnavailable(self.url, reason)
-        unknown_route = answer.status == 404 and message == "Not Found"
-        hint = ROUTE_HINT if unknown_route else HINTS.get(answer.status, "")
+        hint = KEY_HINT if answer.status in (401, 403) else ""
+        if answer.status == 404 and message == "Not Found":
+            hint = ROUTE_HINT
         if path == GENERATE and answer.status in PROMPT_AT_FAULT:
             raise PromptRejected(self.url, reason)
         raise RequestRejected(self.url, reason + hint)
 
     async def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float | None
-    ) -> _Answer:
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             async with self._session.request(
@@ -296,7 +285,7 @@ class EndpointClient:
                 headers=self._headers if path == GENERATE else self._headers | CLOSE,
                 timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
             ) as response:
-                return _Answer(response.status, response.reason or "", await response.read())
+                return response, await response.read()
         except TimeoutError as error:
             connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
             what = "could not connect" if connecting else "was not answered"
@@ -315,32 +304,22 @@ class _Proofs(msgspec.Struct):
     results: list[WorkerProof]
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    reason: str
-    content: bytes
-
-
 def _server_message(content: bytes) -> str:
     """The text in ``{"error": {"message": …}}``, ``{"error": …}`` or ``{"detail": …}``."""
-    text = content.decode(errors="replace")
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return _shorten(text)
-    if isinstance(answer, dict):
-        message = answer.get("error", answer.get("detail", text))
-        if isinstance(message, dict):
-            message = message.get("message", text)
-        text = str(message)
-    return _shorten(text)
+        return _shorten(content)
+    if not isinstance(answer, dict):
+        return _shorten(content)
+    message = answer.get("error", answer.get("detail", content))
+    if isinstance(message, dict):
+        message = message.get("message", content)
+    return _shorten(message if isinstance(message, bytes) else str(message))
 
 
-def _shown(content: bytes) -> str:
-    return _shorten(content.decode(errors="replace"))
-
-
-def _shorten(text: str, limit: int = 500) -> str:
+def _shorten(text: str | bytes, limit: int = 500) -> str:
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
     text = text.strip() or "(empty body)"
     return text if len(text) <= limit else text[:limit] + " ..."

@@ -77,8 +77,8 @@ MAY_IMPORT = {
     " runtime trainer weight_sync",
     "train": "schema config build ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine inference_client.servers.managed",
-    "commands": "schema config train build ledger recipes runtime inference_client.pool.membership"
-    " inference_client.servers.embedded.server",
+    "commands": "schema config train build ledger recipes runtime"
+    " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands",
     "demo": "config recipes metrics.trackers runtime.machine inference_client.servers.managed",
     "__init__": "api",
@@ -95,7 +95,7 @@ LIGHT = """
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
     inference_client.client inference_client.responses inference_client.fetching.fetcher_pool
-    inference_client.fetching.fetcher_messages inference_client.fetching.fetcher_process
+    inference_client.fetching.fetcher_process
 """.split()
 
 PLAIN = {
@@ -227,7 +227,7 @@ def test_a_room_imports_only_what_it_may(room):
         ("dataloaders.packing.groups", "trainer.loop"),
         ("dataloaders.producer.group_stream", "inference_client.client"),
         ("trainer.loop", "dataloaders.packing.groups"),
-        ("trainer.loop", "inference_client.pool.pool"),
+        ("trainer.loop", "inference_client.pool.endpoint_pool"),
         ("trainer.loop", "engines.deepspeed.engine"),
         ("weight_sync.publish", "engines.deepspeed.engine"),
         ("recipes.losses", "models.tri_model"),

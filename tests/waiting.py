@@ -1,9 +1,12 @@
-"""Waiting for a condition that another thread or process brings about."""
+"""Waiting for a condition that another thread or process brings about; pools that are closed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from easyrl.runtime.workers.worker_pool import WorkerPool
 
 
 def eventually(condition: Callable[[], object], limit_s: float = 15.0) -> bool:
@@ -18,3 +21,12 @@ def eventually(condition: Callable[[], object], limit_s: float = 15.0) -> bool:
 
 def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
     assert eventually(condition, limit_s), f"the condition was not met within {limit_s:g} s"
+
+
+@asynccontextmanager
+async def started(pool: WorkerPool) -> AsyncIterator[WorkerPool]:
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()

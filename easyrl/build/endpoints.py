@@ -15,14 +15,14 @@ from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.inference_client.errors import EndpointUnavailable
-from easyrl.inference_client.pool.membership import (
+from easyrl.inference_client.pool.endpoint_list import (
     MembershipFollower,
     Wanted,
     begin_membership,
 )
-from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
-from easyrl.inference_client.pool.startup import read_api_key
-from easyrl.inference_client.servers.managed.managed import ManagedServers
+from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
+from easyrl.inference_client.pool.fleet import read_api_key
+from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.stopping import StopRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ from easyrl.inference_client.errors import (
     is_outage,
 )
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
-from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
-from easyrl.inference_client.pool.pool import EndpointPool
-from easyrl.inference_client.pool.startup import read_api_key
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.inference_client.pool.fleet import read_api_key
+from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
@@ -104,19 +104,17 @@ class Inference:
         ) -> AsyncIterator[Sample]:
             async with self.pool.group(
                 len(prompt.token_ids),
-                sampling,
+                lengths.of(prompt.index),
                 version,
                 num_samples=num_generations,
-                lengths=lengths,
-                index=prompt.index,
                 priority=priority,
             ) as place:
 
-                def sample(number: int) -> Awaitable[Completion]:
+                async def sample(number: int) -> Completion:
                     seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)
-                    return self.pool.generate(
-                        prompt.token_ids, sampling, seed, version, group=place
-                    )
+                    made = await self.pool.generate(prompt.token_ids, sampling, seed, place)
+                    lengths.saw(prompt.index, len(made.token_ids))
+                    return made
 
                 yield sample
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from easyrl.config import Config, ConfigError
 from easyrl.inference_client.client import ServedModel
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.pool import EndpointPool
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.runtime.determinism import is_strict, remembered
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from easyrl.metrics.event_log import ignore
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.recipes.loading import load_recipe
-from easyrl.rewards.startup import check_rewards
+from easyrl.rewards.functions import check_rewards
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import (
     is_strict,

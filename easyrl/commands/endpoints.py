@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from easyrl.config import endpoint_url
-from easyrl.inference_client.pool.membership import (
+from easyrl.inference_client.pool.endpoint_list import (
     WANTED_FILE,
     EndpointState,
     MembershipError,

@@ -34,12 +34,8 @@ def exact(
     if prompt.answer is None:
         raise ValueError(f"prompt {prompt.index} has no answer; set data.fields.answer")
     expected = _normalise(prompt.answer, ignore_case)
-    rewards = []
-    for text in texts:
-        answer = _extract(after_thinking(text), regex)
-        correct = answer is not None and _normalise(answer, ignore_case) == expected
-        rewards.append(float(correct))
-    return rewards
+    answers = [_extract(after_thinking(text), regex) for text in texts]
+    return [float(a is not None and _normalise(a, ignore_case) == expected) for a in answers]
 
 
 def after_thinking(text: str) -> str:

@@ -31,21 +31,16 @@ def math(prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]) 
         raise ValueError(f"prompt {prompt.index} has no answer; set data.fields.answer")
     if not texts:
         return []
-    expected = _parse_expected(prompt.answer)
+    # as LaTeX; plain where it brings its own delimiters
+    delimited = (
+        "\\boxed" in prompt.answer or prompt.answer.count("$") - prompt.answer.count("\\$") >= 2
+    )
+    expected = _parse(prompt.answer if delimited else f"${prompt.answer}$")
     if not expected:
         raise ValueError(f"prompt {prompt.index}: math-verify finds nothing in {prompt.answer!r}")
-    return [float(_equal(expected, _parse(after_thinking(text)))) for text in texts]
-
-
-def _parse_expected(answer: str) -> list[Any]:
-    """Parsed as LaTeX; plain where it brings its own delimiters."""
-    delimited = "\\boxed" in answer or answer.count("$") - answer.count("\\$") >= 2
-    return _parse(answer if delimited else f"${answer}$")
+    answers = [_parse(after_thinking(text)) for text in texts]
+    return [float(verify(expected, answer, timeout_seconds=None)) for answer in answers]
 
 
 def _parse(text: str) -> list[Any]:
     return parse(text, parsing_timeout=None)  # type: ignore[arg-type]
-
-
-def _equal(expected: list[Any], answer: list[Any]) -> bool:
-    return bool(verify(expected, answer, timeout_seconds=None))

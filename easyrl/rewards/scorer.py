@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
 from easyrl.config import RewardConfig, ScoringConfig
 from easyrl.rewards import worker
-from easyrl.rewards.user_function import RewardFunctionError
+from easyrl.rewards.functions import RewardFunctionError
 from easyrl.runtime.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
 from easyrl.schema import Completion, Prompt, Score
 
@@ -21,12 +21,13 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SampleScores:
-    """What the rewards of scope ``sample`` say of one response."""
+    """What the rewards of one scope say of one response."""
 
     components: Mapping[str, float]  # by reward name
-    failed: bool = False
+    failed: bool  # one of them raised or timed out, and was scored zero
 
 
+@dataclass(eq=False)
 class Scorer:
     """Scores responses as they return, and groups when they are complete.
 
@@ -34,30 +35,23 @@ class Scorer:
     results, or the end of a reward's ``timeout_s``. Produces: one ``Score`` per response.
 
     The pool's workers must have run ``rewards.worker.initialize`` with the same ``rewards``.
-    ``truncated_reward`` is that of a response cut off at its longest; None: as scored.
     """
 
-    def __init__(
-        self,
-        rewards: Sequence[RewardConfig],
-        scoring: ScoringConfig,
-        workers: WorkerPool,
-        *,
-        truncated_reward: float | None = None,
-    ) -> None:
-        self.rewards = list(rewards)
-        self.scoring = scoring
-        self.workers = workers
-        self.truncated_reward = truncated_reward
-        self.num_failed: Counter[str] = Counter()  # calls that raised or timed out, by reward
+    rewards: Sequence[RewardConfig]
+    scoring: ScoringConfig
+    workers: WorkerPool
+    _: KW_ONLY
+    truncated_reward: float | None = None  # of a response cut off at its longest; None: as scored
+    num_failed: Counter[str] = field(default_factory=Counter)  # calls that raised or timed out,
+    # by reward
 
     async def score_sample(self, prompt: Prompt, completion: Completion) -> SampleScores:
         """Rewards that need one response.
 
         Raises ``RewardError`` if ``on_reward_error`` is not zero.
         """
-        components, failed = await self._run("sample", prompt, [completion])
-        return SampleScores(components[0], failed)
+        (scores,) = await self._run("sample", prompt, [completion])
+        return scores
 
     async def score_group(
         self,
@@ -69,27 +63,30 @@ class Scorer:
 
         Raises ``RewardError`` if ``on_reward_error`` is not zero.
         """
-        components, failed = await self._run("group", prompt, completions)
-        return tuple(
-            self._score(completion, {**sample.components, **own}, failed or sample.failed)
-            for completion, sample, own in zip(completions, sample_scores, components, strict=True)
-        )
+        group_scores = await self._run("group", prompt, completions)
+        scores = []
+        for completion, *parts in zip(completions, sample_scores, group_scores, strict=True):
+            components = {name: value for part in parts for name, value in part.components.items()}
+            reward = sum(own.weight * components[own.label] for own in self.rewards)
+            if self.truncated_reward is not None and completion.truncated:
+                reward = self.truncated_reward
+            scores.append(Score(reward, components, any(part.failed for part in parts)))
+        return tuple(scores)
 
     async def _run(
         self, scope: str, prompt: Prompt, completions: Sequence[Completion]
-    ) -> tuple[list[dict[str, float]], bool]:
-        """The components of each completion, and whether a reward failed and was scored zero."""
+    ) -> list[SampleScores]:
         components: list[dict[str, float]] = [{} for _ in completions]
-        any_failed = False
+        failed = False
         token_ids = [completion.token_ids for completion in completions]
         for index, reward in enumerate(self.rewards):
-            if _scope(reward) != scope:
-                continue
-            values = await self._call(index, prompt, token_ids)
-            any_failed |= values is None
-            for own, value in zip(components, values or [0.0] * len(completions), strict=True):
-                own[reward.label] = value
-        return components, any_failed
+            # users' functions see the group unless told otherwise
+            if scope == (reward.scope or ("sample" if reward.file is None else "group")):
+                values = await self._call(index, prompt, token_ids)
+                failed |= values is None
+                for own, value in zip(components, values or [0.0] * len(completions), strict=True):
+                    own[reward.label] = value
+        return [SampleScores(own, failed) for own in components]
 
     async def _call(
         self, index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]
@@ -125,16 +122,3 @@ class Scorer:
             f"reward {source} failed on prompt {prompt.index} of epoch {prompt.epoch}{tried}: "
             f"{cause}\n(scoring.on_reward_error=zero goes on with 0.0, =retry tries again)"
         )
-
-    def _score(
-        self, completion: Completion, components: Mapping[str, float], failed: bool
-    ) -> Score:
-        reward = sum(own.weight * components[own.label] for own in self.rewards)
-        if self.truncated_reward is not None and completion.truncated:
-            reward = self.truncated_reward
-        return Score(reward, components, failed)
-
-
-def _scope(reward: RewardConfig) -> str:
-    """Users' functions see the group unless told otherwise."""
-    return reward.scope or ("sample" if reward.file is None else "group")

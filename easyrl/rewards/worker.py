@@ -5,7 +5,6 @@ Light on purpose (no torch): every worker imports it, and a killed worker is rep
 
 from __future__ import annotations
 
-import importlib
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,8 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from easyrl.config import RewardConfig
-from easyrl.rewards import user_function
-from easyrl.rewards.user_function import RewardFunction, RewardFunctionError
+from easyrl.rewards.functions import (
+    RewardFunction,
+    RewardFunctionError,
+    call,
+    load_reward,
+    validated,
+)
 from easyrl.schema import Prompt
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
@@ -37,19 +41,9 @@ def initialize(
 ) -> None:
     """Prepares this process for ``score_reward``. Raises what ``load_reward`` raises."""
     global _state
-    # There is a worker per core already.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core already
     functions = [load_reward(reward) for reward in rewards]
     _state = _State(list(rewards), functions, _load_decoder(tokenizer_dir, skip_special_tokens))
-
-
-def load_reward(reward: RewardConfig) -> RewardFunction:
-    """The function that ``reward`` names. Raises ``ImportError`` or ``ValueError``."""
-    if reward.file is not None:
-        return user_function.load_function(reward.file, reward.function)
-    assert reward.name is not None
-    module = importlib.import_module(f"easyrl.rewards.{reward.name}")
-    return vars(module)[reward.name]
 
 
 def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) -> list[float]:
@@ -62,10 +56,8 @@ def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) ->
     reward = _state.rewards[index]
     texts = _state.decode(token_ids)
     try:
-        result = user_function.call(
-            _state.functions[index], prompt, texts, list(token_ids), **reward.kwargs
-        )
-        return user_function.validated(result, len(texts))
+        result = call(_state.functions[index], prompt, texts, list(token_ids), **reward.kwargs)
+        return validated(result, len(texts))
     except (Exception, SystemExit) as error:  # users' code may raise anything; one type goes home
         where = "".join(traceback.format_tb(error.__traceback__)[1:])
         raise RewardFunctionError(f"{type(error).__name__}: {error}\n{where}".rstrip()) from None

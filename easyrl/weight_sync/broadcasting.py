@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
-from easyrl.inference_client.pool.pool import Endpoint
+from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.inference_client.transfer.broadcast import (
     EndpointRoutes,
     EndpointsClient,

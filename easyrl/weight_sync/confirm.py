@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
-from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
+from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.schema import Confirmation
 from easyrl.weight_sync.canary import CanaryReading
 from easyrl.weight_sync.proof import Prover, Shown, Spans, is_failed_proof

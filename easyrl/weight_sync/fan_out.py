@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from easyrl.inference_client.errors import EndpointError
-from easyrl.inference_client.pool.pool import Endpoint
+from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.schema import Completion
 from easyrl.weight_sync.broadcasting import Broadcaster
 from easyrl.weight_sync.canary import Expected

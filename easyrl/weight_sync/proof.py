@@ -15,7 +15,7 @@ import numpy as np
 
 from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.errors import EndpointError
-from easyrl.inference_client.pool.pool import Endpoint
+from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.schema import Completion
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expect, Expected
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S

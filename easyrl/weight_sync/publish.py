@@ -18,7 +18,7 @@ from easyrl.inference_client.errors import (
     NoEndpointError,
     Outage,
 )
-from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
+from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.inference_client.transfer.artifact import weights_digest
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
-from easyrl.inference_client.pool.pool import Endpoint
+from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.weight_sync.target import WeightStream
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
-from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
+from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.weight_sync.broadcasting import Broadcaster, BroadcastFailed
 from easyrl.weight_sync.canary import Expect
 from easyrl.weight_sync.probe import Probe

@@ -9,36 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from easyrl.config import SamplingConfig
-from easyrl.inference_client.client import EndpointClient
-from easyrl.inference_client.errors import MalformedResponse
-from easyrl.inference_client.fetching.fetcher_messages import (
+from easyrl.inference_client.fetching.fetcher_process import (
+    ENTRY,
     HEARTBEAT_S,
     Cancel,
     Fetched,
     Order,
-    Reply,
     Send,
     decode_replies,
     encode,
 )
-from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.workers.child_process import Child
 from easyrl.runtime.workers.supervised_child import SupervisedChild
 from easyrl.schema import Completion
 
-Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
-
 log = logging.getLogger(__name__)
 
-ENTRY = "easyrl.inference_client.fetching.fetcher_process:fetcher_main"
 MAX_DEATHS = 3  # of fetchers while they had one request; more, and the request is what kills them
 # A fetcher that says nothing for so many heartbeats hangs, or is stopped: it is killed. Before its
 # first one it has to import what it needs, maybe on a busy machine.
@@ -55,30 +47,6 @@ SAMPLING_FIELDS = set(SamplingConfig.model_fields)  # not those of its subclasse
 
 class FetcherDied(RuntimeError):
     """Fetchers ended again and again while they had this request; no endpoint is to blame."""
-
-
-def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> Fetch:
-    """A ``Fetch`` in this loop: what each fetcher runs, and tests.
-
-    ``await fetch(url, prompt_token_ids int32 [P], sampling, seed)`` gives one response. Raises
-    subclasses of ``EndpointError``, and ``ValueError`` if the server cannot do what ``sampling``
-    asks. Cancelling closes the connection, upon which the server aborts the request.
-    """
-    clients: dict[str, EndpointClient] = {}
-
-    async def fetch(
-        url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
-    ) -> Completion:
-        client = clients.get(url)
-        if client is None:
-            client = clients[url] = EndpointClient(url, session, api_key=api_key)
-        body = await client.generate(prompt_token_ids, sampling, seed)
-        completions = parse_generate_response(body, url, len(prompt_token_ids))
-        if len(completions) != 1:
-            raise MalformedResponse(url, f"{len(completions)} choices, asked for 1")
-        return completions[0]
-
-    return fetch
 
 
 class FetcherPool:
@@ -121,11 +89,8 @@ class FetcherPool:
             raise RuntimeError("the fetchers are not running")
         prompt = np.asarray(prompt_token_ids, dtype=np.int32).tobytes()
         encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
-        return await min(self._fetchers, key=_load).fetch(Send(0, url, prompt, encoded, seed))
-
-
-def _load(fetcher: _Fetcher) -> int:
-    return len(fetcher.requests)
+        fetcher = min(self._fetchers, key=lambda fetcher: len(fetcher.requests))
+        return await fetcher.fetch(Send(0, url, prompt, encoded, seed))
 
 
 @dataclass(slots=True, eq=False)
@@ -177,16 +142,13 @@ class _Fetcher(SupervisedChild):
     def on_message(self, payload: bytes) -> None:
         self._num_silent_beats, self._max_silent_beats = 0, MAX_SILENT_BEATS
         for reply in decode_replies(payload):
-            self._settle(reply)
-
-    def _settle(self, reply: Reply) -> None:
-        request = self.requests.pop(reply.number, None)
-        if request is None or request.future.done():  # cancelled
-            return
-        if isinstance(reply, Fetched):
-            request.future.set_result(reply.completion(request.message.url))
-        else:
-            request.future.set_exception(pickle.loads(reply.failure).exception())
+            request = self.requests.pop(reply.number, None)
+            if request is None or request.future.done():  # cancelled
+                continue
+            if isinstance(reply, Fetched):
+                request.future.set_result(reply.completion(request.message.url))
+            else:
+                request.future.set_exception(pickle.loads(reply.failure).exception())
 
     def _check_silence(self, child: Child | None) -> None:
         """Kills a fetcher that is silent for too long.

@@ -3,38 +3,111 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import pickle
 import socket
+from typing import Any, TypeAlias
 
 import aiohttp
 import msgspec
 import numpy as np
 
 from easyrl.config import SamplingConfig
-from easyrl.inference_client.fetching.fetcher_messages import (
-    HEARTBEAT_S,
-    Cancel,
-    Failed,
-    Fetched,
-    Order,
-    Reply,
-    Send,
-    decode_orders,
-    encode,
-)
-from easyrl.inference_client.fetching.fetcher_pool import Fetch, local_fetch
+from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
+from easyrl.inference_client.errors import MalformedResponse
+from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.machine import allow_open_files
 from easyrl.runtime.workers.child_process import FrameSplitter, frame
 from easyrl.runtime.workers.failure import Failure
+from easyrl.schema import Completion, VersionSpan
 
-KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
+ENTRY = f"{__name__}:fetcher_main"
 ORDERS_BYTES = 2**16  # read at once
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again
 # Each delivery takes the interpreter from the training loop for a moment, so that replies travel
 # together: one may wait for others for a part of the time that it took.
 DELIVERY_DELAY = 0.02
 MAX_DELIVERY_DELAY_S = 0.1
+
+
+# What the trainer's process and a fetcher tell each other: lists of these, as MessagePack. Arrays
+# travel as their bytes: nothing is done per token.
+
+
+class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """A request for one response."""
+
+    number: int
+    url: str
+    prompt: bytes  # int32 [P]
+    sampling: bytes  # JSON
+    seed: int
+
+
+class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """Nobody waits for this request any more."""
+
+    number: int
+
+
+class Fetched(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """A response."""
+
+    number: int
+    token_ids: bytearray  # int32 [R]
+    logprobs: bytearray  # float32 [R]
+    finish_reason: str
+    version_spans: tuple[VersionSpan, ...]
+
+    def completion(self, url: str) -> Completion:
+        token_ids = np.frombuffer(self.token_ids, np.int32)
+        return Completion(
+            token_ids=token_ids,
+            logprobs=np.frombuffer(self.logprobs, np.float32),
+            finish_reason=self.finish_reason,
+            version_spans=self.version_spans,
+            endpoint=url,
+            loss_mask=np.ones(len(token_ids), dtype=bool),
+        )
+
+
+class Failed(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """A request that failed."""
+
+    number: int
+    failure: bytes  # a pickled Failure
+
+
+Order: TypeAlias = Send | Cancel
+Reply: TypeAlias = Fetched | Failed
+
+HEARTBEAT_S = 1.0  # a fetcher sends a list of replies, maybe an empty one, at least so often
+encode = msgspec.msgpack.Encoder().encode
+decode_replies: Any = msgspec.msgpack.Decoder(list[Reply]).decode
+decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
+
+
+def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> Fetch:
+    """A ``Fetch`` in this loop: what each fetcher runs, and tests.
+
+    ``await fetch(url, prompt_token_ids int32 [P], sampling, seed)`` gives one response. Raises
+    subclasses of ``EndpointError``, and ``ValueError`` if the server cannot do what ``sampling``
+    asks. Cancelling closes the connection, upon which the server aborts the request.
+    """
+    clients: dict[str, EndpointClient] = {}
+
+    async def fetch(
+        url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
+    ) -> Completion:
+        client = clients.get(url)
+        if client is None:
+            client = clients[url] = EndpointClient(url, session, api_key=api_key)
+        body = await client.generate(prompt_token_ids, sampling, seed)
+        completions = parse_generate_response(body, url, len(prompt_token_ids))
+        if len(completions) != 1:
+            raise MalformedResponse(url, f"{len(completions)} choices, asked for 1")
+        return completions[0]
+
+    return fetch
 
 
 def fetcher_main(connection: socket.socket) -> None:
@@ -92,7 +165,8 @@ class _Fetcher:
         start_s = self._loop.time()
         try:
             prompt = np.frombuffer(order.prompt, np.int32)
-            completion = await self._fetch(order.url, prompt, _sampling(order.sampling), order.seed)
+            sampling = SamplingConfig.model_validate_json(order.sampling)
+            completion = await self._fetch(order.url, prompt, sampling, order.seed)
             reply = Fetched(
                 order.number,
                 bytearray(completion.token_ids),
@@ -119,8 +193,3 @@ class _Fetcher:
         outbox, self._outbox = self._outbox, []
         self._delivery = None
         self._send(outbox)
-
-
-@functools.lru_cache(maxsize=64)
-def _sampling(encoded: bytes) -> SamplingConfig:
-    return SamplingConfig.model_validate_json(encoded)

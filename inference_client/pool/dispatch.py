@@ -17,9 +17,6 @@ from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 class Dispatcher:
     """Gives places at endpoints to samples, and turns to groups.
 
-    Consumes: places. Waits for: nothing. Is unblocked by: ``release``, ``changed``. Produces: for
-    each sample an endpoint at which its place is counted.
-
     A group is given its turn when an endpoint has room for it, and the places of its samples are
     held there until they come: the prompt is in that endpoint's prefix cache. A sample leaves its
     group's endpoint only when that is full and no other group waits that could keep the others
@@ -28,12 +25,12 @@ class Dispatcher:
     update (``GroupAssignment.rank``).
 
     Args:
-        stuck: called when somebody waits for whom no endpoint is usable.
+        begun_to_wait: called when somebody has: maybe no endpoint is usable.
     """
 
-    def __init__(self, stuck: Callable[[], None]) -> None:
+    def __init__(self, begun_to_wait: Callable[[], None]) -> None:
         self.endpoints: Sequence[Endpoint] = ()  # replaced, never changed
-        self._stuck = stuck
+        self._begun_to_wait = begun_to_wait
         self._lines: dict[str | None, WaitingLine] = {}  # by version
         self._numbers = itertools.count()
         self._turns_are_due = False
@@ -44,8 +41,7 @@ class Dispatcher:
         line = self._line(group.version)
         line.add_group(waiting)
         self._give_turns_soon()
-        if not any(endpoint.usable(group.version) for endpoint in self.endpoints):
-            self._stuck()
+        self._begun_to_wait()
         try:
             await waiting.place
         except asyncio.CancelledError:
@@ -60,21 +56,20 @@ class Dispatcher:
             group.leave()
             self._fill(endpoint)
 
-    def place_now(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint | None:
-        """An endpoint for one sample of ``group``, if one has room now."""
+    async def place(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint:
+        """An endpoint for one sample of ``group``, as soon as one has room.
+
+        Raises ``NoEndpointError``.
+        """
         endpoint = self._choose(group, avoid)
         if endpoint is not None:
             group.settle(endpoint)
             endpoint.begin(group.sample_tokens)
-        return endpoint
-
-    async def place(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint:
-        """Waits for an endpoint for one sample of ``group``. Raises ``NoEndpointError``."""
+            return endpoint
         waiting = self._waiting(group, avoid)
         line = self._line(group.version)
         line.add(waiting)
-        if not any(endpoint.usable(group.version) for endpoint in self.endpoints):
-            self._stuck()
+        self._begun_to_wait()
         try:
             endpoint = await waiting.place
         except asyncio.CancelledError:
@@ -140,7 +135,10 @@ class Dispatcher:
         """Gives the free places of ``endpoint`` to those who wait."""
         for version, line in self._lines.items():
             while line and endpoint.has_room and endpoint.usable(version):
-                waiting = line.next_for(endpoint, is_only=self._is_only(endpoint, version, line))
+                is_only = not any(
+                    other is not endpoint and other.usable(version) for other in self.endpoints
+                )
+                waiting = line.next_for(endpoint, is_only=is_only)
                 if waiting is None and not line.num_groups and endpoint.has_free_room:
                     waiting = line.steal()
                 if waiting is None:
@@ -153,11 +151,6 @@ class Dispatcher:
                 group.settle(endpoint)
                 endpoint.begin(group.sample_tokens)
                 waiting.place.set_result(endpoint)
-
-    def _is_only(self, endpoint: Endpoint, version: str | None, line: WaitingLine) -> bool:
-        return line.has_avoiding and not any(
-            other is not endpoint and other.usable(version) for other in self.endpoints
-        )
 
     def _give_turns_soon(self) -> None:
         if not self._turns_are_due:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 from easyrl.inference_client.client import EndpointClient, ServedModel
 from easyrl.inference_client.errors import EndpointError, RequestRejected
 
 
+@dataclass(eq=False, slots=True)
 class Attempt:
     """A request in flight. ``abort`` ends it from outside, as a failure of the endpoint."""
 
-    __slots__ = ("aborted", "task")
-
-    def __init__(self, task: asyncio.Task) -> None:
-        self.task = task
-        self.aborted: EndpointError | None = None
+    task: asyncio.Task
+    aborted: EndpointError | None = None
 
     def abort(self, error: EndpointError) -> None:
         if self.aborted is None:
@@ -44,7 +43,6 @@ class Endpoint:
         self.lost_confirmation: str | None = None  # why it has to prove its weights again
         self.repairing = False
         self.leaving = False  # removed: what is in flight finishes, nothing new comes
-        self.left = False  # ... and has finished
         self.attempts: set[Attempt] = set()  # in flight
         self.num_inflight = 0
         self.num_reserved = 0  # places for samples of groups that are just being sent here
@@ -55,8 +53,10 @@ class Endpoint:
         self.num_consecutive_failures = 0  # ended by an answer, or new weights
         self.num_unanswered = 0  # health probes in a row
         self.last_progress_s = 0.0
+        self._num_tokens_made: float | None = None  # when it was last asked
         self._idle_since_s: float | None = time.monotonic()
         self._idle_s = 0.0
+        self._idle_taken_s = 0.0
 
     @property
     def is_up(self) -> bool:
@@ -77,12 +77,7 @@ class Endpoint:
         return self.num_inflight + self.num_reserved == 0
 
     def usable(self, version: str | None) -> bool:
-        return (
-            self.down is None
-            and self.excluded is None
-            and not self.leaving
-            and (version is None or self.confirmed_version == version)
-        )
+        return self.is_up and (version is None or self.confirmed_version == version)
 
     def begin(self, num_tokens: int) -> None:
         """A place is taken: a request is about to be sent."""
@@ -109,6 +104,14 @@ class Endpoint:
         self.num_consecutive_failures = 0
         self.last_progress_s = time.monotonic()
 
+    async def makes_tokens(self, timeout_s: float) -> bool:
+        """Whether it has made some since it was last asked; False if it does not tell."""
+        count = await self.client.num_tokens_made(timeout_s)
+        if count is None:
+            return False
+        before, self._num_tokens_made = self._num_tokens_made, count
+        return before is not None and count != before
+
     def abort_attempts(self, error: EndpointError) -> None:
         """What is in flight fails here, and goes elsewhere."""
         for attempt in list(self.attempts):
@@ -118,6 +121,11 @@ class Endpoint:
         """Seconds since the start in which nothing was in flight."""
         since = self._idle_since_s
         return self._idle_s + (0.0 if since is None else time.monotonic() - since)
+
+    def take_idle_s(self) -> float:
+        """... since this was last asked."""
+        before_s, self._idle_taken_s = self._idle_taken_s, self.idle_s()
+        return self._idle_taken_s - before_s
 
     def status(self, version: str | None) -> str:
         """Why it cannot be used for ``version``, or that it can, in words."""

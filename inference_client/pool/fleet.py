@@ -1,90 +1,139 @@
-"""The endpoints of a run: some join, some leave, and what is known of all of them together."""
+"""The endpoints of a run: who joins and leaves, who is up, and which weights each has proved."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import aiohttp
 
 from easyrl.config import InferenceConfig, endpoint_url
-from easyrl.inference_client.client import EndpointClient
-from easyrl.inference_client.errors import EndpointError
+from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient
+from easyrl.inference_client.errors import (
+    EndpointError,
+    EndpointUnavailable,
+    NoEndpointError,
+    Outage,
+    RequestRejected,
+)
 from easyrl.inference_client.pool.dispatch import Dispatcher
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.health import Admission, Health, Repair
-from easyrl.inference_client.pool.idle_time import IdleTime
-from easyrl.inference_client.pool.membership import EndpointState
-from easyrl.inference_client.pool.outage import OutageWatch
-from easyrl.inference_client.pool.progress import TokenCounter
+from easyrl.inference_client.pool.outage import OutageWatch, status_lines, wait_out
 
-KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
+log = logging.getLogger(__name__)
 
+Repair = Callable[[Endpoint], Awaitable[None]]
+Admission = Callable[[Endpoint], str | None]  # why it may not take part
 
-@dataclass(frozen=True, slots=True)
-class PoolCounters:
-    """Since the start, endpoints that have left included."""
-
-    num_requests: int  # sent, retries included
-    num_retries: int
-    num_failures: dict[str, int]  # by URL
+POLL_S = 0.05
+MAX_BACK_OFF_S = 30.0
+MAX_PROBE_TIMEOUT_S = 10.0
+MIN_PROBE_TIMEOUT_S = 1.0
+NUM_UNANSWERED = 2  # probes in a row that make a hang
 
 
-@dataclass(frozen=True, slots=True)
-class ClientSettings:
-    """What every endpoint is asked with."""
-
-    api_key: str | None
-    max_inflight: int  # requests of this process at a time
-    update_timeout_s: float
-    back_off_s: float
-    probe_timeout_s: float | None
+def read_api_key(config: InferenceConfig) -> str | None:
+    """The endpoints' bearer token, if they want one. Raises ``ValueError`` if it is not set."""
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env)
+    if not key:
+        raise ValueError(
+            f"inference.api_key_env: the environment variable {config.api_key_env} is not set; "
+            "export it with the endpoints' key, or remove inference.api_key_env"
+        )
+    return key
 
 
 class Fleet:
-    """Endpoints that come and go, who goes to which, and how they are.
+    """Endpoints that come and go, each asked every ``health_interval_s`` what it serves.
+
+    Consumes: ``/weight_info``. Waits for: answers, with a limit. Is unblocked by: them. Produces:
+    endpoints that are up or *down*, and a repair for each that is up without the current weights.
+    A busy endpoint is never timed out because it is slow: it has to leave probes unanswered, or to
+    make no progress at all for ``progress_timeout_s``.
 
     Everything but reading happens on the loop in which ``start`` was awaited.
     """
 
     def __init__(
-        self, config: InferenceConfig, settings: ClientSettings, urls: Sequence[str]
+        self, config: InferenceConfig, urls: Sequence[str], num_shares: int, update_timeout_s: float
     ) -> None:
-        self._config = config
-        self._settings = settings
-        self._first_urls = list(urls)
         self.endpoints: list[Endpoint] = []  # replaced, never changed: other threads read it
-        self._dispatcher = Dispatcher(self._somebody_is_stuck)
+        self._config = config
+        self._first_urls = list(urls)
+        self._api_key = read_api_key(config)
+        self._max_inflight = max(1, config.max_inflight // num_shares)
+        self._update_timeout_s = update_timeout_s
+        self.back_off_s = 0.5  # set aside for so long after a first failure; doubles up to 30 s
+        self._interval_s = min(config.health_interval_s, config.progress_timeout_s / 4)
+        twice_s = max(MIN_PROBE_TIMEOUT_S, 2 * config.health_interval_s)
+        self.probe_timeout_s = min(MAX_PROBE_TIMEOUT_S, twice_s)
+        self._dispatcher = Dispatcher(lambda: self._outage.look())
         self._outage = OutageWatch(self._dispatcher, config.max_outage_s)
         self._session: aiohttp.ClientSession | None = None  # for everything but generations
+        self._current_version: str | None = None  # last confirmed; None while the weights move
+        self._num_proofs: Counter[str] = Counter()  # good ones, by URL: it may leave and come back
         self._repair: Repair | None = None
-        self._context_len: int | None = None  # the smallest that an endpoint serves
-        self._idle_time = IdleTime()
-        self._num_retries = 0
-        self._left_requests = 0  # of endpoints that have left
-        self._left_failures: dict[str, int] = {}
+        self._admission: Admission | None = None
+        self._timers: dict[Endpoint, asyncio.TimerHandle] = {}  # of the next look at each
+        self._background: set[asyncio.Task] = set()
+        self._closed = False
 
     async def start(self) -> None:
         """Begins to watch the endpoints."""
         assert self._session is None, "started twice"
         connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S)
         self._session = aiohttp.ClientSession(connector=connector)
-        self._health = Health(
-            self._config,
-            TokenCounter(self._session),
-            self._changed,
-            back_off_s=self._settings.back_off_s,
-            probe_timeout_s=self._settings.probe_timeout_s,
-        )
-        self._health.repair = self._repair
         for url in self._first_urls:
             self.add(url)
 
+    async def wait_until_healthy(self, grace_s: float = 5.0) -> None:
+        """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
+
+        Those that come later are taken in when they do. Raises ``NoEndpointError`` with what each
+        answered if there is none after ``startup_timeout_s``, and ``RequestRejected`` at once if
+        one refuses us (a wrong API key).
+        """
+        limit_s = self._config.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._until_up(any)
+        except TimeoutError:
+            raise NoEndpointError(
+                f"no endpoint is up after {limit_s:g} s (inference.startup_timeout_s):"
+                + status_lines(self.endpoints, None)
+            ) from None
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._until_up(all)
+        except TimeoutError:
+            late = status_lines([e for e in self.endpoints if not e.is_up], None)
+            log.warning("going on without endpoints that are not up yet:%s", late)
+
+    async def _until_up(self, enough: Callable[[Sequence[bool]], bool]) -> None:
+        while not enough([endpoint.is_up for endpoint in self.endpoints]):
+            for endpoint in self.endpoints:
+                if endpoint.refused is not None:
+                    raise endpoint.refused
+            await asyncio.sleep(POLL_S)
+
     async def close(self) -> None:
         """Ends background work and closes all connections. Safe to call twice."""
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._outage.close()
         if self._session is not None:
-            await self._outage.close()
-            await self._health.close()
             await self._session.close()
 
     # ---- who belongs to it -----------------------------------------------------------------------
@@ -102,15 +151,12 @@ class Fleet:
                 raise ValueError(f"{url} is an endpoint already")
             self._forget(there)  # what it has in flight finishes all the same
         client = EndpointClient(
-            url,
-            self._session,
-            api_key=self._settings.api_key,
-            timeout_s=self._settings.update_timeout_s,
+            url, self._session, api_key=self._api_key, timeout_s=self._update_timeout_s
         )
-        endpoint = Endpoint(client, self._settings.max_inflight)
+        endpoint = Endpoint(client, self._max_inflight)
         endpoint.down = "no answer yet"
         self._set_endpoints([*self.endpoints, endpoint])
-        self._health.watch(endpoint)
+        self._look_in(endpoint, 0.0)
         return endpoint
 
     def remove(self, url: str) -> None:
@@ -128,8 +174,26 @@ class Fleet:
 
     def _forget_if_done(self, endpoint: Endpoint) -> None:
         """Forgets a removed endpoint that has nothing in flight."""
-        if endpoint.leaving and endpoint.num_inflight == 0 and not endpoint.left:
+        if endpoint.leaving and endpoint.num_inflight == 0 and endpoint in self.endpoints:
             self._forget(endpoint)
+
+    def _find(self, url: str) -> Endpoint | None:
+        return next((endpoint for endpoint in self.endpoints if endpoint.url == url), None)
+
+    def _forget(self, endpoint: Endpoint) -> None:
+        if (timer := self._timers.pop(endpoint, None)) is not None:
+            timer.cancel()
+        self._set_endpoints([other for other in self.endpoints if other is not endpoint])
+        self._outage.look()
+
+    def _set_endpoints(self, endpoints: list[Endpoint]) -> None:
+        self.endpoints = endpoints
+        self._dispatcher.endpoints = endpoints
+
+    def _changed(self, endpoint: Endpoint) -> None:
+        """``endpoint`` has become usable, or unusable."""
+        self._dispatcher.changed(endpoint)
+        self._outage.look()
 
     # ---- what others find out --------------------------------------------------------------------
 
@@ -138,11 +202,18 @@ class Fleet:
 
         Each call is a good proof and gives ``endpoint.proof`` the next number.
         """
-        self._health.confirm(endpoint, version)
+        self._current_version = version
+        self._num_proofs[endpoint.url] += 1
+        endpoint.proof = self._num_proofs[endpoint.url]
+        endpoint.confirmed_version = version
+        endpoint.lost_confirmation = None
+        endpoint.down = None
+        endpoint.num_unanswered = endpoint.num_consecutive_failures = 0
+        self._changed(endpoint)
 
     def withdraw_confirmations(self) -> None:
         """The weights are about to move: no endpoint serves a known version."""
-        self._health.current_version = None
+        self._current_version = None
         for endpoint in self.endpoints:
             endpoint.confirmed_version = None
             endpoint.lost_confirmation = None
@@ -150,20 +221,182 @@ class Fleet:
             if version is not None:  # would wait for what never comes back
                 self._dispatcher.fail(version, self._outage.no_endpoint(version))
 
+    def set_aside(self, endpoint: Endpoint, error: EndpointError) -> None:
+        """Sends it nothing for a while, longer each time in a row, then asks it how it is."""
+        if endpoint.down is None:
+            endpoint.num_consecutive_failures += 1
+        self._set_down(endpoint, error, endpoint.num_consecutive_failures)
+
+    def _set_down(self, endpoint: Endpoint, error: EndpointError, num_in_a_row: int = 1) -> None:
+        endpoint.num_failures += 1
+        if endpoint.down is not None or endpoint.excluded is not None:
+            return
+        log.warning("%s is set aside: %s", endpoint.url, error.reason)
+        endpoint.down = error.reason
+        if self._repair is not None:  # what comes back may have restarted
+            endpoint.confirmed_version = None
+            endpoint.lost_confirmation = f"was down: {error.reason}"
+        self._look_in(endpoint, _back_off(self.back_off_s, num_in_a_row))
+        self._changed(endpoint)
+
+    def _lose_confirmation(self, endpoint: Endpoint, version: str, reason: str) -> None:
+        """It was seen to serve something else than ``version``, which it had confirmed."""
+        if endpoint.confirmed_version != version:
+            return  # known, or the weights have moved meanwhile
+        log.warning("%s no longer serves %s: %s", endpoint.url, version, reason)
+        endpoint.confirmed_version = None
+        endpoint.lost_confirmation = reason
+        self._start_repair(endpoint)
+        self._changed(endpoint)
+
     def quarantine(self, endpoint: Endpoint, reason: str) -> None:
         """``endpoint`` failed a proof: it is not used until ``confirm``.
 
         Its requests in flight are sent to the others.
         """
-        self._health.quarantine(endpoint, reason)
+        endpoint.confirmed_version = None
+        endpoint.lost_confirmation = reason
+        endpoint.abort_attempts(EndpointUnavailable(endpoint.url, f"quarantined: {reason}"))
+        self._changed(endpoint)
 
     def exclude(self, endpoint: Endpoint, reason: str) -> None:
         """``endpoint`` failed its proof and gets no more requests until it is removed and added."""
-        self._health.exclude(endpoint, reason)
+        log.warning("%s is excluded: %s", endpoint.url, reason)
+        endpoint.excluded = reason
+        endpoint.abort_attempts(EndpointUnavailable(endpoint.url, f"excluded: {reason}"))
+        self._changed(endpoint)
 
-    def set_aside(self, endpoint: Endpoint, error: EndpointError) -> None:
-        """``endpoint`` was found not answering: it is down until it does again."""
-        self._health.set_aside(endpoint, error)
+    def set_admission(self, admission: Admission) -> None:
+        """Asked of each endpoint that answers; one that it gives a reason for is excluded."""
+        self._admission = admission
+
+    async def until_live(self, timeout_s: float) -> list[Endpoint]:
+        """The endpoints that are up, as soon as there is one.
+
+        Raises ``Outage`` after ``timeout_s``, ``NoEndpointError`` if all are excluded.
+        """
+
+        def is_over() -> bool:
+            return self._outage.all_excluded() or any(e.is_up for e in self.endpoints)
+
+        in_time = await wait_out(is_over, timeout_s, lambda: str(self._outage.no_endpoint(None)))
+        live = [endpoint for endpoint in self.endpoints if endpoint.is_up]
+        if not live:
+            problem = self._outage.no_endpoint(None)
+            raise problem if in_time else Outage(f"{problem}\nfor {timeout_s:g} s")
+        return live
+
+    @property
+    def in_outage(self) -> bool:
+        """Nobody is up, or nobody can answer those who wait; it ends after ``max_outage_s``."""
+        return self._outage.is_on or not any(endpoint.is_up for endpoint in self.endpoints)
+
+    @property
+    def _context_len(self) -> int | None:
+        """The smallest, also of those that are down: who answers must not decide where it ends."""
+        served = [e.served for e in self.endpoints if e.served and e.excluded is None]
+        return min((s.max_model_len for s in served if s.max_model_len is not None), default=None)
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def _look_in(self, endpoint: Endpoint, delay_s: float) -> None:
+        """Replaces the look that is due."""
+        if (timer := self._timers.pop(endpoint, None)) is not None:
+            timer.cancel()
+        if not self._closed and endpoint in self.endpoints:
+            loop = asyncio.get_running_loop()
+            self._timers[endpoint] = loop.call_later(delay_s, self._look_now, endpoint)
+
+    def _look_now(self, endpoint: Endpoint) -> None:
+        del self._timers[endpoint]
+        self._start(self._look_and_go_on(endpoint))
+
+    async def _look_and_go_on(self, endpoint: Endpoint) -> None:
+        if endpoint.excluded is not None:
+            return
+        began_s = time.monotonic()
+        try:
+            await self._look(endpoint)
+        finally:  # an endpoint that nobody looks at would never come back
+            if endpoint not in self._timers:  # else it was set aside meanwhile
+                delay_s = self._interval_s
+                if endpoint.down is not None:
+                    delay_s = min(delay_s, _back_off(self.back_off_s, endpoint.num_unanswered))
+                self._look_in(endpoint, max(0.0, began_s + delay_s - time.monotonic()))
+
+    async def _look(self, endpoint: Endpoint) -> None:
+        """Asks one endpoint; what follows from the answer is done before it returns."""
+        confirmed, current = endpoint.confirmed_version, self._current_version
+        num_failures = endpoint.num_failures
+        try:
+            served = await self._served_version(endpoint)
+        except EndpointError as error:
+            self._unanswered(endpoint, error)
+            return
+        endpoint.num_unanswered = 0
+        await self._look_for_progress(endpoint)
+        if num_failures != endpoint.num_failures:
+            return  # it was set aside meanwhile
+        if self._admission is not None and (refusal := self._admission(endpoint)) is not None:
+            self.exclude(endpoint, refusal)
+            return
+        if endpoint.down is not None:
+            log.warning("%s answers%s", endpoint.url, " again" if endpoint.num_failures else "")
+            endpoint.down = None
+        if (confirmed, current) == (endpoint.confirmed_version, self._current_version):
+            if confirmed is not None and served not in (None, confirmed):
+                self._lose_confirmation(endpoint, confirmed, f"serves {served}")
+            elif confirmed != current:
+                self._start_repair(endpoint)
+        self._changed(endpoint)
+
+    async def _served_version(self, endpoint: Endpoint) -> str | None:
+        """None if it does not tell, which only matters where weights are moved."""
+        try:
+            async with asyncio.timeout(self.probe_timeout_s):
+                if endpoint.down is not None or endpoint.served is None:  # may be another one now
+                    await endpoint.client.health()
+                    endpoint.served = await endpoint.client.served_model()
+                try:
+                    return await endpoint.client.weight_version(self.probe_timeout_s)
+                except RequestRejected:
+                    return None
+        except TimeoutError:
+            reason = f"did not say within {self.probe_timeout_s:g} s how it is"
+            raise EndpointUnavailable(endpoint.url, reason) from None
+        except RequestRejected as error:
+            endpoint.refused = error
+            raise
+
+    def _unanswered(self, endpoint: Endpoint, error: EndpointError) -> None:
+        endpoint.num_unanswered += 1
+        if endpoint.down is not None:
+            endpoint.down = error.reason
+        if endpoint.num_unanswered >= NUM_UNANSWERED:
+            self._give_up(
+                endpoint, f"{endpoint.num_unanswered} health probes unanswered: {error.reason}"
+            )
+
+    async def _look_for_progress(self, endpoint: Endpoint) -> None:
+        """A response is one answer at its end: until then the tokens that are made tell."""
+        if endpoint.num_inflight == 0:
+            return
+        limit_s = self._config.progress_timeout_s
+        quiet_s = time.monotonic() - endpoint.last_progress_s
+        if quiet_s >= limit_s / 4 and await endpoint.makes_tokens(self.probe_timeout_s):
+            endpoint.last_progress_s = time.monotonic()
+        elif quiet_s >= limit_s:
+            reason = f"no progress for {quiet_s:.0f} s (inference.progress_timeout_s)"
+            self._give_up(endpoint, reason)
+
+    def _give_up(self, endpoint: Endpoint, reason: str) -> None:
+        """It hangs: what it has in flight goes to the others."""
+        error = EndpointUnavailable(endpoint.url, reason)
+        if endpoint.down is None:
+            self._set_down(endpoint, error)
+        endpoint.abort_attempts(error)
+
+    # ---- bringing back ---------------------------------------------------------------------------
 
     def set_repair(self, repair: Repair) -> None:
         """What brings an endpoint that is up to the current version, and calls ``confirm``.
@@ -172,83 +405,37 @@ class Fleet:
         other ``EndpointError`` excludes the endpoint.
         """
         self._repair = repair
-        if self._session is not None:
-            self._health.repair = repair
 
-    def set_admission(self, admission: Admission) -> None:
-        """Asked of each endpoint that answers; one that it gives a reason for is excluded."""
-        assert self._session is not None, "start first"
-        self._health.admission = admission
+    def _start_repair(self, endpoint: Endpoint) -> None:
+        if self._repair is None or self._current_version is None:
+            return
+        if not self._closed and not endpoint.repairing and endpoint.is_up:
+            endpoint.repairing = True
+            self._start(self._run_repair(endpoint, self._repair, self._current_version))
 
-    async def until_live(self, timeout_s: float) -> list[Endpoint]:
-        """The endpoints that are up, as soon as there is one.
+    async def _run_repair(self, endpoint: Endpoint, repair: Repair, version: str) -> None:
+        try:
+            await repair(endpoint)
+        except EndpointUnavailable as error:
+            self.set_aside(endpoint, error)
+        except EndpointError as error:
+            if self._current_version == version:
+                reason = f"could not be given its weights back: {error.reason}"
+                self.exclude(endpoint, reason)
+        finally:
+            endpoint.repairing = False
+            self._changed(endpoint)
 
-        Raises ``Outage`` after ``timeout_s``, ``NoEndpointError`` if all are excluded.
-        """
-        return await self._outage.until_live(timeout_s)
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
 
-    @property
-    def in_outage(self) -> bool:
-        """Nobody is up, or nobody can answer those who wait; it ends after ``max_outage_s``."""
-        return self._outage.is_on or not any(endpoint.is_up for endpoint in self.endpoints)
-
-    # ---- figures ---------------------------------------------------------------------------------
-
-    def states(self) -> list[EndpointState]:
-        """Each endpoint as ``easyrl endpoints list`` shows it."""
-        current = self._health.current_version
-        return [
-            EndpointState(
-                url=endpoint.url,
-                state=endpoint.status(current),
-                confirmed_version=endpoint.confirmed_version,
-                in_flight=endpoint.num_inflight,
-                failures=endpoint.num_failures,
-                served=endpoint.num_completed,
-            )
-            for endpoint in self.endpoints
-        ]
-
-    def counters(self) -> PoolCounters:
-        endpoints = self.endpoints
-        failures = dict(self._left_failures)
-        for endpoint in endpoints:
-            failures[endpoint.url] = failures.get(endpoint.url, 0) + endpoint.num_failures
-        num_requests = self._left_requests + sum(e.num_requests for e in endpoints)
-        return PoolCounters(num_requests, self._num_retries, failures)
-
-    def idle_s(self) -> float:
-        """Seconds with nothing in flight since the start, mean over the endpoints."""
-        return self._idle_time.mean_s(self.endpoints)
-
-    def _find(self, url: str) -> Endpoint | None:
-        return next((endpoint for endpoint in self.endpoints if endpoint.url == url), None)
-
-    def _forget(self, endpoint: Endpoint) -> None:
-        endpoint.left = True
-        self._left_requests += endpoint.num_requests
-        before = self._left_failures.get(endpoint.url, 0)
-        self._left_failures[endpoint.url] = before + endpoint.num_failures
-        self._health.forget(endpoint)
-        self._set_endpoints([other for other in self.endpoints if other is not endpoint])
-        self._outage.look()
-
-    def _set_endpoints(self, endpoints: list[Endpoint]) -> None:
-        self.endpoints = endpoints
-        self._dispatcher.endpoints = endpoints
-        self._context_len = _smallest_context(endpoints)
-
-    def _changed(self, endpoint: Endpoint) -> None:
-        """``endpoint`` has become usable, or unusable."""
-        self._context_len = _smallest_context(self.endpoints)
-        self._dispatcher.changed(endpoint)
-        self._outage.look()
-
-    def _somebody_is_stuck(self) -> None:
-        self._outage.look()
+    def _ended(self, task: asyncio.Task) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("watching the endpoints failed; this is a bug", exc_info=error)
 
 
-def _smallest_context(endpoints: Sequence[Endpoint]) -> int | None:
-    """Of all, also those that are down: which of them answers must not decide where it ends."""
-    lengths = [e.served.max_model_len for e in endpoints if e.served and e.excluded is None]
-    return min((length for length in lengths if length is not None), default=None)
+def _back_off(first_s: float, num_failures: int) -> float:
+    return min(first_s * 2 ** min(max(num_failures, 1) - 1, 16), MAX_BACK_OFF_S)

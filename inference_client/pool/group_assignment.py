@@ -2,52 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
 
 Rank = tuple[int, float, int]  # priority, expected length, order of asking: smaller goes first
 
+PROMPT_WINDOW = 32  # responses; the policy changes, and lengths with it
+DATASET_WINDOW = 1024
 
-class GroupAssignment:
-    """Made once per group and passed with each of its samples (``EndpointPool.group``).
 
-    Args:
-        rank: before which other groups it goes; its retries keep it.
-        version: of the policy that has to answer, None for any.
-        sample_tokens: expected tokens of one sample, prompt and response.
-        lengths, index: where the lengths of its responses are noted.
+class ExpectedLengths:
+    """Running means of response lengths in tokens, per prompt and of one dataset.
+
+    A prompt that was never answered is expected to take the dataset's mean, before the first
+    response half of ``max_tokens``. Only order and spread hang on it, never a result.
     """
 
-    __slots__ = (
-        "endpoint",
-        "index",
-        "lengths",
-        "num_reserved",
-        "num_samples",
-        "rank",
-        "sample_tokens",
-        "spread",
-        "version",
-    )
+    def __init__(self, max_tokens: int) -> None:
+        self._by_prompt: dict[int, tuple[float, int]] = {}  # index → mean, number of responses
+        self._dataset: tuple[float, int] = (max_tokens / 2, 0)
 
-    def __init__(
-        self,
-        rank: Rank,
-        version: str | None,
-        sample_tokens: int,
-        num_samples: int,
-        lengths: ExpectedLengths | None = None,
-        index: int = 0,
-    ) -> None:
-        self.rank = rank
-        self.version = version
-        self.sample_tokens = sample_tokens
-        self.num_samples = num_samples
-        self.lengths = lengths
-        self.index = index
-        self.endpoint: Endpoint | None = None  # has the prompt in its prefix cache
-        self.spread = False  # its samples go wherever there is least to do
-        self.num_reserved = 0  # places held at ``endpoint``
+    def of(self, index: int) -> float:
+        """Tokens expected of one response to prompt ``index`` of the dataset."""
+        return self._by_prompt.get(index, self._dataset)[0]
+
+    def saw(self, index: int, num_tokens: int) -> None:
+        """A response to prompt ``index`` had ``num_tokens`` tokens."""
+        self._by_prompt[index] = _moved(
+            self._by_prompt.get(index, (0.0, 0)), num_tokens, PROMPT_WINDOW
+        )
+        self._dataset = _moved(self._dataset, num_tokens, DATASET_WINDOW)
+
+
+@dataclass(eq=False, slots=True)
+class GroupAssignment:
+    """Made once per group and passed with each of its samples (``EndpointPool.group``)."""
+
+    rank: Rank  # before which other groups it goes; its retries keep it
+    version: str | None  # of the policy that has to answer, None for any
+    sample_tokens: int  # expected of one sample, prompt and response
+    num_samples: int
+    endpoint: Endpoint | None = field(default=None, init=False)  # has the prompt in its cache
+    spread: bool = field(default=False, init=False)  # its samples go where there is least to do
+    num_reserved: int = field(default=0, init=False)  # places held at ``endpoint``
 
     def reserve(self, endpoint: Endpoint) -> None:
         """Its samples are about to go to ``endpoint``."""
@@ -74,7 +72,8 @@ class GroupAssignment:
         if self.endpoint is None and not self.spread:
             self.endpoint = endpoint
 
-    def saw(self, num_tokens: int) -> None:
-        """A response of the group had ``num_tokens`` tokens."""
-        if self.lengths is not None:
-            self.lengths.saw(self.index, num_tokens)
+
+def _moved(mean: tuple[float, int], value: float, window: int) -> tuple[float, int]:
+    """The mean of all values until ``window`` of them, then an exponential one."""
+    old, count = mean[0], mean[1] + 1
+    return old + (value - old) / min(count, window), count

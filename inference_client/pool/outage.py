@@ -18,11 +18,10 @@ POLL_S = 0.1
 
 
 class OutageWatch:
-    """Watches over requests that wait while no endpoint is usable for them.
+    """Ends the waiting of requests for which no endpoint is usable.
 
-    Consumes: nothing. Waits for: a usable endpoint, ``limit_s`` at most. Is unblocked by: it.
-    Produces: ``Outage`` for those who wait when the time is over, ``NoEndpointError`` when there is
-    nothing to hope for, because every endpoint failed its proof.
+    With ``Outage`` after ``limit_s``, with ``NoEndpointError`` when there is nothing to hope for,
+    because every endpoint failed its proof.
     """
 
     def __init__(self, dispatcher: Dispatcher, limit_s: float) -> None:
@@ -38,30 +37,11 @@ class OutageWatch:
     def look(self) -> None:
         """Call it when somebody waits, or an endpoint has changed."""
         stuck = self._stuck_versions()
-        if stuck and self._all_excluded():
+        if stuck and self.all_excluded():
             for version in stuck:
                 self._dispatcher.fail(version, self.no_endpoint(version))
         elif stuck and self._watching is None:
             self._watching = asyncio.get_running_loop().create_task(self._watch())
-            self._watching.add_done_callback(self._watched)
-
-    async def until_live(self, timeout_s: float) -> list[Endpoint]:
-        """The endpoints that are up, as soon as there is one.
-
-        Raises ``Outage`` after ``timeout_s``, ``NoEndpointError`` if all are excluded.
-        """
-
-        def live() -> list[Endpoint]:
-            return [endpoint for endpoint in self._dispatcher.endpoints if endpoint.is_up]
-
-        def is_over() -> bool:
-            return bool(live()) or self._all_excluded()
-
-        if not await wait_out(is_over, timeout_s, lambda: str(self.no_endpoint(None))):
-            raise Outage(f"{self.no_endpoint(None)}\nfor {timeout_s:g} s")
-        if not live():
-            raise self.no_endpoint(None)
-        return live()
 
     def no_endpoint(self, version: str | None) -> NoEndpointError:
         """Names each endpoint and why it is not usable."""
@@ -78,29 +58,24 @@ class OutageWatch:
         waiting = self._dispatcher.waiting_versions()
         return [v for v in waiting if not any(e.usable(v) for e in self._dispatcher.endpoints)]
 
-    def _all_excluded(self) -> bool:
+    def all_excluded(self) -> bool:
         endpoints = self._dispatcher.endpoints
         return bool(endpoints) and all(e.excluded is not None for e in endpoints)
 
     async def _watch(self) -> None:
-        def describe() -> str:
-            return str(self.no_endpoint(next(iter(self._stuck_versions()), None)))
-
-        def is_repairing() -> bool:
-            return any(endpoint.repairing for endpoint in self._dispatcher.endpoints)
-
-        is_over = await wait_out(
-            lambda: not self._stuck_versions(), self._limit_s, describe, goes_on=is_repairing
-        )
+        try:
+            is_over = await wait_out(
+                lambda: not self._stuck_versions(),
+                self._limit_s,
+                lambda: str(self.no_endpoint(next(iter(self._stuck_versions()), None))),
+                goes_on=lambda: any(endpoint.repairing for endpoint in self._dispatcher.endpoints),
+            )
+        finally:
+            self._watching = None
         for version in [] if is_over else self._stuck_versions():
             error = f"{self.no_endpoint(version)}\nfor {self._limit_s:g} s (inference.max_outage_s)"
             self._dispatcher.fail(version, Outage(error))
-
-    def _watched(self, task: asyncio.Task[None]) -> None:
-        self._watching = None
-        if not task.cancelled():
-            task.result()
-            self.look()  # somebody may have begun to wait since
+        self.look()  # somebody may have begun to wait since
 
 
 async def wait_out(

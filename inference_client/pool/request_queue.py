@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import defaultdict
+from dataclasses import dataclass
+from operator import itemgetter
 
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.group_assignment import GroupAssignment
+from easyrl.inference_client.pool.group_assignment import GroupAssignment, Rank
 
 
+@dataclass(eq=False, slots=True)
 class Waiting:
     """A sample that waits for a place, or a group for its turn."""
 
-    __slots__ = ("avoid", "group", "is_group", "key", "place", "waits")
+    group: GroupAssignment
+    number: int
+    place: asyncio.Future[Endpoint | None]
+    avoid: Endpoint | None = None  # failed it last; asked again only if there is no other
+    is_group: bool = False
+    waits: bool = True  # counted in its line
 
-    def __init__(
-        self,
-        group: GroupAssignment,
-        number: int,
-        place: asyncio.Future[Endpoint | None],
-        avoid: Endpoint | None = None,
-    ) -> None:
-        self.group = group
-        self.key = (group.rank, number)  # a retry has its group's rank: it goes before younger ones
-        self.place = place
-        self.avoid = avoid  # failed it last; asked again only if there is no other
-        self.is_group = False
-        self.waits = True  # counted in its line
+    @property
+    def key(self) -> tuple[Rank, int]:
+        """A retry has its group's rank: it goes before younger ones."""
+        return self.group.rank, self.number
 
 
 Heap = list[tuple[tuple, Waiting]]  # keys differ, so that no two ``Waiting`` are ever compared
@@ -43,8 +43,8 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._any: Heap = []
-        self._home: dict[Endpoint, Heap] = {}
-        self._avoiding: dict[Endpoint, Heap] = {}
+        self._home: defaultdict[Endpoint, Heap] = defaultdict(list)
+        self._avoiding: defaultdict[Endpoint, Heap] = defaultdict(list)
         self._groups: Heap = []
         self.num_samples = 0
         self.num_groups = 0
@@ -52,17 +52,12 @@ class WaitingLine:
     def __bool__(self) -> bool:
         return self.num_samples + self.num_groups > 0
 
-    @property
-    def has_avoiding(self) -> bool:
-        """Whether a sample waits that has just failed somewhere."""
-        return bool(self._avoiding)
-
     def add(self, waiting: Waiting) -> None:
         """A sample."""
         if waiting.avoid is not None:
-            heap = self._avoiding.setdefault(waiting.avoid, [])
+            heap = self._avoiding[waiting.avoid]
         elif waiting.group.endpoint is not None:
-            heap = self._home.setdefault(waiting.group.endpoint, [])
+            heap = self._home[waiting.group.endpoint]
         else:
             heap = self._any
         heapq.heappush(heap, (waiting.key, waiting))
@@ -79,11 +74,8 @@ class WaitingLine:
         Args:
             is_only: no other endpoint will do, so that nobody can avoid this one.
         """
-        heaps = [self._any]
-        if (own := self._home.get(endpoint)) is not None:
-            heaps.append(own)
-        if self._avoiding:
-            heaps += [h for avoided, h in self._avoiding.items() if is_only or avoided != endpoint]
+        heaps = [self._any, self._home[endpoint]]
+        heaps += [h for avoided, h in self._avoiding.items() if is_only or avoided != endpoint]
         return self._pop_first(heaps)
 
     def steal(self) -> Waiting | None:
@@ -96,10 +88,8 @@ class WaitingLine:
 
     def forsake(self, endpoint: Endpoint) -> None:
         """Nothing can be had of ``endpoint`` now: who waited for it takes any."""
-        heap = self._home.pop(endpoint, None)
-        if heap is not None:
-            self._any += heap
-            heapq.heapify(self._any)
+        self._any += self._home.pop(endpoint, [])
+        heapq.heapify(self._any)
 
     def remove(self, waiting: Waiting) -> None:
         """It is no longer in line: taken, or cancelled while it waited."""
@@ -118,14 +108,10 @@ class WaitingLine:
                 waiting.place.set_exception(error)
 
     def _pop_first(self, heaps: list[Heap]) -> Waiting | None:
-        best: Heap | None = None
-        for heap in heaps:
-            if self._first(heap) is not None and (best is None or heap[0] < best[0]):
-                best = heap
-        if best is None:
-            self._sweep()
+        filled = [heap for heap in heaps if self._first(heap) is not None]
+        if not filled:
             return None
-        waiting = heapq.heappop(best)[1]
+        waiting = heapq.heappop(min(filled, key=itemgetter(0)))[1]
         self.remove(waiting)
         return waiting
 
@@ -133,9 +119,3 @@ class WaitingLine:
         while heap and heap[0][1].place.done():  # cancelled while it waited, or failed
             self.remove(heapq.heappop(heap)[1])
         return heap[0][1] if heap else None
-
-    def _sweep(self) -> None:
-        """Forgets heaps that ran empty."""
-        for heaps in (self._home, self._avoiding):
-            for endpoint in [e for e, heap in heaps.items() if not heap]:
-                del heaps[endpoint]

@@ -16,8 +16,9 @@ from benchmarks.overlap_endpoint import SleepingEndpoint
 from benchmarks.overlap_runs import OneRank, TwoRanks, Workload
 from benchmarks.overlap_spans import Batch, overlap, read_batches, training_over_generation
 from easyrl.config import SamplingConfig
-from easyrl.inference_client.client import EndpointClient, parse_generate_response
+from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import RequestRejected
+from easyrl.inference_client.responses import parse_generate_response
 
 VOCABULARY = 30
 

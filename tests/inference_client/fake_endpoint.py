@@ -171,7 +171,6 @@ class FakeEndpoint:
             "/weight_info": {"weight_version": self.version},
             "/reset_prefix_cache": {"success": True},
             "/update_weight_version": {"success": True},
-            "/weight_checker": {"checksums": {"dp0:model.norm.weight": "abc"}},
         }
         known = ("/pause", "/resume", "/abort_requests", "/init_weight_transfer_engine")
         known += ("/start_weight_update", "/update_weights", "/finish_weight_update")

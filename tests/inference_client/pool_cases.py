@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -12,15 +12,15 @@ import numpy as np
 from fake_endpoint import FakeEndpoint
 
 from easyrl.config import InferenceConfig, SamplingConfig
-from easyrl.inference_client.fetching.fetcher_pool import local_fetch
+from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.pool import EndpointPool
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.schema import Completion
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=8)
 V1, V2 = "run:0:1", "run:0:2"
-POOL_ARGUMENTS = ("back_off_s", "fetch", "num_shares", "update_timeout_s", "probe_timeout_s")
+POOL_ARGUMENTS = ("fetch", "num_shares", "update_timeout_s")
 
 
 @contextlib.asynccontextmanager
@@ -31,8 +31,9 @@ async def pool_of(
 
     Health probes come every 50 ms, with 0.3 s for the answer, unless ``settings`` say otherwise.
     """
-    arguments: dict[str, Any] = {"back_off_s": 0.01, "probe_timeout_s": 0.3}
-    arguments |= {key: settings.pop(key) for key in POOL_ARGUMENTS if key in settings}
+    times = {"back_off_s": 0.01, "probe_timeout_s": 0.3}
+    times |= {key: settings.pop(key) for key in times if key in settings}
+    arguments = {key: settings.pop(key) for key in POOL_ARGUMENTS if key in settings}
     settings = {"health_interval_s": 0.05} | settings
     async with contextlib.AsyncExitStack() as stack:
         for server in servers:
@@ -42,6 +43,7 @@ async def pool_of(
         config = InferenceConfig(endpoints=[server.url for server in servers], **settings)
         fetch = arguments.pop("fetch", None) or local_fetch(session)
         pool = EndpointPool(config, fetch, **arguments)
+        pool.back_off_s, pool.probe_timeout_s = times.values()
         if repair is not None:
             pool.set_repair(repair)
         await pool.start()
@@ -53,8 +55,19 @@ async def pool_of(
 
 
 def ask(pool: EndpointPool, seed: int, version: str | None = V1) -> asyncio.Task[Completion]:
-    work: Coroutine[Any, Any, Completion] = pool.generate(PROMPT, SAMPLING, seed, version)
-    return asyncio.ensure_future(work)
+    """A group of one sample."""
+    return asyncio.ensure_future(sample(pool, PROMPT, SAMPLING, seed, version))
+
+
+async def sample(
+    pool: EndpointPool,
+    prompt: np.ndarray,
+    sampling: SamplingConfig,
+    seed: int,
+    version: str | None = V1,
+) -> Completion:
+    async with pool.group(len(prompt), sampling.max_tokens / 2, version, num_samples=1) as group:
+        return await pool.generate(prompt, sampling, seed, group)
 
 
 def seeds(server: FakeEndpoint) -> list[int]:

@@ -15,15 +15,18 @@ from fake_endpoint import FakeEndpoint, break_off, hang, status
 
 from easyrl.config import RolloutConfig, SamplingConfig
 from easyrl.inference_client.client import (
+    GENERATE,
     EndpointClient,
+    ServedModel,
+    WorkerProof,
+)
+from easyrl.inference_client.errors import (
+    AttemptsFailed,
     EndpointUnavailable,
     MalformedResponse,
     RequestRejected,
-    ServedModel,
-    WorkerProof,
-    parse_generate_response,
 )
-from easyrl.inference_client.errors import AttemptsFailed
+from easyrl.inference_client.responses import parse_generate_response
 from easyrl.schema import VersionSpan
 
 REAL_RESPONSE = Path(__file__).with_name("vllm_generate_response.json").read_bytes()
@@ -185,7 +188,6 @@ async def test_control_routes_send_what_vllm_expects(endpoint, client):
     assert await client.reset_prefix_cache() is True
     await client.resume()
     assert await client.weight_version() == "r:0:2"
-    assert await client.weight_checksums() == {"dp0:model.norm.weight": "abc"}
     await client.abort_requests()
     assert endpoint.calls == [
         ("/health", None),
@@ -198,7 +200,6 @@ async def test_control_routes_send_what_vllm_expects(endpoint, client):
         ("/reset_prefix_cache", None),
         ("/resume", None),
         ("/weight_info", None),
-        ("/weight_checker", {"action": "checksum"}),
         ("/abort_requests", {}),
     ]
 
@@ -291,11 +292,11 @@ async def test_giving_up_an_update_needs_an_answer(endpoint, client):
         await client.abandon_weight_update()
 
 
-async def test_model_and_key_are_sent(endpoint, session):
+async def test_the_key_is_sent(endpoint, session):
     endpoint.api_key = "secret"
-    client = EndpointClient(endpoint.url, session, model="fake", api_key="secret")
+    client = EndpointClient(endpoint.url, session, api_key="secret")
     await client.generate(PROMPT, SamplingConfig(), seed=0)
-    assert endpoint.requests[0]["model"] == "fake"
+    assert len(endpoint.requests) == 1
     with pytest.raises(RequestRejected, match="401.*Unauthorized.*inference.api_key_env"):
         await EndpointClient(endpoint.url, session).served_model()
 
@@ -317,7 +318,8 @@ async def test_failures_name_the_route_and_what_the_server_said(
 ):
     endpoint.faults.append(fault)
     with pytest.raises(kind, match=f"{endpoint.url}: POST /inference/v1/generate .*{said}"):
-        await client.generate(PROMPT, SamplingConfig(), seed=0, timeout_s=0.1)
+        body = {"token_ids": PROMPT, "sampling_params": {"seed": 0, "n": 1}}
+        await client._request("POST", GENERATE, body, timeout_s=0.1)
 
 
 async def test_no_server_is_unavailable_and_no_route_is_explained(endpoint, client):

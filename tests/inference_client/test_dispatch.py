@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from easyrl.inference_client.pool.dispatch import Dispatcher
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
-from easyrl.inference_client.pool.group_assignment import GroupAssignment, Rank
+from easyrl.inference_client.pool.group_assignment import ExpectedLengths, GroupAssignment, Rank
 from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 
 V1 = "run:0:1"
@@ -61,9 +60,7 @@ class Batch:
         self.dispatcher.leave(group)
 
     async def _sample(self, group: GroupAssignment) -> None:
-        endpoint = self.dispatcher.place_now(group, None)
-        if endpoint is None:
-            endpoint = await self.dispatcher.place(group, None)
+        endpoint = await self.dispatcher.place(group, None)
         self.running.append((group.rank[-1], endpoint, group))
 
     async def settle(self) -> None:

@@ -26,7 +26,8 @@ from easyrl.inference_client.errors import (
     RequestRejected,
 )
 from easyrl.inference_client.fetching import fetcher_pool
-from easyrl.inference_client.fetching.fetcher_pool import FetcherDied, FetcherPool, local_fetch
+from easyrl.inference_client.fetching.fetcher_pool import FetcherDied, FetcherPool
+from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.runtime.workers import supervised_child
 from easyrl.schema import VersionSpan
 

@@ -18,8 +18,8 @@ import pytest
 import requests
 
 from easyrl.config import LaunchConfig
-from easyrl.inference_client.servers.managed.managed import ManagedServers, RestartPolicy
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
+from easyrl.inference_client.servers.managed.supervisor import ManagedServers, RestartPolicy
 from tests.inference_client.test_launch import QUICK_SERVER, answers, fake_vllm
 from tests.tiny_models import save_tiny_model
 from tests.waiting import eventually
@@ -205,7 +205,7 @@ def test_nothing_is_left_when_the_trainer_is_killed(model_dir: Path, tmp_path: P
         import sys, time
         from pathlib import Path
         from easyrl.config import LaunchConfig
-        from easyrl.inference_client.servers.managed.managed import ManagedServers
+        from easyrl.inference_client.servers.managed.supervisor import ManagedServers
         config = LaunchConfig(engine="vllm", python=Path(sys.argv[3]), count=2)
         servers = ManagedServers(config, Path(sys.argv[1]), Path(sys.argv[2]), "fp32")
         print(*servers.start(), flush=True)

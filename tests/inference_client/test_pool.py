@@ -7,19 +7,31 @@ from typing import Any
 
 import pytest
 from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncate
-from pool_cases import PROMPT, SAMPLING, V1, V2, ask, open_all, pool_of, seeds, servers, until
+from pool_cases import (
+    PROMPT,
+    SAMPLING,
+    V1,
+    V2,
+    ask,
+    open_all,
+    pool_of,
+    sample,
+    seeds,
+    servers,
+    until,
+)
 
 from easyrl.config import InferenceConfig, SamplingConfig
 from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointUnavailable,
+    NoEndpointError,
     PromptTooLong,
     RequestRejected,
 )
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
-from easyrl.inference_client.pool.idle_time import IdleTime
-from easyrl.inference_client.pool.pool import EndpointPool, NoEndpointError
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 
 # -- spread, limits, order ---------------------------------------------------------------
 
@@ -38,9 +50,7 @@ async def test_requests_in_flight_are_spread_evenly():
 async def test_work_counts_tokens_not_requests():
     first, second = servers(2, gated=True)
     async with pool_of(first, second) as pool:
-        long = asyncio.ensure_future(
-            pool.generate(PROMPT, SamplingConfig(max_tokens=1000), seed=0, version=V1)
-        )
+        long = asyncio.ensure_future(sample(pool, PROMPT, SamplingConfig(max_tokens=1000), 0))
         await first.until(lambda: len(first.requests) == 1)
         tasks = [long, *[ask(pool, seed) for seed in range(1, 9)]]
         await second.until(lambda: len(second.requests) == 8)
@@ -84,11 +94,10 @@ async def test_groups_of_an_earlier_update_go_first_however_long():
     lengths.saw(1, 1)
 
     async def send(pool: EndpointPool, index: int, priority: int) -> None:
-        asked = {"num_samples": 2, "lengths": lengths, "index": index, "priority": priority}
-        async with pool.group(len(PROMPT), SAMPLING, V1, **asked) as group:
+        async with pool.group(3, lengths.of(index), V1, num_samples=2, priority=priority) as group:
             for i in range(2):
                 seed = 100 * priority + 10 * index + i
-                await pool.generate(PROMPT, SAMPLING, seed, V1, group=group)
+                await pool.generate(PROMPT, SAMPLING, seed, group)
 
     async with pool_of(server, max_inflight=2) as pool:
         kinds = [(index, priority) for priority in (1, 0) for index in (0, 1)]
@@ -141,9 +150,9 @@ async def test_a_failed_request_goes_elsewhere_with_the_same_seed(fault):
         completion = await ask(pool, 41)
         assert completion.endpoint == good.url
         assert seeds(bad) == [41] and seeds(good) == [41]
-        counters = pool.counters()
-        assert counters.num_requests == 2 and counters.num_retries == 1
-        assert counters.num_failures == {bad.url: 1, good.url: 0}
+        assert pool.num_retries == 1
+        assert [endpoint.num_requests for endpoint in pool.endpoints] == [1, 1]
+        assert [endpoint.num_failures for endpoint in pool.endpoints] == [1, 0]
         assert pool.endpoints[0].down is not None
         await asyncio.gather(*[ask(pool, seed) for seed in range(5)])
         assert len(bad.requests) == 1  # set aside
@@ -164,7 +173,7 @@ async def test_progress_elsewhere_on_the_endpoint_extends_the_time():
             await other
             seed += 1
         server.gates[0].set()
-        assert (await slow).token_ids[0] == 0 and pool.counters().num_retries == 0
+        assert (await slow).token_ids[0] == 0 and pool.num_retries == 0
 
 
 async def test_a_single_endpoint_is_tried_again_after_its_back_off():
@@ -338,15 +347,20 @@ async def test_idle_time_counts_only_what_has_nothing_in_flight(monkeypatch):
 async def test_idle_time_never_falls_when_endpoints_come_and_go(monkeypatch):
     clock = 0.0
     monkeypatch.setattr("easyrl.inference_client.pool.endpoint.time.monotonic", lambda: clock)
-    first, times = Endpoint(FakeClient(), 8), IdleTime()
+    pool = EndpointPool(InferenceConfig(endpoints=["http://a"]), never_fetch)
+    first = Endpoint(FakeClient(), 8)
+    pool.endpoints = [first]
     clock = 10.0
-    assert times.mean_s([first]) == 10.0
+    assert pool.idle_s() == 10.0
     second = Endpoint(FakeClient(), 8)
     second.begin(1)
     clock = 14.0
-    assert times.mean_s([first, second]) == 12.0  # 4 s and none
-    assert times.mean_s([second]) == 12.0
-    assert times.mean_s([]) == 12.0
+    pool.endpoints = [first, second]
+    assert pool.idle_s() == 12.0  # 4 s and none
+    pool.endpoints = [second]
+    assert pool.idle_s() == 12.0
+    pool.endpoints = []
+    assert pool.idle_s() == 12.0
 
 
 class FakeClient:
@@ -362,7 +376,7 @@ async def test_a_request_asks_for_what_the_smallest_context_has_room_for():
     async with pool_of(small, large) as pool:
         await until(lambda: pool._context_len == 10)  # known a moment after ``served``
         tasks = [
-            asyncio.ensure_future(pool.generate(PROMPT, SamplingConfig(max_tokens=n), n, V1))
+            asyncio.ensure_future(sample(pool, PROMPT, SamplingConfig(max_tokens=n), n))
             for n in (7, 8, 500, 6)
         ]
         await small.until(lambda: len(small.requests) + len(large.requests) == 4)
@@ -379,8 +393,8 @@ async def test_a_prompt_without_room_for_a_token_is_refused_before_it_is_sent():
         await until(lambda: pool._context_len == 3)
         with pytest.raises(PromptTooLong, match="prompt of 3 tokens .* context of 3 tokens"):
             await ask(pool, 0)
-        assert (await pool.generate(PROMPT[:2], SAMPLING, 1, V1)).token_ids[0] == 1
+        assert (await sample(pool, PROMPT[:2], SAMPLING, 1)).token_ids[0] == 1
         few = SamplingConfig(max_tokens=8, min_tokens=2)
         with pytest.raises(PromptTooLong):
-            await pool.generate(PROMPT[:2], few, 2, V1)
+            await sample(pool, PROMPT[:2], few, 2)
         assert seeds(server) == [1]

@@ -46,10 +46,10 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def ending(self, patience_s: float = 1.0) -> str:
+    def ending(self) -> str:
         """How it ended, in words; for one that closed its socket. Kills what is left of it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience_s)  # the socket closes a moment before there is an exit code
+            self.process.wait(1.0)  # the socket closes a moment before there is an exit code
         code = self.process.returncode
         self.kill()
         if code is None or code >= 0:

@@ -33,8 +33,6 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
         self._transport: asyncio.Transport | None = None
         self._why_killed: str | None = None
 
-    # -- for the subclass to say ---------------------------------------------------------------
-
     def on_start(self) -> None:
         """A process has been started and can be sent messages."""
 
@@ -44,8 +42,6 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
     @abstractmethod
     def on_end(self, how: str) -> None:
         """The process has ended, or none could be started; the next is started on demand."""
-
-    # -- for the subclass to use ---------------------------------------------------------------
 
     def ensure_started(self) -> None:
         """Starts a process if there is none. What prevents it is told by ``on_end``."""
@@ -86,8 +82,6 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
             if self._transport is not None:
                 self._transport.abort()
                 self._transport = None
-
-    # -- asyncio's protocol --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

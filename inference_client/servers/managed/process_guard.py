@@ -37,17 +37,17 @@ class ProcessGuard:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a signal to the caller's group must not reach it
         )
+        assert self._helper.stdin is not None
+        self._pipe = self._helper.stdin
 
     def watch(self, session: int) -> None:
         """From now on ``session`` ends with this process."""
-        assert self._helper.stdin is not None
-        self._helper.stdin.write(f"{session}\n".encode())
-        self._helper.stdin.flush()
+        self._pipe.write(f"{session}\n".encode())
+        self._pipe.flush()
 
     def release(self) -> None:
         """Ends the watch; what is left of the session is killed first. Safe to call twice."""
-        assert self._helper.stdin is not None
-        self._helper.stdin.close()
+        self._pipe.close()
         self._helper.wait()
 
 

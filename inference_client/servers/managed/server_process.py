@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Self, cast
@@ -36,26 +36,16 @@ class ServerProcess(ABC):
 
     Whatever happens to this process, the server and all that it forked end with it.
 
-    Attributes:
-        process: the server's first process, the leader of its session.
-        url: base URL; known at once if a port was given, else when the server is up.
-
-    Args:
-        port: None takes a free one.
-        cpus: processors the server may use; default: all.
-        log: file that receives what it prints; default: a temporary one, shown when it fails.
-        start_timeout_s: until it has to answer.
-        wait: whether to return only when it answers; else ``wait_until_healthy`` later.
-
     Raises ``ServerStartError`` if the server does not come up.
     """
 
-    process: subprocess.Popen[bytes] = field(init=False, repr=False)
-    port: int | None = None
-    cpus: Sequence[int] | None = None
-    log: Path | None = None
-    start_timeout_s: float = 120.0
-    wait: bool = True
+    process: subprocess.Popen[bytes] = field(init=False, repr=False)  # the session's leader
+    port: int | None = None  # None takes a free one
+    cpus: Sequence[int] | None = None  # processors it may use; default: all
+    env: Mapping[str, str] = field(default_factory=dict)  # further variables, over all others
+    log: Path | None = None  # receives what it prints; default: a temporary file
+    start_timeout_s: float = 120.0  # until it has to answer
+    wait: bool = True  # return only when it answers; else ``wait_until_healthy`` later
 
     name: ClassVar[str] = "the server"
     health_timeout_s: ClassVar[float] = 5.0  # until it has to answer ``/health``
@@ -72,6 +62,7 @@ class ServerProcess(ABC):
 
     @property
     def url(self) -> str:
+        """Base URL; known at once if a port was given, else when the server is up."""
         assert self.port is not None, "the port is known when the server is up"
         return f"http://{HOST}:{self.port}"
 
@@ -91,7 +82,13 @@ class ServerProcess(ABC):
 
     def _start(self, wait: bool) -> None:
         if self.port is not None:
-            _refuse_taken(self.port)
+            try:
+                socket.create_server((HOST, self.port)).close()
+            except OSError as error:
+                raise ServerStartError(
+                    f"port {self.port} is in use by another process ({error.strerror}); "
+                    "give another one"
+                ) from error
         self._log_file.seek(0, os.SEEK_END)
         self._log_start = self._log_file.tell()
         guard = ProcessGuard()
@@ -122,13 +119,15 @@ class ServerProcess(ABC):
     def wait_until_healthy(self) -> None:
         """Returns when the server answers ``/health``. Raises ``ServerStartError``."""
         deadline = time.monotonic() + self.start_timeout_s
+        what = f"did not answer within {self.start_timeout_s:.0f} s"
         while time.monotonic() < deadline:
             if self.has_ended:
-                raise self._start_error(f"ended with status {self.process.returncode}")
+                what = f"ended with status {self.process.returncode}"
+                break
             if self.is_healthy():
                 return
             time.sleep(0.1)
-        raise self._start_error(f"did not answer within {self.start_timeout_s:.0f} s")
+        raise ServerStartError(f"{self.name} {what}{self.failure_report()}")
 
     def is_healthy(self) -> bool:
         """Whether the server answers now."""
@@ -186,9 +185,6 @@ class ServerProcess(ABC):
 
     # ---- log ---------------------------------------------------------------------------------
 
-    def _start_error(self, what: str) -> ServerStartError:
-        return ServerStartError(f"{self.name} {what}{self.failure_report()}")
-
     def failure_report(self) -> str:
         """What probably went wrong, if that is known, and the end of the log."""
         log = self._log_text()
@@ -201,12 +197,3 @@ class ServerProcess(ABC):
         size = os.fstat(self._log_file.fileno()).st_size
         start = max(self._log_start, size - 200_000)
         return os.pread(self._log_file.fileno(), size - start, start).decode(errors="replace")
-
-
-def _refuse_taken(port: int) -> None:
-    try:
-        socket.create_server((HOST, port)).close()
-    except OSError as error:
-        raise ServerStartError(
-            f"port {port} is in use by another process ({error.strerror}); give another one"
-        ) from error

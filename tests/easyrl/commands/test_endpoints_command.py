@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from easyrl.__main__ import command_line
-from easyrl.inference_client.pool.membership import (
+from easyrl.inference_client.pool.endpoint_list import (
     STATE_FILE,
     EndpointState,
     begin_membership,

@@ -15,13 +15,13 @@ from easyrl.config import ConfigError, RewardConfig, ScoringConfig
 from easyrl.rewards import worker
 from easyrl.rewards.exact import exact
 from easyrl.rewards.format import format as format_reward
+from easyrl.rewards.functions import RewardFunctionError, check_rewards
 from easyrl.rewards.math import math
 from easyrl.rewards.scorer import RewardError, Scorer
-from easyrl.rewards.startup import check_rewards
-from easyrl.rewards.user_function import RewardFunctionError
 from easyrl.runtime.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
 from easyrl.schema import Completion, Prompt
 from tests.tiny_tokenizer import tiny_tokenizer
+from tests.waiting import started
 
 
 def prompt(answer: str | None = "72", index: int = 5, epoch: int = 1) -> Prompt:
@@ -429,7 +429,9 @@ async def test_real_workers_survive_what_rewards_do(folder):
         RewardConfig(name="math", timeout_s=2.0),
         user(folder, "good"),
     ]
-    async with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
+    async with started(
+        WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer"))
+    ) as workers:
         it = scorer(rewards, workers, "zero")
         completions = [completion("\\boxed{9^{9^{9^{9}}}}"), completion("\\boxed{72}")]
         began = time.monotonic()
@@ -449,7 +451,9 @@ async def test_real_workers_survive_what_rewards_do(folder):
 
 async def test_real_workers_retry_and_score_many_at_once(folder, tmp_path):
     rewards = [RewardConfig(name="math"), user(folder, "fails_twice")]
-    async with WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer")) as workers:
+    async with started(
+        WorkerPool(2, worker.initialize, (rewards, folder / "tokenizer"))
+    ) as workers:
         it = scorer(rewards, workers, "retry")
         asked = Prompt(0, np.zeros(1, np.int32), "", "72", 0, {"log": str(tmp_path / "log")})
         texts = ["\\boxed{72}", "\\boxed{71}", "72.0"]

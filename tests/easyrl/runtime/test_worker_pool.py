@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from easyrl.runtime.workers import supervised_child
+from easyrl.runtime.workers.failure import RemoteTraceback
 from easyrl.runtime.workers.worker_pool import (
-    RemoteTraceback,
     WorkerDied,
     WorkerPool,
     WorkerTimeout,
 )
-from tests.waiting import wait_until
+from tests.waiting import started, wait_until
 
 
 class TwoArgumentError(Exception):
@@ -90,7 +90,7 @@ def read_state() -> list[int]:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[WorkerPool]:
-    async with WorkerPool(2) as workers:
+    async with started(WorkerPool(2)) as workers:
         yield workers
 
 
@@ -122,7 +122,7 @@ def meet(folder: str, i: int) -> int:
 
 def test_a_pool_may_belong_to_a_loop_in_any_thread():
     async def main() -> None:
-        async with WorkerPool(1) as pool:
+        async with started(WorkerPool(1)) as pool:
             results.append(await pool.call(double, 21))
 
     results: list[int] = []
@@ -163,7 +163,7 @@ async def test_unpicklable_results_and_arguments_fail_alone(pool):
 
 
 async def test_timeout_kills_and_replaces_the_worker(tmp_path):
-    async with WorkerPool(1) as pool:
+    async with started(WorkerPool(1)) as pool:
         before = await pool.call(os.getpid)
         with pytest.raises(WorkerTimeout, match=r"test_worker_pool\.hold_the_gil took .* 0\.5 s"):
             await pool.call(hold_the_gil, str(tmp_path / "pid"), timeout_s=0.5)
@@ -187,7 +187,7 @@ async def test_timeout_kills_what_the_task_had_started(pool, tmp_path):
     ],
 )
 async def test_a_death_is_the_running_tasks_and_the_worker_is_replaced(function, args, how):
-    async with WorkerPool(1) as pool:
+    async with started(WorkerPool(1)) as pool:
         results = await asyncio.gather(
             pool.call(double, 1),
             pool.call(function, *args),
@@ -211,7 +211,7 @@ async def test_sigterm_leaves_a_running_task_alone(pool, tmp_path):
 
 
 async def test_a_worker_that_dies_while_idle_fails_no_task():
-    async with WorkerPool(1) as pool:
+    async with started(WorkerPool(1)) as pool:
         pid = await pool.call(os.getpid)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not alive(pid))
@@ -219,18 +219,18 @@ async def test_a_worker_that_dies_while_idle_fails_no_task():
 
 
 async def test_initializer_runs_in_each_new_process_and_its_failure_is_told():
-    async with WorkerPool(1, append_state, (5,)) as pool:
+    async with started(WorkerPool(1, append_state, (5,))) as pool:
         assert await pool.call(read_state) == [5]
         with pytest.raises(WorkerDied):
             await pool.call(os._exit, 1)
         assert await pool.call(read_state) == [5]
-    async with WorkerPool(1, fail, (ValueError, "bad settings")) as pool:
+    async with started(WorkerPool(1, fail, (ValueError, "bad settings"))) as pool:
         with pytest.raises(ValueError, match="bad settings"):
             await pool.call(double, 1)
 
 
 async def test_an_initializer_that_ends_its_process_fails_the_tasks():
-    async with WorkerPool(1, os._exit, (3,)) as pool:
+    async with started(WorkerPool(1, os._exit, (3,))) as pool:
         for _ in range(2):
             with pytest.raises(WorkerDied, match=r"initializer of the workers ended .*exit code 3"):
                 await asyncio.wait_for(pool.call(double, 1), 60)
@@ -240,7 +240,7 @@ async def test_tasks_fail_when_no_process_can_be_started(monkeypatch):
     def break_down(*_: object) -> None:
         raise OSError("no process left")
 
-    async with WorkerPool(1) as pool:
+    async with started(WorkerPool(1)) as pool:
         with monkeypatch.context() as broken:
             broken.setattr(supervised_child, "start_child", break_down)
             with pytest.raises(WorkerDied, match="exit code 3"):
@@ -251,7 +251,7 @@ async def test_tasks_fail_when_no_process_can_be_started(monkeypatch):
 
 
 async def test_cancelling_drops_a_task_that_waits(tmp_path):
-    async with WorkerPool(1) as pool:
+    async with started(WorkerPool(1)) as pool:
         blocker = asyncio.ensure_future(pool.call(meet, str(tmp_path), 0))
         dropped = asyncio.ensure_future(pool.call(Path.touch, tmp_path / "dropped"))
         kept = asyncio.ensure_future(pool.call(double, 3))
@@ -297,7 +297,7 @@ async def test_workers_are_single_threaded_and_light(pool):
         "easyrl.config.tree",
         "easyrl.inference_client.client",
         "easyrl.inference_client.fetching.fetcher_pool",
-        "easyrl.inference_client.pool.pool",
+        "easyrl.inference_client.pool.endpoint_pool",
     ],
 )
 def test_modules_that_workers_import_do_not_import_torch(module):
@@ -315,10 +315,14 @@ PARENT = """
         re.match(r"(a+)+$", "a" * 64 + "b")
 
     async def main():
-        async with WorkerPool(2) as pool:
+        pool = WorkerPool(2)
+        await pool.start()
+        try:
             idle = await pool.call(os.getpid)
             print(idle, flush=True)
             await pool.call(work, sys.argv[1])
+        finally:
+            await pool.close()
 
     if __name__ == "__main__":
         # ignored where the tests run as a shell's background job

@@ -320,7 +320,7 @@ def test_no_rank_uses_a_restarted_endpoint_that_rank_zero_has_not_proved(
         )
         ranks = open_ranks([proxy.url, server])
         on_all(lambda rank: rank.sync.publish(V0), ranks)
-        ranks[1].pool._health._interval_s = 60.0
+        ranks[1].pool._interval_s = 60.0
         time.sleep(0.5)  # the look that is due
         proxy.move_to(second_server)
         wait_until(lambda: "serves other weights" in ranks[0].statuses()[proxy.url])

@@ -15,8 +15,8 @@ import torch
 
 from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
 from easyrl.dataloaders.packing.row import dummy_micro_batch
-from easyrl.inference_client.fetching.fetcher_pool import local_fetch
-from easyrl.inference_client.pool.pool import EndpointPool
+from easyrl.inference_client.fetching.fetcher_process import local_fetch
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.server import EmbeddedServer, start_site
 from easyrl.models.loading import load_policy_model
@@ -105,8 +105,13 @@ class Rank:
     def generate(self, version: str, seed: int = 3):
         """A request in the middle of a batch; its future."""
         prompt = np.arange(8, 16, dtype=np.int32)
-        work = self.pool.generate(prompt, SamplingConfig(max_tokens=8), seed, version)
-        return self.thread.submit(work)
+        sampling = SamplingConfig(max_tokens=8)
+
+        async def sample():
+            async with self.pool.group(len(prompt), 4, version, num_samples=1) as group:
+                return await self.pool.generate(prompt, sampling, seed, group)
+
+        return self.thread.submit(sample())
 
     def statuses(self) -> dict[str, str]:
         return {
@@ -147,7 +152,8 @@ def weight_sync(
         session, fetch = thread.run(open_fetch())
         opened.callback(lambda: thread.run(session.close()))
         config = InferenceConfig(endpoints=urls, health_interval_s=0.1, startup_timeout_s=60.0)
-        pool = EndpointPool(config, fetch, probe_timeout_s=probe_timeout_s, back_off_s=0.1)
+        pool = EndpointPool(config, fetch)
+        pool.back_off_s, pool.probe_timeout_s = 0.1, probe_timeout_s
         thread.run(pool.start())
         opened.callback(lambda: thread.run(pool.close()))
         thread.run(pool.wait_until_healthy())

@@ -10,7 +10,8 @@ import aiohttp
 import numpy as np
 
 from easyrl.config import SamplingConfig
-from easyrl.inference_client.client import EndpointClient, parse_generate_response
+from easyrl.inference_client.client import EndpointClient
+from easyrl.inference_client.responses import parse_generate_response
 from easyrl.schema import Completion
 from tests.inference_client.contract.served_models import true_logprobs
 

@@ -171,7 +171,7 @@ async def test_a_client_that_hangs_up_frees_its_place(
 async def test_an_answer_that_is_cut_off_is_not_taken_for_one(client: EndpointClient) -> None:
     """What the contract's helper would make of half a body, as a proxy that dies leaves it."""
     from easyrl.config import SamplingConfig
-    from easyrl.inference_client.client import parse_generate_response
+    from easyrl.inference_client.responses import parse_generate_response
 
     whole = await client.generate(PROMPT, SamplingConfig(max_tokens=8), 1)
     for cut in (1, len(whole) // 2, len(whole) - 1):

@@ -16,9 +16,9 @@ import requests
 
 from easyrl.config import LaunchConfig
 from easyrl.inference_client.servers.managed.launch import VllmServerProcess
-from easyrl.inference_client.servers.managed.managed import ManagedServers
 from easyrl.inference_client.servers.managed.process_guard import session_members
 from easyrl.inference_client.servers.managed.server_process import ServerStartError
+from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from tests.inference_client.test_launch import answers
 from tests.tiny_models import save_tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer

@@ -1,47 +1,33 @@
 """The endpoints together: requests go to one that has confirmed their version, retries elsewhere.
 
 Everything here runs on one asyncio loop (the producer's). How requests are sent is the caller's
-``fetch``; who goes where is ``dispatch.py``'s, who is up ``health.py``'s.
+``fetch``; who goes where is ``dispatch.py``'s, who is up ``fleet.py``'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from easyrl.config import InferenceConfig, SamplingConfig
+from easyrl.inference_client.client import Fetch
 from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointError,
-    NoEndpointError,
-    Outage,
     PromptTooLong,
     RequestRejected,
     WrongVersion,
 )
 from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
-from easyrl.inference_client.pool.expected_lengths import ExpectedLengths
-from easyrl.inference_client.pool.fleet import ClientSettings, Fleet, PoolCounters
+from easyrl.inference_client.pool.endpoint_list import EndpointState
+from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
-from easyrl.inference_client.pool.startup import GRACE_S, read_api_key, until_up
 from easyrl.schema import Completion
-
-__all__ = [
-    "Endpoint",
-    "EndpointPool",
-    "GroupAssignment",
-    "NoEndpointError",
-    "Outage",
-    "PoolCounters",
-]
-
-# url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
-Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 
 
 class EndpointPool(Fleet):
@@ -54,8 +40,6 @@ class EndpointPool(Fleet):
         num_shares: processes that share the endpoints (trainer ranks); ``max_inflight`` is divided
             by it.
         update_timeout_s: for each answer to a request that touches weights.
-        back_off_s: how long an endpoint is set aside after a first failure; doubles up to 30 s.
-        probe_timeout_s: of a health probe; by default follows from ``health_interval_s``.
     """
 
     def __init__(
@@ -66,102 +50,74 @@ class EndpointPool(Fleet):
         urls: Sequence[str] | None = None,
         num_shares: int = 1,
         update_timeout_s: float = 600.0,
-        back_off_s: float = 0.5,
-        probe_timeout_s: float | None = None,
     ) -> None:
-        settings = ClientSettings(
-            api_key=read_api_key(config),
-            max_inflight=max(1, config.max_inflight // num_shares),
-            update_timeout_s=update_timeout_s,
-            back_off_s=back_off_s,
-            probe_timeout_s=probe_timeout_s,
-        )
-        super().__init__(config, settings, config.endpoints if urls is None else urls)
+        urls = config.endpoints if urls is None else urls
+        super().__init__(config, urls, num_shares, update_timeout_s)
+        self.num_retries = 0
         self._fetch = fetch
         self._orders = itertools.count()
-
-    async def wait_until_healthy(self, grace_s: float = GRACE_S) -> None:
-        """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
-
-        Those that come later are taken in when they do. Raises ``NoEndpointError`` with what each
-        answered if there is none after ``startup_timeout_s``, and ``RequestRejected`` at once if
-        one refuses us (a wrong API key).
-        """
-        await until_up(lambda: self.endpoints, self._config.startup_timeout_s, grace_s)
+        self._idle_s = 0.0
 
     @asynccontextmanager
     async def group(
         self,
         num_prompt_tokens: int,
-        sampling: SamplingConfig,
+        expected_tokens: float,
         version: str | None = None,
         *,
         num_samples: int,
-        lengths: ExpectedLengths | None = None,
-        index: int = 0,
         priority: int = 0,
     ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
 
-        Consumes: room at an endpoint. Waits for: it, shorter groups first
-        (``inference.dispatch``). Is unblocked by: an answer, a recovered endpoint, ``confirm``.
-        Produces: a place that keeps the samples together. Raises ``NoEndpointError``.
+        Waits for room at an endpoint, shorter groups first (``inference.dispatch``). Raises
+        ``NoEndpointError``.
 
         Args:
-            lengths, index: how long responses to this prompt were; what comes is added.
+            expected_tokens: of a response, probably.
             priority: lower ones go before any others: the update of the batch that trains it.
         """
-        place = self._new_place(
-            num_prompt_tokens, sampling, version, num_samples, lengths, index, priority
-        )
-        await self._dispatcher.turn(place)
+        first = expected_tokens if self._config.dispatch == "shortest_first" else 0.0
+        rank = (priority, first, next(self._orders))
+        tokens = num_prompt_tokens + int(expected_tokens)
+        group = GroupAssignment(rank, version, tokens, num_samples)
+        await self._dispatcher.turn(group)
         try:
-            yield place
+            yield group
         finally:
-            self._dispatcher.leave(place)
+            self._dispatcher.leave(group)
 
     async def generate(
         self,
         prompt_token_ids: np.ndarray,
         sampling: SamplingConfig,
         seed: int,
-        version: str | None = None,
-        *,
-        group: GroupAssignment | None = None,
+        group: GroupAssignment,
     ) -> Completion:
-        """One response to the prompt, int32 [P].
+        """One response to the prompt, int32 [P], as a sample of ``group``.
 
-        Consumes: a place at an endpoint that has confirmed ``version`` (any, if None). Waits for:
-        such a place, and the response. Is unblocked by: an answer, a recovered endpoint,
-        ``confirm``. Produces: a completion of which every token is stamped with ``version``; with
-        finish_reason "length" also where the endpoints' context ends before ``max_tokens``.
+        Every token is stamped with the group's version (unless that is None). The finish_reason is
+        "length" also where the endpoints' context ends before ``max_tokens``.
 
         What fails is sent to another endpoint, with the same seed, ``max_retries`` times. Raises
         ``AttemptsFailed``, ``Outage``, ``NoEndpointError``, ``PromptRejected`` if this prompt is
         refused, else ``RequestRejected``. Cancelling aborts the request on the server.
         """
         sampling = self._fitting(prompt_token_ids, sampling)
-        if group is None:
-            group = self._new_place(len(prompt_token_ids), sampling, version, 1)
         attempts: list[EndpointError] = []
         avoid: Endpoint | None = None
         while True:
-            endpoint = self._dispatcher.place_now(group, avoid)
-            if endpoint is None:
-                endpoint = await self._dispatcher.place(group, avoid)
+            endpoint = await self._dispatcher.place(group, avoid)
             try:
-                completion = await self._attempt(endpoint, prompt_token_ids, sampling, seed, group)
+                return await self._attempt(endpoint, prompt_token_ids, sampling, seed, group)
             except RequestRejected:
                 raise
             except EndpointError as error:
                 attempts.append(error)
                 if len(attempts) > self._config.max_retries:
                     raise AttemptsFailed(attempts) from error
-                self._num_retries += 1
+                self.num_retries += 1
                 avoid = endpoint
-                continue
-            group.saw(len(completion.token_ids))
-            return completion
 
     async def _attempt(
         self,
@@ -186,7 +142,7 @@ class EndpointPool(Fleet):
         except (RequestRejected, WrongVersion):
             raise
         except EndpointError as error:
-            self._health.set_aside(endpoint, error)  # before its place is given to somebody else
+            self.set_aside(endpoint, error)  # before its place is given to somebody else
             raise
         finally:
             endpoint.attempts.discard(attempt)
@@ -204,24 +160,8 @@ class EndpointPool(Fleet):
         stamped = sorted({span.version for span in completion.version_spans})
         wrong = WrongVersion(endpoint.url, f"tokens of {stamped}, asked for {version}")
         endpoint.num_failures += 1
-        self._health.lose_confirmation(endpoint, version, wrong.reason)
+        self._lose_confirmation(endpoint, version, wrong.reason)
         raise wrong
-
-    def _new_place(
-        self,
-        num_prompt_tokens: int,
-        sampling: SamplingConfig,
-        version: str | None,
-        num_samples: int,
-        lengths: ExpectedLengths | None = None,
-        index: int = 0,
-        priority: int = 0,
-    ) -> GroupAssignment:
-        expected = sampling.max_tokens / 2 if lengths is None else lengths.of(index)
-        first = expected if self._config.dispatch == "shortest_first" else 0.0
-        rank = (priority, first, next(self._orders))
-        tokens = num_prompt_tokens + int(expected)
-        return GroupAssignment(rank, version, tokens, num_samples, lengths, index)
 
     def _fitting(self, prompt_token_ids: np.ndarray, sampling: SamplingConfig) -> SamplingConfig:
         """Asks for what the endpoints' context has room for. Raises ``PromptTooLong``."""
@@ -239,3 +179,23 @@ class EndpointPool(Fleet):
                 "lower data.max_prompt_tokens",
             )
         return sampling.model_copy(update={"max_tokens": room})
+
+    def states(self) -> list[EndpointState]:
+        """Each endpoint as ``easyrl endpoints list`` shows it."""
+        return [
+            EndpointState(
+                url=endpoint.url,
+                state=endpoint.status(self._current_version),
+                confirmed_version=endpoint.confirmed_version,
+                in_flight=endpoint.num_inflight,
+                failures=endpoint.num_failures,
+                served=endpoint.num_completed,
+            )
+            for endpoint in self.endpoints
+        ]
+
+    def idle_s(self) -> float:
+        """Seconds with nothing in flight since the start, mean over the endpoints there were."""
+        if endpoints := self.endpoints:
+            self._idle_s += sum(e.take_idle_s() for e in endpoints) / len(endpoints)
+        return self._idle_s

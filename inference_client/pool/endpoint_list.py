@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 WANTED_FILE = "endpoints.json"
 STATE_FILE = "endpoints_state.json"
 LOCK_FILE = "endpoints.lock"
-POLL_S = 1.0
-STATE_INTERVAL_S = 2.0
 SILENT_AFTER_S = 15.0  # a run that has written no state for so long is not running
 
 
@@ -80,9 +78,6 @@ class Members(Protocol):
     def add(self, url: str) -> Any: ...
     def remove(self, url: str) -> None: ...
     def states(self) -> list[EndpointState]: ...
-
-
-# ---- the files -----------------------------------------------------------------------------------
 
 
 def begin_membership(run_dir: Path, urls: Sequence[str]) -> Wanted:
@@ -158,38 +153,24 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-# ---- following -----------------------------------------------------------------------------------
-
-
+@dataclass(eq=False)
 class MembershipFollower:
     """Keeps a rank's endpoints as the wanted list says.
 
     Consumes: ``endpoints.json``. Waits for: changes, by asking every ``poll_s``. Is unblocked by:
     them. Produces: ``add`` and ``remove`` of the rank's endpoints, and the state file if it
     ``writes_state``. An unreadable file changes nothing and is told once.
-
-    Args:
-        begun: what the rank's endpoints were made from.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        run_dir: Path,
-        begun: Wanted,
-        *,
-        writes_state: bool,
-        poll_s: float = POLL_S,
-        state_interval_s: float = STATE_INTERVAL_S,
-    ) -> None:
-        self._members = members
-        self._run_dir = run_dir
-        self._wanted = begun
-        self._writes_state = writes_state
-        self._poll_s = poll_s
-        self._state_interval_s = state_interval_s
-        self._warned = False
-        self._following: asyncio.Task[None] | None = None
+    members: Members
+    run_dir: Path
+    wanted: Wanted  # at first what the rank's endpoints were made from
+    _: KW_ONLY
+    writes_state: bool
+    poll_s: float = 1.0
+    state_interval_s: float = 2.0
+    _warned: bool = field(default=False, init=False)
+    _following: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def start(self) -> None:
         """Follows from now on; on the loop of the endpoints."""
@@ -202,48 +183,48 @@ class MembershipFollower:
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
         self._following = None
-        if self._writes_state:
+        if self.writes_state:
             self._write_state(running=False)
 
     async def _follow(self) -> None:
         written_s = float("-inf")
         while True:
             await self._look()
-            if self._writes_state and time.monotonic() - written_s >= self._state_interval_s:
+            if self.writes_state and time.monotonic() - written_s >= self.state_interval_s:
                 written_s = time.monotonic()
                 self._write_state(running=True)
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(self.poll_s)
 
     async def _look(self) -> None:
         try:
-            wanted = await asyncio.to_thread(read_wanted, self._run_dir)  # disks may hang
+            wanted = await asyncio.to_thread(read_wanted, self.run_dir)  # disks may hang
         except MembershipError as error:
             if not self._warned:
                 log.warning("%s; the endpoints stay as they are", error)
                 self._warned = True
             return
         self._warned = False
-        if wanted.version != self._wanted.version:
+        if wanted.version != self.wanted.version:
             self._apply(wanted)
 
     def _apply(self, wanted: Wanted) -> None:
-        before, self._wanted = self._wanted.added, wanted
+        before, self.wanted = self.wanted.added, wanted
         for url in before:
             if before[url] != wanted.added.get(url):  # gone, or gone and come again
-                self._tell(f"endpoint {url} is removed", self._members.remove, url)
+                self._tell(f"endpoint {url} is removed", self.members.remove, url)
         for url, since in wanted.added.items():
             if before.get(url) != since:
-                self._tell(f"endpoint {url} is added", self._members.add, url)
+                self._tell(f"endpoint {url} is added", self.members.add, url)
 
     def _tell(self, what: str, change: Callable[[str], object], url: str) -> None:
         try:
             change(url)
             log.warning("%s", what)
         except ValueError as error:  # the file was written by hand
-            log.warning("%s: %s", self._run_dir / WANTED_FILE, error)
+            log.warning("%s: %s", self.run_dir / WANTED_FILE, error)
 
     def _write_state(self, *, running: bool) -> None:
         try:
-            write_state(self._run_dir, self._members.states(), running=running)
+            write_state(self.run_dir, self.members.states(), running=running)
         except OSError as error:
             log.warning("the state of the endpoints could not be written: %s", error)

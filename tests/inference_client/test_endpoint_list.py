@@ -9,7 +9,7 @@ import pytest
 from fake_endpoint import FakeEndpoint
 from pool_cases import V1, ask, pool_of, repairer, servers, until
 
-from easyrl.inference_client.pool.membership import (
+from easyrl.inference_client.pool.endpoint_list import (
     WANTED_FILE,
     MembershipError,
     MembershipFollower,

@@ -1,8 +1,4 @@
-"""Inference servers that a run starts, watches and restarts itself (``inference.launch``).
-
-A restarted server comes back with the weights it was started with. Bringing it to the present
-version is not done here: the pool sees what it serves, and weight sync repairs it.
-"""
+"""Inference servers that a run starts, watches and restarts itself (``inference.launch``)."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from easyrl.config import LaunchConfig
 from easyrl.inference_client.servers.managed.launch import (
     EmbeddedServerProcess,
     VllmServerProcess,
@@ -21,9 +17,6 @@ from easyrl.inference_client.servers.managed.launch import (
 )
 from easyrl.inference_client.servers.managed.server_process import ServerProcess, ServerStartError
 from easyrl.runtime.machine import free_port
-
-if TYPE_CHECKING:
-    from easyrl.config import LaunchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,49 +36,32 @@ class RestartPolicy:
     back_off_s: float = 1.0  # before the first restart, doubled by each early exit
 
 
+@dataclass(eq=False)
 class ManagedServers:
-    """The servers of one machine, each with its devices, on ports that stay.
+    """The servers of one machine, each with its devices, on ports that stay."""
 
-    Args:
-        config: what to start.
-        model: folder of the model; its weights are replaced at the first sync.
-        log_dir: receives ``server-0.log`` and so on.
-        dtype: ``fp32`` or ``bf16``, the trainer's.
-        batch_invariant: whether no request may change a bit of another's response; vLLM has that on
-            devices only, and not on all.
-    """
-
-    def __init__(
-        self,
-        config: LaunchConfig,
-        model: Path,
-        log_dir: Path,
-        dtype: str,
-        policy: RestartPolicy | None = None,
-        *,
-        batch_invariant: bool = False,
-    ) -> None:
-        self._config = config
-        self._batch_invariant = batch_invariant
-        self._model = model
-        self._log_dir = log_dir
-        self._dtype = DTYPES[dtype]
-        self._policy = policy or RestartPolicy()
-        self._watched: list[_WatchedServer] = []
+    config: LaunchConfig
+    model: Path  # folder; its weights are replaced at the first sync
+    log_dir: Path  # receives ``server-0.log`` and so on
+    dtype: str  # ``fp32`` or ``bf16``, the trainer's
+    policy: RestartPolicy = RestartPolicy()
+    _: KW_ONLY
+    batch_invariant: bool = False  # no request may change a bit of another's response; vLLM has
+    # that on devices only, and not on all
+    _watched: list[_WatchedServer] = field(default_factory=list, init=False)
 
     def start(self) -> list[str]:
-        """Starts all and returns their URLs at once; they answer later.
+        """Starts all and returns their URLs at once, in the order of ``devices``.
 
         Raises ``ValueError`` naming the configuration's key if they cannot be started.
         """
         assert not self._watched
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         try:
-            devices = self._devices()
-            for number in range(self._config.count):
-                server = self._start_server(number, devices[number])
+            for number, devices in enumerate(self._devices()):
+                server = self._start_server(number, devices)
                 self._watched.append(
-                    _WatchedServer(f"server {number}", server, self._config.restart, self._policy)
+                    _WatchedServer(f"server {number}", server, self.config.restart, self.policy)
                 )
         except (ValueError, ServerStartError) as error:
             self.close()
@@ -93,21 +69,12 @@ class ManagedServers:
         except BaseException:
             self.close()
             raise
-        return self.urls
-
-    @property
-    def urls(self) -> list[str]:
-        """Base URLs, in the order of ``devices``."""
         return [watched.server.url for watched in self._watched]
 
     @property
     def given_up(self) -> dict[str, str]:
         """Servers that will not come back, by URL, and why."""
-        return {
-            watched.server.url: watched.given_up
-            for watched in self._watched
-            if watched.given_up is not None
-        }
+        return {w.server.url: w.given_up for w in self._watched if w.given_up is not None}
 
     def close(self) -> None:
         """Stops the watch, then all servers. Safe to call twice."""
@@ -122,7 +89,7 @@ class ManagedServers:
 
     def _devices(self) -> Sequence[Sequence[int] | None]:
         """Per server the indices of its devices; None leaves the choice to the environment."""
-        config = self._config
+        config = self.config
         if config.devices is not None:
             return config.devices
         if config.engine == "embedded":  # runs on the CPU unless told otherwise
@@ -131,30 +98,29 @@ class ManagedServers:
         return [range(number * size, (number + 1) * size) for number in range(config.count)]
 
     def _start_server(self, number: int, devices: Sequence[int] | None) -> ServerProcess:
-        config = self._config
-        log = self._log_dir / f"server-{number}.log"
-        options = [f"--dtype={self._dtype}", *config.options]
+        config, env = self.config, self.config.env
+        log = self.log_dir / f"server-{number}.log"
+        options = [f"--dtype={DTYPES[self.dtype]}", *config.options]
         if config.engine == "vllm":
             assert config.python is not None
             return VllmServerProcess(
-                self._model,
+                self.model,
                 config.python,
                 options,
                 devices=devices,
                 tensor_parallel=config.tensor_parallel,
-                env=config.env,
-                batch_invariant=self._batch_invariant,
+                env=env,
+                batch_invariant=self.batch_invariant,
                 log=log,
                 wait=False,
             )
-        env = config.env
-        if self._batch_invariant:
+        if self.batch_invariant:
             options.insert(0, "--batch-invariant")
         if devices:
             options.insert(0, "--device=cuda")
             env = visible_devices(devices) | env
         return EmbeddedServerProcess(
-            self._model, options, port=free_port(), env=env, log=log, wait=False
+            self.model, options, port=free_port(), env=env, log=log, wait=False
         )
 
 

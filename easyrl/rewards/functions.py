@@ -1,4 +1,4 @@
-"""A reward function out of the user's own file, and what is demanded of any reward function."""
+"""Reward functions, built in or out of the user's own file: loaded, checked and called."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from easyrl.config import ConfigError, RewardConfig
+from easyrl.schema import Prompt
 
 RewardFunction = Callable[..., Any]  # (prompt, texts, token_ids, **kwargs) -> list[float], or async
 
@@ -22,7 +25,52 @@ class RewardFunctionError(Exception):
     """A reward function raised or returned nonsense; the message holds its traceback."""
 
 
-def load_function(file: Path, name: str) -> RewardFunction:
+def check_rewards(rewards: Sequence[RewardConfig]) -> None:
+    """Loads every reward function and checks that it takes its arguments, before a model loads.
+
+    Raises ``ConfigError`` naming ``rewards[i].file``, ``.function`` or ``.kwargs``.
+    """
+    for index, reward in enumerate(rewards):
+        problem = _problem(reward)
+        if problem is not None:
+            raise ConfigError(f"rewards[{index}].{problem}")
+
+
+def _problem(reward: RewardConfig) -> str | None:
+    try:
+        function = load_reward(reward)
+    except ImportError as error:
+        return f"file: {error}"
+    except ValueError as error:
+        return f"function: {error}"
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, [], [], **reward.kwargs)
+    except TypeError as error:
+        key = "kwargs" if reward.kwargs else "function"
+        keywords = "".join(f", {name}" for name in reward.kwargs)
+        called = f"is called with (prompt, texts, token_ids{keywords})"
+        return f"{key}: {reward.label} takes {signature} but {called}: {error}"
+    if reward.name is None:
+        return None
+    try:
+        # The built-in ones check their own kwargs; without responses they do nothing else.
+        function(Prompt(0, np.zeros(1, np.int32), "", "0"), [], [], **reward.kwargs)
+    except Exception as error:
+        return f"kwargs: {reward.label} does not take {reward.kwargs}: {error}"
+    return None
+
+
+def load_reward(reward: RewardConfig) -> RewardFunction:
+    """The function that ``reward`` names. Raises ``ImportError`` or ``ValueError``."""
+    if reward.file is not None:
+        return _load_function(reward.file, reward.function)
+    assert reward.name is not None
+    module = importlib.import_module(f"easyrl.rewards.{reward.name}")
+    return vars(module)[reward.name]
+
+
+def _load_function(file: Path, name: str) -> RewardFunction:
     """Imports ``file`` and returns its function ``name``; its folder is appended to ``sys.path``.
 
     Raises ``ImportError`` with what the file raised, ``ValueError`` if the function is not there.
@@ -55,18 +103,6 @@ def load_function(file: Path, name: str) -> RewardFunction:
     return function
 
 
-def check_signature(function: RewardFunction, kwargs: Mapping[str, Any]) -> None:
-    """Raises ``TypeError`` unless ``function`` takes ``(prompt, texts, token_ids, **kwargs)``."""
-    signature = inspect.signature(function)
-    try:
-        signature.bind(None, [], [], **kwargs)
-    except TypeError as error:
-        keywords = "".join(f", {key}" for key in kwargs)
-        raise TypeError(
-            f"takes {signature} but is called with (prompt, texts, token_ids{keywords}): {error}"
-        ) from None
-
-
 def call(function: RewardFunction, *args: Any, **kwargs: Any) -> Any:
     """Calls a plain or an ``async`` function, in this process, to its end."""
     result = function(*args, **kwargs)
@@ -83,12 +119,9 @@ def validated(result: Any, num_responses: int) -> list[float]:
         raise ValueError(f"returned {result!r:.100}; expected a list of {num_responses} numbers")
     if len(result) != num_responses:
         raise ValueError(f"returned {len(result)} rewards for {num_responses} responses")
-    return [_validated_number(value, position) for position, value in enumerate(result)]
-
-
-def _validated_number(value: Any, position: int) -> float:
-    if not isinstance(value, Real | np.bool_) or not math.isfinite(value):
-        raise ValueError(
-            f"returned {value!r:.100} for response {position}; expected a finite number"
-        )
-    return float(value)
+    for position, value in enumerate(result):
+        if not isinstance(value, Real | np.bool_) or not math.isfinite(value):
+            raise ValueError(
+                f"returned {value!r:.100} for response {position}; expected a finite number"
+            )
+    return [float(value) for value in result]
