@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from easyrl.inference_client.servers.embedded.cache import SlotCache
+from easyrl.inference_client.servers.embedded.requests import FinishReason, Sequence, TopLogprobs
 from easyrl.inference_client.servers.embedded.rows import Records, RowTable, TokenCounts
 from easyrl.inference_client.servers.embedded.sampling import (
     Feature,
@@ -28,7 +29,6 @@ from easyrl.inference_client.servers.embedded.sampling import (
     inverse_cdf,
     penalize,
 )
-from easyrl.inference_client.servers.embedded.sequence import FinishReason, Sequence, TopLogprobs
 
 PREFILL_TOKENS = 8192  # prompts prefilled in one forward hold at most so many, padding included
 
@@ -200,7 +200,7 @@ class RunningBatch:
             if Feature.TOP_LOGPROBS not in sequence.features:
                 continue
             row = reported[sequence.row]
-            count = sequence.params.num_top_logprobs
+            count = sequence.params.logprobs or 0
             best = row.topk(len(row) if count < 0 else min(count, len(row)))
             rank = int((row > logprobs[sequence.row]).sum()) + 1
             alternatives = TopLogprobs(best.indices.tolist(), best.values.tolist(), rank)

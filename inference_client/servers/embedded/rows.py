@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from easyrl.inference_client.servers.embedded.sequence import Sequence
+from easyrl.inference_client.servers.embedded.requests import Sequence
 
 PADDING = -1  # in the table of stop tokens
 

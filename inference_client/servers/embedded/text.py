@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from easyrl.inference_client.servers.embedded.sampling import SamplingParams
+
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes half a character to
 
 
@@ -57,19 +59,10 @@ class IncrementalText:
 class StopStrings:
     """Watches one sequence for its stop strings."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        stop: tuple[str, ...],
-        *,
-        include_in_output: bool,
-        skip_special_tokens: bool,
-        min_tokens: int,
-    ) -> None:
-        self._text = IncrementalText(tokenizer, skip_special_tokens)
-        self._stop = stop
-        self._include_in_output = include_in_output
-        self._tokens_to_skip = min_tokens
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
+        self._text = IncrementalText(tokenizer, params.skip_special_tokens)
+        self._params = params
+        self._tokens_to_skip = params.min_tokens
         self._searched_from = 0  # text of the first min_tokens tokens cannot stop
 
     @property
@@ -83,16 +76,13 @@ class StopStrings:
         if self._tokens_to_skip >= 1:
             self._searched_from = len(self.text)
             return None
-        found = [
-            (position + len(string), position, string)
-            for string in self._stop
-            if (position := self.text.find(string, self._first_position(new, string))) >= 0
-        ]
+        found = []
+        for string in self._params.stop:
+            first = max(self._searched_from, len(self.text) - len(new) - len(string) + 1)
+            if (position := self.text.find(string, first)) >= 0:
+                found.append((position + len(string), position, string))
         if not found:
             return None
         end, position, string = min(found, key=lambda hit: hit[0])
-        self._text.text = self.text[: end if self._include_in_output else position]
+        self._text.text = self.text[: end if self._params.include_stop_str_in_output else position]
         return string
-
-    def _first_position(self, new: str, string: str) -> int:
-        return max(self._searched_from, len(self.text) - len(new) - len(string) + 1)
