@@ -46,7 +46,14 @@ def read_question(record: Record, config: DatasetConfig, source_key: str) -> Que
     texts = [message["content"] for message in messages] if messages else [prompt]
     if not texts[-1].strip():
         raise BadRecordError(f"field {fields.prompt!r} is empty; every prompt needs text")
-    _check_encodable(fields.prompt, texts)
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecordError(
+            f"field {fields.prompt!r} has half a surrogate pair at character {error.start}, which "
+            "no tokenizer takes; repair the text"
+        ) from None
     answer = None if fields.answer is None else _answer(record, config, source_key)
     used = {fields.prompt, fields.answer}
     metadata = {key: value for key, value in record.values.items() if key not in used}
@@ -84,17 +91,6 @@ def _messages(name: str, items: list[Any]) -> tuple[Mapping[str, Any], ...]:
         )
     # A parquet struct has every key in every row, None where a message lacks it.
     return tuple({k: v for k, v in item.items() if v is not None} for item in items)
-
-
-def _check_encodable(name: str, texts: list[str]) -> None:
-    try:
-        for text in texts:
-            text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecordError(
-            f"field {name!r} has half a surrogate pair at character {error.start}, which no "
-            "tokenizer takes; repair the text"
-        ) from None
 
 
 def _answer(record: Record, config: DatasetConfig, source_key: str) -> str:

@@ -45,16 +45,21 @@ class PromptRenderer:
     def __call__(self, question: Question) -> str:
         """Raises ``BadRecordError`` if the template refuses the record."""
         config = self.config
+        # Not str.format: templates are full of LaTeX braces.
+        user_message = config.prompt_template.replace("{prompt}", question.text)
         if not config.apply_chat_template:
             if question.messages is not None:
                 raise BadRecordError(
                     f"the prompt is a chat; set {self.source_key}.apply_chat_template=true or "
                     "give plain text"
                 )
-            return self._user_message(question.text)
+            return user_message
+        messages: list[Any] = list(question.messages or [{"role": "user", "content": user_message}])
+        if config.system_prompt is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": config.system_prompt})
         try:
             text = self.tokenizer.apply_chat_template(
-                self._messages(question),
+                messages,
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -69,16 +74,3 @@ class PromptRenderer:
             ) from error
         assert isinstance(text, str)
         return text
-
-    def _messages(self, question: Question) -> list[Any]:
-        system = self.config.system_prompt
-        messages = list(
-            question.messages or ({"role": "user", "content": self._user_message(question.text)},)
-        )
-        if system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        return messages
-
-    def _user_message(self, text: str) -> str:
-        # Not str.format: templates are full of LaTeX braces.
-        return self.config.prompt_template.replace("{prompt}", text)
