@@ -12,9 +12,8 @@ import numpy as np
 from blake3 import blake3
 
 from easyrl.config import DatasetConfig
-from easyrl.dataloaders.prompts.fields import Question, read_question
+from easyrl.dataloaders.prompts.questions import Question, QuestionReader
 from easyrl.dataloaders.prompts.records import BadRecordError, read_records
-from easyrl.dataloaders.prompts.templating import PromptRenderer
 from easyrl.schema import Prompt
 
 if TYPE_CHECKING:
@@ -32,21 +31,27 @@ def load_prompts(
     Raises ``ValueError`` for a file that cannot be read (see ``read_records``) or when no prompt
     is left, ``BadRecordError`` for a record unless ``on_bad_record`` or ``on_long_prompt`` is skip.
     """
-    render = PromptRenderer(config, tokenizer, source_key)
+    read_question = QuestionReader(config, tokenizer, source_key)
     left_out = _LeftOut(config, source_key)
     records = chain.from_iterable(read_records(path) for path in config.files)
     questions: list[Question] = []
-    texts: list[str] = []
     for record in islice(records, config.max_records):
         try:
-            question = read_question(record, config, source_key)
-            texts.append(render(question))
-            questions.append(question)
+            questions.append(read_question(record))
         except BadRecordError as error:
             left_out.bad_record(record.location, str(error))
 
     prompts: list[Prompt] = []
-    for question, ids in zip(questions, _encode(tokenizer, texts, config), strict=True):
+    token_ids: list[list[int]] = []
+    if questions:  # at once: fast tokenizers work on a batch in parallel
+        token_ids = tokenizer(
+            [question.rendered for question in questions],
+            # a chat template writes its own beginning-of-text token
+            add_special_tokens=not config.apply_chat_template,
+            return_attention_mask=False,
+            verbose=False,
+        )["input_ids"]
+    for question, ids in zip(questions, token_ids, strict=True):
         if not ids:
             problem = "the prompt has no tokens; does the tokenizer know its characters?"
             left_out.bad_record(question.location, problem)
@@ -103,20 +108,6 @@ class _LeftOut:
             logger.warning(
                 message, self.source_key, len(problems), reason, num_prompts, problems[0]
             )
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], config: DatasetConfig
-) -> list[list[int]]:
-    """Token ids of all texts at once: fast tokenizers work on a batch in parallel."""
-    if not texts:
-        return []
-    # A chat template writes its own beginning-of-text token.
-    special = not config.apply_chat_template
-    encoded = tokenizer(
-        texts, add_special_tokens=special, return_attention_mask=False, verbose=False
-    )
-    return encoded["input_ids"]
 
 
 class PromptOrder:

@@ -10,7 +10,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,11 +113,9 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Record(f"{path}:row {number}", values)
+            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
+            for number, values in enumerate(rows, start=1):
+                yield Record(f"{path}:row {number}", values)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path}: is not a readable parquet file ({error}); fetch it again"

@@ -20,7 +20,9 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(config.model.tokenizer_path, local_files_only=True)
 
 
-def load_data(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> Sequence[Prompt]:
+def load_data(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str
+) -> Sequence[Prompt]:
     """The prompts of one section. Raises ``ConfigError`` naming file, line and remedy."""
     try:
         return load_prompts(config, tokenizer, source_key=key)
