@@ -137,14 +137,13 @@ class EmbeddedEngine:
         """Ends the requests of these ids, all requests if there are none; gives their number."""
 
         def run() -> int:
-            owned = [
-                sequence
+            chosen = {
+                sequence: request
                 for sequence, request in self._owner.items()
                 if not request_ids or request.request_id in request_ids
-            ]
-            requests = {id(self._owner[sequence]) for sequence in owned}
-            self._abort(owned)
-            return len(requests)
+            }
+            self._abort(list(chosen))
+            return len(set(chosen.values()))
 
         return self._call(run)
 
@@ -341,15 +340,12 @@ class EmbeddedEngine:
 
     def _abort(self, sequences: list[Sequence]) -> None:
         waiting = {sequence for sequence in sequences if sequence.row < 0}
-        if waiting:
-            self._waiting = deque(s for s in self._waiting if s not in waiting)
-            with self._lock:
-                self._num_queued -= len(waiting)
+        self._waiting = deque(s for s in self._waiting if s not in waiting)
+        with self._lock:
+            self._num_queued -= len(waiting)
+        self._batch.remove([sequence for sequence in sequences if sequence.row >= 0])
         for sequence in sequences:
-            if sequence in waiting:
-                sequence.finish_reason = "abort"
-            else:
-                self._batch.remove(sequence, "abort")
+            sequence.finish_reason = "abort"
             self._finish(sequence)
         self._report_drained()
 
@@ -377,7 +373,7 @@ class EmbeddedEngine:
         return True
 
     def _fail_requests(self, error: Exception) -> None:
-        for request in {id(request): request for request in self._owner.values()}.values():
+        for request in set(self._owner.values()):
             request.future.set_exception(error)
 
     def _end_everything(self) -> None:

@@ -75,7 +75,8 @@ class ServedWeights:
 
         def run() -> None:
             receiver = WeightReceiver(init_info)
-            self._disconnect()
+            if self._receiver is not None:
+                self._receiver.close()
             self._receiver = receiver
 
         return self._thread.submit(run)
@@ -170,7 +171,8 @@ class ServedWeights:
 
     def close(self) -> None:
         """Ends the thread and the connection to the trainer."""
-        self._disconnect()
+        if self._receiver is not None:
+            self._receiver.close()
         self._thread.shutdown(cancel_futures=True)
 
     def _between_steps(self, function: Callable[[], None]) -> Future[None]:
@@ -198,11 +200,6 @@ class ServedWeights:
 
     def _checksums(self) -> dict[str, str]:
         return {name: tensor_checksum(tensor) for name, tensor in self._tensors.items()}
-
-    def _disconnect(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
 
     def _opened(self) -> _Update:
         if self._update is None:
