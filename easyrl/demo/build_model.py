@@ -1,4 +1,4 @@
-"""Builds the demo's model: a small Qwen3 that has seen the task's three habits of answering.
+"""Builds the demo's tokenizer and model, a small Qwen3 that has seen three habits of answering.
 
 ``python -m easyrl.demo.build_model --output DIR [--tied|--untied] [--seed N]``
 
@@ -9,22 +9,30 @@ Which of these pays is for the reinforcement learning to find out.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from easyrl.demo.task import warm_start_examples
-from easyrl.demo.tokenizer import build_tokenizer
+from easyrl.demo.task import END_THINK, THINK, warm_start_examples
 
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
 IGNORED = -100  # label of positions without a loss, as transformers has it
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 class Rows(NamedTuple):
@@ -35,7 +43,11 @@ class Rows(NamedTuple):
 
 
 def build_model(
-    output: Path, seed: int = 0, tied: bool = True, num_steps: int = 700, batch_size: int = 64
+    output: Annotated[Path, typer.Option(help="folder to write")],
+    seed: int = 0,
+    tied: Annotated[bool, typer.Option("--tied/--untied")] = True,
+    num_steps: int = 700,
+    batch_size: int = 64,
 ) -> None:
     """Writes tokenizer and warm-started model to ``output`` in Hugging Face's layout.
 
@@ -57,6 +69,31 @@ def build_model(
     )
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character: 24 tokens with a chat template; known characters round-trip.
+
+    The thinking tags are ordinary tokens: rewards look for them, so they must outlive
+    ``decode(skip_special_tokens=True)``.
+    """
+    special = [PAD, END, UNKNOWN, *ROLES]
+    words = [*special, THINK, END_THINK, *"0123456789+-*=; "]
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN)
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?think>|[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=ROLES,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast, tied: bool) -> Qwen3Config:
@@ -140,16 +177,5 @@ def train(model: Qwen3ForCausalLM, batches: Iterator[list[Rows]], num_steps: int
     model.eval()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the demo's tokenizer and model.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    tying = parser.add_mutually_exclusive_group()
-    tying.add_argument("--tied", default=True, action="store_true", help="one embedding (default)")
-    tying.add_argument("--untied", dest="tied", action="store_false", help="an output one besides")
-    arguments = parser.parse_args()
-    build_model(arguments.output, seed=arguments.seed, tied=arguments.tied)
-
-
 if __name__ == "__main__":
-    main()
+    typer.run(build_model)

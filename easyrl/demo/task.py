@@ -13,13 +13,14 @@ problem come from the same set, so a held-out problem has no operand that was ev
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import typer
 
 THINK, END_THINK = "<think>", "</think>"
 NUM_WARM_START_OPERANDS, NUM_TRAIN_OPERANDS = 400, 300  # of 900; the other 200 are held out
@@ -138,14 +139,11 @@ def write_splits(
     return train, write("heldout", operands.heldout, num_heldout)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the demo's train.jsonl and heldout.jsonl.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    for path in write_splits(arguments.output, arguments.seed):
+def main(output: Annotated[Path, typer.Option(help="folder to write")], seed: int = 0) -> None:
+    """Write the demo's train.jsonl and heldout.jsonl."""
+    for path in write_splits(output, seed):
         print(path)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

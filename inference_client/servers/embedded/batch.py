@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from easyrl.inference_client.servers.embedded.cache import SlotCache
-from easyrl.inference_client.servers.embedded.requests import Sequence, TopLogprobs
+from easyrl.inference_client.servers.embedded.requests import EngineStats, Sequence, TopLogprobs
 from easyrl.inference_client.servers.embedded.rows import Records, RowTable, TokenCounts
 from easyrl.inference_client.servers.embedded.sampling import (
     Feature,
@@ -45,7 +45,7 @@ class RunningBatch:
         logprobs_mode: LogprobsMode,
     ) -> None:
         self.sequences: list[Sequence] = []  # by row
-        self.num_prefilled_tokens = 0
+        self.stats = EngineStats()
         self._model = model
         self._device = model.device
         self._max_num_seqs = max_num_seqs
@@ -120,7 +120,7 @@ class RunningBatch:
         slots = self._index([sequence.row for group in groups for sequence in group])
         source = self._index([i for i, group in enumerate(groups) for _ in group])
         self._cache.fill(slots, source, prefilled)
-        self.num_prefilled_tokens += sum(map(len, prompts))
+        self.stats.prefilled_tokens += sum(map(len, prompts))
 
     def step(self) -> list[Sequence]:
         """One token for everyone; returns those that are finished, no longer running."""
@@ -136,6 +136,8 @@ class RunningBatch:
         if self._feature_counts[Feature.PENALTIES]:
             self._penalized.count(rows.record[:num_rows], tokens)
         is_done = rows.advance(num_rows, tokens)
+        self.stats.decode_steps += 1
+        self.stats.generated_tokens += num_rows
         return self._collect(is_done, tokens)
 
     def _forward(self, positions: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from easyrl.inference_client.servers.embedded.loading import (
 )
 from easyrl.inference_client.servers.embedded.requests import (
     BadRequestError,
-    EngineStats,
     GenerationRequest,
     Sequence,
     UnavailableError,
@@ -73,7 +72,6 @@ class EmbeddedEngine:
         self.max_num_seqs = max_num_seqs
         self.batch_invariant = batch_invariant
         self.arithmetic = arithmetic(device)
-        self.stats = EngineStats()
         self._eos_token_ids = eos_token_ids(self._model, self.tokenizer)
         self.weights = ServedWeights(self._model, self._call, self._take_new_weights)
         self._batch = RunningBatch(
@@ -82,6 +80,7 @@ class EmbeddedEngine:
             max_model_len=self.max_model_len,
             logprobs_mode=logprobs_mode,
         )
+        self.stats = self._batch.stats
         self._max_queue = max_queue
         self._seeds = np.random.Generator(np.random.Philox(key=seed))
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -265,21 +264,13 @@ class EmbeddedEngine:
             self._end_everything()
 
     @property
-    def _holds(self) -> bool:
-        return self._pause_mode == "keep" or self.weights.update_is_open
-
-    @property
     def _can_admit(self) -> bool:
-        return (
-            bool(self._waiting)
-            and self._pause_mode is None
-            and not self._holds
-            and self._batch.num_free > 0
-        )
+        return bool(self._waiting) and self._pause_mode is None and self._batch.num_free > 0
 
     @property
     def _can_generate(self) -> bool:
-        return not self._holds and (bool(self._batch.sequences) or self._can_admit)
+        is_held = self._pause_mode == "keep" or self.weights.update_is_open
+        return not is_held and (bool(self._batch.sequences) or self._can_admit)
 
     def _take_inbox(self) -> None:
         """Runs what has come in; waits for something if there is nothing else to do."""
@@ -291,24 +282,16 @@ class EmbeddedEngine:
     def _work(self) -> None:
         start_s = time.perf_counter()
         if self._can_admit:
-            self._admit()
-        num_rows = len(self._batch.sequences)
+            count = min(len(self._waiting), self._batch.num_free)
+            sequences = [self._waiting.popleft() for _ in range(count)]
+            with self._lock:
+                self._num_queued -= count
+            self._batch.add(sequences, self.weights.version)
         finished = self._batch.step()
-        stats = self.stats
-        stats.decode_steps += 1
-        stats.generated_tokens += num_rows
-        stats.prefilled_tokens = self._batch.num_prefilled_tokens
-        stats.busy_s += time.perf_counter() - start_s
+        self.stats.busy_s += time.perf_counter() - start_s
         for sequence in finished:
             self._finish(sequence)
         self._report_drained()
-
-    def _admit(self) -> None:
-        count = min(len(self._waiting), self._batch.num_free)
-        sequences = [self._waiting.popleft() for _ in range(count)]
-        with self._lock:
-            self._num_queued -= count
-        self._batch.add(sequences, self.weights.version)
 
     def _enqueue(self, request: GenerationRequest) -> None:
         params, eos = request.params, self._eos_token_ids
@@ -316,10 +299,6 @@ class EmbeddedEngine:
         heeded = () if params.ignore_eos else eos
         request.num_running = params.n
         for index in range(params.n):
-            stop_strings = None
-            if params.stop:
-                assert self.tokenizer is not None
-                stop_strings = StopStrings(self.tokenizer, params)
             sequence = Sequence(
                 prompt=request.prompt,
                 params=params,
@@ -327,7 +306,9 @@ class EmbeddedEngine:
                 eos_token_id=heeded[0] if heeded else None,
                 stop_token_ids=tuple(dict.fromkeys((*heeded, *params.stop_token_ids))),
                 forbidden_early=(*eos, *params.stop_token_ids) if params.min_tokens else (),
-                stop_strings=stop_strings,
+                stop_strings=StopStrings(self.tokenizer, params)
+                if params.stop and self.tokenizer
+                else None,
             )
             request.sequences.append(sequence)
             self._owner[sequence] = request

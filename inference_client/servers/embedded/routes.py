@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 from pydantic import BaseModel, ValidationError
 
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
@@ -45,7 +45,6 @@ from easyrl.inference_client.servers.embedded.requests import (
 MAX_BODY_BYTES = 64 * 2**20
 OPEN_ROUTES = frozenset({"/health", "/metrics"})  # as vLLM: probes have no key
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
 
@@ -61,7 +60,7 @@ class EmbeddedServer:
 
     def app(self, api_key: str | None = None) -> web.Application:
         """The application; with ``api_key`` every route but the open ones asks for it."""
-        middlewares: list[Any] = [_authentication(api_key)] if api_key else []
+        middlewares = [_authentication(api_key)] if api_key else []
         middlewares.append(_errors)
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app.add_routes(
@@ -302,7 +301,7 @@ def _validation_problem(error: ValidationError) -> tuple[str, str | None]:
     return message, next(iter(problems)) or None
 
 
-def _authentication(api_key: str) -> Any:
+def _authentication(api_key: str) -> Middleware:
     expected = f"Bearer {api_key}".encode()
 
     @web.middleware

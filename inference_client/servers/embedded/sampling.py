@@ -20,8 +20,7 @@ from torch import Tensor
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
 INT64 = 2**63
-StopList = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v or [])]
-IdList = Annotated[list[int], BeforeValidator(lambda v: v or [])]
+StopList = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
 class Feature(Flag):
@@ -63,7 +62,7 @@ class SamplingParams(BaseModel):
     min_p: float = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: StopList = []
-    stop_token_ids: IdList = []
+    stop_token_ids: list[int] = []
     ignore_eos: bool = False
     max_tokens: int = Field(0, ge=1)  # by default as many as the context leaves room for
     min_tokens: int = Field(0, ge=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams
@@ -29,8 +31,7 @@ class IncrementalText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
         self.text = ""
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._decode = partial(decode, tokenizer, skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
         self._context_start = 0
         self._unread_start = 0
@@ -38,8 +39,8 @@ class IncrementalText:
     def append(self, token_id: int) -> str:
         """Adds a token; returns the text that it completed, maybe empty."""
         self._token_ids.append(token_id)
-        context = self._decode(self._context_start, self._unread_start)
-        extended = self._decode(self._context_start, len(self._token_ids))
+        context = self._decode(self._token_ids[self._context_start : self._unread_start])
+        extended = self._decode(self._token_ids[self._context_start :])
         if len(extended) <= len(context) or extended.endswith(INCOMPLETE):
             return ""
         self._context_start = self._unread_start
@@ -47,13 +48,6 @@ class IncrementalText:
         new = extended[len(context) :]
         self.text += new
         return new
-
-    def _decode(self, start: int, end: int) -> str:
-        return decode(
-            self._tokenizer,
-            self._token_ids[start:end],
-            skip_special_tokens=self._skip_special_tokens,
-        )
 
 
 class StopStrings:

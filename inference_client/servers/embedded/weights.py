@@ -107,7 +107,19 @@ class ServedWeights:
 
         def run() -> None:
             try:
-                self._load(artifact, chunks)
+                update = self._opened()
+                if update.artifact not in (None, artifact):
+                    raise ValueError(
+                        f"artifact {artifact!r}: this update has begun with {update.artifact!r}; "
+                        "one update takes one artifact"
+                    )
+                tensors = self._known_receiver().tensors(artifact, chunks, self._place)
+                update.artifact = artifact
+                for name, weight in tensors:
+                    served = self._tensors[name]
+                    if weight.data_ptr() != served.data_ptr():
+                        served.copy_(weight)
+                    update.missing.discard(name)
             except BaseException as error:
                 reason = str(error)
                 self._in_engine(lambda: self._abandon(reason)).result()
@@ -177,21 +189,6 @@ class ServedWeights:
 
     def _between_steps(self, function: Callable[[], None]) -> Future[None]:
         return self._thread.submit(lambda: self._in_engine(function).result())
-
-    def _load(self, artifact: str, chunks: Sequence[Mapping[str, Any]]) -> None:
-        update = self._opened()
-        if update.artifact not in (None, artifact):
-            raise ValueError(
-                f"artifact {artifact!r}: this update has begun with {update.artifact!r}; one "
-                "update takes one artifact"
-            )
-        tensors = self._known_receiver().tensors(artifact, chunks, self._place)
-        update.artifact = artifact
-        for name, weight in tensors:
-            served = self._tensors[name]
-            if weight.data_ptr() != served.data_ptr():
-                served.copy_(weight)
-            update.missing.discard(name)
 
     def _abandon(self, reason: str) -> None:
         if self._update is not None and self._update.has_written:

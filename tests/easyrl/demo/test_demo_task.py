@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from easyrl.demo.build_model import IGNORED, build_model, supervised_batches
+from easyrl.demo.build_model import IGNORED, build_model, build_tokenizer, supervised_batches
 from easyrl.demo.task import (
     Problem,
     columns_response,
@@ -22,7 +22,6 @@ from easyrl.demo.task import (
     warm_start_examples,
     write_splits,
 )
-from easyrl.demo.tokenizer import build_tokenizer
 
 BATCH_SIZE = 16
 
