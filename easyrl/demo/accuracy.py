@@ -29,7 +29,7 @@ def held_out_accuracy(model_dir: Path, heldout: Path, seed: int, max_tokens: int
     correct = 0
     for start in range(0, len(records), BATCH_SIZE):
         batch = records[start : start + BATCH_SIZE]
-        inputs = tokenizer.apply_chat_template(
+        inputs: Any = tokenizer.apply_chat_template(
             [[{"role": "user", "content": record["prompt"]}] for record in batch],
             add_generation_prompt=True,
             padding=True,

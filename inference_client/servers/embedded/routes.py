@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
@@ -60,7 +60,7 @@ class EmbeddedServer:
 
     def app(self, api_key: str | None = None) -> web.Application:
         """The application; with ``api_key`` every route but the open ones asks for it."""
-        middlewares = [_authentication(api_key)] if api_key else []
+        middlewares: list[Any] = [_authentication(api_key)] if api_key else []
         middlewares.append(_errors)
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app.add_routes(
@@ -301,7 +301,7 @@ def _validation_problem(error: ValidationError) -> tuple[str, str | None]:
     return message, next(iter(problems)) or None
 
 
-def _authentication(api_key: str) -> Middleware:
+def _authentication(api_key: str) -> Any:
     expected = f"Bearer {api_key}".encode()
 
     @web.middleware
