@@ -29,7 +29,7 @@ from benchmarks.overlap_balance import balance
 from benchmarks.overlap_endpoint import SleepingEndpoint
 from benchmarks.overlap_runs import Mode, OneRank, Setup, TwoRanks, Workload
 from benchmarks.overlap_spans import Batch, overlap, training_over_generation
-from easyrl.demo.tokenizer import build_tokenizer
+from easyrl.demo.build_model import build_tokenizer
 
 MAX_INFLIGHT = 10  # of one rank, to begin with
 SECONDS_PER_TOKEN = 1.6e-3  # of two

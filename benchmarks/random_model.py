@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from easyrl.demo.tokenizer import build_tokenizer
+from easyrl.demo.build_model import build_tokenizer
 
 
 def write_random_model(

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.shared_prompt_sizes import RECIPE
 from benchmarks.shared_prompt_workload import Forward, Workload, attention_set_to
-from easyrl.demo.tokenizer import build_tokenizer
+from easyrl.demo.build_model import build_tokenizer
 
 
 class _LossGradient(torch.autograd.Function):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 from blake3 import blake3
 
 from easyrl.config import DatasetConfig
-from easyrl.dataloaders.prompts.fields import Question, read_question
-from easyrl.dataloaders.prompts.records import BadRecordError, Record, read_records
-from easyrl.dataloaders.prompts.templating import PromptRenderer
+from easyrl.dataloaders.prompts.questions import Question, QuestionReader
+from easyrl.dataloaders.prompts.records import BadRecordError, read_records
 from easyrl.schema import Prompt
 
 if TYPE_CHECKING:
@@ -23,79 +22,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PromptDataset(Sequence[Prompt]):
-    """The usable prompts; ``dataset[i].index == i``."""
-
-    def __init__(self, prompts: Sequence[Prompt], num_skipped: Mapping[str, int]) -> None:
-        self.prompts = tuple(prompts)
-        self.num_skipped = dict(num_skipped)  # records left out: {"bad_record": n, "too_long": n}
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        return self.prompts[index]
-
-
 def load_prompts(
     config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, *, source_key: str = "data"
-) -> PromptDataset:
-    """Reads, maps and tokenises the first ``max_records`` records of ``config.files``.
+) -> tuple[Prompt, ...]:
+    """Reads, maps and tokenises the first ``max_records`` records; ``prompts[i].index == i``.
 
     ``source_key`` is where ``config`` sits in the configuration; messages name keys below it.
     Raises ``ValueError`` for a file that cannot be read (see ``read_records``) or when no prompt
     is left, ``BadRecordError`` for a record unless ``on_bad_record`` or ``on_long_prompt`` is skip.
     """
-    records = chain.from_iterable(read_records(path) for path in config.files)
-    return tokenise_records(
-        islice(records, config.max_records), config, tokenizer, source_key=source_key
-    )
-
-
-def tokenise_records(
-    records: Iterable[Record],
-    config: DatasetConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    source_key: str = "data",
-) -> PromptDataset:
-    """``load_prompts`` for records that are already there. Same errors."""
-    render = PromptRenderer(config, tokenizer, source_key)
+    read_question = QuestionReader(config, tokenizer, source_key)
     left_out = _LeftOut(config, source_key)
+    records = chain.from_iterable(read_records(path) for path in config.files)
     questions: list[Question] = []
-    texts: list[str] = []
-    for record in records:
+    for record in islice(records, config.max_records):
         try:
-            question = read_question(record, config, source_key)
-            texts.append(render(question))
-            questions.append(question)
+            questions.append(read_question(record))
         except BadRecordError as error:
             left_out.bad_record(record.location, str(error))
 
     prompts: list[Prompt] = []
-    for question, ids in zip(questions, _encode(tokenizer, texts, config), strict=True):
+    token_ids: list[list[int]] = []
+    if questions:  # at once: fast tokenizers work on a batch in parallel
+        token_ids = tokenizer(
+            [question.rendered for question in questions],
+            # a chat template writes its own beginning-of-text token
+            add_special_tokens=not config.apply_chat_template,
+            return_attention_mask=False,
+            verbose=False,
+        )["input_ids"]
+    for question, ids in zip(questions, token_ids, strict=True):
         if not ids:
             problem = "the prompt has no tokens; does the tokenizer know its characters?"
             left_out.bad_record(question.location, problem)
         elif len(ids) > config.max_prompt_tokens:
-            left_out.too_long(question, len(ids))
+            left_out.too_long(question.location, len(ids))
         else:
-            token_ids = np.array(ids, dtype=np.int32)
             prompts.append(
                 Prompt(
                     index=len(prompts),
-                    token_ids=token_ids,
+                    token_ids=np.array(ids, dtype=np.int32),
                     text=question.text,
                     answer=question.answer,
                     metadata=question.metadata,
                 )
             )
     left_out.report(len(prompts))
-    return PromptDataset(prompts, left_out.counts())
+    return tuple(prompts)
 
 
 class _LeftOut:
@@ -111,49 +84,30 @@ class _LeftOut:
             raise BadRecordError(f"{location}: {problem}\n{hint}")
         self.problems["bad_record"].append(f"{location}: {problem}")
 
-    def too_long(self, question: Question, num_tokens: int) -> None:
+    def too_long(self, location: str, num_tokens: int) -> None:
+        key = self.source_key
         problem = (
-            f"{question.location}: the prompt has {num_tokens} tokens, "
-            f"{self.source_key}.max_prompt_tokens is {self.config.max_prompt_tokens}"
+            f"{location}: the prompt has {num_tokens} tokens, "
+            f"{key}.max_prompt_tokens is {self.config.max_prompt_tokens}"
         )
         if self.config.on_long_prompt == "fail":
-            raise BadRecordError(
-                f"{problem}; raise it or set {self.source_key}.on_long_prompt=skip"
-            )
+            raise BadRecordError(f"{problem}; raise it or set {key}.on_long_prompt=skip")
         self.problems["too_long"].append(problem)
-
-    def counts(self) -> dict[str, int]:
-        return {reason: len(problems) for reason, problems in self.problems.items()}
 
     def report(self, num_prompts: int) -> None:
         """One warning per reason. Raises ``ValueError`` if no prompt is left."""
         for reason, problems in self.problems.items():
-            if problems and num_prompts == 0:
+            if not problems:
+                continue
+            if num_prompts == 0:
                 raise ValueError(
                     f"{self.source_key}: no usable prompt is left, {len(problems)} are {reason}; "
                     f"the first: {problems[0]}"
                 )
-            if problems:
-                message = "%s: left out %d records (%s), kept %d; the first: %s"
-                logger.warning(
-                    message, self.source_key, len(problems), reason, num_prompts, problems[0]
-                )
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], config: DatasetConfig
-) -> list[list[int]]:
-    """Token ids of all texts at once: fast tokenizers work on a batch in parallel."""
-    if not texts:
-        return []
-    # A chat template writes its own beginning-of-text token.
-    encoded = tokenizer(
-        texts,
-        add_special_tokens=not config.apply_chat_template,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    return encoded["input_ids"]
+            message = "%s: left out %d records (%s), kept %d; the first: %s"
+            logger.warning(
+                message, self.source_key, len(problems), reason, num_prompts, problems[0]
+            )
 
 
 class PromptOrder:
@@ -173,12 +127,14 @@ class PromptOrder:
     ) -> None:
         if not dataset:
             raise ValueError("the dataset is empty")
-        self.dataset = dataset
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epochs = epochs
+        self.dataset, self.seed, self.shuffle, self.epochs = dataset, seed, shuffle, epochs
         self._order: tuple[int, np.ndarray] | None = None  # of the epoch last asked for
-        self._fingerprint = _fingerprint(dataset)
+        self._identity: dict[str, int | bool | str] = {
+            "num_prompts": len(dataset),
+            "seed": seed,
+            "shuffle": shuffle,
+            "dataset_hash": _fingerprint(dataset),
+        }
 
     def num_left(self, position: int) -> int | None:
         """Prompts from ``position`` on; None: the order has no end.
@@ -191,24 +147,22 @@ class PromptOrder:
         """The prompt at ``position``, counted over all epochs from 0."""
         assert position >= 0 and self.num_left(position) != 0
         epoch, place = divmod(position, len(self.dataset))
-        order = self._order
-        if order is None or order[0] != epoch:
-            order = self._order = (epoch, self._epoch_order(epoch))
-        return replace(self.dataset[int(order[1][place])], epoch=epoch)
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._epoch_order(epoch))
+        return replace(self.dataset[int(self._order[1][place])], epoch=epoch)
 
     def cursor(self, position: int) -> dict[str, int | bool | str]:
         """``position`` and what it is a position of, JSON-able."""
-        return {"position": position, **self._identity()}
+        return {"position": position, **self._identity}
 
     def position(self, cursor: Mapping[str, int | bool | str]) -> int:
         """The position in ``cursor``. ``epochs`` may differ: a run can be extended.
 
         Raises ``ValueError`` if dataset or order are not those of ``cursor``.
         """
-        identity = self._identity()
-        if set(cursor) != {"position", *identity}:
+        if set(cursor) != {"position", *self._identity}:
             raise ValueError(f"not a cursor of PromptOrder: it has the keys {sorted(cursor)}")
-        for key, value in identity.items():
+        for key, value in self._identity.items():
             if cursor[key] != value:
                 raise ValueError(
                     f"cannot resume the prompts: {key} was {cursor[key]!r} when the checkpoint was "
@@ -216,14 +170,6 @@ class PromptOrder:
                     "new run"
                 )
         return int(cursor["position"])
-
-    def _identity(self) -> dict[str, int | bool | str]:
-        return {
-            "num_prompts": len(self.dataset),
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "dataset_hash": self._fingerprint,
-        }
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:

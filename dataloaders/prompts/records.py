@@ -7,8 +7,10 @@ bad line ends the run. A file that cannot be read raises ``ValueError`` with its
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,9 +58,9 @@ def _read_json_lines(path: Path) -> Iterator[Record]:
             continue
         location = f"{path}:{number}"
         try:
-            values = _parse(line)
-        except ValueError as error:
-            problem = f"is not JSON ({error}); a line must be one whole object"
+            values = _DECODER.decode(line)
+        except (ValueError, RecursionError) as error:
+            problem = f"is not JSON ({_describe(error)}); a line must be one whole object"
             yield Record(location, problem=problem)
         else:
             yield _record(location, values)
@@ -67,6 +69,18 @@ def _read_json_lines(path: Path) -> Iterator[Record]:
 def _read_json_array(path: Path) -> Iterator[Record]:
     """Walks the array element by element, because ``json.loads`` forgets the lines."""
     text = _read_text(path)
+    line_ends = list(accumulate(len(line) + 1 for line in text.split("\n")))
+
+    def location(position: int) -> str:
+        return f"{path}:{bisect_right(line_ends, position) + 1}"
+
+    def failure(position: int, problem: str) -> ValueError:
+        if position >= len(text.rstrip()) or problem.startswith("Unterminated string"):
+            problem = "the JSON array is cut off; fetch the file again"
+        else:
+            problem = f"is not JSON ({problem}); repair or regenerate the file"
+        return ValueError(f"{location(position)}: {problem}")
+
     position = _skip_space(text, 0)
     if position == len(text):
         return
@@ -75,40 +89,22 @@ def _read_json_array(path: Path) -> Iterator[Record]:
             f"{path}: is not a JSON array of objects; wrap it in [ ], or rename it to .jsonl if "
             "each line is an object"
         )
-    line, counted = 1, 0
     position = _skip_space(text, position + 1)
     while text[position : position + 1] != "]":
-        line, counted = line + text.count("\n", counted, position), position
         try:
-            values, position = _DECODER.raw_decode(text, position)
+            values, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            _fail_array(path, line, text, position, error)
-        yield _record(f"{path}:{line}", values)
-        position = _skip_space(text, position)
+            at = error.pos if isinstance(error, json.JSONDecodeError) else position
+            raise failure(at, _describe(error)) from None
+        yield _record(location(position), values)
+        position = _skip_space(text, end)
         if text[position : position + 1] == ",":
             position = _skip_space(text, position + 1)
         elif text[position : position + 1] != "]":
-            line = text.count("\n", 0, position) + 1
-            _fail_array(path, line, text, position, ValueError("expected , or ] after an element"))
+            raise failure(position, "expected , or ] after an element")
     rest = _skip_space(text, position + 1)
     if rest < len(text):
-        line = text.count("\n", 0, rest) + 1
-        raise ValueError(f"{path}:{line}: text after the array's end; a .json file is one array")
-
-
-def _fail_array(path: Path, line: int, text: str, position: int, error: Exception) -> NoReturn:
-    if isinstance(error, json.JSONDecodeError):
-        position, line = error.pos, error.lineno
-        what = f"{error.msg} at column {error.colno}"
-    else:
-        what = str(error)
-    if position >= len(text.rstrip()) or "Unterminated string" in str(error):
-        raise ValueError(
-            f"{path}:{line}: the JSON array is cut off; fetch the file again"
-        ) from None
-    raise ValueError(
-        f"{path}:{line}: is not JSON ({what}); repair or regenerate the file"
-    ) from None
+        raise ValueError(f"{location(rest)}: text after the array's end; a .json file is one array")
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
@@ -117,11 +113,9 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Record(f"{path}:row {number}", values)
+            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
+            for number, values in enumerate(rows, start=1):
+                yield Record(f"{path}:row {number}", values)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path}: is not a readable parquet file ({error}); fetch it again"
@@ -153,13 +147,10 @@ def _no_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
-def _parse(text: str) -> Any:
-    try:
-        return _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+def _describe(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _skip_space(text: str, position: int) -> int:

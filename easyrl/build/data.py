@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from easyrl.config import Config, ConfigError, DatasetConfig, EvaluationConfig
-from easyrl.dataloaders.prompts.dataset import PromptDataset, load_prompts
+from easyrl.dataloaders.prompts.dataset import load_prompts
 from easyrl.schema import Prompt
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(config.model.tokenizer_path, local_files_only=True)
 
 
-def load_data(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str) -> PromptDataset:
+def load_data(
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str
+) -> Sequence[Prompt]:
     """The prompts of one section. Raises ``ConfigError`` naming file, line and remedy."""
     try:
         return load_prompts(config, tokenizer, source_key=key)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -35,7 +36,20 @@ Url = Annotated[str, typer.Argument(help="base URL, such as http://host:8000", m
 @endpoints_commands.command("add")
 def add_command(run_dir: RunDir, url: Url) -> None:
     """Take in a server: it is given the current weights, proves them, and is used."""
-    _print_result(lambda: add_endpoint(run_dir, url))
+
+    def change(wanted: Wanted) -> Wanted:
+        if url in wanted.added:
+            raise ValueError(
+                f"{url} is an endpoint of {run_dir} already; to have an excluded one tried again, "
+                "remove it first"
+            )
+        return wanted.with_added(url)
+
+    with _refusals():
+        url = _checked_url(url)
+        _wanted(run_dir)
+        change_wanted(run_dir, change)
+        _print(f"{url} is added: it is given the weights, then used{_unless_running(run_dir)}")
 
 
 @endpoints_commands.command("remove")
@@ -45,66 +59,30 @@ def remove_command(
     force: Annotated[bool, typer.Option(help="even if it is the last: the run waits")] = False,
 ) -> None:
     """Let a server go: what it has in flight finishes, nothing new is sent."""
-    _print_result(lambda: remove_endpoint(run_dir, url, force=force))
-
-
-@endpoints_commands.command("list")
-def list_command(run_dir: RunDir) -> None:
-    """Show the run's servers and how they are."""
-    _print_result(lambda: endpoint_table(run_dir))
-
-
-def _print_result(command: Callable[[], str | Table]) -> None:
-    """Prints what ``command`` returns, or what the user has to mend (exit status 2)."""
-    try:
-        Console(soft_wrap=not sys.stdout.isatty()).print(command())
-    except (ValueError, OSError) as error:
-        print(f"easyrl: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-
-
-class EndpointsCommandError(ValueError):
-    """The command cannot be done; the message says why and what would do."""
-
-
-def add_endpoint(run_dir: Path, url: str) -> str:
-    """Wants ``url`` too; the run takes it in within seconds. What to tell the user."""
-    url = _checked_url(url)
-
-    def change(wanted: Wanted) -> Wanted:
-        if url in wanted.added:
-            raise EndpointsCommandError(
-                f"{url} is an endpoint of {run_dir} already; to have an excluded one tried again, "
-                "remove it first"
-            )
-        return wanted.with_added(url)
-
-    _change(run_dir, change)
-    return f"{url} is added: it is given the weights, then used{_unless_running(run_dir)}"
-
-
-def remove_endpoint(run_dir: Path, url: str, *, force: bool = False) -> str:
-    """No longer wants ``url``: what it has in flight finishes. What to tell the user."""
-    url = _checked_url(url)
 
     def change(wanted: Wanted) -> Wanted:
         if url not in wanted.added:
             known = ", ".join(wanted.added) or "none"
-            raise EndpointsCommandError(f"{url} is no endpoint of {run_dir}; there are: {known}")
+            raise ValueError(f"{url} is no endpoint of {run_dir}; there are: {known}")
         if len(wanted.added) == 1 and not force:
-            raise EndpointsCommandError(
+            raise ValueError(
                 f"{url} is the last endpoint of {run_dir}: the run would wait until another is "
                 "added, for inference.max_outage_s at most; add that one first, or use --force"
             )
         return wanted.without(url)
 
-    _change(run_dir, change)
-    return f"{url} is removed: what it has in flight finishes{_unless_running(run_dir)}"
+    with _refusals():
+        url = _checked_url(url)
+        _wanted(run_dir)
+        change_wanted(run_dir, change)
+        _print(f"{url} is removed: what it has in flight finishes{_unless_running(run_dir)}")
 
 
-def endpoint_table(run_dir: Path) -> Table:
-    """What is wanted and how it is. Raises ``EndpointsCommandError``."""
-    wanted, state = _read(run_dir), _read_state(run_dir)
+@endpoints_commands.command("list")
+def list_command(run_dir: RunDir) -> None:
+    """Show the run's servers and how they are."""
+    with _refusals():
+        wanted, state = _wanted(run_dir), _state(run_dir)
     seen = {} if state is None else {endpoint.url: endpoint for endpoint in state.endpoints}
     table = Table(title=f"{run_dir}: {_describe_run(state)}", title_justify="left")
     for name in ("endpoint", "state", "confirmed version"):
@@ -113,7 +91,21 @@ def endpoint_table(run_dir: Path) -> Table:
         table.add_column(name, justify="right")
     for url in dict.fromkeys([*wanted.added, *seen]):
         table.add_row(url, *_row(seen.get(url), is_wanted=url in wanted.added))
-    return table
+    _print(table)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Says what the user has to mend, and ends with exit status 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print(f"easyrl: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _print(shown: str | Table) -> None:
+    Console(soft_wrap=not sys.stdout.isatty()).print(shown)
 
 
 def _row(endpoint: EndpointState | None, *, is_wanted: bool) -> tuple[str, ...]:
@@ -135,7 +127,7 @@ def _describe_run(state: RunState | None) -> str:
 
 
 def _unless_running(run_dir: Path) -> str:
-    state = _read_state(run_dir)
+    state = _state(run_dir)
     if state is None or state.is_alive:
         return ""
     return "; but the run is not running, and its next start takes inference.endpoints"
@@ -148,27 +140,23 @@ def _checked_url(url: str) -> str:
         if not parts.hostname or parts.query or parts.fragment or parts.port == 0:
             raise ValueError(f"{url!r} names no server")
     except ValueError as error:
-        raise EndpointsCommandError(f"{error}; write it as http://HOST:PORT") from error
+        raise ValueError(f"{error}; write it as http://HOST:PORT") from error
     return url
 
 
-def _change(run_dir: Path, change: Callable[[Wanted], Wanted]) -> None:
-    _read(run_dir)
-    change_wanted(run_dir, change)
-
-
-def _read(run_dir: Path) -> Wanted:
+def _wanted(run_dir: Path) -> Wanted:
+    """Raises ``MembershipError`` if it is damaged, ``ValueError`` if there is no run."""
     try:
         return read_wanted(run_dir)
-    except MembershipError as error:
+    except MembershipError:
         if (run_dir / WANTED_FILE).exists():
-            raise EndpointsCommandError(str(error)) from error
-        raise EndpointsCommandError(
+            raise
+        raise ValueError(
             f"no run in {run_dir}, it has no {WANTED_FILE}; give the run's run.output_dir"
-        ) from error
+        ) from None
 
 
-def _read_state(run_dir: Path) -> RunState | None:
+def _state(run_dir: Path) -> RunState | None:
     try:
         return read_state(run_dir)
     except MembershipError:

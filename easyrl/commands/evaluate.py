@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -21,24 +20,18 @@ def eval_command(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
 ) -> None:
     """Evaluate what the endpoints serve now on the held-out prompts; prints one JSON object."""
-    raise typer.Exit(_evaluate_endpoints(config, overrides or []))
-
-
-def _evaluate_endpoints(path: Path, overrides: Sequence[str]) -> int:
-    """Prints one JSON object; returns the exit status."""
     try:
-        config = load_config(path, overrides)
-        check_paths(config)
-        if config.evaluation is None:
-            raise ConfigError(f"{path}: evaluation: is required for easyrl eval")
+        checked = load_config(config, overrides or [])
+        check_paths(checked)
+        if checked.evaluation is None:
+            raise ConfigError(f"{config}: evaluation: is required for easyrl eval")
         from easyrl.recipes.loading import load_recipe
 
-        load_recipe(config)
-        _evaluate(config, config.evaluation)
+        load_recipe(checked)
+        _evaluate(checked, checked.evaluation)
     except ConfigError as error:
         print(f"easyrl: {error}", file=sys.stderr)
-        return 2
-    return 0
+        raise typer.Exit(2) from None
 
 
 def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:

@@ -51,10 +51,6 @@ def main() -> int:
     run_dir: Path = arguments.run_dir
     # in order with the trainer's lines, in a log too
     cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    for override in arguments.overrides:
-        if override.startswith(OWN_KEYS):
-            print(f"easyrl demo: {override}: the demo sets this key itself", file=sys.stderr)
-            return 2
     data = run_dir / "data"
     overrides = [
         f"run.output_dir={run_dir}",
@@ -64,6 +60,9 @@ def main() -> int:
         *arguments.overrides,
     ]
     try:
+        for override in arguments.overrides:
+            if override.startswith(OWN_KEYS):
+                raise ValueError(f"{override}: the demo sets this key itself")
         if arguments.engine == "vllm":
             vllm_python()  # before the minute of the warm start
         config = load_config(CONFIG, overrides)
@@ -76,9 +75,8 @@ def main() -> int:
     model, heldout = _set_up(config, run_dir)
 
     start = time.monotonic()
-    print(
-        f"measuring the starting model on {len(heldout.read_text().splitlines())} held-out problems"
-    )
+    num_heldout = len(heldout.read_text().splitlines())
+    print(f"measuring the starting model on {num_heldout} held-out problems")
     sampling = {"seed": config.run.seed, "max_tokens": config.rollout.max_tokens}
     before = held_out_accuracy(model, heldout, **sampling)
     print(f"accuracy before: {before:.3f}")
@@ -86,7 +84,12 @@ def main() -> int:
     after = held_out_accuracy(run_dir / "model", heldout, **sampling)
     seconds = time.monotonic() - start
 
-    steps = [m for m in read_metrics(run_dir / "metrics.jsonl") if "time/step_s" in m]
+    def share(times: Sequence[str]) -> float:
+        """Of the whole run, what ``times`` held the trainer up."""
+        return round(sum(m.get(key, 0.0) for m in metrics for key in times) / seconds, 4)
+
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    steps = [m for m in metrics if "time/step_s" in m]
     rates = sorted(m["throughput/tokens_per_s_per_device"] for m in steps)
     result = {
         "engine": arguments.engine,
@@ -97,21 +100,15 @@ def main() -> int:
         "groups_drawn": int(sum(m["batch/groups_drawn"] for m in steps)),
         "groups_accepted": int(sum(m["batch/groups"] for m in steps)),
         "tokens_per_s_per_device": round(rates[len(rates) // 2], 1),
-        "proof_share": round(_sum_s(run_dir, PROOF_TIMES) / seconds, 4),
-        "certificate_share": round(_sum_s(run_dir, CERTIFICATE_TIMES) / seconds, 4),
+        "proof_share": share(PROOF_TIMES),
+        "certificate_share": share(CERTIFICATE_TIMES),
         "run_dir": str(run_dir),
     }
-    print(
-        f"accuracy on held-out problems: {before:.3f} before, {after:.3f} after {len(steps)} steps"
-    )
+    accuracies = f"{before:.3f} before, {after:.3f} after {len(steps)} steps"
+    print(f"accuracy on held-out problems: {accuracies}")
     print(f"reward curve: {run_dir / 'reward.png'}; model: {run_dir / 'model'}")
     print(json.dumps(result))
     return 0
-
-
-def _sum_s(run_dir: Path, times: Sequence[str]) -> float:
-    """Seconds that ``times`` held the trainer up, over the whole run."""
-    return sum(m.get(key, 0.0) for m in read_metrics(run_dir / "metrics.jsonl") for key in times)
 
 
 def _set_up(config: Config, run_dir: Path) -> tuple[Path, Path]:
@@ -133,7 +130,9 @@ def _train(
     run_dir: Path, model: Path, overrides: list[str], engine: Engine, num_servers: int
 ) -> None:
     """Servers as processes of their own, then the trainer through the ``deepspeed`` launcher."""
-    trainer_cpus, server_cpus = _divide_cpus()
+    cpus = usable_cpus()  # half for the trainer, half for the servers
+    trainer_cpus, server_cpus = cpus[: len(cpus) // 2] or cpus, cpus[len(cpus) // 2 :]
+    deepspeed = Path(sys.executable).with_name("deepspeed")
     with ExitStack() as servers:
         urls = []
         for number in range(num_servers):
@@ -145,7 +144,7 @@ def _train(
             urls.append(servers.enter_context(server).url)
         print(f"{num_servers} {engine} server(s): {', '.join(urls)}")
         command = [
-            *_launcher(),
+            *(sys.executable, str(deepspeed), "--quiet", "--num_accelerators", "1"),
             *("--module", "easyrl.train", CONFIG),
             *(f"inference.endpoints=[{','.join(urls)}]", *overrides),
         ]
@@ -165,20 +164,6 @@ def _train(
             raise
     if status != 0:
         sys.exit(f"easyrl demo: the trainer ended with status {status}; see above")
-
-
-def _launcher() -> list[str]:
-    """The ``deepspeed`` command of this environment, one process, on the CPU."""
-    deepspeed = Path(sys.executable).with_name("deepspeed")
-    return [sys.executable, str(deepspeed), "--quiet", "--num_accelerators", "1"]
-
-
-def _divide_cpus() -> tuple[list[int], list[int]]:
-    """Half of the processors for the trainer, half for the servers."""
-    cpus = usable_cpus()
-    if len(cpus) == 1:
-        return cpus, cpus
-    return cpus[: len(cpus) // 2], cpus[len(cpus) // 2 :]
 
 
 def _parse() -> argparse.Namespace:

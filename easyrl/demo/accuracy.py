@@ -29,15 +29,13 @@ def held_out_accuracy(model_dir: Path, heldout: Path, seed: int, max_tokens: int
     correct = 0
     for start in range(0, len(records), BATCH_SIZE):
         batch = records[start : start + BATCH_SIZE]
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": record["prompt"]}],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-            for record in batch
-        ]
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+        inputs: Any = tokenizer.apply_chat_template(
+            [[{"role": "user", "content": record["prompt"]}] for record in batch],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
@@ -47,9 +45,8 @@ def held_out_accuracy(model_dir: Path, heldout: Path, seed: int, max_tokens: int
             top_p=1.0,
             max_new_tokens=max_tokens,
         )
-        texts = tokenizer.batch_decode(
-            output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-        )
+        responses = output[:, inputs["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         correct += sum(
             text.rpartition(END_THINK)[2].strip() == record["answer"]
             for text, record in zip(texts, batch, strict=True)

@@ -1,4 +1,4 @@
-"""Builds the demo's model: a small Qwen3 that has seen the task's three habits of answering.
+"""Builds the demo's tokenizer and model, a small Qwen3 that has seen three habits of answering.
 
 ``python -m easyrl.demo.build_model --output DIR [--tied|--untied] [--seed N]``
 
@@ -9,22 +9,30 @@ Which of these pays is for the reinforcement learning to find out.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from easyrl.demo.task import Habits, warm_start_examples
-from easyrl.demo.tokenizer import build_tokenizer
+from easyrl.demo.task import END_THINK, THINK, warm_start_examples
 
+LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
 IGNORED = -100  # label of positions without a loss, as transformers has it
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 class Rows(NamedTuple):
@@ -34,31 +42,28 @@ class Rows(NamedTuple):
     labels: torch.Tensor  # int64 [B, T]
 
 
-@dataclass(frozen=True, slots=True)
-class WarmStart:
-    """The supervised training before the reinforcement learning."""
-
-    num_steps: int = 700
-    batch_size: int = 64
-    learning_rate: float = 3e-3
-    warmup_steps: int = 20
-    habits: Habits = Habits()
-
-
 def build_model(
-    output: Path, seed: int = 0, tied: bool = True, warm_start: WarmStart | None = None
+    output: Annotated[Path, typer.Option(help="folder to write")],
+    seed: int = 0,
+    tied: Annotated[bool, typer.Option("--tied/--untied")] = True,
+    num_steps: int = 700,
+    batch_size: int = 64,
 ) -> None:
     """Writes tokenizer and warm-started model to ``output`` in Hugging Face's layout.
 
     The same arguments give the same weights on one machine. ``tied``: input and output embeddings
     share their weights.
     """
-    warm_start = warm_start or WarmStart()
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = Qwen3ForCausalLM(model_config(tokenizer, tied))
-    with _one_thread():
-        train(model, supervised_batches(tokenizer, seed, warm_start), warm_start)
+    # two gain little on matrices this small, and wait for each other on a busy machine
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        train(model, supervised_batches(tokenizer, seed, batch_size), num_steps)
+    finally:
+        torch.set_num_threads(num_threads)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
@@ -66,15 +71,29 @@ def build_model(
     tokenizer.save_pretrained(output)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Two threads gain little on matrices this small, and wait for each other on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character: 24 tokens with a chat template; known characters round-trip.
+
+    The thinking tags are ordinary tokens: rewards look for them, so they must outlive
+    ``decode(skip_special_tokens=True)``.
+    """
+    special = [PAD, END, UNKNOWN, *ROLES]
+    words = [*special, THINK, END_THINK, *"0123456789+-*=; "]
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN)
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?think>|[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=ROLES,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast, tied: bool) -> Qwen3Config:
@@ -97,60 +116,55 @@ def model_config(tokenizer: PreTrainedTokenizerFast, tied: bool) -> Qwen3Config:
 
 
 def supervised_batches(
-    tokenizer: PreTrainedTokenizerFast, seed: int, warm_start: WarmStart
+    tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int
 ) -> Iterator[list[Rows]]:
     """Endless batches, the loss on responses only; each in two halves by length, to pad less."""
-    examples = warm_start_examples(seed, warm_start.habits)
+    examples = warm_start_examples(seed)
     while True:
         batch = [
             _encode(tokenizer, question, response)
-            for question, response in itertools.islice(examples, warm_start.batch_size)
+            for question, response in itertools.islice(examples, batch_size)
         ]
         batch.sort(key=lambda example: len(example[0]))
         middle = len(batch) // 2
         yield [_pad(tokenizer, half) for half in (batch[:middle], batch[middle:]) if half]
 
 
-def _pad(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[list[int], int]]) -> Rows:
-    width = max(len(ids) for ids, _ in examples)
-    input_ids = torch.full((len(examples), width), tokenizer.pad_token_id)
-    labels = torch.full((len(examples), width), IGNORED)
-    for row, (ids, num_prompt) in enumerate(examples):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
-        labels[row, num_prompt : len(ids)] = input_ids[row, num_prompt : len(ids)]
-    return Rows(input_ids, labels)
-
-
 def _encode(
     tokenizer: PreTrainedTokenizerFast, question: str, response: str
 ) -> tuple[list[int], int]:
+    """Token ids of prompt and response, and the prompt's length."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-    response_ids = tokenizer.encode(response, add_special_tokens=False)
-    return prompt_ids + response_ids + [tokenizer.eos_token_id], len(prompt_ids)
+    ids = tokenizer.encode(f"{prompt}{response}{tokenizer.eos_token}", add_special_tokens=False)
+    return ids, len(tokenizer.encode(prompt, add_special_tokens=False))
 
 
-def train(model: Qwen3ForCausalLM, batches: Iterator[list[Rows]], warm_start: WarmStart) -> None:
+def _pad(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[list[int], int]]) -> Rows:
+    input_ids = [torch.tensor(ids) for ids, _ in examples]
+    labels = [torch.tensor([IGNORED] * start + ids[start:]) for ids, start in examples]
+    return Rows(
+        pad_sequence(input_ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+        pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+    )
+
+
+def train(model: Qwen3ForCausalLM, batches: Iterator[list[Rows]], num_steps: int) -> None:
     """AdamW on the mean over a batch's tokens; linear warm-up, then linear decay to a tenth."""
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=warm_start.learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min(
-            (step + 1) / warm_start.warmup_steps, 1 - 0.9 * step / warm_start.num_steps
-        ),
+        lambda i: min((i + 1) / WARMUP_STEPS, 1 - 0.9 * i / num_steps),
     )
     model.train()
     start_s = time.monotonic()
-    for step, batch in enumerate(itertools.islice(batches, warm_start.num_steps), 1):
+    for step, batch in enumerate(itertools.islice(batches, num_steps), 1):
         num_tokens = sum(int((rows.labels != IGNORED).sum()) for rows in batch)
         mean_loss = 0.0
         for rows in batch:
-            loss = model(
-                input_ids=rows.input_ids, labels=rows.labels, num_items_in_batch=num_tokens
-            ).loss
+            loss = model(**rows._asdict(), num_items_in_batch=num_tokens).loss
             loss.backward()
             mean_loss += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -158,25 +172,10 @@ def train(model: Qwen3ForCausalLM, batches: Iterator[list[Rows]], warm_start: Wa
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 100 == 0:
-            seconds = time.monotonic() - start_s
-            print(
-                f"warm start {step}/{warm_start.num_steps}  loss {mean_loss:.3f}  {seconds:.0f} s",
-                flush=True,
-            )
+            progress = f"{step}/{num_steps}  loss {mean_loss:.3f}"
+            print(f"warm start {progress}  {time.monotonic() - start_s:.0f} s", flush=True)
     model.eval()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the demo's tokenizer and model.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    tying = parser.add_mutually_exclusive_group()
-    tying.add_argument("--tied", dest="tied", action="store_true", help="one embedding (default)")
-    tying.add_argument("--untied", dest="tied", action="store_false", help="an output one besides")
-    parser.set_defaults(tied=True)
-    arguments = parser.parse_args()
-    build_model(arguments.output, seed=arguments.seed, tied=arguments.tied)
-
-
 if __name__ == "__main__":
-    main()
+    typer.run(build_model)

@@ -13,13 +13,14 @@ problem come from the same set, so a held-out problem has no operand that was ev
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import typer
 
 THINK, END_THINK = "<think>", "</think>"
 NUM_WARM_START_OPERANDS, NUM_TRAIN_OPERANDS = 400, 300  # of 900; the other 200 are held out
@@ -39,14 +40,6 @@ class Problem:
     @property
     def answer(self) -> str:
         return str(self.first + self.second)
-
-
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """How often the warm start shows each habit; the rest is careful columns."""
-
-    estimate: float = 0.40
-    careless: float = 0.35
 
 
 class OperandSplit(NamedTuple):
@@ -74,12 +67,10 @@ def split_operands() -> OperandSplit:
 
 def draw_problems(numbers: tuple[int, ...], count: int, rng: random.Random) -> list[Problem]:
     """``count`` different problems over ``numbers``; ``ValueError`` if there are not so many."""
-    num_pairs = len(numbers) ** 2
-    if count > num_pairs:
-        raise ValueError(
-            f"{count} different problems asked for, {len(numbers)} numbers make {num_pairs}"
-        )
-    pairs = (divmod(pair, len(numbers)) for pair in rng.sample(range(num_pairs), count))
+    base = len(numbers)
+    if count > base**2:
+        raise ValueError(f"{count} different problems asked for, {base} numbers make {base**2}")
+    pairs = (divmod(pair, base) for pair in rng.sample(range(base**2), count))
     return [Problem(numbers[first], numbers[second]) for first, second in pairs]
 
 
@@ -96,30 +87,34 @@ def columns_response(problem: Problem, carries: bool) -> str:
     ``7+6=13;4+8=12;3+5=8`` and 823: right only where nothing had to be carried.
     """
     columns: list[str] = []
-    answer = ""
-    carry = 0
+    answer, carry = "", 0
     for place in (1, 10, 100):
         terms = [problem.first // place % 10, problem.second // place % 10]
         if carry and carries:
             terms.append(carry)
         total = sum(terms)
         columns.append("+".join(map(str, terms)) + f"={total}")
-        answer = (str(total) if place == 100 else str(total % 10)) + answer
+        answer = str(total if place == 100 else total % 10) + answer
         carry = total // 10
     return f"{THINK}{';'.join(columns)}{END_THINK}{answer}"
 
 
-def warm_start_examples(seed: int, habits: Habits) -> Iterator[tuple[str, str]]:
-    """Endless (question, response) pairs over the warm start's operands."""
+def warm_start_examples(
+    seed: int, estimate: float = 0.40, careless: float = 0.35
+) -> Iterator[tuple[str, str]]:
+    """Endless (question, response) pairs over the warm start's operands.
+
+    ``estimate``, ``careless``: shares of these two habits; the rest is careful columns.
+    """
     numbers = split_operands().warm_start
     rng = random.Random(f"easyrl demo warm start {seed}")
     while True:
         problem = Problem(rng.choice(numbers), rng.choice(numbers))
         draw = rng.random()
-        if draw < habits.estimate:
+        if draw < estimate:
             response = estimate_response(problem)
         else:
-            response = columns_response(problem, carries=draw >= habits.estimate + habits.careless)
+            response = columns_response(problem, carries=draw >= estimate + careless)
         yield problem.prompt, response
 
 
@@ -128,33 +123,27 @@ def write_splits(
 ) -> tuple[Path, Path]:
     """Writes ``train.jsonl`` and ``heldout.jsonl`` (fields ``prompt``, ``answer``).
 
-    Returns their paths in this order. Raises ``ValueError`` if more problems are asked for than a
-    split has.
+    Returns their paths in this order. Raises ``ValueError`` as ``draw_problems`` does.
     """
     operands = split_operands()
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, numbers, count in (
-        ("train", operands.train, num_train),
-        ("heldout", operands.heldout, num_heldout),
-    ):
-        problems = draw_problems(numbers, count, random.Random(f"easyrl demo {name} {seed}"))
+
+    def write(name: str, numbers: tuple[int, ...], count: int) -> Path:
         path = directory / f"{name}.jsonl"
-        with path.open("w") as file:
-            for problem in problems:
-                file.write(json.dumps({"prompt": problem.prompt, "answer": problem.answer}) + "\n")
-        paths.append(path)
-    return paths[0], paths[1]
+        problems = draw_problems(numbers, count, random.Random(f"easyrl demo {name} {seed}"))
+        records = [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return path
+
+    train = write("train", operands.train, num_train)
+    return train, write("heldout", operands.heldout, num_heldout)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the demo's train.jsonl and heldout.jsonl.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    for path in write_splits(arguments.output, arguments.seed):
+def main(output: Annotated[Path, typer.Option(help="folder to write")], seed: int = 0) -> None:
+    """Write the demo's train.jsonl and heldout.jsonl."""
+    for path in write_splits(output, seed):
         print(path)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -109,7 +109,7 @@ BAD_RECORDS = {
 
 
 @pytest.mark.parametrize("name", BAD_RECORDS)
-def test_a_bad_record_names_its_file_and_line(tmp_path, tokenizer, name):
+def test_a_bad_record_names_its_file_and_line(tmp_path, tokenizer, caplog, name):
     line, settings, message = BAD_RECORDS[name]
     path = tmp_path / "data.jsonl"
     good = '{"prompt": "1+1?", "answer": {"value": "#### 2"}}' if "fields" in settings else GOOD
@@ -123,13 +123,13 @@ def test_a_bad_record_names_its_file_and_line(tmp_path, tokenizer, name):
 
     prompts = load(path, content, tokenizer, on_bad_record="skip", **settings)
     assert [p.index for p in prompts] == [0, 1]
-    assert prompts.num_skipped == {"bad_record": 1, "too_long": 0}
+    (warning,) = caplog.messages
+    assert "left out 1 records (bad_record), kept 2" in warning
 
 
 def test_skipped_records_are_reported_once_with_their_count(tmp_path, tokenizer, caplog):
     content = "\n".join([GOOD, "x", GOOD, "y", "[]"])
-    prompts = load(tmp_path / "d.jsonl", content, tokenizer, on_bad_record="skip")
-    assert prompts.num_skipped["bad_record"] == 3
+    load(tmp_path / "d.jsonl", content, tokenizer, on_bad_record="skip")
     (warning,) = caplog.messages
     assert warning.startswith("data: left out 3 records (bad_record), kept 2; the first: ")
     assert f"{tmp_path / 'd.jsonl'}:2: is not JSON" in warning

@@ -18,7 +18,7 @@ import requests
 import torch
 
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
-from easyrl.inference_client.servers.embedded.requests import GeneratedSample, GenerationRequest
+from easyrl.inference_client.servers.embedded.requests import GenerationRequest, Sequence
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams
 from easyrl.inference_client.servers.embedded.server import main
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
@@ -39,7 +39,7 @@ class Bits(NamedTuple):
     logprobs: list[float]
 
     @classmethod
-    def of(cls, sample: GeneratedSample) -> Bits:
+    def of(cls, sample: Sequence) -> Bits:
         return cls(sample.token_ids, sample.logprobs)
 
 
@@ -83,9 +83,9 @@ def alone(model: Path) -> Bits:
 
 def ask(
     engine: EmbeddedEngine, prompt: np.ndarray = PROMPT, n: int = 1, seed: int = SEED, **params: Any
-) -> Future[list[GeneratedSample]]:
+) -> Future[list[Sequence]]:
     asked = {"max_tokens": 40, "ignore_eos": True} | params
-    return engine.submit(GenerationRequest(prompt, SamplingParams(seed=seed, **asked), n))
+    return engine.submit(GenerationRequest(prompt, SamplingParams(seed=seed, n=n, **asked)))
 
 
 def others() -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ def others() -> list[dict[str, Any]]:
         prompt = PROMPT if number % 9 == 0 else rng.integers(1, VOCAB_SIZE, rng.integers(1, 70))
         if number % 9 == 1:  # has its beginning in common
             prompt = np.concatenate((PROMPT, prompt))
-        limit = int(rng.integers(2, 12))
+        limit = int(rng.integers(3, 12))
         kind = {"max_tokens": limit} | kinds[number % len(kinds)]
         asked.append({"prompt": prompt, "seed": number, **kind})
     return asked

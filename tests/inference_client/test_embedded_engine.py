@@ -28,8 +28,8 @@ from transformers import (
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.requests import (
     BadRequestError,
-    GeneratedSample,
     GenerationRequest,
+    Sequence,
     UnavailableError,
 )
 from easyrl.inference_client.servers.embedded.sampling import (
@@ -95,11 +95,11 @@ def prompts(count: int, seed: int = 1) -> list[np.ndarray]:
 
 
 def submit(engine: EmbeddedEngine, prompt: np.ndarray, n: int = 1, **params: object) -> Future:
-    settings = SamplingParams(**{"max_tokens": 16, **params})  # type: ignore[arg-type]
-    return engine.submit(GenerationRequest(np.asarray(prompt, dtype=np.int64), settings, n))
+    settings = SamplingParams(**{"max_tokens": 16, "n": n, **params})  # type: ignore[arg-type]
+    return engine.submit(GenerationRequest(np.asarray(prompt, dtype=np.int64), settings))
 
 
-def run(engine: EmbeddedEngine, prompt: np.ndarray, **params: object) -> GeneratedSample:
+def run(engine: EmbeddedEngine, prompt: np.ndarray, **params: object) -> Sequence:
     (sample,) = submit(engine, prompt, **params).result(60)
     return sample
 
@@ -226,7 +226,7 @@ def test_top_logprobs_are_the_best_of_a_full_forward(
     engine: EmbeddedEngine, qwen3: tuple[Path, PreTrainedModel]
 ) -> None:
     text = prompts(1)[0]
-    sample = run(engine, text, seed=4, num_top_logprobs=3, ignore_eos=True)
+    sample = run(engine, text, seed=4, logprobs=3, ignore_eos=True)
     ids = torch.tensor([*text.tolist(), *sample.token_ids])
     with torch.no_grad():
         full = qwen3[1](ids[None]).logits[0, len(text) - 1 : -1].log_softmax(-1)
@@ -360,10 +360,10 @@ def test_update_serves_the_new_weights_and_proves_it(kind: str, tmp_path: Path) 
     artifact = artifact_of(tmp_path / "new", tmp_path / "artifact", "run:1:1")
     assert len(artifact.chunks) > 2
     engine = EmbeddedEngine(tmp_path / "old", dtype="float32")
-    before = engine.updates.checksums().result(10)
+    before = engine.weights.checksums().result(10)
     assert before.keys() == artifact.checksums.keys() and before != artifact.checksums
     update(engine, artifact)
-    assert engine.updates.checksums().result(10) == artifact.checksums
+    assert engine.weights.checksums().result(10) == artifact.checksums
     assert engine.weight_version().result(10) == "run:1:1"
     for text in prompts(4):
         sample = run(engine, text, temperature=0.0)
@@ -414,7 +414,7 @@ def test_a_failed_update_names_the_tensor_and_stops_generation(
     with pytest.raises(ValueError, match="tensor '.*' has hash"):
         update(engine, dataclasses.replace(good, chunks=tuple(damaged)))
     with pytest.raises(ValueError, match="no weight update is open"):
-        engine.updates.finish("v1").result(10)
+        engine.weights.finish("v1").result(10)
     update(engine, good)
     assert run(engine, prompts(1)[0]).finish_reason in ("stop", "length")
 
@@ -429,16 +429,16 @@ def test_the_engine_answers_while_an_update_hangs(
         release.wait(20)
 
     announce(engine, artifact)
-    engine.updates.start().result(10)
-    engine._weights._place = slow  # type: ignore[method-assign]
-    loading = engine.updates.load(**artifact.update_info())
+    engine.weights.start().result(10)
+    engine.weights._place = slow  # type: ignore[method-assign]
+    loading = engine.weights.load(**artifact.update_info())
     assert engine.weight_version().result(5) == "default"
     engine.pause("abort").result(5)
     assert not loading.done()
     release.set()
     loading.result(10)
-    engine.updates.finish("v1").result(10)
-    assert engine.updates.checksums().result(10) == artifact.checksums
+    engine.weights.finish("v1").result(10)
+    assert engine.weights.checksums().result(10) == artifact.checksums
 
 
 def test_one_update_at_a_time_and_one_artifact_in_it(
@@ -446,25 +446,25 @@ def test_one_update_at_a_time_and_one_artifact_in_it(
 ) -> None:
     artifact = artifact_of(qwen3[0], tmp_path, "v1")
     with pytest.raises(ValueError, match="no trainer has announced its weights"):
-        engine.updates.start().result(10)
+        engine.weights.start().result(10)
     announce(engine, artifact)
-    engine.updates.start().result(10)
+    engine.weights.start().result(10)
     with pytest.raises(ValueError, match="a weight update is open"):
-        engine.updates.start().result(10)
+        engine.weights.start().result(10)
     with pytest.raises(ValueError, match="a weight update is open"):
-        engine.updates.prove(artifact.checksums).result(10)
-    engine.updates.abandon().result(10)
+        engine.weights.prove(artifact.checksums).result(10)
+    engine.weights.abandon().result(10)
     # nothing was written: the old weights still serve
     assert run(engine, prompts(1)[0]).finish_reason in ("stop", "length")
-    engine.updates.start().result(10)
+    engine.weights.start().result(10)
     first, *_ = artifact.chunks
-    engine.updates.load(artifact.name, [first.describe()]).result(10)
+    engine.weights.load(artifact.name, [first.describe()]).result(10)
     with pytest.raises(ValueError, match="'other': this update has begun with 'v'"):
-        engine.updates.load("other", [first.describe()]).result(10)
+        engine.weights.load("other", [first.describe()]).result(10)
     with pytest.raises(UnavailableError, match="the last weight update failed"):
         run(engine, prompts(1)[0])
     update(engine, artifact)
-    assert engine.updates.prove(artifact.checksums).result(10).problems == {}
+    assert engine.weights.prove(artifact.checksums).result(10).problems == {}
 
 
 def test_proof_names_each_tensor_that_differs(
@@ -475,7 +475,7 @@ def test_proof_names_each_tensor_that_differs(
     stale, absent = "model.norm.weight", "model.embed_tokens.weight"
     expected = {name: value for name, value in artifact.checksums.items() if name != absent}
     expected |= {stale: "0" * 64, "x.weight": "1" * 64}
-    proof = engine.updates.prove(expected).result(10)
+    proof = engine.weights.prove(expected).result(10)
     assert proof.transport == "file"
     assert proof.problems.keys() == {stale, absent, "x.weight"}
     assert proof.checksums == {
@@ -499,10 +499,10 @@ def artifact_of(model: Path, root: Path, version: str) -> WeightArtifact:
 
 def update(engine: EmbeddedEngine, artifact: WeightArtifact) -> None:
     announce(engine, artifact)
-    engine.updates.start().result(10)
+    engine.weights.start().result(10)
     for chunk in artifact.chunks:
-        engine.updates.load(artifact.name, [chunk.describe()]).result(10)
-    engine.updates.finish(artifact.version).result(10)
+        engine.weights.load(artifact.name, [chunk.describe()]).result(10)
+    engine.weights.finish(artifact.version).result(10)
 
 
 def announce(engine: EmbeddedEngine, artifact: WeightArtifact) -> None:
@@ -510,7 +510,7 @@ def announce(engine: EmbeddedEngine, artifact: WeightArtifact) -> None:
     root = artifact.directory.parent
     (root / "announcement").write_text(blake3(b"token").hexdigest())
     info = {"run": "test", "token": "token", "root": str(root), "url": None}
-    engine.updates.announce(info).result(10)
+    engine.weights.announce(info).result(10)
 
 
 # --- what must be refused ---

@@ -22,7 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
-from easyrl.inference_client.servers.embedded.server import EmbeddedServer, main, start_site
+from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
+from easyrl.inference_client.servers.embedded.server import main, start_site
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
@@ -349,7 +350,7 @@ async def test_weights_come_over_http_too(model_dir: Path, tmp_path: Path) -> No
             assert (await post(http, "/update_weights", whole))[0] == 200
             finish = {"weight_version": "v1"}
             assert (await post(http, "/finish_weight_update", finish))[0] == 200
-            proof = await asyncio.wrap_future(engine.updates.prove(artifact.checksums))
+            proof = await asyncio.wrap_future(engine.weights.prove(artifact.checksums))
             assert (proof.transport, proof.problems) == ("http", {})
 
 

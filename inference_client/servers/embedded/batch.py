@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from easyrl.inference_client.servers.embedded.cache import SlotCache
+from easyrl.inference_client.servers.embedded.requests import EngineStats, Sequence, TopLogprobs
 from easyrl.inference_client.servers.embedded.rows import Records, RowTable, TokenCounts
 from easyrl.inference_client.servers.embedded.sampling import (
     Feature,
@@ -28,7 +29,6 @@ from easyrl.inference_client.servers.embedded.sampling import (
     inverse_cdf,
     penalize,
 )
-from easyrl.inference_client.servers.embedded.sequence import FinishReason, Sequence, TopLogprobs
 
 PREFILL_TOKENS = 8192  # prompts prefilled in one forward hold at most so many, padding included
 
@@ -45,18 +45,18 @@ class RunningBatch:
         logprobs_mode: LogprobsMode,
     ) -> None:
         self.sequences: list[Sequence] = []  # by row
-        self.num_prefilled_tokens = 0
+        self.stats = EngineStats()
         self._model = model
         self._device = model.device
         self._max_num_seqs = max_num_seqs
         self._raw_logprobs = logprobs_mode == "raw_logprobs"
-        self._vocab_size = int(model.config.get_text_config().vocab_size)
         self._cache = SlotCache(
             model.config.get_text_config().num_hidden_layers, max_num_seqs, max_model_len
         )
         self._rows = RowTable(max_num_seqs, self._device)
         self._records = Records(max_num_seqs, self._device)
-        self._penalized = TokenCounts(max_num_seqs, self._vocab_size, self._device)
+        vocab_size = int(model.config.get_text_config().vocab_size)
+        self._penalized = TokenCounts(max_num_seqs, vocab_size, self._device)
         self._feature_counts: Counter[Feature] = Counter()
         self._same_prompt: dict[bytes, list[Sequence]] = {}  # whose keys and values may be copied
         self._longest = 0  # no running sequence holds more positions
@@ -78,8 +78,6 @@ class RunningBatch:
 
     def add(self, sequences: list[Sequence], version: str) -> None:
         """Prefills and lets them run; the caller has checked ``num_free``."""
-        if not sequences:
-            return
         self._longest = max(self._longest, *(len(sequence.prompt) - 1 for sequence in sequences))
         self._cache.ensure(len(self.sequences) + len(sequences), self._longest + 1)
         for sequence in sequences:
@@ -98,8 +96,7 @@ class RunningBatch:
         unknown: dict[bytes, list[Sequence]] = {}
         for sequence in sequences:
             if holders := self._same_prompt.get(sequence.prompt_key):
-                source = torch.tensor([holders[-1].row], device=self._device)
-                target = torch.tensor([sequence.row], device=self._device)
+                target, source = self._index([sequence.row]), self._index([holders[-1].row])
                 self._cache.copy(target, source, len(sequence.prompt) - 1)
             else:
                 unknown.setdefault(sequence.prompt_key, []).append(sequence)
@@ -120,14 +117,10 @@ class RunningBatch:
         self._model.base_model(
             input_ids=input_ids, position_ids=positions, past_key_values=prefilled, use_cache=True
         )
-        slots = [sequence.row for group in groups for sequence in group]
-        source = [i for i, group in enumerate(groups) for _ in group]
-        self._cache.fill(
-            torch.tensor(slots, device=self._device),
-            torch.tensor(source, device=self._device),
-            prefilled,
-        )
-        self.num_prefilled_tokens += sum(map(len, prompts))
+        slots = self._index([sequence.row for group in groups for sequence in group])
+        source = self._index([i for i, group in enumerate(groups) for _ in group])
+        self._cache.fill(slots, source, prefilled)
+        self.stats.prefilled_tokens += sum(map(len, prompts))
 
     def step(self) -> list[Sequence]:
         """One token for everyone; returns those that are finished, no longer running."""
@@ -143,12 +136,9 @@ class RunningBatch:
         if self._feature_counts[Feature.PENALTIES]:
             self._penalized.count(rows.record[:num_rows], tokens)
         is_done = rows.advance(num_rows, tokens)
+        self.stats.decode_steps += 1
+        self.stats.generated_tokens += num_rows
         return self._collect(is_done, tokens)
-
-    def remove(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a running sequence now, with the tokens that it has."""
-        sequence.finish_reason = reason
-        self._close([sequence])
 
     def _forward(self, positions: Tensor) -> Tensor:
         """Logits of every running sequence's next token, float32 [B, V]."""
@@ -171,7 +161,7 @@ class RunningBatch:
     def _sample(self, logits: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Next tokens int64 [B] and their log-probabilities float32 [B]."""
         rows, asked = self._rows, self._feature_counts
-        raw = logits.log_softmax(-1) if self._raw_logprobs else None
+        reported = logits.log_softmax(-1) if self._raw_logprobs else None
         if asked[Feature.PENALTIES]:
             counts, in_prompt = self._penalized.of(rows.record[:num_rows])
             logits = penalize(logits, counts, in_prompt, rows.penalties[:num_rows])
@@ -189,7 +179,7 @@ class RunningBatch:
         tokens = inverse_cdf(processed.exp(), self._records.uniform(rows, num_rows))
         if greedy is not None:
             tokens = torch.where(rows.is_greedy[:num_rows] > 0, greedy, tokens)
-        reported = processed if raw is None else raw
+        reported = processed if reported is None else reported
         logprobs = reported.gather(1, tokens[:, None]).squeeze(1)
         if asked[Feature.TOP_LOGPROBS]:
             self._keep_alternatives(reported, tokens, logprobs)
@@ -200,7 +190,7 @@ class RunningBatch:
             if Feature.TOP_LOGPROBS not in sequence.features:
                 continue
             row = reported[sequence.row]
-            count = sequence.params.num_top_logprobs
+            count = sequence.params.logprobs or 0
             best = row.topk(len(row) if count < 0 else min(count, len(row)))
             rank = int((row > logprobs[sequence.row]).sum()) + 1
             alternatives = TopLogprobs(best.indices.tolist(), best.values.tolist(), rank)
@@ -220,7 +210,7 @@ class RunningBatch:
         if self._feature_counts[Feature.STOP_STRINGS]:
             finished += self._collect_stop_strings(tokens.tolist())
         if finished:
-            self._close(finished)
+            self.remove(finished)
         return finished
 
     def _collect_stop_strings(self, tokens: list[int]) -> list[Sequence]:
@@ -228,15 +218,14 @@ class RunningBatch:
         for sequence, token in zip(self.sequences, tokens, strict=True):
             if sequence.stop_strings is None or token in sequence.stop_token_ids:
                 continue
-            found = sequence.stop_strings.append(token)
-            if found is None:
-                continue
-            if sequence.finish_reason is None:
-                finished.append(sequence)
-            sequence.finish_reason, sequence.stop_reason = "stop", found
+            if (found := sequence.stop_strings.append(token)) is not None:
+                if sequence.finish_reason is None:
+                    finished.append(sequence)
+                sequence.finish_reason, sequence.stop_reason = "stop", found
         return finished
 
-    def _close(self, finished: list[Sequence]) -> None:
+    def remove(self, finished: list[Sequence]) -> None:
+        """Ends running sequences now, with the tokens that they have."""
         for sequence in finished:
             count = int(self._rows.num_generated[sequence.row])
             self._records.close(sequence, count)
@@ -244,8 +233,8 @@ class RunningBatch:
             holders = self._same_prompt.get(sequence.prompt_key, [])
             if sequence in holders:
                 holders.remove(sequence)
-                if not holders:
-                    del self._same_prompt[sequence.prompt_key]
+            if not holders:
+                self._same_prompt.pop(sequence.prompt_key, None)
         self._compact(finished)
 
     def _compact(self, finished: list[Sequence]) -> None:
@@ -255,8 +244,7 @@ class RunningBatch:
         targets = [row for row in freed if row < num_left]
         sources = [row for row in range(num_left, len(self.sequences)) if row not in freed]
         if targets:
-            target = torch.tensor(targets, device=self._device)
-            source = torch.tensor(sources, device=self._device)
+            target, source = self._index(targets), self._index(sources)
             self._cache.copy(target, source, self._longest)
             self._rows.copy(target, source)
             for new, old in zip(targets, sources, strict=True):
@@ -268,6 +256,9 @@ class RunningBatch:
         rows = self._rows
         self._longest = int(rows.position[:num_left].max()) if num_left else 0
         self._most_generated = int(rows.num_generated[:num_left].max()) if num_left else 0
+
+    def _index(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, device=self._device)
 
 
 def _prefill_groups(groups: list[list[Sequence]]) -> list[list[list[Sequence]]]:

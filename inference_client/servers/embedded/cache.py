@@ -17,8 +17,9 @@ LENGTH_STEP = 64  # slots grow by at least this many positions
 
 @dataclass(slots=True)
 class Window:
-    """Which part of the buffers the current decode step writes and reads, shared by all layers."""
+    """The buffers' size, and what the current decode step writes and reads; of all layers."""
 
+    capacity: tuple[int, int] = (0, 0)  # S, L
     num_rows: int = 0  # B
     num_positions: int = 0  # positions that attention sees, the longest sequence's
     write_index: Tensor | None = None  # int64 [B], slot * L + position of each new token
@@ -32,19 +33,19 @@ class SlotLayer(CacheLayerMixin):
     def __init__(self, window: Window) -> None:
         super().__init__()
         self._window = window
-        self.capacity = (0, 0)  # S, L
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for states shaped ``[*, H, *, d]``; zeros, since masked garbage may be NaN."""
-        self.keys = _zeros(self.capacity, key_states)
-        self.values = _zeros(self.capacity, value_states)
+        self.keys = key_states.transpose(1, 2)[:0, :0]
+        self.values = value_states.transpose(1, 2)[:0, :0]
         self.is_initialized = True
+        self.grow()
 
-    def grow(self, slots: int, positions: int) -> None:
-        self.capacity = (slots, positions)
+    def grow(self) -> None:
+        """To the window's capacity; what is held stays."""
         if self.keys is not None and self.values is not None:
-            self.keys = _enlarged(self.keys, self.capacity)
-            self.values = _enlarged(self.values, self.capacity)
+            self.keys = _enlarged(self.keys, self._window.capacity)
+            self.values = _enlarged(self.values, self._window.capacity)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -98,11 +99,10 @@ class SlotCache(Cache):
         super().__init__(layers=list(self._slot_layers))
         self._max_slots = max_slots
         self._max_positions = max_positions
-        self._capacity = (0, 0)
 
     def ensure(self, slots: int, positions: int) -> None:
         """Room for so many sequences of so many positions; what is held stays."""
-        held_slots, held_positions = self._capacity
+        held_slots, held_positions = self._window.capacity
         if slots <= held_slots and positions <= held_positions:
             return
         if slots > held_slots:
@@ -111,16 +111,16 @@ class SlotCache(Cache):
             wanted = max(positions, held_positions + max(LENGTH_STEP, held_positions // 4))
             wanted = -(-wanted // LENGTH_STEP) * LENGTH_STEP
             held_positions = max(positions, min(wanted, self._max_positions))
-        self._capacity = (held_slots, held_positions)
+        self._window.capacity = (held_slots, held_positions)
         for layer in self._slot_layers:
-            layer.grow(held_slots, held_positions)
+            layer.grow()
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
         """Sequence ``b`` is going to write at ``positions[b]`` (int64 [B]); all see ``longest``."""
         self._window.num_rows = positions.shape[0]
         self._window.num_positions = longest
         slots = torch.arange(positions.shape[0], device=positions.device)
-        self._window.write_index = slots * self._capacity[1] + positions
+        self._window.write_index = slots * self._window.capacity[1] + positions
 
     def fill(self, slots: Tensor, source: Tensor, prefilled: Cache) -> None:
         """Copies a prefill's states into slots (see ``SlotLayer.fill``)."""
@@ -132,11 +132,6 @@ class SlotCache(Cache):
     def copy(self, destination: Tensor, source: Tensor, length: int) -> None:
         for layer in self._slot_layers:
             layer.copy(destination, source, length)
-
-
-def _zeros(capacity: tuple[int, int], states: Tensor) -> Tensor:
-    slots, positions = capacity
-    return states.new_zeros(slots, positions, states.shape[1], states.shape[3])
 
 
 def _enlarged(buffer: Tensor, capacity: tuple[int, int]) -> Tensor:

@@ -1,9 +1,8 @@
 """Continuous generation over any ``transformers`` causal language model, in a thread of its own.
 
 Requests go in from any thread and come back as futures; between two decode steps the engine thread
-takes new requests, commands (pause, weight update, abort) and hands out what is finished. It is the
-engine behind ``server.py``: for laptops, tests and the demo, with vLLM's meanings
-throughout.
+takes new requests, commands (pause, weight update, abort) and hands out what is finished. For
+laptops, tests and the demo, with vLLM's meanings throughout.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -29,15 +28,12 @@ from easyrl.inference_client.servers.embedded.loading import (
 )
 from easyrl.inference_client.servers.embedded.requests import (
     BadRequestError,
-    EngineStats,
-    GeneratedSample,
     GenerationRequest,
+    Sequence,
     UnavailableError,
 )
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode, UniformStream
-from easyrl.inference_client.servers.embedded.sequence import Sequence
 from easyrl.inference_client.servers.embedded.text import StopStrings
-from easyrl.inference_client.servers.embedded.updates import WeightUpdates
 from easyrl.inference_client.servers.embedded.weights import ServedWeights
 from easyrl.runtime.numerics import arithmetic
 
@@ -76,18 +72,15 @@ class EmbeddedEngine:
         self.max_num_seqs = max_num_seqs
         self.batch_invariant = batch_invariant
         self.arithmetic = arithmetic(device)
-        self.stats = EngineStats()
         self._eos_token_ids = eos_token_ids(self._model, self.tokenizer)
-        self._weights = ServedWeights(self._model)
+        self.weights = ServedWeights(self._model, self._call, self._take_new_weights)
         self._batch = RunningBatch(
             self._model,
             max_num_seqs=1 if batch_invariant else max_num_seqs,
             max_model_len=self.max_model_len,
             logprobs_mode=logprobs_mode,
         )
-        self.updates = WeightUpdates(
-            self._weights, self._call, self._batch.forget_prefixes, self._stamp
-        )
+        self.stats = self._batch.stats
         self._max_queue = max_queue
         self._seeds = np.random.Generator(np.random.Philox(key=seed))
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -105,11 +98,6 @@ class EmbeddedEngine:
     # --- called from any thread ---
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The primary one first."""
-        return self._eos_token_ids
-
-    @property
     def is_alive(self) -> bool:
         return self._failure is None and not self._closing
 
@@ -121,7 +109,7 @@ class EmbeddedEngine:
     def num_waiting(self) -> int:
         return self._num_queued
 
-    def submit(self, request: GenerationRequest) -> Future[list[GeneratedSample]]:
+    def submit(self, request: GenerationRequest) -> Future[list[Sequence]]:
         """Queues a request.
 
         Raises ``BadRequestError`` if it can never be served and ``UnavailableError`` if the queue
@@ -130,12 +118,12 @@ class EmbeddedEngine:
         self._check(request)
         with self._lock:
             self._check_alive()
-            if self._num_queued + request.num_samples > self._max_queue:
+            if self._num_queued + request.params.n > self._max_queue:
                 raise UnavailableError(
                     f"{self._num_queued} samples are waiting, the queue holds {self._max_queue} "
                     "(--max-queue); try again later"
                 )
-            self._num_queued += request.num_samples
+            self._num_queued += request.params.n
             request.future.set_running_or_notify_cancel()  # ends by abort(), never by cancel()
             self._inbox.put(lambda: self._enqueue(request))
         return request.future
@@ -148,14 +136,13 @@ class EmbeddedEngine:
         """Ends the requests of these ids, all requests if there are none; gives their number."""
 
         def run() -> int:
-            owned = [
-                sequence
+            chosen = {
+                sequence: request
                 for sequence, request in self._owner.items()
                 if not request_ids or request.request_id in request_ids
-            ]
-            requests = {id(self._owner[sequence]) for sequence in owned}
-            self._abort(owned)
-            return len(requests)
+            }
+            self._abort(list(chosen))
+            return len(set(chosen.values()))
 
         return self._call(run)
 
@@ -170,14 +157,15 @@ class EmbeddedEngine:
 
         def run() -> None:
             self._pause_mode = mode
+            if mode == "keep":
+                drained.set_result(None)
+                return
+            self._drained.append(drained)
             if mode == "abort":
                 self._abort(list(self._owner))
-            if mode == "wait" and self._batch.sequences:
-                self._drained.append(drained)
-            else:
-                drained.set_result(None)
+            self._report_drained()
 
-        self._call(run).add_done_callback(lambda done: _pass_failure(done, drained))
+        self._put(run)
         return drained
 
     def resume(self) -> Future[None]:
@@ -191,13 +179,13 @@ class EmbeddedEngine:
 
     def set_weight_version(self, version: str) -> Future[None]:
         def run() -> None:
-            self._weights.version = version
-            self._stamp()
+            self.weights.version = version
+            self._batch.stamp(version)
 
         return self._call(run)
 
     def weight_version(self) -> Future[str]:
-        return self._call(lambda: self._weights.version)
+        return self._call(lambda: self.weights.version)
 
     def reset_prefix_cache(self) -> Future[None]:
         return self._call(self._batch.forget_prefixes)
@@ -208,7 +196,7 @@ class EmbeddedEngine:
             self._closing = True
             self._inbox.put(lambda: None)  # wakes the thread
         self._thread.join()
-        self.updates.close()
+        self.weights.close()
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         """Runs ``function`` in the engine thread between two steps."""
@@ -224,10 +212,13 @@ class EmbeddedEngine:
             else:
                 future.set_result(result)
 
+        self._put(run)
+        return future
+
+    def _put(self, run: Callable[[], None]) -> None:
         with self._lock:
             self._check_alive()
             self._inbox.put(run)
-        return future
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -250,9 +241,9 @@ class EmbeddedEngine:
             raise BadRequestError(
                 "prompt", f"token id out of vocabulary, ids are 0 to {self.vocab_size - 1}"
             )
-        if request.num_samples > self.max_num_seqs:
+        if params.n > self.max_num_seqs:
             raise BadRequestError(
-                "n", f"must be at most max_num_seqs ({self.max_num_seqs}), is {request.num_samples}"
+                "n", f"must be at most max_num_seqs ({self.max_num_seqs}), is {params.n}"
             )
         if params.stop and self.tokenizer is None:
             raise BadRequestError("stop", "stop strings need a tokenizer, the model has none")
@@ -264,11 +255,8 @@ class EmbeddedEngine:
         try:
             while not self._closing:
                 self._take_inbox()
-                if self._closing:
-                    break
-                if self._refuse_if_broken() or not self._can_generate:
-                    continue
-                self._work()
+                if not self._closing and not self._refuse_if_broken() and self._can_generate:
+                    self._work()
         except BaseException as error:  # whoever waits for a future must hear of it
             self._failure = error
             raise
@@ -276,21 +264,13 @@ class EmbeddedEngine:
             self._end_everything()
 
     @property
-    def _holds(self) -> bool:
-        return self._pause_mode == "keep" or self._weights.update_is_open
-
-    @property
     def _can_admit(self) -> bool:
-        return (
-            bool(self._waiting)
-            and self._pause_mode is None
-            and not self._weights.update_is_open
-            and self._batch.num_free > 0
-        )
+        return bool(self._waiting) and self._pause_mode is None and self._batch.num_free > 0
 
     @property
     def _can_generate(self) -> bool:
-        return not self._holds and (bool(self._batch.sequences) or self._can_admit)
+        is_held = self._pause_mode == "keep" or self.weights.update_is_open
+        return not is_held and (bool(self._batch.sequences) or self._can_admit)
 
     def _take_inbox(self) -> None:
         """Runs what has come in; waits for something if there is nothing else to do."""
@@ -302,115 +282,80 @@ class EmbeddedEngine:
     def _work(self) -> None:
         start_s = time.perf_counter()
         if self._can_admit:
-            self._admit()
-        num_rows = len(self._batch.sequences)
+            count = min(len(self._waiting), self._batch.num_free)
+            sequences = [self._waiting.popleft() for _ in range(count)]
+            with self._lock:
+                self._num_queued -= count
+            self._batch.add(sequences, self.weights.version)
         finished = self._batch.step()
-        stats = self.stats
-        stats.decode_steps += 1
-        stats.generated_tokens += num_rows
-        stats.prefilled_tokens = self._batch.num_prefilled_tokens
-        stats.busy_s += time.perf_counter() - start_s
+        self.stats.busy_s += time.perf_counter() - start_s
         for sequence in finished:
             self._finish(sequence)
-        if self._drained and not self._batch.sequences:
-            self._report_drained()
-
-    def _admit(self) -> None:
-        count = min(len(self._waiting), self._batch.num_free)
-        sequences = [self._waiting.popleft() for _ in range(count)]
-        with self._lock:
-            self._num_queued -= count
-        self._batch.add(sequences, self._weights.version)
+        self._report_drained()
 
     def _enqueue(self, request: GenerationRequest) -> None:
-        seed = request.params.seed
-        if seed is None:
-            seed = int(self._seeds.integers(2**63))
-        request.num_running = request.num_samples
-        for index in range(request.num_samples):
-            sequence = self._new_sequence(request, UniformStream(seed, index))
+        params, eos = request.params, self._eos_token_ids
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        heeded = () if params.ignore_eos else eos
+        request.num_running = params.n
+        for index in range(params.n):
+            sequence = Sequence(
+                prompt=request.prompt,
+                params=params,
+                uniforms=UniformStream(seed, index),
+                eos_token_id=heeded[0] if heeded else None,
+                stop_token_ids=tuple(dict.fromkeys((*heeded, *params.stop_token_ids))),
+                forbidden_early=(*eos, *params.stop_token_ids) if params.min_tokens else (),
+                stop_strings=StopStrings(self.tokenizer, params)
+                if params.stop and self.tokenizer
+                else None,
+            )
             request.sequences.append(sequence)
             self._owner[sequence] = request
             self._waiting.append(sequence)
 
-    def _new_sequence(self, request: GenerationRequest, uniforms: UniformStream) -> Sequence:
-        params, eos = request.params, self._eos_token_ids
-        stop_strings = None
-        if params.stop:
-            assert self.tokenizer is not None
-            stop_strings = StopStrings(
-                self.tokenizer,
-                params.stop,
-                include_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
-        heeded = () if params.ignore_eos else eos
-        return Sequence(
-            prompt=request.prompt,
-            params=params,
-            uniforms=uniforms,
-            eos_token_id=heeded[0] if heeded else None,
-            stop_token_ids=tuple(dict.fromkeys((*heeded, *params.stop_token_ids))),
-            forbidden_early=(*eos, *params.stop_token_ids) if params.min_tokens else (),
-            features=params.features,
-            stop_strings=stop_strings,
-        )
-
-    def _stamp(self) -> None:
-        """Tokens from now on are of the version that is served."""
-        self._batch.stamp(self._weights.version)
+    def _take_new_weights(self) -> None:
+        """No prompt's keys and values are copied from now on that older weights made."""
+        self._batch.forget_prefixes()
+        self._batch.stamp(self.weights.version)
 
     def _abort(self, sequences: list[Sequence]) -> None:
-        waiting = [sequence for sequence in sequences if sequence.row < 0]
-        if waiting:
-            gone = set(waiting)
-            self._waiting = deque(s for s in self._waiting if s not in gone)
-            with self._lock:
-                self._num_queued -= len(waiting)
+        waiting = {sequence for sequence in sequences if sequence.row < 0}
+        self._waiting = deque(s for s in self._waiting if s not in waiting)
+        with self._lock:
+            self._num_queued -= len(waiting)
+        self._batch.remove([sequence for sequence in sequences if sequence.row >= 0])
         for sequence in sequences:
-            if sequence.row < 0:
-                sequence.finish_reason = "abort"
-            else:
-                self._batch.remove(sequence, "abort")
+            sequence.finish_reason = "abort"
             self._finish(sequence)
-        if self._drained and not self._batch.sequences:
-            self._report_drained()
+        self._report_drained()
 
     def _finish(self, sequence: Sequence) -> None:
         request = self._owner.pop(sequence)
         request.num_running -= 1
-        if request.num_running:
-            return
-        self.stats.finished_requests += 1
-        request.future.set_result([GeneratedSample.of(sequence) for sequence in request.sequences])
+        if request.num_running == 0 and not request.future.done():
+            self.stats.finished_requests += 1
+            request.future.set_result(request.sequences)
 
     def _report_drained(self) -> None:
-        for drained in self._drained:
-            drained.set_result(None)
-        self._drained.clear()
+        """Ends the pauses that waited for the running sequences, if there are none any more."""
+        if not self._batch.sequences:
+            for drained in self._drained:
+                drained.set_result(None)
+            self._drained.clear()
 
     def _refuse_if_broken(self) -> bool:
         """With unusable weights, whoever wants tokens now gets an error."""
-        reason = self._weights.broken
+        reason = self.weights.broken
         if reason is None or not self._can_generate:
             return False
         self._fail_requests(UnavailableError(f"{reason}; send a complete one"))
+        self._abort(list(self._owner))
         return True
 
     def _fail_requests(self, error: Exception) -> None:
-        requests = {id(request): request for request in self._owner.values()}
-        sequences = list(self._owner)
-        self._owner.clear()
-        for sequence in sequences:
-            if sequence.row >= 0:
-                self._batch.remove(sequence, "abort")
-        with self._lock:
-            self._num_queued -= len(self._waiting)
-        self._waiting.clear()
-        for request in requests.values():
+        for request in set(self._owner.values()):
             request.future.set_exception(error)
-        self._report_drained()
 
     def _end_everything(self) -> None:
         with self._lock:
@@ -419,11 +364,7 @@ class EmbeddedEngine:
             self._inbox.get()()
         if self._failure is None:
             self._abort(list(self._owner))
-        for request in {id(r): r for r in self._owner.values()}.values():
-            request.future.set_exception(UnavailableError(f"engine failed: {self._failure!r}"))
-        self._report_drained()
-
-
-def _pass_failure(done: Future[Any], waiting: Future[Any]) -> None:
-    if (error := done.exception()) is not None:
-        waiting.set_exception(error)
+        else:
+            self._fail_requests(UnavailableError(f"engine failed: {self._failure!r}"))
+        for drained in self._drained:
+            drained.set_result(None)

@@ -54,11 +54,8 @@ def eos_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[int, ...]:
     """Of tokenizer, config and generation config; the first is the primary one, as in vLLM."""
-    found: list[int | list[int] | None] = [tokenizer.eos_token_id if tokenizer else None]
-    found.append(model.config.get_text_config().eos_token_id)
-    if model.generation_config is not None:
-        found.append(model.generation_config.eos_token_id)
-    flat: list[int] = []
-    for ids in found:
-        flat += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    return tuple(dict.fromkeys(flat))
+    found: list[int] = []
+    for source in (tokenizer, model.config.get_text_config(), model.generation_config):
+        ids = None if source is None else source.eos_token_id
+        found += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return tuple(dict.fromkeys(found))

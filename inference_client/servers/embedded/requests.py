@@ -1,15 +1,19 @@
-"""Requests and results of the embedded engine."""
+"""Requests of the embedded engine, and the samples that answer them."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
-from easyrl.inference_client.servers.embedded.sampling import SamplingParams
-from easyrl.inference_client.servers.embedded.sequence import FinishReason, Sequence, TopLogprobs
+from easyrl.inference_client.servers.embedded.sampling import Feature, SamplingParams, UniformStream
+from easyrl.inference_client.servers.embedded.text import StopStrings
 from easyrl.schema import VersionSpan
+
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class BadRequestError(ValueError):
@@ -25,42 +29,73 @@ class UnavailableError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class GeneratedSample:
-    """One finished sample of a request."""
+class TopLogprobs:
+    """The alternatives at one position, and the sampled token's rank among all (from 1)."""
 
-    token_ids: list[int]  # the stop token, if one ended it, is the last
-    logprobs: list[float]  # of the sampled tokens
-    top_logprobs: list[TopLogprobs]  # per token, if asked for
-    finish_reason: FinishReason
-    stop_reason: int | str | None  # None: end of sequence, length or abort
-    text: str | None  # up to the stop string that ended it; None: decode the tokens
-    version_spans: tuple[VersionSpan, ...]
+    token_ids: list[int]
+    logprobs: list[float]
+    sampled_rank: int
 
-    @classmethod
-    def of(cls, sequence: Sequence) -> GeneratedSample:
-        assert sequence.finish_reason is not None
-        stopped_by_string = isinstance(sequence.stop_reason, str)
-        strings = sequence.stop_strings
-        return cls(
-            token_ids=sequence.token_ids,
-            logprobs=sequence.logprobs,
-            top_logprobs=sequence.top_logprobs,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            text=strings.text if strings and stopped_by_string else None,
-            version_spans=sequence.version_spans,
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sample of one request, from its prompt to its end."""
+
+    prompt: np.ndarray  # int64 [P]
+    params: SamplingParams
+    uniforms: UniformStream
+    eos_token_id: int | None  # ends without a stop reason; None: ignored
+    stop_token_ids: tuple[int, ...]  # all tokens that end it, eos included
+    forbidden_early: tuple[int, ...]  # tokens that may not come before min_tokens
+    stop_strings: StopStrings | None
+    prompt_key: bytes = field(init=False)
+    features: Feature = field(init=False)
+    row: int = -1  # in the batch, while running
+    record: int = -1
+    token_ids: list[int] = field(default_factory=list)  # filled at the end, a stop token included
+    logprobs: list[float] = field(default_factory=list)  # of the sampled tokens
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)  # per token, if asked for
+    version_starts: list[tuple[str, int]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # None: end of sequence, length or abort
+
+    def __post_init__(self) -> None:
+        self.prompt_key = self.prompt.tobytes()
+        self.features = self.params.features
+
+    def stamp(self, version: str, start: int) -> None:
+        """Tokens from ``start`` on are made by ``version``."""
+        if self.version_starts and self.version_starts[-1][1] == start:
+            self.version_starts.pop()
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, start))
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Of a finished sequence; a version without tokens has no span."""
+        bounds = [*self.version_starts, ("", len(self.token_ids))]
+        return tuple(
+            VersionSpan(version, start, end)
+            for (version, start), (_, end) in pairwise(bounds)
+            if end > start
         )
+
+    @property
+    def text(self) -> str | None:
+        """Up to the stop string that ended it; None if none did."""
+        if self.stop_strings is None or not isinstance(self.stop_reason, str):
+            return None
+        return self.stop_strings.text
 
 
 @dataclass(eq=False, slots=True)
 class GenerationRequest:
-    """A prompt and how many samples of it are wanted. Its future gives the samples in order."""
+    """A prompt and how ``params.n`` samples of it are drawn. Its future gives them in order."""
 
     prompt: np.ndarray  # int64 [P]
     params: SamplingParams
-    num_samples: int = 1
     request_id: str = ""
-    future: Future[list[GeneratedSample]] = field(default_factory=Future)
+    future: Future[list[Sequence]] = field(default_factory=Future)
     sequences: list[Sequence] = field(default_factory=list)
     num_running: int = 0  # samples that are not finished
 

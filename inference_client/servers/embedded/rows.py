@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from easyrl.inference_client.servers.embedded.sequence import Sequence
+from easyrl.inference_client.servers.embedded.requests import Sequence
 
 PADDING = -1  # in the table of stop tokens
 
@@ -17,16 +17,15 @@ class RowTable:
     """Per running sequence, what the decode step reads and writes; a row per batch row."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self._device = device
         self._floats = torch.zeros(7, max_num_seqs, device=device)
-        self._ints = torch.zeros(8, max_num_seqs, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(7, max_num_seqs, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((max_num_seqs, 1), PADDING, device=device)
         self.early_ids = torch.full((max_num_seqs, 1), PADDING, device=device)
         self.temperature, self.top_p, self.min_p = self._floats[:3]
         self.penalties = self._floats[3:6].t()  # repetition, frequency, presence
         self.is_greedy = self._floats[6]
         self.newest, self.position, self.record, self.num_generated = self._ints[:4]
-        self.max_tokens, self.min_tokens, self.top_k = self._ints[4:7]
+        self.max_tokens, self.min_tokens, self.top_k = self._ints[4:]
 
     def set(self, sequence: Sequence) -> None:
         params, row = sequence.params, sequence.row
@@ -48,7 +47,6 @@ class RowTable:
             params.max_tokens,
             params.min_tokens,
             0 if is_greedy else max(params.top_k, 0),
-            0,
         ]
         self._floats[:, row] = torch.tensor(floats)
         self._ints[:, row] = torch.tensor(ints)
@@ -74,7 +72,6 @@ class Records:
     """What was generated, and the uniform numbers for what will be; a slot per running sequence."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self._device = device
         self._free = list(range(max_num_seqs))
         self._tokens = torch.zeros(max_num_seqs, 64, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(max_num_seqs, 64, device=device)
@@ -119,25 +116,22 @@ class TokenCounts:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (max_num_seqs, vocab_size)
-        self._device = device
-        self._counts: Tensor | None = None
-        self._in_prompt: Tensor | None = None
+        self._counts = torch.zeros(0, dtype=torch.int32, device=device)
+        self._in_prompt = torch.zeros(0, dtype=torch.bool, device=device)
 
     def open(self, sequence: Sequence) -> None:
-        if self._counts is None or self._in_prompt is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-        prompt = torch.from_numpy(sequence.prompt).to(self._device)
+        if len(self._counts) == 0:
+            self._counts = self._counts.new_zeros(self._shape)
+            self._in_prompt = self._in_prompt.new_zeros(self._shape)
+        prompt = torch.from_numpy(sequence.prompt).to(self._counts.device)
         self._counts[sequence.record] = 0
         self._in_prompt[sequence.record] = False
         self._in_prompt[sequence.record, prompt] = True
 
     def count(self, records: Tensor, tokens: Tensor) -> None:
-        assert self._counts is not None
         self._counts[records, tokens] += 1
 
     def of(self, records: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._counts is not None and self._in_prompt is not None
         return self._counts[records], self._in_prompt[records]
 
 

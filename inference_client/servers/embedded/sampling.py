@@ -10,21 +10,22 @@ token's position and never of what else is in the batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from torch import Tensor
 
 LogprobsMode = Literal["processed_logprobs", "raw_logprobs"]
+INT64 = 2**63
+StopList = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 
 
 class Feature(Flag):
     """What a sequence asks of the sampler beyond plain sampling at temperature 1."""
 
-    NONE = 0
     GREEDY = auto()
     TEMPERATURE = auto()
     MIN_P = auto()
@@ -35,47 +36,77 @@ class Feature(Flag):
     STOP_STRINGS = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one request is sampled; names and meanings are vLLM's."""
+class SamplingParams(BaseModel):
+    """vLLM's sampling parameters with its meanings and limits; null means the default."""
 
-    max_tokens: int
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: all
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "allowed_token_ids",
+        "bad_words",
+        "logit_bias",
+        "logprob_token_ids",
+        "prompt_logprob_token_ids",
+        "prompt_logprobs",
+        "repetition_detection",
+        "structured_outputs",
+        "thinking_token_budget",
+        "trace_decode_token_ids",
+    )
+
+    n: int = Field(1, ge=1)  # samples
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+    temperature: float = Field(1.0, ge=0, le=2)  # 0: greedy
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 or -1: all
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop: StopList = []
+    stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
+    max_tokens: int = Field(0, ge=1)  # by default as many as the context leaves room for
+    min_tokens: int = Field(0, ge=0)
+    logprobs: int | None = Field(None, ge=-1)  # alternatives per token; -1: the whole vocabulary
     skip_special_tokens: bool = True
-    seed: int | None = None
-    num_top_logprobs: int = 0  # alternatives to report per token; -1: the whole vocabulary
+    include_stop_str_in_output: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_here(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for key in cls.unsupported:
+            value = data.get(key)
+            is_unset = value in (None, "", [], {}) or value is False
+            if not is_unset and (key, value) != ("priority", 0):
+                raise ValueError(f"{key} is not supported by the embedded server")
+        return {key: value for key, value in data.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_tokens and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must not exceed max_tokens={self.max_tokens}")
+        if "" in self.stop:
+            raise ValueError("stop cannot contain an empty string")
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(f"n must be 1 with greedy sampling (temperature 0), is {self.n}")
+        return self
 
     @property
     def features(self) -> Feature:
-        greedy = self.temperature == 0
+        is_greedy = self.temperature == 0
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         asked = {
-            Feature.GREEDY: greedy,
-            Feature.TEMPERATURE: not greedy and self.temperature != 1,
-            Feature.MIN_P: not greedy and self.min_p > 0,
-            Feature.TOP_K_TOP_P: not greedy and (self.top_k > 0 or self.top_p < 1),
-            Feature.PENALTIES: self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or self.repetition_penalty != 1,
+            Feature.GREEDY: is_greedy,
+            Feature.TEMPERATURE: not is_greedy and self.temperature != 1,
+            Feature.MIN_P: not is_greedy and self.min_p > 0,
+            Feature.TOP_K_TOP_P: not is_greedy and (self.top_k > 0 or self.top_p < 1),
+            Feature.PENALTIES: penalties != (0, 0, 1),
             Feature.MIN_TOKENS: self.min_tokens > 0,
-            Feature.TOP_LOGPROBS: self.num_top_logprobs != 0,
+            Feature.TOP_LOGPROBS: bool(self.logprobs),
             Feature.STOP_STRINGS: bool(self.stop),
         }
-        features = Feature.NONE
-        for feature, is_asked in asked.items():
-            if is_asked:
-                features |= feature
-        return features
+        return Feature(sum(feature.value for feature, is_asked in asked.items() if is_asked))
 
 
 class UniformStream:

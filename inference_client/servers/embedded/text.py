@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from easyrl.inference_client.servers.embedded.sampling import SamplingParams
 
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes half a character to
 
@@ -27,8 +31,7 @@ class IncrementalText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
         self.text = ""
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._decode = partial(decode, tokenizer, skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
         self._context_start = 0
         self._unread_start = 0
@@ -36,8 +39,8 @@ class IncrementalText:
     def append(self, token_id: int) -> str:
         """Adds a token; returns the text that it completed, maybe empty."""
         self._token_ids.append(token_id)
-        context = self._decode(self._context_start, self._unread_start)
-        extended = self._decode(self._context_start, len(self._token_ids))
+        context = self._decode(self._token_ids[self._context_start : self._unread_start])
+        extended = self._decode(self._token_ids[self._context_start :])
         if len(extended) <= len(context) or extended.endswith(INCOMPLETE):
             return ""
         self._context_start = self._unread_start
@@ -46,30 +49,14 @@ class IncrementalText:
         self.text += new
         return new
 
-    def _decode(self, start: int, end: int) -> str:
-        return decode(
-            self._tokenizer,
-            self._token_ids[start:end],
-            skip_special_tokens=self._skip_special_tokens,
-        )
-
 
 class StopStrings:
     """Watches one sequence for its stop strings."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        stop: tuple[str, ...],
-        *,
-        include_in_output: bool,
-        skip_special_tokens: bool,
-        min_tokens: int,
-    ) -> None:
-        self._text = IncrementalText(tokenizer, skip_special_tokens)
-        self._stop = stop
-        self._include_in_output = include_in_output
-        self._tokens_to_skip = min_tokens
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
+        self._text = IncrementalText(tokenizer, params.skip_special_tokens)
+        self._params = params
+        self._tokens_to_skip = params.min_tokens
         self._searched_from = 0  # text of the first min_tokens tokens cannot stop
 
     @property
@@ -83,16 +70,13 @@ class StopStrings:
         if self._tokens_to_skip >= 1:
             self._searched_from = len(self.text)
             return None
-        found = [
-            (position + len(string), position, string)
-            for string in self._stop
-            if (position := self.text.find(string, self._first_position(new, string))) >= 0
-        ]
+        found = []
+        for string in self._params.stop:
+            first = max(self._searched_from, len(self.text) - len(new) - len(string) + 1)
+            if (position := self.text.find(string, first)) >= 0:
+                found.append((position + len(string), position, string))
         if not found:
             return None
         end, position, string = min(found, key=lambda hit: hit[0])
-        self._text.text = self.text[: end if self._include_in_output else position]
+        self._text.text = self.text[: end if self._params.include_stop_str_in_output else position]
         return string
-
-    def _first_position(self, new: str, string: str) -> int:
-        return max(self._searched_from, len(self.text) - len(new) - len(string) + 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +40,29 @@ class ServedWeights:
     An update is ``start``, any number of ``load``, ``finish``. If anything in it fails after a
     tensor was written the weights are ``broken`` (a mixture) until an update has completed; the
     version stays.
+
+    Commands give futures and run one after the other in a thread of their own: reading an artifact
+    may take long, or hang with the trainer that serves it; meanwhile the engine answers everything
+    else. Whether an update is open is decided in the engine's thread, so that no decode step sees
+    half of one.
+
+    Args:
+        in_engine: runs a function in the engine's thread between two decode steps.
+        on_finish: called there when new weights are served.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        in_engine: Callable[[Callable[[], None]], Future[None]],
+        on_finish: Callable[[], None],
+    ) -> None:
         self.version = INITIAL_VERSION
         self.broken: str | None = None  # why the weights cannot be used
         self._tensors = dict(_saved_views(model))
+        self._in_engine = in_engine
+        self._on_finish = on_finish
+        self._thread = ThreadPoolExecutor(1, "embedded-weights")
         self._receiver: WeightReceiver | None = None
         self._update: _Update | None = None
 
@@ -52,93 +70,133 @@ class ServedWeights:
     def update_is_open(self) -> bool:
         return self._update is not None
 
-    def announce(self, init_info: Mapping[str, Any]) -> None:
+    def announce(self, init_info: Mapping[str, Any]) -> Future[None]:
         """What the trainer says of its artifacts. Raises as ``WeightReceiver`` does."""
-        receiver = WeightReceiver(init_info)
-        self.close()
-        self._receiver = receiver
 
-    def start(self) -> None:
-        """Opens an update. Raises ``ValueError`` if one is open or no trainer is known."""
-        self._known_receiver()
-        if self._update is not None:
-            raise ValueError(
-                'a weight update is open; finish it, or send {"abandon": true} to /update_weights'
-            )
-        self._update = _Update(set(self._tensors))
+        def run() -> None:
+            receiver = WeightReceiver(init_info)
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver = receiver
 
-    def load(self, artifact: str, chunks: Sequence[Mapping[str, Any]]) -> None:
-        """Writes chunks of an artifact into the parameters; after an error ``abandon`` is due.
+        return self._thread.submit(run)
+
+    def start(self) -> Future[None]:
+        """Opens an update; generation holds until it is finished or has failed.
+
+        Raises ``ValueError`` if one is open or no trainer is known.
+        """
+
+        def run() -> None:
+            self._known_receiver()
+            if self._update is not None:
+                raise ValueError(
+                    'a weight update is open; finish it, or send {"abandon": true} to '
+                    "/update_weights"
+                )
+            self._update = _Update(set(self._tensors))
+
+        return self._between_steps(run)
+
+    def load(self, artifact: str, chunks: Sequence[Mapping[str, Any]]) -> Future[None]:
+        """Writes chunks of an artifact into the parameters; an error ends the update.
 
         Raises ``ValueError``, naming the tensor, on an unknown name, a wrong shape or dtype, a
         wrong hash, chunks of two artifacts, or if no update is open.
         """
-        update = self._opened()
-        if update.artifact not in (None, artifact):
-            raise ValueError(
-                f"artifact {artifact!r}: this update has begun with {update.artifact!r}; one "
-                "update takes one artifact"
-            )
-        tensors = self._known_receiver().tensors(artifact, chunks, self._place)
-        update.artifact = artifact
-        for name, weight in tensors:
-            served = self._tensors[name]
-            if weight.data_ptr() != served.data_ptr():
-                served.copy_(weight)
-            update.missing.discard(name)
 
-    def finish(self, version: str | None) -> None:
-        """Closes the update, takes ``version``. Raises ``ValueError`` if a tensor did not come."""
-        missing = sorted(self._opened().missing)
-        if missing:
-            reason = (
-                f"weight update is incomplete: {missing[0]!r} did not arrive "
-                f"({len(missing)} of {len(self._tensors)} tensors missing)"
-            )
-            self.abandon(reason)
-            raise ValueError(reason)
-        self._update = None
-        self.broken = None
-        if version is not None:
-            self.version = version
+        def run() -> None:
+            try:
+                update = self._opened()
+                if update.artifact not in (None, artifact):
+                    raise ValueError(
+                        f"artifact {artifact!r}: this update has begun with {update.artifact!r}; "
+                        "one update takes one artifact"
+                    )
+                tensors = self._known_receiver().tensors(artifact, chunks, self._place)
+                update.artifact = artifact
+                for name, weight in tensors:
+                    served = self._tensors[name]
+                    if weight.data_ptr() != served.data_ptr():
+                        served.copy_(weight)
+                    update.missing.discard(name)
+            except BaseException as error:
+                reason = str(error)
+                self._in_engine(lambda: self._abandon(reason)).result()
+                raise
 
-    def abandon(self, reason: str) -> None:
+        return self._thread.submit(run)
+
+    def abandon(self) -> Future[None]:
         """Closes the update without a new version; nothing happens if none is open."""
-        if self._update is not None and self._update.has_written:
-            self.broken = f"the last weight update failed: {reason}"
-        self._update = None
+        return self._between_steps(lambda: self._abandon("it was abandoned"))
 
-    def checksums(self) -> dict[str, str]:
+    def finish(self, version: str | None) -> Future[None]:
+        """Closes the update, takes ``version``. Raises ``ValueError`` if a tensor did not come."""
+
+        def run() -> None:
+            missing = sorted(self._opened().missing)
+            if missing:
+                reason = (
+                    f"weight update is incomplete: {missing[0]!r} did not arrive "
+                    f"({len(missing)} of {len(self._tensors)} tensors missing)"
+                )
+                self._abandon(reason)
+                raise ValueError(reason)
+            self._update = None
+            self.broken = None
+            if version is not None:
+                self.version = version
+            self._on_finish()
+
+        return self._between_steps(run)
+
+    def checksums(self) -> Future[dict[str, str]]:
         """blake3 of each tensor as it is served, by its saved name."""
-        return {name: tensor_checksum(tensor) for name, tensor in self._tensors.items()}
+        return self._thread.submit(self._checksums)
 
-    def prove(self, expected: Mapping[str, str]) -> ServedProof:
+    def prove(self, expected: Mapping[str, str]) -> Future[ServedProof]:
         """Hashes what is served and compares with ``expected``, an artifact's hashes by name.
 
         Raises ``ValueError`` while an update is open and before ``announce``.
         """
-        if self._update is not None:
-            raise ValueError("a weight update is open; finish or abandon it before the proof")
-        proof = ServedProof(self._known_receiver().transport)
-        served = self.checksums()
-        for name in served.keys() | expected.keys():
-            if name not in served:
-                proof.problems[name] = "the served model has no weight of this name"
-            elif name not in expected:
-                proof.problems[name] = "is served, but the artifact does not hold it"
-            elif served[name] != expected[name]:
-                proof.problems[name] = (
-                    f"served hash {served[name]}, the artifact's {expected[name]}"
-                )
-            else:
-                proof.checksums[name] = served[name]
-        return proof
+
+        def run() -> ServedProof:
+            if self._update is not None:
+                raise ValueError("a weight update is open; finish or abandon it before the proof")
+            proof = ServedProof(self._known_receiver().transport)
+            served = self._checksums()
+            for name in served.keys() | expected.keys():
+                if name not in served:
+                    problem = "the served model has no weight of this name"
+                elif name not in expected:
+                    problem = "is served, but the artifact does not hold it"
+                elif served[name] != expected[name]:
+                    problem = f"served hash {served[name]}, the artifact's {expected[name]}"
+                else:
+                    proof.checksums[name] = served[name]
+                    continue
+                proof.problems[name] = problem
+            return proof
+
+        return self._thread.submit(run)
 
     def close(self) -> None:
-        """Ends the connection to the trainer."""
+        """Ends the thread and the connection to the trainer."""
         if self._receiver is not None:
             self._receiver.close()
-            self._receiver = None
+        self._thread.shutdown(cancel_futures=True)
+
+    def _between_steps(self, function: Callable[[], None]) -> Future[None]:
+        return self._thread.submit(lambda: self._in_engine(function).result())
+
+    def _abandon(self, reason: str) -> None:
+        if self._update is not None and self._update.has_written:
+            self.broken = f"the last weight update failed: {reason}"
+        self._update = None
+
+    def _checksums(self) -> dict[str, str]:
+        return {name: tensor_checksum(tensor) for name, tensor in self._tensors.items()}
 
     def _opened(self) -> _Update:
         if self._update is None:

@@ -12,9 +12,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from easyrl.demo.build_model import IGNORED, WarmStart, build_model, supervised_batches
+from easyrl.demo.build_model import IGNORED, build_model, build_tokenizer, supervised_batches
 from easyrl.demo.task import (
-    Habits,
     Problem,
     columns_response,
     draw_problems,
@@ -23,9 +22,8 @@ from easyrl.demo.task import (
     warm_start_examples,
     write_splits,
 )
-from easyrl.demo.tokenizer import build_tokenizer
 
-FEW_STEPS = WarmStart(num_steps=30, batch_size=16)
+BATCH_SIZE = 16
 
 
 def operands(prompt: str) -> list[int]:
@@ -53,7 +51,7 @@ def test_splits_share_no_operand_and_every_answer_is_right(tmp_path):
                 numbers = operands(record["prompt"])
                 assert len(numbers) == 2 and sum(numbers) == int(record["answer"])
                 shown.setdefault(name, set()).update(numbers)
-        examples = itertools.islice(warm_start_examples(seed, Habits()), 3000)
+        examples = itertools.islice(warm_start_examples(seed), 3000)
         shown.setdefault("warm start", set()).update(
             number for question, _ in examples for number in operands(question)
         )
@@ -112,8 +110,8 @@ def test_examples_of_responses():
 
 
 def test_warm_start_shows_each_habit_as_often_as_asked():
-    habits = Habits(estimate=0.5, careless=0.2)
-    examples = list(itertools.islice(warm_start_examples(0, habits), 4000))
+    shown = warm_start_examples(0, estimate=0.5, careless=0.2)
+    examples = list(itertools.islice(shown, 4000))
     estimates = sum("<think></think>" in response for _, response in examples)
     careful = sum(
         response == columns_response(Problem(*operands(question)), carries=True)
@@ -127,7 +125,7 @@ def test_warm_start_shows_each_habit_as_often_as_asked():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_built_model_loads_and_its_tokenizer_round_trips(tmp_path, tied):
-    build_model(tmp_path, seed=1, tied=tied, warm_start=FEW_STEPS)
+    build_model(tmp_path, seed=1, tied=tied, num_steps=30, batch_size=BATCH_SIZE)
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "<think>7+6=13;4+8+1=13;3+5+1=9</think>933"
@@ -156,8 +154,7 @@ def test_built_model_loads_and_its_tokenizer_round_trips(tmp_path, tied):
 
 def test_warm_start_learns_and_repeats(tmp_path):
     for name, seed, steps in (("a", 0, 30), ("b", 0, 30), ("c", 1, 30), ("start", 0, 1)):
-        warm_start = WarmStart(num_steps=steps, batch_size=16)
-        build_model(tmp_path / name, seed=seed, warm_start=warm_start)
+        build_model(tmp_path / name, seed=seed, num_steps=steps, batch_size=BATCH_SIZE)
     a, b, c, start = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("a", "b", "c", "start")
     )
@@ -165,7 +162,7 @@ def test_warm_start_learns_and_repeats(tmp_path):
     assert all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)
     assert not all(torch.equal(weights_a[name], weights_c[name]) for name in weights_a)
 
-    rows = next(supervised_batches(build_tokenizer(), 99, FEW_STEPS))[0]
+    rows = next(supervised_batches(build_tokenizer(), 99, BATCH_SIZE))[0]
     with torch.no_grad():
         before, after = (
             model(input_ids=rows.input_ids, labels=rows.labels).loss.item() for model in (start, a)
@@ -176,8 +173,8 @@ def test_warm_start_learns_and_repeats(tmp_path):
 
 def test_loss_is_on_responses_and_their_end_only():
     tokenizer = build_tokenizer()
-    batch = next(supervised_batches(tokenizer, 0, FEW_STEPS))
-    assert sum(len(rows.input_ids) for rows in batch) == FEW_STEPS.batch_size
+    batch = next(supervised_batches(tokenizer, 0, BATCH_SIZE))
+    assert sum(len(rows.input_ids) for rows in batch) == BATCH_SIZE
     for rows in batch:
         for input_ids, labels in zip(rows.input_ids, rows.labels, strict=True):
             trained = labels != IGNORED

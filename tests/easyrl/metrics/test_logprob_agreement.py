@@ -115,8 +115,13 @@ def generate(
             engine.submit(
                 GenerationRequest(
                     np.array(ids, dtype=np.int64),
-                    SamplingParams(max_tokens=MAX_TOKENS, seed=number, ignore_eos=True, **sampling),
-                    NUM_GENERATIONS,
+                    SamplingParams(
+                        n=NUM_GENERATIONS,
+                        max_tokens=MAX_TOKENS,
+                        seed=number,
+                        ignore_eos=True,
+                        **sampling,
+                    ),
                 )
             )
             for number, ids in enumerate(prompts or taught.prompts)

@@ -18,7 +18,8 @@ from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
-from easyrl.inference_client.servers.embedded.server import EmbeddedServer, start_site
+from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
+from easyrl.inference_client.servers.embedded.server import start_site
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import run_micro_batch
 from easyrl.runtime.collectives import Collectives
