@@ -14,7 +14,7 @@ from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import AttemptRecord, RunRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES
-from easyrl.ledger.checkpoints.state_file import file_blake3
+from easyrl.ledger.checkpoints.folder import file_blake3
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
@@ -69,7 +69,7 @@ def open_certificate(
         max_draws=max_draws(config),
     )
     try:
-        certificate = Certificate.open(output / CERTIFICATE_FILE, run, attempt)
+        certificate = Certificate(output / CERTIFICATE_FILE, run, attempt)
     except CertificateError as error:
         raise ConfigError(f"--resume: {error}") from error
     opened.callback(certificate.close)

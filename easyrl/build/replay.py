@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from easyrl.build.accumulation import build_accumulator
+from easyrl.build.recipe import rows_per_drain
 from easyrl.build.steps import total_steps
 from easyrl.config import Config, ConfigError
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
@@ -112,7 +113,8 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         first, from_step = progress.closed_batches, progress.step
         run.require_journal(first, v)
         updates_per_batch = config.trainer.updates_per_batch
-        rollouts = RecordedRollouts(run, v, updates_per_batch, engine.ranks)
+        max_tokens = rows_per_drain(config) * config.trainer.max_tokens_per_micro_batch
+        rollouts = RecordedRollouts(run, v, updates_per_batch, max_tokens, engine.ranks)
         weights = HashedWeights(engine, collectives)
         reporter = LastMetrics()
         stop = StopRequest(config.trainer.grace_s)

@@ -14,14 +14,9 @@ import numpy as np
 from blake3 import blake3
 
 from easyrl.dataloaders.prompts.dataset import PromptOrder
-from easyrl.ledger.certificate import (
-    AttemptRecord,
-    BatchRecord,
-    Certificate,
-    RunRecord,
-)
 from easyrl.ledger.certificate.chain import ChainReader, seal
-from easyrl.ledger.certificate.records import Record
+from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, Record, RunRecord
+from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.folder import CheckpointFolder
 from easyrl.ledger.journal import Journal
 from easyrl.ledger.journal.codec import GroupRecord, decode_record
@@ -133,7 +128,7 @@ class CertifiedRun:
         self.attempt += 1
         self.next_batch = first_batch
         self.num_ranks = num_ranks
-        self.certificate = Certificate.open(
+        self.certificate = Certificate(
             self.certificate_path,
             self.run,
             AttemptRecord(

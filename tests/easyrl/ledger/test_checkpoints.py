@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from easyrl.engines.base import StatePiece
 from easyrl.ledger.checkpoints import checkpoints as module
 from easyrl.ledger.checkpoints.checkpoints import CheckpointError
-from easyrl.ledger.checkpoints.manifest import MANIFEST
+from easyrl.ledger.checkpoints.folder import MANIFEST
 from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
 from tests.easyrl.ledger.checkpoint_fakes import checkpoints, load, save
 

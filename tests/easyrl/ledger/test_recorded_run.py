@@ -61,7 +61,7 @@ def test_what_was_computed_ahead_comes_with_its_drain(run: CertifiedRun) -> None
     note_drained(run, 1, 0, [[0]], ahead=pieces)
     note_drained(run, 1, 0, [[2]], ahead=[[(later.key, [1])]])
     for budget in (64, 63):
-        rollouts = RecordedRollouts(recorded(run), 2, 2, Ranks.data_parallel(0, 2))
+        rollouts = RecordedRollouts(recorded(run), 2, 2, budget, Ranks.data_parallel(0, 2))
         streams = begin(rollouts, 1).updates
         found = [list(stream.ahead_of_drain(budget)) for stream in streams]
         if budget == 64:
@@ -110,12 +110,12 @@ def handed_out(
     run: RecordedRun, v: int, budget: int, ranks: Ranks = ONE_RANK
 ) -> list[list[list[int]]]:
     """By update, what comes together."""
-    batch = begin(RecordedRollouts(run, v, 2, ranks), v)
+    batch = begin(RecordedRollouts(run, v, 2, budget, ranks), v)
     return [drained(stream, budget) for stream in batch.updates]
 
 
 def test_batches_come_as_they_were_dispatched(run: CertifiedRun) -> None:
-    rollouts = RecordedRollouts(recorded(run), 1, 2, ONE_RANK)
+    rollouts = RecordedRollouts(recorded(run), 1, 2, 64, ONE_RANK)
     for v in range(2):
         assert rollouts.has_more(-1)
         keys = [g.prompt.key for stream in begin(rollouts, v).updates for g in stream]
@@ -136,7 +136,7 @@ def test_refused_groups_are_told_and_not_handed_out(tmp_path: Path, num_ranks: i
     folder = recorded(run)
     all_ranks = [Ranks.data_parallel(rank, num_ranks) for rank in range(num_ranks)]
     for v, ended_by in ((1, "accepted"), (2, "data")):
-        batches = [begin(RecordedRollouts(folder, 2, 2, ranks), v) for ranks in all_ranks]
+        batches = [begin(RecordedRollouts(folder, 2, 2, 64, ranks), v) for ranks in all_ranks]
         assert {batch.membership.ended_by for batch in batches} == {ended_by}
         refused = [group.key for batch in batches for group in batch.refused]
         assert sorted(refused) == sorted(
@@ -223,7 +223,7 @@ def test_groups_come_as_the_certified_attempt_trained_them(tmp_path: Path) -> No
     index = [prompt.index for prompt in batch]
 
     def given(budget: int, ranks: Ranks) -> list[list[int]]:
-        (stream,) = begin(RecordedRollouts(folder, 1, 1, ranks), 1).updates
+        (stream,) = begin(RecordedRollouts(folder, 1, 1, budget, ranks), 1).updates
         return drained(stream, budget)
 
     first, second = (Ranks.data_parallel(rank, 2) for rank in range(2))

@@ -1,6 +1,7 @@
 """What ``easyrl verify`` says of runs that are in order, and of planted violations."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import tempfile
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from easyrl.__main__ import command_line
-from easyrl.ledger.certificate import CertificateError, evidence
+from easyrl.ledger import evidence
 from easyrl.ledger.certificate.chain import START, ChainReader, seal
+from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import BatchRecord, EndRecord
 from easyrl.ledger.verify import verify
@@ -155,8 +157,8 @@ def test_a_run_that_goes_on_behind_the_certificate_that_was_read(tmp_path, monke
     metrics.write_text('{"step": 1}\n')
     take_all = History.take_all
 
-    def read_and_go_on(self, chain):
-        take_all(self, chain)
+    def read_and_go_on(self):
+        take_all(self)
         run.train()
         metrics.write_text('{"step": 1}\n{"step": 2}\n')
         run.save(2)
@@ -176,17 +178,20 @@ def test_a_journal_that_is_pruned_while_it_is_read(num_read, tmp_path, monkeypat
     run.begin(num_ranks=2)
     run.save(0)
     run.train_all()
-    read_batch = evidence.read_batch
+    read_file = evidence.read_file
+    numbers = itertools.count()
 
-    def read_and_prune(directory, v):
-        if num_read == 0:
-            run.prune(2)
-        for number, group in enumerate(read_batch(directory, v), 1):
-            yield group
-            if number == num_read:
-                run.prune(2)
+    def read_and_prune(file, v):
+        def one_by_one():
+            for record in records:
+                if next(numbers) == num_read:
+                    run.prune(2)
+                yield record
 
-    monkeypatch.setattr(evidence, "read_batch", read_and_prune)
+        header, records = read_file(file, v)
+        return header, one_by_one()
+
+    monkeypatch.setattr(evidence, "read_file", read_and_prune)
     verdict = verify(tmp_path)
     assert verdict.on_policy, verdict
     assert verdict.pruned == (1 if num_read == 4 else 2)

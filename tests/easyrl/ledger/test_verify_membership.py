@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from easyrl.ledger.certificate import BatchRecord, CertificateError
+from easyrl.ledger.certificate.errors import CertificateError
+from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.verify import Verdict, verify
 from easyrl.schema import GroupOutcome, Key, RolloutGroup
 from tests.easyrl.ledger.certificate_violations import first_group, with_another
@@ -79,13 +80,13 @@ def test_each_attempt_is_judged_by_its_own_recipe(tmp_path: Path) -> None:
     run.train_all()
 
     def accept_of(attempt: int):
-        return lambda group: REJECTED if not attempt and group.prompt.key in first else None
+        return lambda group: REJECTED if not attempt.attempt and group.prompt.key in first else None
 
     assert verify(tmp_path, accept_of).on_policy
-    found = verify(tmp_path, lambda attempt: accept_of(1)).violation
+    found = verify(tmp_path, lambda attempt: accept_of(replace(attempt, attempt=1))).violation
     assert found is not None and found.batch == 1 and found.key == run.batches[1][REJECTED_AT].key
     # of an attempt whose recipe is not known, only the rule of membership is checked
-    verdict = verify(tmp_path, lambda attempt: accept_of(1) if attempt else None)
+    verdict = verify(tmp_path, lambda attempt: accept_of(attempt) if attempt.attempt else None)
     assert verdict.on_policy and verdict.decisions == len(run.batches[2])
 
 
