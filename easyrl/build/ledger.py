@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def reference_identity(config: Config, collectives: Collectives) -> str | None:
     return shared
 
 
+def recipe_digest(config: Config) -> str:
+    """Of the recipe's name, keys and own file: what its decisions depend on. 32 hex digits."""
+    section = config.recipe
+    text = json.dumps(section.model_dump(mode="json", exclude={"file"}), sort_keys=True)
+    own = b"" if section.file is None else section.file.read_bytes()
+    return blake3(text.encode() + b"\n" + own).hexdigest(length=16)
+
+
 def open_certificate(
     config: Config,
     output: Path,
@@ -67,6 +76,7 @@ def open_certificate(
         epochs=num_epochs(config),
         updates_per_batch=config.trainer.updates_per_batch,
         max_draws=max_draws(config),
+        recipe=recipe_digest(config),
     )
     try:
         certificate = Certificate(output / CERTIFICATE_FILE, run, attempt)

@@ -109,6 +109,12 @@ class History:
             context = Context(self.run, self.attempt, earlier, num_left)
             num_unconfirmed = examine(record, context, whole=whole)
             self._refuse_drawn_before(record)
+            before = self.batches[-1].last_step if self.batches else 0
+            if whole and record.step != before + record.num_updates:
+                raise CertificateError(
+                    f"step {record.step} is not behind step {before} of the batch before by the "
+                    f"number of its updates, {record.num_updates}"
+                )
         return num_unconfirmed
 
     def _read(self, line: Line) -> BatchRecord:
@@ -169,11 +175,6 @@ class History:
             raise CertificateError(
                 f"is certified already, in line {line}, and no attempt has started since at or "
                 "before it"
-            )
-        before = self.batches[-1].last_step if self.batches else 0
-        if record.step <= before:
-            raise CertificateError(
-                f"step {record.step} is not behind step {before} of the batch before"
             )
 
     def _refuse_drawn_before(self, record: BatchRecord) -> None:

@@ -161,6 +161,12 @@ def _membership(record: BatchRecord, context: Context) -> None:
         )
     if membership.ended_by != record.ended_by:
         raise CertificateError(f"was ended by {record.ended_by}, not {membership.ended_by}")
+    num_updates = max(membership.num_known_updates, 1)
+    if record.num_updates != num_updates:
+        raise CertificateError(
+            f"has {record.num_updates} updates, its {membership.num_accepted} accepted groups make "
+            f"{num_updates}"
+        )
 
 
 def _discarded(record: BatchRecord) -> None:

@@ -8,7 +8,6 @@ from typing import cast
 import numpy as np
 import orjson
 import pytest
-from blake3 import blake3
 
 from easyrl.build.replay import Replayed
 from easyrl.commands.replay import _reasons
@@ -20,9 +19,9 @@ from easyrl.ledger.recorded_run import RecordedBatch, RecordedRollouts, Recorded
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import PolicyVersion, ServedWeights
 from tests.easyrl.ledger.certified_run import (
-    FRAME,
     RUN,
     CertifiedRun,
+    append_to_journal,
     change_journal,
     finished_group,
     other_token,
@@ -198,13 +197,10 @@ def note_drained(
 ) -> None:
     """Behind the rank's groups of batch 1: what was drained at once, by place in the batch."""
     path = run.journal_path / "batch-000001" / file_name(attempt, rank)
-    with path.open("ab") as file:
-        for places in drains:
-            keys = [run.batches[1][place].key for place in places]
-            payload = encode_drain(keys, 64, places[0] // 2, ahead, restart)
-            ahead = ()  # before the first
-            digest = blake3(payload).digest(length=16)
-            file.write(FRAME.pack(len(payload), len(payload) ^ 0xFFFFFFFF, digest) + payload)
+    for places in drains:
+        keys = [run.batches[1][place].key for place in places]
+        append_to_journal(path, encode_drain(keys, 64, places[0] // 2, ahead, restart))
+        ahead = ()  # before the first
 
 
 def test_groups_come_as_the_certified_attempt_trained_them(tmp_path: Path) -> None:

@@ -125,6 +125,19 @@ def test_a_batch_that_the_orders_end_cuts_short(tmp_path: Path) -> None:
     )
 
 
+def test_a_batch_has_as_many_updates_as_its_groups_make(tmp_path: Path) -> None:
+    """Two of four groups are one update of two, with a step of its own."""
+    run = CertifiedRun(tmp_path, num_prompts=6, epochs=1, updates_per_batch=2)
+    run.begin()
+    run.train_all()
+    assert [len(batch) for batch in run.batches] == [4, 2] and run.steps == [2, 3]
+    assert verify(tmp_path).on_policy
+    run.forge_batch(1, lambda r: replace(r, num_updates=2, step=4))
+    assert "has 2 updates, its 2 accepted groups make 1" in str(violation(run))
+    run.forge_batch(1, lambda r: replace(r, num_updates=1))
+    assert "step 4 is not behind step 2 of the batch before" in str(violation(run))
+
+
 def test_a_batch_that_the_bound_cuts_short(tmp_path: Path) -> None:
     places = {(1, 0): "rejected", (1, 2): "rejected"}
     run = with_refused(tmp_path, places, max_draws=5)
