@@ -90,7 +90,7 @@ def test_a_replay_says_whether_groups_come_in_the_runs_order(
     run: CertifiedRun, determinism: str, in_prompt_order: set[int], told: list[str]
 ) -> None:
     config = SimpleNamespace(run=SimpleNamespace(determinism=determinism))
-    replayed = Replayed(1, 2, 1, {}, {}, 0, 2, frozenset(in_prompt_order))
+    replayed = Replayed(1, 2, 1, {}, {}, Ranks.data_parallel(0, 2), frozenset(in_prompt_order))
     reasons = _reasons(recorded(run), cast(Config, config), replayed, [])
     assert len(reasons) == len(told)
     assert all(part in reason for part, reason in zip(told, reasons, strict=True))
