@@ -34,17 +34,12 @@ class Row(NamedTuple):
     replayed: float
 
     @property
-    def is_same(self) -> bool:
-        return self.recorded == self.replayed or (
-            math.isnan(self.recorded) and math.isnan(self.replayed)
-        )
-
-    @property
     def difference(self) -> float:
-        """Of the larger of the two; infinite where one is not finite."""
-        if self.is_same:
+        """Of the larger of the two; infinite where one is not finite, 0.0 where both are alike."""
+        one, other = self.recorded, self.replayed
+        if one == other or (math.isnan(one) and math.isnan(other)):
             return 0.0
-        relative = abs(self.recorded - self.replayed) / max(abs(self.recorded), abs(self.replayed))
+        relative = abs(one - other) / max(abs(one), abs(other))
         return relative if math.isfinite(relative) else math.inf
 
 
@@ -72,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = _compare(recorded, replayed.metrics)
     after = run.weights_after(replayed.last)
     same_weights = None if after is None else replayed.weights[replayed.last + 1] == after
-    is_same = same_weights is not False and all(row.is_same for row in rows)
+    is_same = same_weights is not False and not any(row.difference for row in rows)
     if replayed.ranks.is_first:
         print(_table(rows))
         print(_account(run, replayed, arguments.overrides))
@@ -99,7 +94,7 @@ def _table(rows: Sequence[Row]) -> str:
     width = max(len(row.name) for row in rows)
     lines = [f"{'':{width}}  {'recorded':>16}  {'replayed':>16}  difference"]
     for row in rows:
-        difference = "" if row.is_same else f"{row.difference:.1e}"
+        difference = f"{row.difference:.1e}" if row.difference else ""
         lines.append(
             f"{row.name:{width}}  {row.recorded:16.9g}  {row.replayed:16.9g}  {difference}".rstrip()
         )
@@ -124,7 +119,7 @@ def _account(run: RecordedRun, replayed: Replayed, overrides: Sequence[str]) -> 
 
 def _verdict(rows: Sequence[Row], same_weights: bool | None) -> str:
     """``same_weights``: that the batch came to; None: the run did not say which."""
-    differing = [row for row in rows if not row.is_same]
+    differing = [row for row in rows if row.difference]
     if differing:
         largest = max(differing, key=lambda row: row.difference)
         return (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
 
+from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
@@ -19,14 +19,7 @@ from easyrl.schema import Progress
 logger = logging.getLogger(__name__)
 
 
-class Order(Protocol):
-    """The order of the prompts, which has to be that of the checkpoint (``PromptOrder``)."""
-
-    def cursor(self, position: int) -> dict[str, Any]: ...
-    def position(self, cursor: dict[str, Any]) -> int: ...
-
-
-def resume(checkpoints: Checkpoints, order: Order, reference: str | None) -> Progress:
+def resume(checkpoints: Checkpoints, order: PromptOrder, reference: str | None) -> Progress:
     """Engine and random state as they were saved; without a checkpoint, the beginning. Collective.
 
     ``reference`` as for ``Ledger``. Raises ``ValueError`` if the settings are not those of the
@@ -34,11 +27,11 @@ def resume(checkpoints: Checkpoints, order: Order, reference: str | None) -> Pro
     """
     state = checkpoints.load_latest()
     if state is None:
-        _refuse_complete_run(checkpoints.directory.parent)
+        _refuse_complete_run(checkpoints.folder.directory.parent)
         logger.warning(
             "%s holds no checkpoint: the run begins with its first batch, what the journal "
             "has is not generated again",
-            checkpoints.directory,
+            checkpoints.folder.directory,
         )
         return Progress()
     if state["reference"] != reference:
@@ -70,7 +63,7 @@ class Ledger:
         self,
         certificate: Certificate | None,
         checkpoints: Checkpoints,
-        order: Order,
+        order: PromptOrder,
         collectives: Collectives,
         *,
         every_steps: int,
@@ -113,9 +106,9 @@ class Ledger:
         if not self._due.passes(progress.step):
             return
         self._save(progress)
-        oldest = self._checkpoints.oldest_kept()
+        oldest = next(self._checkpoints.folder.readable(), None)
         if self._journal is not None and oldest is not None:
-            self._journal.prune(int(oldest["journal"]["batch"]))
+            self._journal.prune(int(oldest[1]["state"]["journal"]["batch"]))
 
     def end(self, progress: Progress, weights: str) -> None:
         """The run is complete, and has the weights with this digest.

@@ -155,17 +155,11 @@ class RecordedBatch:
     """A batch as it was trained (``trainer.loop.OpenBatch``)."""
 
     updates: Sequence[JournalledStream]
-    membership: BatchRecord  # says what ended it
     refused: Sequence[GroupOutcome]
+    accepted_versions: Sequence[str]
+    discarded: Sequence[Key]
+    membership: BatchRecord  # says what ended it
     withdrawn: str | None = None
-
-    @property
-    def accepted_versions(self) -> Sequence[str]:
-        return self.membership.accepted_versions
-
-    @property
-    def discarded(self) -> Sequence[Key]:
-        return self.membership.discarded
 
     def close(self) -> None:
         pass
@@ -217,7 +211,10 @@ class RecordedRollouts:
             for group in record.groups
             if not group.accepted and group.rank % ranks.dp_size == ranks.dp_rank
         ]
-        return RecordedBatch([self._stream(record, keys, groups) for keys in mine], record, refused)
+        updates = [self._stream(record, keys, groups) for keys in mine]
+        return RecordedBatch(
+            updates, refused, record.accepted_versions, record.discarded, membership=record
+        )
 
     def sync(self) -> None:
         pass

@@ -51,36 +51,29 @@ class Verdict:
     def __str__(self) -> str:
         if self.violation is not None:
             return f"NOT on-policy: {self.violation}"
-        facts = [
-            f"{_number(self.batches, 'batch', 'batches')}, {_number(self.trained, 'group')} trained"
-        ]
+        batches, groups = _number(self.batches, "batch", "batches"), _number(self.trained, "group")
+        superseded = _number(self.superseded, "line")
         told = [
-            (self.skipped, "of skipped updates"),
-            (self.excluded, "excluded"),
-            (self.rejected, "rejected"),
-            (self.recovered, "recovered from the journal"),
-            (self.discarded, "discarded and generated again"),
-            (self.unjournalled, "not journalled"),
-        ]
-        facts += [f"{count} {what}" for count, what in told if count]
-        if self.unconfirmed:
-            facts.append(
+            (True, f"{batches}, {groups} trained"),
+            (self.skipped, f"{self.skipped} of skipped updates"),
+            (self.excluded, f"{self.excluded} excluded"),
+            (self.rejected, f"{self.rejected} rejected"),
+            (self.recovered, f"{self.recovered} recovered from the journal"),
+            (self.discarded, f"{self.discarded} discarded and generated again"),
+            (self.unjournalled, f"{self.unjournalled} not journalled"),
+            (
+                self.unconfirmed,
                 f"{_number(self.unconfirmed, 'group')} of attempts that died before their "
-                "endpoints' confirmations were certified"
-            )
-        if self.decisions:
-            facts.append(f"{_number(self.decisions, 'decision')} replayed")
-        if self.attempts > 1:
-            lines = _number(self.superseded, "line")
-            facts.append(f"{self.attempts} attempts, {lines} superseded")
-        if self.unproved:
-            facts.append(f"{_number(self.unproved, 'batch', 'batches')} without proof of bits")
-        if self.pruned:
-            facts.append(f"journal pruned of {_number(self.pruned, 'batch', 'batches')}")
-        if self.torn:
-            facts.append("a line cut off at the end")
-        facts.append("complete" if self.ended else "not complete")
-        return "on-policy: " + ", ".join(facts)
+                "endpoints' confirmations were certified",
+            ),
+            (self.decisions, f"{_number(self.decisions, 'decision')} replayed"),
+            (self.attempts > 1, f"{self.attempts} attempts, {superseded} superseded"),
+            (self.unproved, f"{_number(self.unproved, 'batch', 'batches')} without proof of bits"),
+            (self.pruned, f"journal pruned of {_number(self.pruned, 'batch', 'batches')}"),
+            (self.torn, "a line cut off at the end"),
+            (True, "complete" if self.ended else "not complete"),
+        ]
+        return "on-policy: " + ", ".join(fact for counts, fact in told if counts)
 
 
 def verify(run_dir: Path, accept_of: AcceptOf = lambda attempt: None) -> Verdict:

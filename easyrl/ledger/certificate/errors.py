@@ -4,34 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from easyrl.schema import Key
 
 
+@dataclass(eq=False)
 class CertificateError(RuntimeError):
-    """The on-policy contract is broken, or the certificate is not what was written.
+    """The on-policy contract is broken, or the certificate is not what was written."""
 
-    ``problem`` is said without the place; the text has both. ``line`` counts from 1.
-    """
-
-    def __init__(
-        self,
-        problem: str,
-        *,
-        line: int | None = None,
-        batch: int | None = None,
-        key: Key | None = None,
-        endpoint: str | None = None,
-        file: str | None = None,
-    ) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.line = line
-        self.batch = batch
-        self.key = key
-        self.endpoint = endpoint
-        self.file = file
+    problem: str  # without the place; the text has both
+    _: KW_ONLY
+    line: int | None = None  # from 1
+    batch: int | None = None
+    key: Key | None = None
+    endpoint: str | None = None
+    file: str | None = None
 
     def __str__(self) -> str:
         """Such as ``certificate.jsonl line 5, batch 3, prompt 17 of epoch 0: is missing``."""

@@ -55,8 +55,7 @@ class Checkpoints:
         *,
         record: Record = ignore,
     ) -> None:
-        self.directory = directory
-        self._folder = CheckpointFolder(directory)
+        self.folder = CheckpointFolder(directory)
         self._keep = keep
         self._engine = engine
         self._collectives = collectives
@@ -113,11 +112,11 @@ class Checkpoints:
         Raises:
             ValueError: all are damaged, or the newest good one does not fit the engine.
         """
-        steps = [s for s in self.steps() if at_most is None or s <= at_most]
+        steps = [s for s in self.folder.steps() if at_most is None or s <= at_most]
         steps = self._collectives.broadcast(steps)
         skipped = []
         for step in reversed(steps):
-            folder = self._folder.path(step)
+            folder = self.folder.path(step)
             record, problems = self._checked(folder)
             if record is not None and not problems:
                 self._restore(folder, record)
@@ -127,18 +126,10 @@ class Checkpoints:
                 logger.warning("%s is damaged, it is skipped: %s", folder, "; ".join(problems))
         if skipped:
             raise ValueError(
-                f"no checkpoint in {self.directory} can be used: {'; '.join(skipped)}; bring one "
-                "back from a copy, or remove them all to begin with the initial model"
+                f"no checkpoint in {self.folder.directory} can be used: {'; '.join(skipped)}; "
+                "bring one back from a copy, or remove them all to begin with the initial model"
             )
         return None
-
-    def steps(self) -> list[int]:
-        """Steps with a finished checkpoint, ascending."""
-        return self._folder.steps()
-
-    def oldest_kept(self) -> dict[str, Any] | None:
-        """The ``state`` of the oldest checkpoint that can be read; None if there is none."""
-        return next((record["state"] for _, record in self._folder.readable()), None)
 
     def close(self) -> None:
         """Gives what is being written some time; tells of a failure in the log only."""
@@ -172,18 +163,18 @@ class Checkpoints:
         def begin() -> None:
             if rank == 0:
                 if not self._is_tidy:
-                    self._folder.tidy()
+                    self.folder.tidy()
                     self._is_tidy = True
-                self._folder.begin(step)
+                self.folder.begin(step)
 
         def write() -> dict[str, Any]:
-            file = self._folder.unfinished(step) / name
+            file = self.folder.unfinished(step) / name
             num_bytes, digest = write_state_file(file, snapshot.pieces)
             return {"num_bytes": num_bytes, "blake3": digest, "name": name}
 
         def finish() -> None:
             if rank == 0:
-                self._folder.finish(
+                self.folder.finish(
                     step,
                     {
                         "step": step,
@@ -193,7 +184,7 @@ class Checkpoints:
                         "random_states": random_states,
                     },
                 )
-                self._folder.prune(step, self._keep)
+                self.folder.prune(step, self._keep)
 
         try:
             self._on_all_ranks(step, begin)
@@ -202,7 +193,7 @@ class Checkpoints:
             self._on_all_ranks(step, finish)
         except CheckpointError:
             if rank == 0:
-                self._folder.discard(step)
+                self.folder.discard(step)
             raise
         num_bytes = sum(file["num_bytes"] for file in files)
         seconds = time.monotonic() - start
@@ -220,7 +211,7 @@ class Checkpoints:
         )
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
         if failed:
-            good = self.steps()
+            good = self.folder.steps()
             raise CheckpointError(
                 f"checkpoint of step {step} was not written: {'; '.join(failed)}; make room or "
                 "give permission and go on with --resume, from "
