@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -21,14 +22,6 @@ CONFIG_FILES = "config*.yaml"  # the newest attempt's, and each attempt's
 REMOVED = "lines were removed from its end"
 
 
-class SavedCheckpoint(NamedTuple):
-    """A finished checkpoint."""
-
-    closed_batches: int
-    first_batch: int  # the oldest that it needs of the journal
-    file: str  # its manifest, below the run's folder
-
-
 @dataclass(frozen=True)
 class Traces:
     """How far a run had come by then; to be read *before* the certificate, as it may go on.
@@ -38,7 +31,7 @@ class Traces:
     """
 
     last_step: int  # that was reported; 0 if none was
-    checkpoints: list[SavedCheckpoint]
+    checkpoints: list[tuple[str, int]]  # manifest, below the run's folder, and closed batches
     journals: list[tuple[int, JournalFile]]  # with its batch
 
     @classmethod
@@ -46,7 +39,9 @@ class Traces:
         """All that there is now."""
         metrics, journal = run_dir / METRICS_FILE, run_dir / JOURNAL_FOLDER
         steps = [int(line["step"]) for line in read_metrics(metrics)] if metrics.exists() else []
-        return cls(max(steps, default=0), saved_checkpoints(run_dir), _journals(journal))
+        saved = [(file, int(state["progress"]["closed_batches"]))
+                 for file, state in _saved_states(run_dir)]  # fmt: skip
+        return cls(max(steps, default=0), saved, _journals(journal))
 
     def examine(self, history: History) -> None:
         """Raises ``CertificateError`` naming a file that is ahead of the certificate."""
@@ -56,12 +51,12 @@ class Traces:
                 f"{REMOVED}",
                 file=METRICS_FILE,
             )
-        for saved in self.checkpoints:
-            if saved.closed_batches > history.num_certified:
+        for name, closed_batches in self.checkpoints:
+            if closed_batches > history.num_certified:
                 raise CertificateError(
-                    f"was written after {saved.closed_batches} batches, the certificate has "
+                    f"was written after {closed_batches} batches, the certificate has "
                     f"{history.num_certified}: {REMOVED}",
-                    file=saved.file,
+                    file=name,
                 )
         for batch, file in self.journals:
             open_batch = history.open_batches.get(file.attempt, -1)
@@ -74,18 +69,6 @@ class Traces:
                     batch=batch,
                     file=f"{JOURNAL_FOLDER}/{file.path.parent.name}/{file.path.name}",
                 )
-
-
-def saved_checkpoints(run_dir: Path) -> list[SavedCheckpoint]:
-    """By step. Damaged ones are left out, as a resumed run does, and those that vanish now."""
-    return [
-        SavedCheckpoint(
-            record["state"]["progress"]["closed_batches"],
-            record["state"]["journal"]["batch"],
-            f"{CHECKPOINT_FOLDER}/{folder.name}/{MANIFEST}",
-        )
-        for folder, record in CheckpointFolder(run_dir / CHECKPOINT_FOLDER).readable()
-    ]
 
 
 def journalled_batches(directory: Path) -> list[int]:
@@ -108,11 +91,17 @@ def refuse_missing_journal(run_dir: Path, batch: int) -> None:
         )
     if _keeps_all(run_dir):
         because = "with journal.keep=all none is ever removed"
-    elif saved := saved_checkpoints(run_dir):
-        first = saved[0].first_batch
-        because = f"{saved[0].file} goes on from batch {first}"
+    elif oldest := next(_saved_states(run_dir), None):
+        first = int(oldest[1]["journal"]["batch"])
+        because = f"{oldest[0]} goes on from batch {first}"
     if batch >= first:
         raise CertificateError(f"its journal is missing, and {because}")
+
+
+def _saved_states(run_dir: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By step, manifests and what they say; without damaged ones, as for a resumed run."""
+    for folder, record in CheckpointFolder(run_dir / CHECKPOINT_FOLDER).readable():
+        yield f"{CHECKPOINT_FOLDER}/{folder.name}/{MANIFEST}", record["state"]
 
 
 class _JournalSettings(msgspec.Struct):
