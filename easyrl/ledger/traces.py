@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,8 @@ def _keeps_all(run_dir: Path) -> bool:
 def _journals(directory: Path) -> list[tuple[int, JournalFile]]:
     found = []
     for batch in journalled_batches(directory):
-        try:
+        with suppress(JournalError):  # whoever reads this batch is told
             found += [(batch, file) for file in journal_files(batch_folder(directory, batch))]
-        except JournalError:  # whoever reads this batch is told
-            continue
     return found
 
 

@@ -64,7 +64,6 @@ class Checkpoints:
         self._background = background
         self._writing: Future[None] | None = None
         self._record = record
-        self._is_tidy = False
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies the run to host memory and begins to write it. All ranks call it.
@@ -162,9 +161,6 @@ class Checkpoints:
 
         def begin() -> None:
             if rank == 0:
-                if not self._is_tidy:
-                    self.folder.tidy()
-                    self._is_tidy = True
                 self.folder.begin(step)
 
         def write() -> dict[str, Any]:

@@ -59,8 +59,11 @@ class CheckpointFolder:
             except Damaged:  # whoever resumes is told
                 continue
 
-    def tidy(self) -> None:
-        """Removes what earlier attempts left unfinished."""
+    def begin(self, step: int) -> None:
+        """An empty folder for the files of ``step``, under a temporary name.
+
+        What earlier ones left unfinished goes.
+        """
         for aside in self.directory.glob(f"step-*{REPLACED}"):
             final = aside.with_name(aside.name.removesuffix(REPLACED))
             if not final.exists():
@@ -68,10 +71,6 @@ class CheckpointFolder:
         for suffix in (UNFINISHED, REPLACED, REMOVED):
             for left in self.directory.glob(f"step-*{suffix}"):
                 shutil.rmtree(left, ignore_errors=True)
-
-    def begin(self, step: int) -> None:
-        """An empty folder for the files of ``step``, under a temporary name."""
-        self.discard(step)
         self.unfinished(step).mkdir(parents=True)
 
     def unfinished(self, step: int) -> Path:
@@ -105,7 +104,6 @@ class CheckpointFolder:
         kept = [step for step in steps if step <= newest][-keep:]
         for step in sorted(set(steps) - set(kept)):
             gone = self.directory / f"step-{step}{REMOVED}"
-            shutil.rmtree(gone, ignore_errors=True)
             try:
                 self.path(step).rename(gone)  # never half a checkpoint under its name
             except OSError as error:

@@ -35,8 +35,8 @@ def write_state_file(path: Path, pieces: Sequence[StatePiece]) -> tuple[int, str
     """
     # large elements first, so that each tensor is aligned to its own
     ordered = sorted(pieces, key=lambda piece: -piece.values.element_size())
-    header = _header(ordered)
-    blocks = [memoryview(header), *(_bytes_of(piece.values) for piece in ordered)]
+    tensors = [piece.values.contiguous().view(torch.uint8).numpy().data for piece in ordered]
+    blocks = [memoryview(_header(ordered)), *tensors]
     digest = blake3()
     num_bytes = sum(map(len, blocks))
     try:
@@ -125,7 +125,3 @@ def _header(pieces: Sequence[StatePiece]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return values.contiguous().view(torch.uint8).numpy().data
