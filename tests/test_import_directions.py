@@ -53,14 +53,13 @@ MAY_IMPORT = {
     "ledger.format": "",
     "ledger.journal": "ledger.format schema config runtime.durable_files runtime.ranks"
     " dataloaders.producer",
-    "ledger.checkpoints": "ledger.format schema config ledger.journal runtime.run_files"
-    " runtime.schedule engines.base metrics.event_log runtime.collectives"
-    " runtime.durable_files models.lora inference_client.transfer.artifact",
-    "ledger.certificate": "ledger.format schema runtime.durable_files ledger.checkpoints.manifest"
-    " ledger.journal dataloaders.prompts.dataset dataloaders.producer.membership",
+    "ledger.checkpoints": "ledger.format config engines.base metrics.event_log"
+    " runtime.collectives runtime.durable_files models.lora inference_client.transfer.artifact",
+    "ledger.certificate": "ledger.format schema runtime.durable_files"
+    " dataloaders.producer.membership",
     "ledger.account": "schema metrics.batch_metrics ledger.certificate.records",
     "ledger": "schema metrics.trackers runtime.run_files runtime.ranks runtime.collectives"
-    " dataloaders.producer.group_stream",
+    " runtime.schedule dataloaders.producer.group_stream dataloaders.prompts.dataset",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.machine runtime.stopping"
     " inference_client",

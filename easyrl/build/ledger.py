@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import AttemptRecord, RunRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES
-from easyrl.ledger.checkpoints.state_file import file_blake3
+from easyrl.ledger.checkpoints.folder import file_blake3
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
@@ -36,6 +37,14 @@ def reference_identity(config: Config, collectives: Collectives) -> str | None:
         identity = digest.hexdigest()
     shared: str | None = collectives.broadcast(identity)
     return shared
+
+
+def recipe_digest(config: Config) -> str:
+    """Of the recipe's name, keys and own file: what its decisions depend on. 32 hex digits."""
+    section = config.recipe
+    text = json.dumps(section.model_dump(mode="json", exclude={"file"}), sort_keys=True)
+    own = b"" if section.file is None else section.file.read_bytes()
+    return blake3(text.encode() + b"\n" + own).hexdigest(length=16)
 
 
 def open_certificate(
@@ -67,9 +76,10 @@ def open_certificate(
         epochs=num_epochs(config),
         updates_per_batch=config.trainer.updates_per_batch,
         max_draws=max_draws(config),
+        recipe=recipe_digest(config),
     )
     try:
-        certificate = Certificate.open(output / CERTIFICATE_FILE, run, attempt)
+        certificate = Certificate(output / CERTIFICATE_FILE, run, attempt)
     except CertificateError as error:
         raise ConfigError(f"--resume: {error}") from error
     opened.callback(certificate.close)

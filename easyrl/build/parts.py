@@ -29,9 +29,9 @@ from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
 from easyrl.inference_client.errors import is_outage
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.ledger.checkpoints.saver import CheckpointSaver
 from easyrl.ledger.journal import BatchRules, Journal, JournalledRollouts, group_settings
 from easyrl.ledger.ledger import Ledger
+from easyrl.ledger.ledger import resume as resume_progress
 from easyrl.metrics.event_log import ignore
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
@@ -122,14 +122,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         settings=group_settings(config, rejects=rejects),
     )
     prunes = ranks.is_first and config.journal.keep != "all"
-    saver = CheckpointSaver(
-        checkpoints,
-        order,
-        every_steps=config.checkpoint.every_steps,
-        journal=journal if prunes else None,
-        reference=reference_identity(config, collectives),
-    )
-    progress = _resume(saver) if resume else Progress()
+    reference = reference_identity(config, collectives)
+    progress = _resume(checkpoints, order, reference) if resume else Progress()
 
     urls: list[str] = collectives.broadcast(own_urls)
     inference = open_inference(config, opened, urls=urls, num_shares=ranks.dp_size, record=record)
@@ -186,7 +180,16 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
             synchronous=config.run.mode == "sync",
         ),
         weight_sync=weight_sync,
-        ledger=Ledger(certificate, saver, collectives),
+        ledger=Ledger(
+            certificate,
+            checkpoints,
+            order,
+            collectives,
+            every_steps=config.checkpoint.every_steps,
+            step=progress.step,
+            journal=journal if prunes else None,
+            reference=reference,
+        ),
         reporter=StepReporter(
             inference.pool.idle_s,
             ranks.world_size + len(inference.pool.endpoints),
@@ -205,9 +208,9 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     return Parts(trainer, engine)
 
 
-def _resume(saver: CheckpointSaver) -> Progress:
+def _resume(checkpoints: Checkpoints, order: PromptOrder, reference: str | None) -> Progress:
     try:
-        return saver.resume()
+        return resume_progress(checkpoints, order, reference)
     except ValueError as error:  # other settings than those of the checkpoint
         raise ConfigError(f"--resume: {error}") from error
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from easyrl.build.accumulation import build_accumulator
+from easyrl.build.recipe import rows_per_drain
 from easyrl.build.steps import total_steps
 from easyrl.config import Config, ConfigError
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
-from easyrl.inference_client.transfer.artifact import (
-    Chunk,
-    tensor_checksum,
-    weights_digest,
-)
-from easyrl.ledger.certificate.records import BatchRecord
+from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum, weights_digest
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.recorded_run import RecordedRollouts, RecordedRun
 from easyrl.metrics.batch_metrics import BatchTotals
@@ -22,6 +19,7 @@ from easyrl.metrics.event_log import ignore
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import make_deterministic
+from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Confirmation, PolicyVersion, Progress, Published, ServedWeights
 from easyrl.trainer.loop import Trainer
@@ -36,22 +34,19 @@ class Replayed:
     from_step: int  # of the checkpoint it began with; 0: the initial model
     metrics: dict[str, float]  # of the last batch
     weights: dict[int, str]  # digests by closed batches: before ``first`` ... behind ``last``
-    rank: int
-    num_ranks: int
+    ranks: Ranks
     in_prompt_order: frozenset[int] = frozenset()  # batches not trained in the run's order
 
 
 class HashedWeights:
     """A ``Publisher`` that sends nothing: it only says what an endpoint would have to serve."""
 
+    confirmations: tuple[Confirmation, ...] = ()
+
     def __init__(self, engine: DeepSpeedEngine, collectives: Collectives) -> None:
         self._engine = engine
         self._collectives = collectives
         self.digests: dict[int, str] = {}  # by closed batches
-
-    @property
-    def confirmations(self) -> tuple[Confirmation, ...]:
-        return ()
 
     def publish(self, version: PolicyVersion) -> Published:
         """Collective."""
@@ -59,28 +54,18 @@ class HashedWeights:
         for name, weight in self._engine.named_weights():
             if self._collectives.ranks.rank == 0:
                 checksums[name] = tensor_checksum(weight)
-        digest = weights_digest([Chunk("", checksums, 0)])
-        self.digests[version.v] = digest = self._collectives.broadcast(digest)
+        digest = self._collectives.broadcast(weights_digest([Chunk("", checksums, 0)]))
+        self.digests[version.v] = digest
         return Published(ServedWeights(version, digest), {})
 
 
 class NoLedger:
     """A ``Ledger`` that writes nothing: the batch was written down when it was trained."""
 
-    def check(self, account: BatchRecord, *, whole: bool) -> None:
+    def _pass(self, *account: Any, **told: Any) -> None:
         pass
 
-    def close_batch(self, account: BatchRecord) -> None:
-        pass
-
-    def save(self, progress: Progress) -> None:
-        pass
-
-    def save_if_due(self, progress: Progress) -> None:
-        pass
-
-    def end(self, progress: Progress, weights: str) -> None:
-        pass
+    check = close_batch = save = save_if_due = end = _pass
 
 
 class LastMetrics:
@@ -111,8 +96,9 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         progress = _restore(run, v, engine, collectives)
         first, from_step = progress.closed_batches, progress.step
         run.require_journal(first, v)
-        updates_per_batch = config.trainer.updates_per_batch
-        rollouts = RecordedRollouts(run, v, updates_per_batch, engine.ranks)
+        num_updates = config.trainer.updates_per_batch
+        max_tokens = rows_per_drain(config) * config.trainer.max_tokens_per_micro_batch
+        rollouts = RecordedRollouts(run, v, num_updates, max_tokens, engine.ranks)
         weights = HashedWeights(engine, collectives)
         reporter = LastMetrics()
         stop = StopRequest(config.trainer.grace_s)
@@ -132,21 +118,20 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
             ledger=NoLedger(),
             reporter=reporter,
             first_version=PolicyVersion(run.run.run, 0, 0),
-            groups_per_update=run.run.batch_size // updates_per_batch,
-            updates_per_batch=updates_per_batch,
+            groups_per_update=run.run.batch_size // num_updates,
+            updates_per_batch=num_updates,
             max_bad_steps=config.trainer.max_bad_steps,
             progress=progress,
         )
         trainer.fit()
     return Replayed(
-        first,
-        v,
-        from_step,
-        reporter.metrics,
-        weights.digests,
-        engine.ranks.rank,
-        collectives.ranks.world_size,
-        frozenset(rollouts.in_prompt_order),
+        first=first,
+        last=v,
+        from_step=from_step,
+        metrics=reporter.metrics,
+        weights=weights.digests,
+        ranks=engine.ranks,
+        in_prompt_order=frozenset(rollouts.in_prompt_order),
     )
 
 
@@ -163,11 +148,10 @@ def _restore(
         raise ConfigError(f"{folder}: {error}") from error
     if state is None:
         return Progress()
+    progress = Progress(**state["progress"])
     # The digest is compared with the certificate's, not with the checkpoint's: the replay may have
     # other settings.
-    saved = state["progress"]
-    reported = {"reported_step": saved["step"], "unreported": {}}
-    return Progress(**(saved | reported | {"weights": ""}))
+    return replace(progress, reported_step=progress.step, unreported={}, weights="")
 
 
 def _total_steps(run: RecordedRun, v: int, config: Config) -> int | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from easyrl.config import Config
-from easyrl.ledger.checkpoints.folder import CheckpointFolder
-from easyrl.ledger.checkpoints.manifest import Damaged, read_manifest
+from easyrl.ledger.checkpoints.folder import CheckpointFolder, Damaged, read_manifest
 
 DRAWS_PER_ACCEPTED = 10  # a recipe that rejects more than nine of ten groups is stuck
 

@@ -34,17 +34,12 @@ class Row(NamedTuple):
     replayed: float
 
     @property
-    def is_same(self) -> bool:
-        return self.recorded == self.replayed or (
-            math.isnan(self.recorded) and math.isnan(self.replayed)
-        )
-
-    @property
     def difference(self) -> float:
-        """Of the larger of the two; infinite where one is not finite."""
-        if self.is_same:
+        """Of the larger of the two; infinite where one is not finite, 0.0 where both are alike."""
+        one, other = self.recorded, self.replayed
+        if one == other or (math.isnan(one) and math.isnan(other)):
             return 0.0
-        relative = abs(self.recorded - self.replayed) / max(abs(self.recorded), abs(self.replayed))
+        relative = abs(one - other) / max(abs(one), abs(other))
         return relative if math.isfinite(relative) else math.inf
 
 
@@ -69,10 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # ConfigError and JournalError among them
         print(f"easyrl: {error}", file=sys.stderr)
         return UNUSABLE
-    rows = compare(recorded, replayed.metrics)
-    same_weights = _same_weights(run, replayed)
-    is_same = same_weights is not False and all(row.is_same for row in rows)
-    if replayed.rank == 0:
+    rows = _compare(recorded, replayed.metrics)
+    after = run.weights_after(replayed.last)
+    same_weights = None if after is None else replayed.weights[replayed.last + 1] == after
+    is_same = same_weights is not False and not any(row.difference for row in rows)
+    if replayed.ranks.is_first:
         print(_table(rows))
         print(_account(run, replayed, arguments.overrides))
         print(_verdict(rows, same_weights))
@@ -81,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return DIFFERENT if not is_same and not reasons else 0
 
 
-def compare(recorded: Mapping[str, Any], replayed: Mapping[str, float]) -> list[Row]:
+def _compare(recorded: Mapping[str, Any], replayed: Mapping[str, float]) -> list[Row]:
     """The reproducible metrics that both have."""
     from easyrl.runtime.determinism import reproducible
 
@@ -94,17 +90,11 @@ def compare(recorded: Mapping[str, Any], replayed: Mapping[str, float]) -> list[
     return rows
 
 
-def _same_weights(run: RecordedRun, replayed: Replayed) -> bool | None:
-    """Whether the batch came to the weights that the run had; None: the run did not say."""
-    after = run.weights_after(replayed.last)
-    return None if after is None else replayed.weights[replayed.last + 1] == after
-
-
 def _table(rows: Sequence[Row]) -> str:
     width = max(len(row.name) for row in rows)
     lines = [f"{'':{width}}  {'recorded':>16}  {'replayed':>16}  difference"]
     for row in rows:
-        difference = "" if row.is_same else f"{row.difference:.1e}"
+        difference = f"{row.difference:.1e}" if row.difference else ""
         lines.append(
             f"{row.name:{width}}  {row.recorded:16.9g}  {row.replayed:16.9g}  {difference}".rstrip()
         )
@@ -128,17 +118,18 @@ def _account(run: RecordedRun, replayed: Replayed, overrides: Sequence[str]) -> 
 
 
 def _verdict(rows: Sequence[Row], same_weights: bool | None) -> str:
-    told = {True: ", and the weights behind them", None: ""}
-    differing = [row for row in rows if not row.is_same]
-    if not differing and same_weights is not False:
-        return f"equal to the bit: {len(rows)} metrics{told[same_weights]}"
-    if not differing:
+    """``same_weights``: that the batch came to; None: the run did not say which."""
+    differing = [row for row in rows if row.difference]
+    if differing:
+        largest = max(differing, key=lambda row: row.difference)
+        return (
+            f"not equal: {len(differing)} of {len(rows)} metrics; the largest difference is that "
+            f"of {largest.name}, {largest.difference:.1e} of its value"
+        )
+    if same_weights is False:
         return f"{len(rows)} metrics are equal to the bit, the weights behind them are not"
-    largest = max(differing, key=lambda row: row.difference)
-    return (
-        f"not equal: {len(differing)} of {len(rows)} metrics; the largest difference is that of "
-        f"{largest.name}, {largest.difference:.1e} of its value"
-    )
+    behind = ", and the weights behind them" if same_weights else ""
+    return f"equal to the bit: {len(rows)} metrics{behind}"
 
 
 def _reasons(
@@ -148,35 +139,24 @@ def _reasons(
     reasons = []
     if overrides:
         reasons.append(f"with other settings: {' '.join(overrides)}")
-    if config.run.determinism != "strict":
+    if config.run.determinism != "strict":  # in strict mode the prompts' order is the run's
+        batches = ", ".join(map(str, sorted(replayed.in_prompt_order)))
         reasons.append(
-            "run.determinism=none: groups are trained in the run's order, but nothing keeps the "
-            "arithmetic itself the same"
+            f"run.determinism=none: the groups of batch {batches} are trained in the order of "
+            "their prompts, not in the run's, which was not journalled or cannot be repeated "
+            "on other ranks or with another trainer.max_tokens_per_micro_batch"
+            if batches
+            else "run.determinism=none: groups are trained in the run's order, but nothing keeps "
+            "the arithmetic itself the same"
         )
-        if replayed.in_prompt_order:  # in strict mode it is the run's
-            batches = ", ".join(map(str, sorted(replayed.in_prompt_order)))
-            reasons[-1] = (
-                f"run.determinism=none: the groups of batch {batches} are trained in the order of "
-                "their prompts, not in the run's, which was not journalled or cannot be repeated "
-                "on other ranks or with another trainer.max_tokens_per_micro_batch"
-            )
     others = {run.batch(v).num_ranks for v in range(replayed.first, replayed.last + 1)}
-    if others != {replayed.num_ranks}:
+    if others != {replayed.ranks.world_size}:
         ranks = " and ".join(map(str, sorted(others)))
-        reasons.append(f"trained on {ranks} ranks, replayed on {replayed.num_ranks}")
-    return [*reasons, *_settings_of_other_attempts(run, config, replayed, overrides)]
-
-
-def _settings_of_other_attempts(
-    run: RecordedRun, config: Config, replayed: Replayed, overrides: Sequence[str]
-) -> list[str]:
-    """What attempts that trained the batches before the last one did otherwise."""
+        reasons.append(f"trained on {ranks} ranks, replayed on {replayed.ranks.world_size}")
     own = run.attempt_of(replayed.last)
-    others = {run.attempt_of(v) for v in range(replayed.first, replayed.last)} - {own}
-    reasons = []
-    for attempt in sorted(others):
-        theirs = _config(run, attempt, overrides)
-        if keys := _differing(theirs, config):
+    attempts = {run.attempt_of(v) for v in range(replayed.first, replayed.last)} - {own}
+    for attempt in sorted(attempts):
+        if keys := _differing(_config(run, attempt, overrides), config):
             reasons.append(
                 f"its earlier batches are of attempt {attempt}, which had other settings than "
                 f"attempt {own}, whose are used here: {', '.join(keys)}"
@@ -186,21 +166,20 @@ def _settings_of_other_attempts(
 
 def _config(run: RecordedRun, attempt: int, overrides: Sequence[str]) -> Config:
     """Of an attempt, with all keys of its recipe."""
-    config = load_config(run.config_file(attempt), overrides)
     from easyrl.recipes.loading import with_whole_recipe
 
-    return with_whole_recipe(config)
+    return with_whole_recipe(load_config(run.config_file(attempt), overrides))
 
 
 def _differing(one: Config, other: Config) -> list[str]:
     """Keys of what decides how given groups are trained."""
-    keys = []
     ours, theirs = one.model_dump(), other.model_dump()
-    for section in ("model", "recipe", "rollout", "scoring", "trainer"):
-        for key, value in ours[section].items():
-            if value != theirs[section].get(key):
-                keys.append(f"{section}.{key}")
-    return keys
+    return [
+        f"{section}.{key}"
+        for section in ("model", "recipe", "rollout", "scoring", "trainer")
+        for key, value in ours[section].items()
+        if value != theirs[section].get(key)
+    ]
 
 
 def _other_machine(run: RecordedRun) -> list[str]:

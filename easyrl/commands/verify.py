@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from easyrl.ledger.certificate.records import AttemptRecord
     from easyrl.schema import RolloutGroup
 
 
@@ -21,7 +22,7 @@ def verify_command(
     from easyrl.ledger.verify import verify
 
     try:
-        verdict = verify(run_dir, lambda attempt: _accept_of(run_dir, attempt))
+        verdict = verify(run_dir, cache(partial(_accept_of, run_dir)))
     except (ValueError, OSError) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -29,19 +30,33 @@ def verify_command(
     raise typer.Exit(0 if verdict.on_policy else 1)
 
 
-@cache
-def _accept_of(run_dir: Path, attempt: int) -> Callable[[RolloutGroup], str | None] | None:
-    """What the recipe of ``attempt`` decides of a group; None if it is not there any more."""
+def _accept_of(
+    run_dir: Path, attempt: AttemptRecord
+) -> Callable[[RolloutGroup], str | None] | None:
+    """What the recipe of ``attempt`` decides of a group; None if it is not there any more.
+
+    Raises ``ValueError`` if it is another one by now.
+    """
+    from easyrl.build.ledger import recipe_digest
     from easyrl.build.recipe import accept_function
     from easyrl.config import ConfigError
     from easyrl.config.file import load_config
     from easyrl.runtime.run_files import attempt_config_file
 
-    file = run_dir / attempt_config_file(attempt)
+    file = run_dir / attempt_config_file(attempt.attempt)
     if not file.is_file():
         return None
     try:
-        return accept_function(load_config(file, []))
+        config = load_config(file, [])
+        own = config.recipe.file
+        if attempt.recipe is not None and (own is None or own.is_file()):
+            if (now := recipe_digest(config)) != attempt.recipe:
+                raise ValueError(
+                    f"{own or file}: the recipe of attempt {attempt.attempt} was {attempt.recipe} "
+                    f"when it began and is {now} now: what it decided cannot be replayed with the "
+                    "changed recipe; put it back as it was"
+                )
+        return accept_function(config)
     except ConfigError as error:
-        print(f"easyrl: attempt {attempt}: its recipe's decisions are not checked: {error}")
+        print(f"easyrl: attempt {attempt.attempt}: its recipe's decisions are not checked: {error}")
         return None

@@ -37,7 +37,6 @@ def batch_account(
         for group in update.totals.groups
     ]
     groups = sorted([*groups, *refused], key=lambda group: group.position)
-    drawn = {group.key for group in groups}
     return BatchRecord(
         batch=served.version.v,
         step=step,
@@ -48,7 +47,7 @@ def batch_account(
         weights=served.digest,
         confirmations=list(confirmations),
         groups=groups,
-        discarded=sorted(drawn.intersection(discarded)),
+        discarded=sorted({group.key for group in groups}.intersection(discarded)),
         accepted_versions=sorted(accepted_versions),
         logprob_max=first.maxima.get("logprob_diff_max"),
         logprob_mean=first.sums["logprob_diff_sum"] / num_tokens if num_tokens else None,

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.certificate.writer import Certificate
-from easyrl.ledger.checkpoints.saver import CheckpointSaver
+from easyrl.ledger.checkpoints.checkpoints import Checkpoints
+from easyrl.ledger.journal import Journal
 from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.run_files import CERTIFICATE_FILE
+from easyrl.runtime.schedule import Due
 from easyrl.schema import Progress
+
+logger = logging.getLogger(__name__)
+
+
+def resume(checkpoints: Checkpoints, order: PromptOrder, reference: str | None) -> Progress:
+    """Engine and random state as they were saved; without a checkpoint, the beginning. Collective.
+
+    ``reference`` as for ``Ledger``. Raises ``ValueError`` if the settings are not those of the
+    checkpoint.
+    """
+    state = checkpoints.load_latest()
+    if state is None:
+        _refuse_complete_run(checkpoints.folder.directory.parent)
+        logger.warning(
+            "%s holds no checkpoint: the run begins with its first batch, what the journal "
+            "has is not generated again",
+            checkpoints.folder.directory,
+        )
+        return Progress()
+    if state["reference"] != reference:
+        raise ValueError(
+            "the model at model.path, which is frozen, is not the one that the checkpoint "
+            "was trained with; restore it, or keep recipe.kl_coef and kl_in_reward_coef "
+            "as they were"
+        )
+    order.position(state["cursor"])  # refuses another order
+    return Progress(**state["progress"])
 
 
 class Ledger:
@@ -17,15 +52,34 @@ class Ledger:
 
     Args:
         certificate: on the first rank; None on the others.
-        saver: writes checkpoints.
+        every_steps: between two checkpoints; 0: only where one is asked for.
+        step: that the run goes on from.
+        journal: of the rank that removes batches from it that no checkpoint needs; None: nothing is
+            removed.
+        reference: ``reference_identity``, which a checkpoint has to agree with.
     """
 
     def __init__(
-        self, certificate: Certificate | None, saver: CheckpointSaver, collectives: Collectives
+        self,
+        certificate: Certificate | None,
+        checkpoints: Checkpoints,
+        order: PromptOrder,
+        collectives: Collectives,
+        *,
+        every_steps: int,
+        step: int = 0,
+        journal: Journal | None = None,
+        reference: str | None = None,
     ) -> None:
         self._certificate = certificate
-        self._saver = saver
+        self._checkpoints = checkpoints
+        self._order = order
         self._collectives = collectives
+        self._every_steps = every_steps
+        self._due = Due(every_steps, step)
+        self._journal = journal
+        self._reference = reference
+        self._saved_step = -1  # in this attempt
 
     def check(self, account: BatchRecord, *, whole: bool) -> None:
         """Whether ``account`` may be trained on; ``whole``: the batch is over.
@@ -43,13 +97,47 @@ class Ledger:
 
     def save(self, progress: Progress) -> None:
         """Returns when there is a checkpoint of ``progress``."""
-        self._saver.save_now(progress)
+        if self._saved_step != progress.step:
+            self._save(progress)
+        self._checkpoints.wait()
 
     def save_if_due(self, progress: Progress) -> None:
-        self._saver.save_if_due(progress)
+        """Every ``every_steps`` steps; lets go what is not needed any more of the journal."""
+        if not self._due.passes(progress.step):
+            return
+        self._save(progress)
+        oldest = next(self._checkpoints.folder.readable(), None)
+        if self._journal is not None and oldest is not None:
+            self._journal.prune(int(oldest[1]["state"]["journal"]["batch"]))
 
     def end(self, progress: Progress, weights: str) -> None:
-        """The run is complete, and has the weights with this digest."""
-        self._saver.save_at_end(progress)
+        """The run is complete, and has the weights with this digest.
+
+        It can be extended from its last step, if it writes checkpoints at all.
+        """
+        if self._every_steps:
+            self.save(progress)
         if self._certificate is not None:
             self._certificate.end(weights)
+
+    def _save(self, progress: Progress) -> None:
+        """Returns when the state is copied, it may still be being written."""
+        state = {
+            "progress": asdict(progress),
+            "cursor": self._order.cursor(progress.position),
+            "reference": self._reference,
+            "journal": {"batch": progress.closed_batches},  # the first that it needs
+        }
+        self._checkpoints.save(progress.step, state)
+        self._saved_step = progress.step
+
+
+def _refuse_complete_run(output: Path) -> None:
+    """Without a checkpoint, there is nothing that a complete run could be extended from."""
+    file = output / CERTIFICATE_FILE
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    if lines and b'"kind":"end"' in lines[-1]:
+        raise ValueError(
+            f"{output} is complete and has no checkpoint that it could be extended from; train "
+            f"{output / 'model'} further in a new run, with checkpoint.every_steps set"
+        )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from easyrl.dataloaders.producer.group_stream import GroupStream, Idle, ReadyGroup, packed_tokens
-from easyrl.ledger.certificate.chain import ChainReader, Line, read_record
+from easyrl.dataloaders.producer.group_stream import GroupStream, ReadyGroup, packed_tokens
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
-from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, EndRecord, RunRecord
+from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.journal import read_batch
 from easyrl.ledger.journal.codec import DrainRecord
 from easyrl.ledger.journal.earlier_attempts import num_groups
 from easyrl.ledger.journal.reading import batch_folder, read_drains
+from easyrl.ledger.traces import JOURNAL_FOLDER
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_files import (
@@ -24,15 +25,7 @@ from easyrl.runtime.run_files import (
     METRICS_FILE,
     attempt_config_file,
 )
-from easyrl.schema import (
-    EndedBy,
-    FinishedSamples,
-    GroupOutcome,
-    Key,
-    PolicyVersion,
-    RolloutGroup,
-    ServedWeights,
-)
+from easyrl.schema import GroupOutcome, Key, PolicyVersion, RolloutGroup, ServedWeights
 
 
 class RecordedRun:
@@ -46,19 +39,15 @@ class RecordedRun:
             if not (folder / name).is_file():
                 raise ValueError(f"{folder}: has no {name}; name the run.output_dir of a run")
         self.folder = folder
-        self._final_weights: str | None = None
-        self._begun: dict[int, tuple[int, int]] = {}  # attempt → steps and prompts before it
-        self._history = History(self._read)
+        self._journal = folder / JOURNAL_FOLDER
+        self._history = History(folder / CERTIFICATE_FILE)
         try:
-            self._take_all()
+            self._history.take_all()
+            if self._history.run is None:
+                raise CertificateError("is empty", file=CERTIFICATE_FILE)
         except CertificateError as error:
             raise ValueError(f"{folder}: {error}; see easyrl verify {folder}") from error
-
-    @property
-    def run(self) -> RunRecord:
-        """What fixes the order of the prompts."""
-        assert self._history.run is not None
-        return self._history.run
+        self.run = self._history.run  # what fixes the order of the prompts
 
     def batch_of_step(self, step: int) -> int:
         """The batch that optimizer step ``step`` belongs to. Raises ``ValueError``."""
@@ -71,7 +60,7 @@ class RecordedRun:
 
     def batch(self, v: int) -> BatchRecord:
         """The account of batch ``v``."""
-        return self._read(self._history.batches[v].line)
+        return self._history.batch(v)
 
     def attempt_of(self, v: int) -> int:
         """The attempt that trained batch ``v``."""
@@ -83,14 +72,16 @@ class RecordedRun:
         return own if own.is_file() else self.folder / CONFIG_FILE
 
     def begun(self, attempt: int) -> tuple[int, int]:
-        """Steps that were taken and prompts that were trained before attempt ``attempt``."""
-        return self._begun[attempt]
+        """Steps that were taken and prompts that were trained before ``attempt``, of which a batch
+        is in the weights."""
+        first = self._history.attempts[attempt].first_batch
+        return self._first_step(first) - 1, self._history.batches[first].first_position
 
     def weights_after(self, v: int) -> str | None:
         """Digest of the weights that batch ``v`` came to, if they were ever published."""
         if v + 1 < len(self._history.batches):
             return self.batch(v + 1).weights
-        return self._final_weights
+        return None if self._history.end is None else self._history.end.weights
 
     def metrics_of(self, v: int) -> dict[str, Any]:
         """What was measured at the end of batch ``v``; a number that is not finite is None.
@@ -105,15 +96,15 @@ class RecordedRun:
 
     def require_journal(self, first: int, last: int) -> None:
         """Raises ``ValueError`` if a batch from ``first`` to ``last`` is no longer journalled."""
-        journal = self.folder / "journal"
+        kept = [v for v in range(first, len(self._history.batches))
+                if batch_folder(self._journal, v).is_dir()]  # fmt: skip
         for v in range(first, last + 1):
-            if not batch_folder(journal, v).is_dir():
-                kept = [u for u in range(v, len(self._history.batches))
-                        if batch_folder(journal, u).is_dir()]  # fmt: skip
-                there = f"goes back to step {self._first_step(kept[0])}" if kept else "is empty"
+            if v not in kept:
+                later = [u for u in kept if u > v]
+                there = f"goes back to step {self._first_step(later[0])}" if later else "is empty"
                 raise ValueError(
-                    f"{journal}: batch {v}, which step {self.batch(last).step} builds on, was "
-                    f"removed as nothing resumes from it; the journal {there}. Choose a later "
+                    f"{self._journal}: batch {v}, which step {self.batch(last).step} builds on, "
+                    f"was removed as nothing resumes from it; the journal {there}. Choose a later "
                     "step, or set journal.keep=all in the next run"
                 )
 
@@ -125,14 +116,14 @@ class RecordedRun:
         trained = {g.key: g.digest for g in self.batch(v).groups if g.key in keys}
         found = {
             each.key: each.group
-            for each in read_batch(self.folder / "journal", v)
+            for each in read_batch(self._journal, v)
             if trained.get(each.key) == each.digest
         }
         if missing := sorted(keys - found.keys()):
             epoch, index = missing[0]
             raise ValueError(
-                f"{batch_folder(self.folder / 'journal', v)}: has not the group of prompt {index} "
-                f"of epoch {epoch} that was trained; see easyrl verify {self.folder}"
+                f"{batch_folder(self._journal, v)}: has not the group of prompt {index} of epoch "
+                f"{epoch} that was trained; see easyrl verify {self.folder}"
             )
         return found
 
@@ -142,8 +133,7 @@ class RecordedRun:
         Nothing if no rank of the run drained just these, or it did not journal it. Raises
         ``JournalError``.
         """
-        ranks = read_drains(self.folder / "journal", v, self.attempt_of(v))
-        for drains in ranks:
+        for drains in read_drains(self._journal, v, self.attempt_of(v)):
             own = [drain for drain in drains if keys.issuperset(drain.keys)]
             if num_groups(own) == len(keys):
                 return own
@@ -152,24 +142,20 @@ class RecordedRun:
     def _first_step(self, v: int) -> int:
         return self._history.batches[v - 1].last_step + 1 if v else 1
 
-    def _take_all(self) -> None:
-        for line, record in ChainReader(self.folder / CERTIFICATE_FILE):
-            try:
-                self._history.take(line, record)
-            except CertificateError as error:
-                raise error.at_line(line.number) from None
-            if isinstance(record, AttemptRecord):
-                step = self._history.batches[-1].last_step if self._history.batches else 0
-                self._begun[record.attempt] = step, self._history.num_drawn
-            self._final_weights = record.weights if isinstance(record, EndRecord) else None
-        if self._history.run is None:
-            raise CertificateError("is empty", file=CERTIFICATE_FILE)
 
-    def _read(self, line: Line) -> BatchRecord:
-        with (self.folder / CERTIFICATE_FILE).open("rb") as file:
-            record = read_record(file, line)
-        assert isinstance(record, BatchRecord)
-        return record
+@dataclass(frozen=True)
+class RecordedBatch:
+    """A batch as it was trained (``trainer.loop.OpenBatch``)."""
+
+    updates: Sequence[GroupStream]
+    refused: Sequence[GroupOutcome]
+    accepted_versions: Sequence[str]
+    discarded: Sequence[Key]
+    membership: BatchRecord  # says what ended it
+    withdrawn: str | None = None
+
+    def close(self) -> None:
+        pass
 
 
 class RecordedRollouts:
@@ -180,14 +166,18 @@ class RecordedRollouts:
     Args:
         last: the last batch.
         num_updates: optimizer steps on each batch.
+        max_tokens: packed, that the trainer will ask for at once.
     Attributes:
         in_prompt_order: batches that were handed out so.
     """
 
-    def __init__(self, run: RecordedRun, last: int, num_updates: int, ranks: Ranks) -> None:
+    def __init__(
+        self, run: RecordedRun, last: int, num_updates: int, max_tokens: int, ranks: Ranks
+    ) -> None:
         self._run = run
         self._last = last
         self._num_updates = num_updates
+        self._max_tokens = max_tokens
         self._ranks = ranks
         self._next = 0  # batch
         self.in_prompt_order: set[int] = set()
@@ -214,8 +204,10 @@ class RecordedRollouts:
             for group in record.groups
             if not group.accepted and group.rank % ranks.dp_size == ranks.dp_rank
         ]
-        updates = [self._stream(v, keys, groups) for keys in mine]
-        return RecordedBatch(updates, record, refused)
+        updates = [self._stream(record, keys, groups) for keys in mine]
+        return RecordedBatch(
+            updates, refused, record.accepted_versions, record.discarded, membership=record
+        )
 
     def sync(self) -> None:
         pass
@@ -224,66 +216,17 @@ class RecordedRollouts:
         pass
 
     def _stream(
-        self, v: int, keys: Sequence[Key], groups: Mapping[Key, RolloutGroup]
+        self, record: BatchRecord, keys: Sequence[Key], groups: Mapping[Key, RolloutGroup]
     ) -> GroupStream:
-        drains = self._run.drains(v, frozenset(keys))
+        drains = self._run.drains(record.batch, frozenset(keys))
+        if any(drain.max_tokens != self._max_tokens for drain in drains):
+            drains = ()  # another budget is to be tried
         if keys and not drains:
-            self.in_prompt_order.add(v)
-        stream = _RecordedStream(forget=lambda: self.in_prompt_order.add(v))
-        stream.accepted_versions = frozenset(self._run.batch(v).accepted_versions)
+            self.in_prompt_order.add(record.batch)
+        stream = GroupStream(cancel=lambda: None, in_prompt_order=True)
+        stream.accepted_versions = frozenset(record.accepted_versions)
         stream.past_drains.extend(drains)
         for key in keys:
             stream.put(ReadyGroup(key, packed_tokens(groups[key]), groups[key]))
         stream.end()
         return stream
-
-
-class Ended(NamedTuple):
-    """The membership of a batch that is over."""
-
-    ended_by: EndedBy
-
-
-class RecordedBatch:
-    """A batch as it was trained (``trainer.loop.OpenBatch``)."""
-
-    def __init__(
-        self,
-        updates: Sequence[GroupStream],
-        record: BatchRecord,
-        refused: Sequence[GroupOutcome],
-    ) -> None:
-        self.updates = updates
-        self.accepted_versions = record.accepted_versions
-        self.discarded = record.discarded
-        self.refused = refused
-        self.membership = Ended(record.ended_by)
-        self.withdrawn: str | None = None
-
-    def close(self) -> None:
-        pass
-
-
-class _RecordedStream(GroupStream):
-    """Repeats what was trained together unless another ``max_tokens`` is to be tried.
-
-    Args:
-        forget: is told that another is.
-    """
-
-    def __init__(self, forget: Callable[[], object]) -> None:
-        super().__init__(cancel=lambda: None, in_prompt_order=True)
-        self._forget = forget
-
-    def drain_ready(self, max_tokens: int, idle: Idle | None = None) -> list[RolloutGroup]:
-        self._forget_others(max_tokens)
-        return super().drain_ready(max_tokens, idle)
-
-    def ahead_of_drain(self, max_tokens: int) -> Iterator[list[FinishedSamples]]:
-        self._forget_others(max_tokens)
-        return super().ahead_of_drain(max_tokens)
-
-    def _forget_others(self, max_tokens: int) -> None:
-        if any(drain.max_tokens != max_tokens for drain in self.past_drains):
-            self.past_drains.clear()
-            self._forget()

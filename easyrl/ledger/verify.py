@@ -6,20 +6,20 @@ follow from seed and dataset size, the versions on the tokens from the journalle
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
-from easyrl.ledger.certificate.chain import ChainReader, Line, read_record
-from easyrl.ledger.certificate.dataset_order import DatasetOrder
-from easyrl.ledger.certificate.errors import CertificateError
-from easyrl.ledger.certificate.evidence import AcceptOf, JournalEvidence
+import numpy as np
+
+from easyrl.dataloaders.prompts.dataset import PromptOrder
+from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.history import History
-from easyrl.ledger.certificate.records import BatchRecord
-from easyrl.ledger.certificate.traces import REMOVED, Traces
-from easyrl.metrics.trackers import read_metrics
-
-CERTIFICATE_FILE, METRICS_FILE, JOURNAL_FOLDER = "certificate.jsonl", "metrics.jsonl", "journal"
+from easyrl.ledger.certificate.records import BatchRecord, RunRecord
+from easyrl.ledger.evidence import AcceptOf, JournalEvidence
+from easyrl.ledger.traces import Traces
+from easyrl.runtime.run_files import CERTIFICATE_FILE
+from easyrl.schema import GroupOutcome, Prompt
 
 
 @dataclass
@@ -51,81 +51,91 @@ class Verdict:
     def __str__(self) -> str:
         if self.violation is not None:
             return f"NOT on-policy: {self.violation}"
-        facts = [
-            f"{_number(self.batches, 'batch', 'batches')}, {_number(self.trained, 'group')} trained"
-        ]
+        batches, groups = _number(self.batches, "batch", "batches"), _number(self.trained, "group")
+        superseded = _number(self.superseded, "line")
         told = [
-            (self.skipped, "of skipped updates"),
-            (self.excluded, "excluded"),
-            (self.rejected, "rejected"),
-            (self.recovered, "recovered from the journal"),
-            (self.discarded, "discarded and generated again"),
-            (self.unjournalled, "not journalled"),
-        ]
-        facts += [f"{count} {what}" for count, what in told if count]
-        if self.unconfirmed:
-            facts.append(
+            (True, f"{batches}, {groups} trained"),
+            (self.skipped, f"{self.skipped} of skipped updates"),
+            (self.excluded, f"{self.excluded} excluded"),
+            (self.rejected, f"{self.rejected} rejected"),
+            (self.recovered, f"{self.recovered} recovered from the journal"),
+            (self.discarded, f"{self.discarded} discarded and generated again"),
+            (self.unjournalled, f"{self.unjournalled} not journalled"),
+            (
+                self.unconfirmed,
                 f"{_number(self.unconfirmed, 'group')} of attempts that died before their "
-                "endpoints' confirmations were certified"
-            )
-        if self.decisions:
-            facts.append(f"{_number(self.decisions, 'decision')} replayed")
-        if self.attempts > 1:
-            lines = _number(self.superseded, "line")
-            facts.append(f"{self.attempts} attempts, {lines} superseded")
-        if self.unproved:
-            facts.append(f"{_number(self.unproved, 'batch', 'batches')} without proof of bits")
-        if self.pruned:
-            facts.append(f"journal pruned of {_number(self.pruned, 'batch', 'batches')}")
-        if self.torn:
-            facts.append("a line cut off at the end")
-        facts.append("complete" if self.ended else "not complete")
-        return "on-policy: " + ", ".join(facts)
+                "endpoints' confirmations were certified",
+            ),
+            (self.decisions, f"{_number(self.decisions, 'decision')} replayed"),
+            (self.attempts > 1, f"{self.attempts} attempts, {superseded} superseded"),
+            (self.unproved, f"{_number(self.unproved, 'batch', 'batches')} without proof of bits"),
+            (self.pruned, f"journal pruned of {_number(self.pruned, 'batch', 'batches')}"),
+            (self.torn, "a line cut off at the end"),
+            (True, "complete" if self.ended else "not complete"),
+        ]
+        return "on-policy: " + ", ".join(fact for counts, fact in told if counts)
 
 
 def verify(run_dir: Path, accept_of: AcceptOf = lambda attempt: None) -> Verdict:
     """Checks the whole run, which may be going on.
 
-    ``accept_of``: by attempt, what its recipe decides of a group; None where that is not known: the
+    ``accept_of``: what an attempt's recipe decides of a group; None where that is not known: the
     rule of membership is checked then, not the recipe's decisions.
     Raises ``ValueError`` or ``OSError`` if there is none to check.
     """
-    path = run_dir / CERTIFICATE_FILE
-    if not path.is_file():
+    if not (run_dir / CERTIFICATE_FILE).is_file():
         raise ValueError(f"{run_dir}: has no {CERTIFICATE_FILE}; name a run's run.output_dir")
     verdict = Verdict()
     try:
-        with path.open("rb") as file:
-            _verify(run_dir, file, verdict, accept_of)
+        _verify(run_dir, verdict, accept_of)
     except CertificateError as error:
         verdict.violation = error
     return verdict
 
 
-def _verify(run_dir: Path, file: BinaryIO, verdict: Verdict, accept_of: AcceptOf) -> None:
-    # Before the certificate: a run that goes on meanwhile only ever adds to it.
-    last_step = _last_step(run_dir / METRICS_FILE)
-    traces = Traces.read(run_dir, run_dir / JOURNAL_FOLDER)
-    history = History(lambda line: _batch(file, line))
-    chain = ChainReader(run_dir / CERTIFICATE_FILE)
-    history.take_all(chain)
-    verdict.torn, verdict.ended = chain.torn > 0, history.ended
-    verdict.attempts, verdict.superseded = history.num_attempts, history.num_superseded
-    _nothing_cut_off(last_step, history)
+def _verify(run_dir: Path, verdict: Verdict, accept_of: AcceptOf) -> None:
+    traces = Traces.read(run_dir)  # first: a run that goes on meanwhile only ever adds to them
+    history = History(run_dir / CERTIFICATE_FILE)
+    history.take_all()
+    verdict.torn, verdict.ended = history.torn, history.end is not None
+    verdict.attempts, verdict.superseded = len(history.attempts), history.num_superseded
     traces.examine(history)
-    order = DatasetOrder(history.run)
-    evidence = JournalEvidence(run_dir, run_dir / JOURNAL_FOLDER, accept_of)
-    for batch in history.batches:
-        record = _batch(file, batch.line)
-        try:
-            order.examine(record, batch)
+    if history.run is None:
+        return
+    order = _order(history.run)
+    evidence = JournalEvidence(run_dir, history.attempts, accept_of)
+    for v, batch in enumerate(history.batches):
+        record = history.batch(v)
+        with located(line=batch.line.number, batch=v):
+            _refuse_other_prompts(order, batch.first_position, record.groups)
             evidence.examine(record)
-        except CertificateError as error:
-            raise error.at_line(batch.line.number) from None
         _count(record, verdict)
         verdict.unconfirmed += batch.num_unconfirmed
     verdict.decisions = evidence.num_replayed
     verdict.pruned, verdict.unjournalled = evidence.num_pruned, evidence.num_unjournalled
+
+
+def _order(run: RunRecord) -> PromptOrder:
+    """Which prompt is where: seed, epoch and the dataset's size say it."""
+    nothing = np.zeros(0, np.int32)
+    prompts = [Prompt(index, nothing, "", None) for index in range(run.num_prompts)]
+    return PromptOrder(prompts, seed=run.seed, shuffle=run.shuffle, epochs=None)
+
+
+def _refuse_other_prompts(order: PromptOrder, first: int, groups: Sequence[GroupOutcome]) -> None:
+    """``groups``, none of them twice, have to be those of the order's prompts from ``first`` on.
+
+    Raises ``CertificateError`` naming a prompt that is missing or not at its position.
+    """
+    found = [group.key for group in groups]
+    wanted = [order.prompt(first + place).key for place in range(len(found))]
+    is_found = set(found)
+    for key in wanted:
+        if key not in is_found:
+            raise CertificateError("is missing, it belongs to this batch", key=key)
+    for key, want in zip(found, wanted, strict=True):
+        if key != want:
+            raise CertificateError("is out of the dataset's order", key=key)
 
 
 def _count(record: BatchRecord, verdict: Verdict) -> None:
@@ -138,27 +148,6 @@ def _count(record: BatchRecord, verdict: Verdict) -> None:
     verdict.recovered += sum(group.recovered for group in record.groups)
     verdict.discarded += len(record.discarded)
     verdict.unproved += not all(c.bits_proved for c in record.confirmations)
-
-
-def _last_step(metrics: Path) -> int:
-    """The last that was reported; 0 if none was."""
-    steps = [int(line["step"]) for line in read_metrics(metrics)] if metrics.exists() else []
-    return max(steps, default=0)
-
-
-def _nothing_cut_off(last_step: int, history: History) -> None:
-    """A step's metrics are written after its line: metrics of a later step betray removed lines."""
-    if last_step > history.last_step:
-        raise CertificateError(
-            f"has step {last_step}, the certificate ends with step {history.last_step}: {REMOVED}",
-            file=METRICS_FILE,
-        )
-
-
-def _batch(file: BinaryIO, line: Line) -> BatchRecord:
-    record = read_record(file, line)
-    assert isinstance(record, BatchRecord)
-    return record
 
 
 def _number(count: int, one: str, many: str | None = None) -> str:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 from blake3 import blake3
@@ -19,7 +18,7 @@ from blake3 import blake3
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import Record
 
-START = "0" * 32  # what the first line follows
+START = "0" * 32  # the hash that the first line follows
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Record)
 _PREFIX = b'{"previous":"%s",'
@@ -30,17 +29,16 @@ _SUFFIX_LENGTH = len(_SUFFIX % START.encode())
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Where a sound line is."""
+    """Where a sound line is; made without arguments, where the first one begins."""
 
-    number: int  # from 1
-    start: int  # its first byte in the file
-    length: int  # bytes, the newline not counted
-    hash: str
+    number: int = 0  # from 1
+    start: int = 0  # its first byte in the file
+    end: int = 0  # the byte behind its newline
+    hash: str = START
 
-    @classmethod
-    def of(cls, number: int, start: int, data: bytes) -> Line:
-        """``data`` is the line without its newline."""
-        return cls(number, start, len(data), _hash(data))
+    def following(self, data: bytes) -> Line:
+        """The line behind it, ``data`` with its newline."""
+        return Line(self.number + 1, self.end, self.end + len(data), _hash(data[:-1]))
 
 
 def seal(record: Record, previous: str) -> bytes:
@@ -50,7 +48,7 @@ def seal(record: Record, previous: str) -> bytes:
 
 
 class ChainReader:
-    """Iterates over a certificate's lines, checking each; ``end`` and ``torn`` are known then.
+    """Iterates over a certificate's lines, checking each; ``last`` and ``torn`` are known then.
 
     A last line without an end was being written when the process died: it is not one. Raises
     ``CertificateError`` naming line and problem.
@@ -58,52 +56,38 @@ class ChainReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.end = 0  # bytes of whole lines
-        self.torn = 0  # bytes behind them
-        self.num_lines = 0
-        self.last_hash = START
+        self.last = Line()
+        self.torn = False
 
     def __iter__(self) -> Iterator[tuple[Line, Record]]:
         with self._path.open("rb") as file:
             for data in file:
+                line = self.last.following(data)
                 if not data.endswith(b"\n"):
-                    self._refuse_whole(data)
-                    self.torn = len(data)
+                    _refuse_whole(data, line.number)
+                    self.torn = True
                     return
-                yield self._line(data[:-1])
-
-    def _line(self, data: bytes) -> tuple[Line, Record]:
-        number = self.num_lines + 1
-        record = unseal(data, number)
-        if not data.startswith(_PREFIX % self.last_hash.encode()):
-            before = f"line {number - 1}" if number > 1 else "the beginning"
-            raise CertificateError(
-                f"does not follow {before}: a line was removed, added, moved or changed",
-                line=number,
-            )
-        line = Line.of(number, self.end, data)
-        self.end += len(data) + 1
-        self.num_lines = number
-        self.last_hash = line.hash
-        return line, record
-
-    def _refuse_whole(self, data: bytes) -> None:
-        """A cut-off line is the beginning of one, not a whole one with something behind it."""
-        for end in _LINE_END.finditer(data):
-            if end.end() < len(data) and is_sealed(data[: end.end()]):
-                line = self.num_lines + 1
-                raise CertificateError("its end was changed after it was written", line=line)
+                record = _unseal(data, line.number)
+                if not data.startswith(_PREFIX % self.last.hash.encode()):
+                    before = f"line {self.last.number}" if self.last.number else "the beginning"
+                    raise CertificateError(
+                        f"does not follow {before}: a line was removed, added, moved or changed",
+                        line=line.number,
+                    )
+                self.last = line
+                yield line, record
 
 
-def read_record(file: BinaryIO, line: Line) -> Record:
-    """``line``'s record, read again from ``file``."""
-    file.seek(line.start)
-    return unseal(file.read(line.length), line.number)
+def read_record(path: Path, line: Line) -> Record:
+    """``line``'s record, read again from the certificate ``path``."""
+    with path.open("rb") as file:
+        file.seek(line.start)
+        return _unseal(file.read(line.end - line.start), line.number)
 
 
-def unseal(data: bytes, number: int) -> Record:
-    """The record of a line, newline not included. Raises ``CertificateError``."""
-    if not is_sealed(data):
+def _unseal(data: bytes, number: int) -> Record:
+    """The record of a line, newline included. Raises ``CertificateError``."""
+    if not _is_sealed(data[:-1]):
         raise CertificateError("it was changed after it was written", line=number)
     try:
         return _DECODER.decode(data)
@@ -111,7 +95,14 @@ def unseal(data: bytes, number: int) -> Record:
         raise CertificateError(f"is no line of a certificate: {error}", line=number) from error
 
 
-def is_sealed(data: bytes) -> bool:
+def _refuse_whole(data: bytes, number: int) -> None:
+    """A cut-off line is the beginning of one, not a whole one with something behind it."""
+    for end in _LINE_END.finditer(data):
+        if end.end() < len(data) and _is_sealed(data[: end.end()]):
+            raise CertificateError("its end was changed after it was written", line=number)
+
+
+def _is_sealed(data: bytes) -> bool:
     """Whether a line, newline not included, is as it was written."""
     body = data[:-_SUFFIX_LENGTH]
     return data[-_SUFFIX_LENGTH:] == _SUFFIX % _hash(body).encode()

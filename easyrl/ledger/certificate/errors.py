@@ -2,59 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
 from easyrl.schema import Key
 
 
+@dataclass(eq=False)
 class CertificateError(RuntimeError):
-    """The on-policy contract is broken, or the certificate is not what was written.
+    """The on-policy contract is broken, or the certificate is not what was written."""
 
-    ``problem`` is said without the place; the message has both. ``line`` counts from 1.
-    """
+    problem: str  # without the place; the text has both
+    _: KW_ONLY
+    line: int | None = None  # from 1
+    batch: int | None = None
+    key: Key | None = None
+    endpoint: str | None = None
+    file: str | None = None
 
-    def __init__(
-        self,
-        problem: str,
-        *,
-        line: int | None = None,
-        batch: int | None = None,
-        key: Key | None = None,
-        endpoint: str | None = None,
-        file: str | None = None,
-    ) -> None:
-        self.problem = problem
-        self.line = line
-        self.batch = batch
-        self.key = key
-        self.endpoint = endpoint
-        self.file = file
-        super().__init__(f"{self.place}: {problem}" if self.place else problem)
-
-    @property
-    def place(self) -> str:
-        """Such as ``certificate.jsonl line 5, batch 3, prompt 17 of epoch 0``."""
-        parts = []
-        if self.line is not None:
-            parts.append(f"certificate.jsonl line {self.line}")
-        if self.file is not None:
-            parts.append(self.file)
-        if self.batch is not None:
-            parts.append(f"batch {self.batch}")
-        if self.key is not None:
-            parts.append(describe(self.key))
-        if self.endpoint is not None:
-            parts.append(f"endpoint {self.endpoint}")
-        return ", ".join(parts)
-
-    def at_line(self, line: int) -> CertificateError:
-        """The same, found in this line."""
-        return CertificateError(
-            self.problem,
-            line=line,
-            batch=self.batch,
-            key=self.key,
-            endpoint=self.endpoint,
-            file=self.file,
+    def __str__(self) -> str:
+        """Such as ``certificate.jsonl line 5, batch 3, prompt 17 of epoch 0: is missing``."""
+        places = (
+            ("certificate.jsonl line {}", self.line),
+            ("{}", self.file),
+            ("batch {}", self.batch),
+            ("prompt {0[1]} of epoch {0[0]}", self.key),
+            ("endpoint {}", self.endpoint),
         )
+        place = ", ".join(words.format(value) for words, value in places if value is not None)
+        return f"{place}: {self.problem}" if place else self.problem
 
 
 class OtherSettings(CertificateError):
@@ -64,6 +42,13 @@ class OtherSettings(CertificateError):
     """
 
 
-def describe(key: Key) -> str:
-    """``key`` in words."""
-    return f"prompt {key[1]} of epoch {key[0]}"
+@contextmanager
+def located(**place: Any) -> Iterator[None]:
+    """A ``CertificateError`` from inside is at ``place``, where it does not say so itself."""
+    try:
+        yield
+    except CertificateError as error:
+        for name, value in place.items():
+            if getattr(error, name) is None:
+                setattr(error, name, value)
+        raise

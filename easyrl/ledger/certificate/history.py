@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from easyrl.ledger.certificate.chain import ChainReader, Line
-from easyrl.ledger.certificate.errors import CertificateError
+from easyrl.ledger.certificate.chain import ChainReader, Line, read_record
+from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import (
     AttemptRecord,
     BatchRecord,
@@ -32,26 +32,26 @@ class CertifiedBatch:
 
 
 class History:
-    """Takes the lines in their order and refuses one that cannot stand where it does.
+    """Takes the lines of ``path`` in their order and refuses one that cannot stand where it does.
 
-    Args:
-        read: reads a batch's line again; only what needs comparing is held in memory.
+    Only what needs comparing is held in memory: a batch's line is read again when it is wanted.
     """
 
-    def __init__(self, read: Callable[[Line], BatchRecord]) -> None:
-        self._read = read
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self.run: RunRecord | None = None
         self.attempt: AttemptRecord | None = None
+        self.attempts: dict[int, AttemptRecord] = {}
         self.batches: list[CertifiedBatch] = []  # effective ones; batches[v] is batch v
-        self.num_attempts = 0
+        self.end: EndRecord | None = None
+        self.last = Line()
+        self.torn = False  # whether a line was cut off behind the last one
         self.num_superseded = 0
         self.last_step = 0  # the highest that was ever certified
-        self.ended = False
         self.open_batches: dict[int, int] = {}  # by attempt, the one behind its last certified one
         self._lines: dict[int, list[Line]] = {}  # by batch, of all attempts
-        self._owners = np.full(
-            0, -1, np.int32
-        )  # place of a prompt in all epochs → batch that drew it
+        # place of a prompt in all epochs → batch that drew it
+        self._owners = np.full(0, -1, np.int32)
 
     @property
     def num_certified(self) -> int:
@@ -64,13 +64,17 @@ class History:
         last = self.batches[-1:]
         return sum(batch.first_position + batch.num_prompts for batch in last)
 
-    def take_all(self, chain: ChainReader) -> None:
-        """Adds every line of a file. Raises ``CertificateError`` naming the line."""
+    def batch(self, v: int) -> BatchRecord:
+        """The account of the effective batch ``v``."""
+        return self._read(self.batches[v].line)
+
+    def take_all(self) -> None:
+        """Adds every line of the file. Raises ``CertificateError`` naming the line."""
+        chain = ChainReader(self._path)
         for line, record in chain:
-            try:
+            with located(line=line.number):
                 self.take(line, record)
-            except CertificateError as error:
-                raise error.at_line(line.number) from None
+        self.torn = chain.torn
 
     def take(self, line: Line, record: Record) -> None:
         """Adds ``record``, which ``line`` says. Raises ``CertificateError``."""
@@ -87,6 +91,7 @@ class History:
                 self._add(line, record, self.examine(record))
             case EndRecord():
                 self._end(record)
+        self.last = line
 
     def examine(self, record: BatchRecord, *, whole: bool = True) -> int:
         """Raises ``CertificateError`` if ``record`` cannot be the next batch.
@@ -94,16 +99,28 @@ class History:
         ``whole``: it is over, else more may come to it. Returns how many of its groups no
         confirmation is known of (``rules.examine``).
         """
-        if self.run is None or self.attempt is None:
-            raise CertificateError("is a batch before any attempt of the run", batch=record.batch)
-        self._refuse_out_of_order(record)
-        earlier = [self._read(line) for line in self._lines.get(record.batch, [])]
-        epochs = self.attempt.epochs
-        num_left = None if epochs is None else epochs * self.run.num_prompts - self.num_drawn
-        context = Context(self.run, self.attempt, earlier, num_left)
-        num_unconfirmed = examine(record, context, whole=whole)
-        self._refuse_drawn_before(record)
+        with located(batch=record.batch):
+            if self.run is None or self.attempt is None:
+                raise CertificateError("is a batch before any attempt of the run")
+            self._refuse_out_of_order(record)
+            earlier = [self._read(line) for line in self._lines.get(record.batch, [])]
+            epochs = self.attempt.epochs
+            num_left = None if epochs is None else epochs * self.run.num_prompts - self.num_drawn
+            context = Context(self.run, self.attempt, earlier, num_left)
+            num_unconfirmed = examine(record, context, whole=whole)
+            self._refuse_drawn_before(record)
+            before = self.batches[-1].last_step if self.batches else 0
+            if whole and record.step != before + record.num_updates:
+                raise CertificateError(
+                    f"step {record.step} is not behind step {before} of the batch before by the "
+                    f"number of its updates, {record.num_updates}"
+                )
         return num_unconfirmed
+
+    def _read(self, line: Line) -> BatchRecord:
+        record = read_record(self._path, line)
+        assert isinstance(record, BatchRecord)
+        return record
 
     def _begin_attempt(self, attempt: AttemptRecord) -> None:
         if self.run is None:
@@ -120,19 +137,18 @@ class History:
         self.num_superseded += len(self.batches) - attempt.first_batch
         del self.batches[attempt.first_batch :]
         self._owners[self._owners >= attempt.first_batch] = -1
-        self.attempt = attempt
+        self.attempt = self.attempts[attempt.attempt] = attempt
         self.open_batches[attempt.attempt] = attempt.first_batch
-        self.num_attempts += 1
-        self.ended = False
+        self.end = None
 
     def _add(self, line: Line, record: BatchRecord, num_unconfirmed: int) -> None:
         assert self.attempt is not None
         first = self.num_drawn
+        places = self._positions(record)
         self.batches.append(
             CertifiedBatch(line, first, record.num_drawn, record.step, num_unconfirmed)
         )
         self.open_batches[self.attempt.attempt] = record.batch + 1
-        places = self._positions(record)
         self._owners[places] = record.batch
         self._lines.setdefault(record.batch, []).append(line)
         self.last_step = max(self.last_step, record.step)
@@ -145,27 +161,20 @@ class History:
                 f"says that the run ended after {end.batches} batches, "
                 f"{len(self.batches)} are certified"
             )
-        self.ended = True
+        self.end = end
 
     def _refuse_out_of_order(self, record: BatchRecord) -> None:
         following = len(self.batches)
-        if self.ended:
-            raise CertificateError("comes after the end of the run", batch=record.batch)
+        if self.end is not None:
+            raise CertificateError("comes after the end of the run")
         if record.batch > following:
             missing = f"{following}" + (f" to {record.batch - 1}" * (record.batch - 1 > following))
-            raise CertificateError(f"batch {missing} is missing before it", batch=record.batch)
+            raise CertificateError(f"batch {missing} is missing before it")
         if record.batch < following:
             line = self.batches[record.batch].line.number
             raise CertificateError(
                 f"is certified already, in line {line}, and no attempt has started since at or "
-                "before it",
-                batch=record.batch,
-            )
-        before = self.batches[-1].last_step if self.batches else 0
-        if record.step <= before:
-            raise CertificateError(
-                f"step {record.step} is not behind step {before} of the batch before",
-                batch=record.batch,
+                "before it"
             )
 
     def _refuse_drawn_before(self, record: BatchRecord) -> None:
@@ -174,7 +183,6 @@ class History:
         for place in np.flatnonzero(owners >= 0)[:1]:
             raise CertificateError(
                 f"is in batch {owners[place]} already: it would be trained twice",
-                batch=record.batch,
                 key=record.groups[place].key,
             )
 
@@ -191,7 +199,7 @@ class History:
         last_epoch = last_epoch if epochs is None else min(last_epoch, epochs - 1)
         for group in record.groups:
             if not (0 <= group.epoch <= last_epoch and 0 <= group.index < num_prompts):
-                raise CertificateError("no such prompt", batch=record.batch, key=group.key)
+                raise CertificateError("no such prompt", key=group.key)
         places = [group.epoch * num_prompts + group.index for group in record.groups]
         missing = max(places, default=-1) + 1 - len(self._owners)
         if missing > 0:

@@ -33,6 +33,7 @@ class AttemptRecord(msgspec.Struct, tag_field="kind", tag="attempt", frozen=True
     epochs: int | None  # passes through the prompts; None: as many as its steps need
     updates_per_batch: int
     max_draws: int | None  # prompts that a batch may draw at most
+    recipe: str | None = None  # digest of its name, keys and own file; None: not recorded
 
 
 class BatchRecord(msgspec.Struct, tag_field="kind", tag="batch", frozen=True, kw_only=True):

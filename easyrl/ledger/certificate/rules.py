@@ -1,6 +1,7 @@
 """The on-policy contract of one batch, as far as its line tells (docs/on_policy.md).
 
-The trainer asks before each optimizer step, ``easyrl verify`` asks again of every line.
+The trainer asks before each optimizer step, ``easyrl verify`` asks again of every line. Whoever
+asks says which batch it is: the errors name prompt and endpoint only.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from easyrl.dataloaders.producer.membership import BatchMembership
-from easyrl.ledger.certificate.errors import CertificateError
+from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, RunRecord
 from easyrl.schema import GroupOutcome, Key, PolicyVersion
 
@@ -26,31 +27,32 @@ class Context:
 
 
 def examine(record: BatchRecord, context: Context, *, whole: bool = True) -> int:
-    """Raises ``CertificateError`` naming batch, prompt or endpoint of the first violation.
+    """Raises ``CertificateError`` naming prompt or endpoint of the first violation.
 
     ``whole``: the batch is over; else more updates, and more groups, may follow. Returns how many
     groups are recovered from an attempt that died before it certified the batch: which endpoints
     had confirmed its weights is not known.
     """
     _versions(record, context)
-    drawn = _every_prompt_once(record, context.attempt.updates_per_batch)
+    _every_prompt_once(record, context.attempt.updates_per_batch)
     _outcomes(record)
     if whole:
         _membership(record, context)
     else:
         _whole_updates(record, context)
-    _discarded(record, drawn)
+    _discarded(record)
     confirmed = _confirmed(record, context)
     certified = _certified(record, context)
     num_unconfirmed = 0
     for group in record.groups:
-        _stamps(record, group)
-        if all(version in confirmed for version in group.stamped):
-            _endpoints(record, group, confirmed)
-        else:
-            num_unconfirmed += 1
-        if group.recovered:
-            _as_certified(record, group, certified.get(group.key, set()))
+        with located(key=group.key):
+            _stamps(record, group)
+            if all(version in confirmed for version in group.stamped):
+                _endpoints(group, confirmed)
+            else:
+                num_unconfirmed += 1
+            if group.recovered:
+                _as_certified(group, certified.get(group.key, set()))
     return num_unconfirmed
 
 
@@ -58,71 +60,59 @@ def _versions(record: BatchRecord, context: Context) -> None:
     """Own and accepted versions are of this run and batch, and of the same weights."""
     expected = str(PolicyVersion(context.run.run, context.attempt.attempt, record.batch))
     if record.version != expected:
-        raise CertificateError(f"has version {record.version}, not {expected}", batch=record.batch)
+        raise CertificateError(f"has version {record.version}, not {expected}")
     if record.version not in record.accepted_versions:
-        raise CertificateError("does not accept its own version", batch=record.batch)
+        raise CertificateError("does not accept its own version")
     for version in record.accepted_versions:
         try:
             run, attempt, v = PolicyVersion.parse(version)
         except ValueError as error:
-            raise CertificateError(f"accepts what is {error}", batch=record.batch) from None
+            raise CertificateError(f"accepts what is {error}") from None
         if (run, v) != (context.run.run, record.batch) or attempt > context.attempt.attempt:
-            raise CertificateError(
-                f"accepts version {version}, which is not of this batch", batch=record.batch
-            )
+            raise CertificateError(f"accepts version {version}, which is not of this batch")
     for other in context.earlier:
         if other.version in record.accepted_versions and other.weights != record.weights:
             raise CertificateError(
                 f"accepts version {other.version}, whose weights were {other.weights[:12]} and not "
-                f"{record.weights[:12]}",
-                batch=record.batch,
+                f"{record.weights[:12]}"
             )
 
 
-def _every_prompt_once(record: BatchRecord, updates_per_batch: int) -> set[Key]:
-    """The drawn prompts; each of them has one group, in the order of their positions."""
+def _every_prompt_once(record: BatchRecord, updates_per_batch: int) -> None:
+    """Each drawn prompt has one group, in the order of their positions."""
     if not 1 <= record.num_updates <= updates_per_batch:
         raise CertificateError(
-            f"has {record.num_updates} updates, the run takes {updates_per_batch} per batch",
-            batch=record.batch,
+            f"has {record.num_updates} updates, the run takes {updates_per_batch} per batch"
         )
     drawn: set[Key] = set()
     before = -1
     for group in record.groups:
         if group.key in drawn:
-            raise CertificateError("has a group twice", batch=record.batch, key=group.key)
+            raise CertificateError("has a group twice", key=group.key)
         if group.position <= before:
             raise CertificateError(
-                f"is at position {group.position}, behind position {before}",
-                batch=record.batch,
-                key=group.key,
+                f"is at position {group.position}, behind position {before}", key=group.key
             )
         drawn.add(group.key)
         before = group.position
-    return drawn
 
 
 def _outcomes(record: BatchRecord) -> None:
     """A group that is not refused shares the outcome of its update."""
     for i in record.skipped_updates:
         if not 0 <= i < record.num_updates:
-            raise CertificateError(f"has no update {i}, which was skipped", batch=record.batch)
+            raise CertificateError(f"has no update {i}, which was skipped")
     for group in record.groups:
-        if not group.accepted:
-            if not group.reason:
-                problem = f"is {group.outcome} without a reason"
-                raise CertificateError(problem, batch=record.batch, key=group.key)
-            continue
-        if not 0 <= group.update < record.num_updates:
-            problem = f"is of update {group.update}, there are {record.num_updates}"
-            raise CertificateError(problem, batch=record.batch, key=group.key)
         expected = "skipped" if group.update in record.skipped_updates else "trained"
-        if group.outcome != expected:
-            raise CertificateError(
-                f"counts as {group.outcome}, its update as {expected}",
-                batch=record.batch,
-                key=group.key,
-            )
+        problem = None
+        if not group.accepted:
+            problem = None if group.reason else f"is {group.outcome} without a reason"
+        elif not 0 <= group.update < record.num_updates:
+            problem = f"is of update {group.update}, there are {record.num_updates}"
+        elif group.outcome != expected:
+            problem = f"counts as {group.outcome}, its update as {expected}"
+        if problem is not None:
+            raise CertificateError(problem, key=group.key)
 
 
 def _whole_updates(record: BatchRecord, context: Context) -> None:
@@ -131,9 +121,7 @@ def _whole_updates(record: BatchRecord, context: Context) -> None:
     counts = Counter(group.update for group in record.groups if group.accepted)
     for update in range(record.num_updates):
         if counts[update] != size:
-            raise CertificateError(
-                f"update {update} has {counts[update]} groups, it takes {size}", batch=record.batch
-            )
+            raise CertificateError(f"update {update} has {counts[update]} groups, it takes {size}")
 
 
 def _membership(record: BatchRecord, context: Context) -> None:
@@ -144,52 +132,51 @@ def _membership(record: BatchRecord, context: Context) -> None:
     )
     if record.num_drawn != len(record.groups):
         raise CertificateError(
-            f"has {len(record.groups)} groups and {record.num_drawn} drawn prompts",
-            batch=record.batch,
+            f"has {len(record.groups)} groups and {record.num_drawn} drawn prompts"
         )
-    num_accepted = 0
     for position, group in enumerate(record.groups):
         if group.position != position:
-            problem = f"is at position {group.position}, {position} has no group"
-            raise CertificateError(problem, batch=record.batch, key=group.key)
+            raise CertificateError(
+                f"is at position {group.position}, {position} has no group", key=group.key
+            )
         if position >= membership.bound:
             raise CertificateError(
                 f"was drawn at position {position}, but the {position} prompts before it already "
                 "make up the batch",
-                batch=record.batch,
+                key=group.key,
+            )
+        number = membership.num_accepted
+        update = number * k // context.run.batch_size
+        if group.accepted and group.update != update:
+            raise CertificateError(
+                f"is of update {group.update}; accepted group number {number} belongs to "
+                f"update {update}",
                 key=group.key,
             )
         membership.decide(position, group.accepted)
-        if group.accepted:
-            update = num_accepted * k // context.run.batch_size
-            if group.update != update:
-                raise CertificateError(
-                    f"is of update {group.update}; accepted group number {num_accepted} belongs to "
-                    f"update {update}",
-                    batch=record.batch,
-                    key=group.key,
-                )
-            num_accepted += 1
     if not membership.complete:
         raise CertificateError(
-            f"has {num_accepted} accepted groups of {record.num_drawn} prompts: prompts are "
-            f"missing, it may draw {membership.bound}",
-            batch=record.batch,
+            f"has {membership.num_accepted} accepted groups of {record.num_drawn} prompts: "
+            f"prompts are missing, it may draw {membership.bound}"
         )
     if membership.ended_by != record.ended_by:
+        raise CertificateError(f"was ended by {record.ended_by}, not {membership.ended_by}")
+    num_updates = max(membership.num_known_updates, 1)
+    if record.num_updates != num_updates:
         raise CertificateError(
-            f"was ended by {record.ended_by}, not {membership.ended_by}", batch=record.batch
+            f"has {record.num_updates} updates, its {membership.num_accepted} accepted groups make "
+            f"{num_updates}"
         )
 
 
-def _discarded(record: BatchRecord, drawn: set[Key]) -> None:
-    recovered = {group.key for group in record.groups if group.recovered}
+def _discarded(record: BatchRecord) -> None:
+    recovered = {group.key: group.recovered for group in record.groups}
     for key in record.discarded:
-        if key in recovered:
+        if key not in recovered:
+            raise CertificateError("was discarded, not drawn", key=key)
+        if recovered[key]:
             problem = "its journalled group was discarded, yet it was trained from the journal"
-            raise CertificateError(problem, batch=record.batch, key=key)
-        if key not in drawn:
-            raise CertificateError("was discarded, not drawn", batch=record.batch, key=key)
+            raise CertificateError(problem, key=key)
 
 
 def _confirmed(record: BatchRecord, context: Context) -> dict[str, set[str]]:
@@ -201,7 +188,6 @@ def _confirmed(record: BatchRecord, context: Context) -> dict[str, set[str]]:
             if confirmation.version != each.version:
                 raise CertificateError(
                     f"confirmed version {confirmation.version}, not {each.version}",
-                    batch=each.batch,
                     endpoint=confirmation.url,
                 )
             urls.add(confirmation.url)
@@ -221,39 +207,31 @@ def _certified(record: BatchRecord, context: Context) -> dict[Key, set[str]]:
 
 def _stamps(record: BatchRecord, group: GroupOutcome) -> None:
     if group.outcome != "excluded" and not group.stamped:
-        raise CertificateError("its tokens bear no version", batch=record.batch, key=group.key)
+        raise CertificateError("its tokens bear no version")
     allowed = record.accepted_versions if group.recovered else [record.version]
     for version in group.stamped:
         if version not in allowed:
             raise CertificateError(
-                f"has tokens of version {version}; trained is {', '.join(allowed)}",
-                batch=record.batch,
-                key=group.key,
+                f"has tokens of version {version}; trained is {', '.join(allowed)}"
             )
 
 
-def _endpoints(record: BatchRecord, group: GroupOutcome, confirmed: Mapping[str, set[str]]) -> None:
+def _endpoints(group: GroupOutcome, confirmed: Mapping[str, set[str]]) -> None:
     """Each had confirmed a version on the group's tokens."""
     known = set().union(*(confirmed[version] for version in group.stamped))
     for url in group.endpoints:
         if url not in known:
             raise CertificateError(
-                f"made tokens and had not confirmed {', '.join(group.stamped)}",
-                batch=record.batch,
-                key=group.key,
-                endpoint=url,
+                f"made tokens and had not confirmed {', '.join(group.stamped)}", endpoint=url
             )
 
 
-def _as_certified(record: BatchRecord, group: GroupOutcome, certified: set[str]) -> None:
+def _as_certified(group: GroupOutcome, certified: set[str]) -> None:
     """An earlier attempt trained on the same group, if it trained on this prompt's at all."""
     if group.digest is None:
-        problem = "is from the journal, but its record's digest is not given"
-        raise CertificateError(problem, batch=record.batch, key=group.key)
+        raise CertificateError("is from the journal, but its record's digest is not given")
     if certified and group.digest not in certified:
         raise CertificateError(
             f"its journalled group ({group.digest[:12]}) is not the one that an earlier attempt "
-            f"trained on with the same weights ({min(certified)[:12]}): the journal was changed",
-            batch=record.batch,
-            key=group.key,
+            f"trained on with the same weights ({min(certified)[:12]}): the journal was changed"
         )

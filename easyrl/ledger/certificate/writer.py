@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
-from easyrl.ledger.certificate.chain import ChainReader, Line, read_record, seal
+from easyrl.ledger.certificate.chain import seal
 from easyrl.ledger.certificate.errors import CertificateError, OtherSettings
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import (
@@ -28,44 +27,28 @@ MUST_STAY = ("run", *SETTINGS, *DATA)
 
 
 class Certificate:
-    """Appends lines and refuses what breaks the contract; each line is on the disk on return."""
+    """Appends lines and refuses what breaks the contract; each line is on the disk on return.
 
-    def __init__(self, path: Path, file: BinaryIO, history: History, chain: ChainReader) -> None:
+    Begins ``attempt`` of ``run`` in the file ``path``, whose folder is there. Raises
+    ``CertificateError`` if what is there is broken, of another run, or has no place for this
+    attempt; ``OtherSettings`` if the run was begun with others.
+    """
+
+    def __init__(self, path: Path, run: RunRecord, attempt: AttemptRecord) -> None:
         self._path = path
-        self._file = file
-        self._history = history
-        self._end = chain.end  # bytes
-        self._num_lines = chain.num_lines
-        self._last_hash = chain.last_hash
-
-    @classmethod
-    def open(cls, path: Path, run: RunRecord, attempt: AttemptRecord) -> Certificate:
-        """Begins ``attempt`` of ``run``, whose folder is there.
-
-        A last line that a crash cut off is dropped. Raises ``CertificateError`` if what is there
-        is broken, of another run, or has no place for this attempt; ``OtherSettings`` if the run
-        was begun with others.
-        """
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", 0)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.fdopen(descriptor, "r+b", 0)
+        self._history = History(path)
         try:
-            history = History(lambda line: _batch(file, line))
-            chain = ChainReader(path)
-            history.take_all(chain)
-            file.truncate(chain.end)
-            certificate = cls(path, file, history, chain)
-            certificate._begin(run, attempt)
-            fsync_folder(path.parent)
-        except OtherSettings as error:
-            file.close()
-            raise OtherSettings(f"{path.parent}: {error}") from error
+            self._begin(run, attempt)
         except CertificateError as error:
-            file.close()
-            remedy = "restore the file, or start a new run in another folder"
-            raise CertificateError(f"{path.parent}: {error}; {remedy}") from error
+            self.close()
+            is_sound = isinstance(error, OtherSettings)
+            remedy = "" if is_sound else "; restore the file, or start a new run in another folder"
+            raise type(error)(f"{path.parent}: {error}{remedy}") from error
         except BaseException:
-            file.close()
+            self.close()
             raise
-        return certificate
 
     def check(self, record: BatchRecord, *, whole: bool) -> None:
         """Whether the next batch may be trained on; asked before each of its optimizer steps.
@@ -88,23 +71,29 @@ class Certificate:
         self._file.close()
 
     def _begin(self, run: RunRecord, attempt: AttemptRecord) -> None:
+        """A last line that a crash cut off is dropped."""
+        self._history.take_all()
+        self._file.truncate(self._history.last.end)
         if self._history.run is None:
             self._append(run)
-        assert self._history.run is not None
-        _refuse_other_settings(self._history.run, run)
+        else:
+            _refuse_other_settings(self._history.run, run)
         self._append(attempt)
+        fsync_folder(self._path.parent)
 
     def _append(self, record: Record) -> None:
         """One line, on the disk when this returns. Nothing can be added after one that failed.
 
         Raises ``OSError`` naming the file and the remedy.
         """
-        data = seal(record, self._last_hash)
-        line = Line.of(self._num_lines + 1, self._end, data[:-1])
+        data = seal(record, self._history.last.hash)
+        line = self._history.last.following(data)
         self._history.take(line, record)
         try:
-            self._file.seek(self._end)
-            _write(self._file, data)
+            self._file.seek(line.start)
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
             os.fsync(self._file.fileno())
         except OSError as error:  # what is there of the line is dropped when the run goes on
             self.close()
@@ -113,9 +102,6 @@ class Certificate:
                 "give permission and go on with --resume"
             )
             raise OSError(error.errno, message, str(self._path)) from error
-        self._end += len(data)
-        self._num_lines += 1
-        self._last_hash = line.hash
 
 
 def _refuse_other_settings(began: RunRecord, now: RunRecord) -> None:
@@ -133,16 +119,3 @@ def _refuse_other_settings(began: RunRecord, now: RunRecord) -> None:
     last = "or start" if remedies else "start"
     remedy = ", ".join([*remedies, f"{last} a new run in another folder"])
     raise OtherSettings(f"{', '.join(problems)}; {remedy}", line=1)
-
-
-def _batch(file: BinaryIO, line: Line) -> BatchRecord:
-    record = read_record(file, line)
-    assert isinstance(record, BatchRecord)
-    return record
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    """All of ``data``; one call to the system unless it takes less."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]

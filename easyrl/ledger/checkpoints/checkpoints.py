@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from easyrl.engines.base import EngineState, TrainEngine
-from easyrl.ledger.checkpoints.background import Background
-from easyrl.ledger.checkpoints.folder import CheckpointFolder, problems_of, state_files
-from easyrl.ledger.checkpoints.manifest import Damaged, read_manifest
+from easyrl.ledger.checkpoints.folder import (
+    CheckpointFolder,
+    Damaged,
+    problems_of,
+    read_manifest,
+)
 from easyrl.ledger.checkpoints.random_state import random_state, restore_random_state
 from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
 from easyrl.metrics.event_log import Record, ignore
@@ -50,16 +55,15 @@ class Checkpoints:
         *,
         record: Record = ignore,
     ) -> None:
-        self.directory = directory
-        self._folder = CheckpointFolder(directory)
+        self.folder = CheckpointFolder(directory)
         self._keep = keep
         self._engine = engine
         self._collectives = collectives
         # The training's own collectives go on meanwhile, so the writers have a group of their own.
         self._between_writers = Collectives(collectives.ranks)
-        self._background = Background("checkpoint", enabled=background)
+        self._background = background
+        self._writing: Future[None] | None = None
         self._record = record
-        self._is_tidy = False
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies the run to host memory and begins to write it. All ranks call it.
@@ -73,11 +77,26 @@ class Checkpoints:
         snapshot = self._engine.snapshot()
         random = random_state()
         self._record("checkpoint_copied", step=step, seconds=time.monotonic() - start)
-        self._background.start(lambda: self._write(step, state, snapshot, random))
+        if not self._background:
+            self._write(step, state, snapshot, random)
+            return
+        writing = self._writing = Future()
+
+        def write() -> None:
+            try:
+                self._write(step, state, snapshot, random)
+                writing.set_result(None)
+            except BaseException as error:  # raised where somebody can act on it
+                writing.set_exception(error)
+
+        # a daemon: a disk that hangs does not keep the process
+        threading.Thread(target=write, name="checkpoint", daemon=True).start()
 
     def wait(self) -> None:
-        """Until the last ``save`` is on disk. Raises ``CheckpointError`` if it is not."""
-        self._background.wait()
+        """Until the last ``save`` is on disk. Raises ``CheckpointError`` if it is not, once."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def load_latest(self, *, at_most: int | None = None) -> dict[str, Any] | None:
         """Restores engine and random state from the newest good checkpoint. Collective.
@@ -92,11 +111,11 @@ class Checkpoints:
         Raises:
             ValueError: all are damaged, or the newest good one does not fit the engine.
         """
-        steps = [s for s in self.steps() if at_most is None or s <= at_most]
+        steps = [s for s in self.folder.steps() if at_most is None or s <= at_most]
         steps = self._collectives.broadcast(steps)
         skipped = []
         for step in reversed(steps):
-            folder = self._folder.path(step)
+            folder = self.folder.path(step)
             record, problems = self._checked(folder)
             if record is not None and not problems:
                 self._restore(folder, record)
@@ -106,41 +125,25 @@ class Checkpoints:
                 logger.warning("%s is damaged, it is skipped: %s", folder, "; ".join(problems))
         if skipped:
             raise ValueError(
-                f"no checkpoint in {self.directory} can be used: {'; '.join(skipped)}; bring one "
-                "back from a copy, or remove them all to begin with the initial model"
+                f"no checkpoint in {self.folder.directory} can be used: {'; '.join(skipped)}; "
+                "bring one back from a copy, or remove them all to begin with the initial model"
             )
-        return None
-
-    def steps(self) -> list[int]:
-        """Steps with a finished checkpoint, ascending."""
-        return self._folder.steps()
-
-    def oldest_kept(self) -> dict[str, Any] | None:
-        """The ``state`` of the oldest checkpoint that can be read; None if there is none."""
-        for step in self.steps():
-            try:
-                return read_manifest(self._folder.path(step))["state"]
-            except Damaged:  # whoever resumes is told
-                continue
         return None
 
     def close(self) -> None:
         """Gives what is being written some time; tells of a failure in the log only."""
         try:
-            if not self._background.wait(CLOSE_TIMEOUT_S):
+            if self._writing is not None and not wait([self._writing], CLOSE_TIMEOUT_S).done:
                 logger.warning("a checkpoint was not written within %.0f s", CLOSE_TIMEOUT_S)
+                return
+            self.wait()
         except RuntimeError as error:  # also what the group says when another rank is gone
             logger.error("the last checkpoint: %s", error)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is None:
             self.wait()
         else:
@@ -158,18 +161,16 @@ class Checkpoints:
 
         def begin() -> None:
             if rank == 0:
-                if not self._is_tidy:
-                    self._folder.tidy()
-                    self._is_tidy = True
-                self._folder.begin(step)
+                self.folder.begin(step)
 
         def write() -> dict[str, Any]:
-            written = write_state_file(self._folder.unfinished(step) / name, snapshot.pieces)
-            return {"num_bytes": written.num_bytes, "blake3": written.blake3, "name": name}
+            file = self.folder.unfinished(step) / name
+            num_bytes, digest = write_state_file(file, snapshot.pieces)
+            return {"num_bytes": num_bytes, "blake3": digest, "name": name}
 
         def finish() -> None:
             if rank == 0:
-                self._folder.finish(
+                self.folder.finish(
                     step,
                     {
                         "step": step,
@@ -179,7 +180,7 @@ class Checkpoints:
                         "random_states": random_states,
                     },
                 )
-                self._folder.prune(step, self._keep)
+                self.folder.prune(step, self._keep)
 
         try:
             self._on_all_ranks(step, begin)
@@ -188,7 +189,7 @@ class Checkpoints:
             self._on_all_ranks(step, finish)
         except CheckpointError:
             if rank == 0:
-                self._folder.discard(step)
+                self.folder.discard(step)
             raise
         num_bytes = sum(file["num_bytes"] for file in files)
         seconds = time.monotonic() - start
@@ -206,7 +207,7 @@ class Checkpoints:
         )
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
         if failed:
-            good = self.steps()
+            good = self.folder.steps()
             raise CheckpointError(
                 f"checkpoint of step {step} was not written: {'; '.join(failed)}; make room or "
                 "give permission and go on with --resume, from "
@@ -231,11 +232,9 @@ class Checkpoints:
         )
 
     def _restore(self, folder: Path, record: dict[str, Any]) -> None:
-        reader = StateReader(state_files(folder, record), record["engine"])
-        try:
+        files = [folder / name for name in sorted(record["files"])]  # in rank order
+        with closing(StateReader(files, record["engine"])) as reader:
             self._engine.restore(reader)
-        finally:
-            reader.close()
         states = record["random_states"]
         if len(states) == self._collectives.ranks.world_size:
             restore_random_state(states[self._collectives.ranks.rank])

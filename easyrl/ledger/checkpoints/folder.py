@@ -1,24 +1,34 @@
 """``<directory>/step-N``: which checkpoints there are, and how one appears, is checked and goes.
 
-A folder has its name only when everything in it is on disk. ``checkpoint.json`` is written last: it
-names every other file with its size and blake3, and carries a hash of itself.
+A folder has its name only when everything in it is on disk. ``checkpoint.json``, the manifest, is
+written last: it names every other file with its size and blake3, and carries a hash of itself.
+Without torch: who only asks which checkpoints a run has need not wait for it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from easyrl.ledger.checkpoints.manifest import MANIFEST, write_manifest
-from easyrl.ledger.checkpoints.state_file import file_blake3
+from blake3 import blake3
+
+from easyrl.ledger.format import FORMAT, other_format
 from easyrl.runtime.durable_files import fsync_folder
 
+MANIFEST = "checkpoint.json"
 UNFINISHED, REPLACED, REMOVED = ".tmp", ".old", ".gone"  # suffixes of what is no checkpoint
 
 logger = logging.getLogger(__name__)
+
+
+class Damaged(ValueError):
+    """A checkpoint cannot be used; the message names the file."""
 
 
 class CheckpointFolder:
@@ -31,9 +41,8 @@ class CheckpointFolder:
         """Steps with a finished checkpoint, ascending."""
         names = [p.name.removeprefix("step-") for p in self.directory.glob("step-*")]
         # an attempt that died between two renames left the earlier one aside
-        return sorted(
-            {int(n) for n in (name.removesuffix(REPLACED) for name in names) if _whole(n)}
-        )
+        numbers = {name.removesuffix(REPLACED) for name in names}
+        return sorted(int(n) for n in numbers if n.isascii() and n.isdigit())
 
     def path(self, step: int) -> Path:
         """Of a finished checkpoint."""
@@ -41,8 +50,20 @@ class CheckpointFolder:
         aside = final.with_name(final.name + REPLACED)
         return aside if not final.exists() and aside.exists() else final
 
-    def tidy(self) -> None:
-        """Removes what earlier attempts left unfinished."""
+    def readable(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """By step, folders and their manifests' records; without damaged ones."""
+        for step in self.steps():
+            folder = self.path(step)
+            try:
+                yield folder, read_manifest(folder)
+            except Damaged:  # whoever resumes is told
+                continue
+
+    def begin(self, step: int) -> None:
+        """An empty folder for the files of ``step``, under a temporary name.
+
+        What earlier ones left unfinished goes.
+        """
         for aside in self.directory.glob(f"step-*{REPLACED}"):
             final = aside.with_name(aside.name.removesuffix(REPLACED))
             if not final.exists():
@@ -50,13 +71,7 @@ class CheckpointFolder:
         for suffix in (UNFINISHED, REPLACED, REMOVED):
             for left in self.directory.glob(f"step-*{suffix}"):
                 shutil.rmtree(left, ignore_errors=True)
-
-    def begin(self, step: int) -> Path:
-        """An empty folder for the files of ``step``, under a temporary name."""
-        unfinished = self.unfinished(step)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        return unfinished
+        self.unfinished(step).mkdir(parents=True)
 
     def unfinished(self, step: int) -> Path:
         """The name until ``finish``."""
@@ -89,7 +104,6 @@ class CheckpointFolder:
         kept = [step for step in steps if step <= newest][-keep:]
         for step in sorted(set(steps) - set(kept)):
             gone = self.directory / f"step-{step}{REMOVED}"
-            shutil.rmtree(gone, ignore_errors=True)
             try:
                 self.path(step).rename(gone)  # never half a checkpoint under its name
             except OSError as error:
@@ -97,9 +111,31 @@ class CheckpointFolder:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def state_files(folder: Path, record: dict[str, Any]) -> list[Path]:
-    """The files with tensors, in rank order."""
-    return [folder / name for name in sorted(record["files"])]
+def write_manifest(file: Path, record: dict[str, Any]) -> None:
+    """Writes ``record`` with its own hash and fsyncs."""
+    content = {"format": FORMAT, "blake3": _record_blake3(record), "record": record}
+    with file.open("w") as opened:
+        opened.write(json.dumps(content))
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The record of a checkpoint. Raises ``Damaged`` naming the file."""
+    file = folder / MANIFEST
+    try:
+        content = json.loads(file.read_bytes())
+        record, expected = content["record"], content["blake3"]
+        found = content.get("format", 1)
+    except FileNotFoundError:
+        raise Damaged(f"{file} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{file} cannot be read ({error})") from None
+    if found != FORMAT:
+        raise Damaged(f"{file} {other_format(found)}")
+    if _record_blake3(record) != expected:
+        raise Damaged(f"{file} is not as it was written: its hash differs")
+    return record
 
 
 def problems_of(folder: Path, record: dict[str, Any], names: Iterable[str]) -> list[str]:
@@ -118,5 +154,12 @@ def problems_of(folder: Path, record: dict[str, Any], names: Iterable[str]) -> l
     return found
 
 
-def _whole(text: str) -> bool:
-    return text.isascii() and text.isdigit()
+def file_blake3(path: Path) -> str:
+    """64 hex digits, of the whole file."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
+
+
+def _record_blake3(record: Any) -> str:
+    canonical = json.dumps(record, sort_keys=True, separators=(",", ":"))
+    return blake3(canonical.encode()).hexdigest()

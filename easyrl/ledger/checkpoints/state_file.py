@@ -12,7 +12,6 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,50 +27,33 @@ DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16
 SHARDING = "DCP_SHARDING_INFO"
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
-    """What was handed to the disk."""
+def write_state_file(path: Path, pieces: Sequence[StatePiece]) -> tuple[int, str]:
+    """Writes and fsyncs; number of bytes, blake3 of the whole file in 64 hex digits.
 
-    num_bytes: int
-    blake3: str  # 64 hex digits, of the whole file
-
-
-def write_state_file(path: Path, pieces: Sequence[StatePiece]) -> WrittenFile:
-    """Writes, hashes and fsyncs. Raises ``OSError`` naming folder and bytes if the disk is full.
-
-    The tensors go to the file as they lie in memory; no second copy is made.
+    Raises ``OSError`` naming file and bytes if the disk is full. The tensors go to the file as they
+    lie in memory; no second copy is made.
     """
     # large elements first, so that each tensor is aligned to its own
     ordered = sorted(pieces, key=lambda piece: -piece.values.element_size())
-    header = _header(ordered)
-    blocks = [memoryview(header), *(_bytes_of(piece.values) for piece in ordered)]
+    tensors = [piece.values.contiguous().view(torch.uint8).numpy().data for piece in ordered]
+    blocks = [memoryview(_header(ordered)), *tensors]
     digest = blake3()
-    num_bytes = 0
+    num_bytes = sum(map(len, blocks))
     try:
-        with path.open("xb", buffering=0) as file:
+        with path.open("xb") as file:
             for block in blocks:
                 for start in range(0, len(block), BLOCK_BYTES):
                     part = block[start : start + BLOCK_BYTES]
                     digest.update(part)
-                    _write_all(file.fileno(), part)
-                    num_bytes += len(part)
+                    file.write(part)
+            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        total = sum(len(block) for block in blocks)
-        message = f"no room for {total} bytes of state ({error.strerror})"
+        message = f"no room for {num_bytes} bytes of state ({error.strerror})"
         raise OSError(error.errno, message, str(path)) from error
-    return WrittenFile(num_bytes, digest.hexdigest())
-
-
-def file_blake3(path: Path) -> str:
-    """64 hex digits, of the whole file."""
-    digest = blake3()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+    return num_bytes, digest.hexdigest()
 
 
 class StateReader:
@@ -143,12 +125,3 @@ def _header(pieces: Sequence[StatePiece]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return values.contiguous().view(torch.uint8).numpy().data
-
-
-def _write_all(descriptor: int, part: memoryview) -> None:
-    while part:
-        part = part[os.write(descriptor, part) :]

@@ -181,6 +181,11 @@ VIOLATIONS = {
         (),
     ),
     "no step": (lambda r: replace(r, step=1), "step 1 is not behind step 1", ()),
+    "a step too many": (
+        lambda r: replace(r, step=3),
+        "step 3 is not behind step 1 of the batch before by the number of its updates, 1",
+        (),
+    ),
     "recovered without a digest": (
         lambda r: first_group(r, recovered=True, digest=None),
         "its record's digest is not given",

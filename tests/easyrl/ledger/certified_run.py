@@ -14,14 +14,9 @@ import numpy as np
 from blake3 import blake3
 
 from easyrl.dataloaders.prompts.dataset import PromptOrder
-from easyrl.ledger.certificate import (
-    AttemptRecord,
-    BatchRecord,
-    Certificate,
-    RunRecord,
-)
 from easyrl.ledger.certificate.chain import ChainReader, seal
-from easyrl.ledger.certificate.records import Record
+from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, Record, RunRecord
+from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.folder import CheckpointFolder
 from easyrl.ledger.journal import Journal
 from easyrl.ledger.journal.codec import GroupRecord, decode_record
@@ -84,6 +79,7 @@ class CertifiedRun:
         refused: Mapping[Key, Outcome] | None = None,
         max_draws: int | None = None,
         num_batches: int | None = None,
+        recipe: str | None = None,
     ) -> None:
         self.folder = folder
         self.certificate_path = folder / "certificate.jsonl"
@@ -95,6 +91,7 @@ class CertifiedRun:
         self.run = RunRecord(RUN, 1, True, num_prompts, batch_size, data="da7a")
         self.updates_per_batch = updates_per_batch
         self.max_draws = max_draws
+        self.recipe = recipe
         self.refused = dict(refused or {})
         self.journalled = journalled
         self.batches: list[list[Prompt]] = []
@@ -133,7 +130,7 @@ class CertifiedRun:
         self.attempt += 1
         self.next_batch = first_batch
         self.num_ranks = num_ranks
-        self.certificate = Certificate.open(
+        self.certificate = Certificate(
             self.certificate_path,
             self.run,
             AttemptRecord(
@@ -144,6 +141,7 @@ class CertifiedRun:
                 epochs=self.epochs,
                 updates_per_batch=self.updates_per_batch,
                 max_draws=self.max_draws,
+                recipe=self.recipe,
             ),
         )
         return self.certificate
@@ -354,6 +352,13 @@ def change_journal(path: Path, change: Callable[[bytes], bytes], *, recompute: b
         digest = blake3(changed).digest(length=16)
     frame = FRAME.pack(length, complement, digest)
     path.write_bytes(data[:at] + frame + changed + data[at + FRAME.size + length :])
+
+
+def append_to_journal(path: Path, payload: bytes) -> None:
+    """One more record behind those of a journal file."""
+    digest = blake3(payload).digest(length=16)
+    with path.open("ab") as file:
+        file.write(FRAME.pack(len(payload), len(payload) ^ 0xFFFFFFFF, digest) + payload)
 
 
 def other_token(payload: bytes) -> bytes:

@@ -138,7 +138,12 @@ class Worker:
         dist.barrier()
         checkpoints.save(2, {"step": 2})  # there is room again
         checkpoints.wait()
-        return {"message": message, "left": left, "loaded": loaded, "then": checkpoints.steps()}
+        return {
+            "message": message,
+            "left": left,
+            "loaded": loaded,
+            "then": checkpoints.folder.steps(),
+        }
 
 
 def hashes(engine: DeepSpeedEngine) -> dict[str, str]:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from easyrl.ledger.certificate import CertificateError
 from easyrl.ledger.certificate.chain import ChainReader
+from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import AttemptRecord, EndRecord, RunRecord
 from easyrl.ledger.verify import verify
 from easyrl.schema import GroupOutcome

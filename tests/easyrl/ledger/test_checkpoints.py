@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from easyrl.engines.base import StatePiece
 from easyrl.ledger.checkpoints import checkpoints as module
 from easyrl.ledger.checkpoints.checkpoints import CheckpointError
-from easyrl.ledger.checkpoints.manifest import MANIFEST
+from easyrl.ledger.checkpoints.folder import MANIFEST
 from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
 from tests.easyrl.ledger.checkpoint_fakes import checkpoints, load, save
 
@@ -46,7 +46,7 @@ def test_the_newest_are_kept_and_loaded(tmp_path: Path) -> None:
     assert names(tmp_path / "step-30") == [MANIFEST, STATE_FILE]
     assert load(tmp_path) == 30
     engine, saved = checkpoints(tmp_path)
-    assert saved.oldest_kept() == {"at": 2}
+    assert [record["state"] for _, record in saved.folder.readable()] == [{"at": 2}, {"at": 30}]
     assert saved.load_latest(at_most=29) == {"at": 2} and engine.step == 2
     assert saved.load_latest(at_most=1) is None
 
@@ -143,7 +143,7 @@ def test_damaged_checkpoints_are_skipped_or_named(tmp_path: Path, damage: Any) -
     save(tmp_path, 1, 2)
     damage(tmp_path / "step-2")
     assert load(tmp_path) == 1
-    assert checkpoints(tmp_path)[1].oldest_kept() == {"at": 1}
+    assert next(checkpoints(tmp_path)[1].folder.readable())[1]["state"] == {"at": 1}
     damage(tmp_path / "step-1")
     with pytest.raises(ValueError, match="no checkpoint in .* can be used") as error:
         load(tmp_path)

@@ -75,7 +75,7 @@ def test_death_between_any_two_changes_of_the_disk(tmp_path: Path, dying: Any) -
         finally:
             dying(0)
         engine, saved = checkpoints(folder)
-        for step in saved.steps():  # each is whole, an older one as well
+        for step in saved.folder.steps():  # each is whole, an older one as well
             assert saved.load_latest(at_most=step) == {"at": step} and engine.step == step
         assert load(folder) == 3
         seen.add(tuple(sorted(path.name for path in folder.iterdir())))

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from easyrl.ledger.certificate.chain import START, ChainReader, seal
+from easyrl.ledger.certificate.chain import START, seal
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import RunRecord
-from easyrl.ledger.checkpoints.manifest import MANIFEST, Damaged, read_manifest, write_manifest
+from easyrl.ledger.checkpoints.folder import MANIFEST, Damaged, read_manifest, write_manifest
 from easyrl.ledger.format import FORMAT
 from easyrl.ledger.journal.record_file import JournalError, RecordWriter, read_records
 
@@ -22,8 +22,8 @@ LAST = "commit e7cfbd6 is the last that reads it"
 def history_of(path: Path, form: int) -> History:
     run = RunRecord("run", 0, True, 4, 2, "data", format=form)
     path.write_bytes(seal(run, START))
-    history = History(lambda line: pytest.fail("no batch"))
-    history.take_all(ChainReader(path))
+    history = History(path)
+    history.take_all()
     return history
 
 

@@ -8,7 +8,6 @@ from typing import cast
 import numpy as np
 import orjson
 import pytest
-from blake3 import blake3
 
 from easyrl.build.replay import Replayed
 from easyrl.commands.replay import _reasons
@@ -21,9 +20,9 @@ from easyrl.ledger.recorded_run import RecordedBatch, RecordedRollouts, Recorded
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import PolicyVersion, ServedWeights
 from tests.easyrl.ledger.certified_run import (
-    FRAME,
     RUN,
     CertifiedRun,
+    append_to_journal,
     change_journal,
     finished_group,
     other_token,
@@ -62,7 +61,7 @@ def test_what_was_computed_ahead_comes_with_its_drain(run: CertifiedRun) -> None
     note_drained(run, 1, 0, [[0]], ahead=pieces)
     note_drained(run, 1, 0, [[2]], ahead=[[(later.key, [1])]])
     for budget in (64, 63):
-        rollouts = RecordedRollouts(recorded(run), 2, 2, Ranks.data_parallel(0, 2))
+        rollouts = RecordedRollouts(recorded(run), 2, 2, budget, Ranks.data_parallel(0, 2))
         streams = begin(rollouts, 1).updates
         found = [list(stream.ahead_of_drain(budget)) for stream in streams]
         if budget == 64:
@@ -92,7 +91,7 @@ def test_a_replay_says_whether_groups_come_in_the_runs_order(
     run: CertifiedRun, determinism: str, in_prompt_order: set[int], told: list[str]
 ) -> None:
     config = SimpleNamespace(run=SimpleNamespace(determinism=determinism))
-    replayed = Replayed(1, 2, 1, {}, {}, 0, 2, frozenset(in_prompt_order))
+    replayed = Replayed(1, 2, 1, {}, {}, Ranks.data_parallel(0, 2), frozenset(in_prompt_order))
     reasons = _reasons(recorded(run), cast(Config, config), replayed, [])
     assert len(reasons) == len(told)
     assert all(part in reason for part, reason in zip(told, reasons, strict=True))
@@ -111,12 +110,12 @@ def handed_out(
     run: RecordedRun, v: int, budget: int, ranks: Ranks = ONE_RANK
 ) -> list[list[list[int]]]:
     """By update, what comes together."""
-    batch = begin(RecordedRollouts(run, v, 2, ranks), v)
+    batch = begin(RecordedRollouts(run, v, 2, budget, ranks), v)
     return [drained(stream, budget) for stream in batch.updates]
 
 
 def test_batches_come_as_they_were_dispatched(run: CertifiedRun) -> None:
-    rollouts = RecordedRollouts(recorded(run), 1, 2, ONE_RANK)
+    rollouts = RecordedRollouts(recorded(run), 1, 2, 64, ONE_RANK)
     for v in range(2):
         assert rollouts.has_more(-1)
         keys = [g.prompt.key for stream in begin(rollouts, v).updates for g in stream]
@@ -137,7 +136,7 @@ def test_refused_groups_are_told_and_not_handed_out(tmp_path: Path, num_ranks: i
     folder = recorded(run)
     all_ranks = [Ranks.data_parallel(rank, num_ranks) for rank in range(num_ranks)]
     for v, ended_by in ((1, "accepted"), (2, "data")):
-        batches = [begin(RecordedRollouts(folder, 2, 2, ranks), v) for ranks in all_ranks]
+        batches = [begin(RecordedRollouts(folder, 2, 2, 64, ranks), v) for ranks in all_ranks]
         assert {batch.membership.ended_by for batch in batches} == {ended_by}
         refused = [group.key for batch in batches for group in batch.refused]
         assert sorted(refused) == sorted(
@@ -199,13 +198,11 @@ def note_drained(
 ) -> None:
     """Behind the rank's groups of batch 1: what was drained at once, by place in the batch."""
     path = run.journal_path / "batch-000001" / file_name(attempt, rank)
-    with path.open("ab") as file:
-        for places in drains:
-            keys = [run.batches[1][place].key for place in places]
-            payload = encode(DrainRecord(keys, 64, places[0] // 2, list(ahead), restart))
-            ahead = ()  # before the first
-            digest = blake3(payload).digest(length=16)
-            file.write(FRAME.pack(len(payload), len(payload) ^ 0xFFFFFFFF, digest) + payload)
+    for places in drains:
+        keys = [run.batches[1][place].key for place in places]
+        drain = DrainRecord(keys, 64, places[0] // 2, list(ahead), restart)
+        append_to_journal(path, encode(drain))
+        ahead = ()  # before the first
 
 
 def test_groups_come_as_the_certified_attempt_trained_them(tmp_path: Path) -> None:
@@ -224,7 +221,7 @@ def test_groups_come_as_the_certified_attempt_trained_them(tmp_path: Path) -> No
     index = [prompt.index for prompt in batch]
 
     def given(budget: int, ranks: Ranks) -> list[list[int]]:
-        (stream,) = begin(RecordedRollouts(folder, 1, 1, ranks), 1).updates
+        (stream,) = begin(RecordedRollouts(folder, 1, 1, budget, ranks), 1).updates
         return drained(stream, budget)
 
     first, second = (Ranks.data_parallel(rank, 2) for rank in range(2))

@@ -1,6 +1,7 @@
 """What ``easyrl verify`` says of runs that are in order, and of planted violations."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import tempfile
@@ -13,17 +14,23 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from easyrl.__main__ import command_line
-from easyrl.ledger.certificate import CertificateError, evidence
+from easyrl.build.ledger import recipe_digest
+from easyrl.config.file import dump_config, validate_config
+from easyrl.ledger import evidence
 from easyrl.ledger.certificate.chain import START, ChainReader, seal
+from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import BatchRecord, EndRecord
+from easyrl.ledger.journal.codec import WithdrawalRecord, encode
 from easyrl.ledger.verify import verify
 from easyrl.schema import VersionSpan
 from tests.easyrl.ledger import certified_run
 from tests.easyrl.ledger.certificate_violations import VIOLATIONS, instead_of_first
 from tests.easyrl.ledger.certified_run import (
     RUN,
+    URLS,
     CertifiedRun,
+    append_to_journal,
     change_journal,
     other_token,
     with_refused,
@@ -155,8 +162,8 @@ def test_a_run_that_goes_on_behind_the_certificate_that_was_read(tmp_path, monke
     metrics.write_text('{"step": 1}\n')
     take_all = History.take_all
 
-    def read_and_go_on(self, chain):
-        take_all(self, chain)
+    def read_and_go_on(self):
+        take_all(self)
         run.train()
         metrics.write_text('{"step": 1}\n{"step": 2}\n')
         run.save(2)
@@ -176,17 +183,20 @@ def test_a_journal_that_is_pruned_while_it_is_read(num_read, tmp_path, monkeypat
     run.begin(num_ranks=2)
     run.save(0)
     run.train_all()
-    read_batch = evidence.read_batch
+    read_file = evidence.read_file
+    numbers = itertools.count()
 
-    def read_and_prune(directory, v):
-        if num_read == 0:
-            run.prune(2)
-        for number, group in enumerate(read_batch(directory, v), 1):
-            yield group
-            if number == num_read:
-                run.prune(2)
+    def read_and_prune(file, v):
+        def one_by_one():
+            for record in records:
+                if next(numbers) == num_read:
+                    run.prune(2)
+                yield record
 
-    monkeypatch.setattr(evidence, "read_batch", read_and_prune)
+        header, records = read_file(file, v)
+        return header, one_by_one()
+
+    monkeypatch.setattr(evidence, "read_file", read_and_prune)
     verdict = verify(tmp_path)
     assert verdict.on_policy, verdict
     assert verdict.pruned == (1 if num_read == 4 else 2)
@@ -532,6 +542,59 @@ def test_the_journal_does_not_bear_out_the_line(edit, problem, run):
     assert problem in str(found)
 
 
+def withdrawal_of(endpoint: str, proof: int) -> bytes:
+    return encode(WithdrawalRecord(endpoint, proof, restart=0))
+
+
+def test_a_withdrawn_record_is_no_evidence_of_what_was_trained(run):
+    """Its endpoint failed a proof: all that it made until then, of that rank in that attempt."""
+    withdrawal = withdrawal_of(URLS[1], 0)
+    made = next(p.key for p in run.batches[1] if URLS[p.index % 2] == URLS[1])
+    append_to_journal(run.folder / FILE, withdrawal_of("http://three:8000", 0))
+    append_to_journal(run.folder / FILE, withdrawal_of(URLS[1], 1))  # later ones
+    assert verify(run.folder).on_policy
+    append_to_journal(run.folder / FILE, withdrawal)
+    found = violation(run)
+    assert (found.line, found.batch, found.file) == (4, 1, FILE)
+    assert (found.key, found.endpoint) == (made, URLS[1])
+    assert "was withdrawn: its endpoint failed a proof" in str(found)
+
+
+def test_what_one_rank_withdrew_another_was_not_told_of(tmp_path):
+    """The other one's groups of that endpoint are in doubt too, as when a run is resumed."""
+    run = CertifiedRun(tmp_path)
+    run.begin(num_ranks=2)
+    run.train_all()
+    folder = run.journal_path / "batch-000001"
+    made = {p.key: rank % 2 for rank, p in enumerate(run.batches[1]) if p.index % 2}
+    withdrawal = withdrawal_of(URLS[1], 9)  # nothing of its own
+    append_to_journal(folder / "attempt0-rank0.journal", withdrawal)
+    found = violation(run)
+    assert made[found.key] == 1 and found.file.endswith("attempt0-rank1.journal")
+    append_to_journal(folder / "attempt0-rank1.journal", withdrawal)  # it was told
+    assert verify(tmp_path).on_policy
+
+
+def test_groups_that_were_generated_again_after_a_withdrawal_are_evidence(tmp_path):
+    run = CertifiedRun(tmp_path)
+    run.begin()
+    withdrawn = run.generate()  # of batch 0
+    path = run.journal_path / "batch-000000" / "attempt0-rank0.journal"
+    append_to_journal(path, withdrawal_of(URLS[1], 0))
+    run.begin(0)
+    run.train_all()
+    again = [p.key for p in run.batches[0] if p.index % 2]
+    verdict = verify(tmp_path)
+    assert verdict.on_policy, verdict
+    assert (verdict.recovered, verdict.discarded) == (4 - len(again), len(again)) == (2, 2)
+    digests = {group.key: group.digest for group in withdrawn.groups}
+    run.forge_batch(0, lambda r: replace(r, groups=[
+        replace(g, digest=digests[g.key], recovered=True, stamped=[f"{RUN}:0:0"])
+        for g in r.groups], discarded=[]))  # fmt: skip
+    found = violation(run)
+    assert found.key in again and "was withdrawn" in str(found)
+
+
 # ---- any history --------------------------------------------------------------------------------
 
 ATTEMPTS = st.lists(
@@ -645,3 +708,53 @@ def test_the_command_tells_and_exits_by_what_it_found(run, tmp_path_factory):
     for folder in (empty, empty / "not-there"):
         none = call(folder)
         assert none.exit_code == 2 and "has no certificate.jsonl" in none.stderr
+
+
+RECIPE = """
+from dataclasses import dataclass
+from easyrl.recipes import GRPO
+
+@dataclass(frozen=True)
+class Mine(GRPO):
+    def accepts(self, group, run):
+        return None
+"""
+
+
+def test_the_decisions_of_a_recipe_that_was_changed_since_are_not_replayed(tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(RECIPE)
+    config = validate_config(
+        {
+            "model": {"path": "models/tiny"},
+            "data": {"files": ["prompts.jsonl"]},
+            "inference": {"endpoints": ["http://127.0.0.1:1"]},
+            "rewards": [{"name": "exact"}],
+            "recipe": {"name": "Mine", "file": str(recipe), "kl_coef": 1e-3},
+        }
+    )
+
+    def verified(name, digest):
+        folder = tmp_path / name
+        if not folder.exists():
+            folder.mkdir()
+            run = CertifiedRun(folder, recipe=digest)
+            run.begin()
+            run.train_all()
+            (folder / "config-attempt0.yaml").write_text(dump_config(config))
+        return CliRunner().invoke(command_line(), ["verify", str(folder)])
+
+    then = recipe_digest(config)
+    sound = verified("run", then)
+    assert sound.exit_code == 0 and "12 decisions replayed" in sound.stdout, sound.output
+    recipe.write_text(RECIPE.replace("return None", "return 'flat' or None"))
+    now = recipe_digest(config)
+    changed = verified("run", then)
+    assert changed.exit_code == 2 and now != then
+    assert f"{recipe}: the recipe of attempt 0 was {then} when it began and is {now} now" in (
+        changed.stderr
+    )
+    assert "12 decisions replayed" in verified("of-an-earlier-version", None).stdout
+    recipe.unlink()
+    gone = verified("run", then)
+    assert gone.exit_code == 0 and "its recipe's decisions are not checked" in gone.stdout

@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from easyrl.ledger.certificate import BatchRecord, CertificateError
+from easyrl.ledger.certificate.errors import CertificateError
+from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.verify import Verdict, verify
 from easyrl.schema import GroupOutcome, Key, RolloutGroup
 from tests.easyrl.ledger.certificate_violations import first_group, with_another
@@ -79,13 +80,13 @@ def test_each_attempt_is_judged_by_its_own_recipe(tmp_path: Path) -> None:
     run.train_all()
 
     def accept_of(attempt: int):
-        return lambda group: REJECTED if not attempt and group.prompt.key in first else None
+        return lambda group: REJECTED if not attempt.attempt and group.prompt.key in first else None
 
     assert verify(tmp_path, accept_of).on_policy
-    found = verify(tmp_path, lambda attempt: accept_of(1)).violation
+    found = verify(tmp_path, lambda attempt: accept_of(replace(attempt, attempt=1))).violation
     assert found is not None and found.batch == 1 and found.key == run.batches[1][REJECTED_AT].key
     # of an attempt whose recipe is not known, only the rule of membership is checked
-    verdict = verify(tmp_path, lambda attempt: accept_of(1) if attempt else None)
+    verdict = verify(tmp_path, lambda attempt: accept_of(attempt) if attempt.attempt else None)
     assert verdict.on_policy and verdict.decisions == len(run.batches[2])
 
 
@@ -122,6 +123,19 @@ def test_a_batch_that_the_orders_end_cuts_short(tmp_path: Path) -> None:
     assert str(verify(tmp_path)) == (
         "on-policy: 3 batches, 10 groups trained, 1 excluded, 1 rejected, complete"
     )
+
+
+def test_a_batch_has_as_many_updates_as_its_groups_make(tmp_path: Path) -> None:
+    """Two of four groups are one update of two, with a step of its own."""
+    run = CertifiedRun(tmp_path, num_prompts=6, epochs=1, updates_per_batch=2)
+    run.begin()
+    run.train_all()
+    assert [len(batch) for batch in run.batches] == [4, 2] and run.steps == [2, 3]
+    assert verify(tmp_path).on_policy
+    run.forge_batch(1, lambda r: replace(r, num_updates=2, step=4))
+    assert "has 2 updates, its 2 accepted groups make 1" in str(violation(run))
+    run.forge_batch(1, lambda r: replace(r, num_updates=1))
+    assert "step 4 is not behind step 2 of the batch before" in str(violation(run))
 
 
 def test_a_batch_that_the_bound_cuts_short(tmp_path: Path) -> None:

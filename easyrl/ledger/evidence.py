@@ -1,0 +1,180 @@
+"""Whether the journalled groups are what the certificate says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from easyrl.ledger.certificate.errors import CertificateError, located
+from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord
+from easyrl.ledger.journal import JournalError
+from easyrl.ledger.journal.codec import CodecError, GroupRecord, WithdrawalRecord, to_group
+from easyrl.ledger.journal.earlier_attempts import MadeBy, is_withdrawn
+from easyrl.ledger.journal.reading import JournalFile, batch_folder, journal_files, read_file
+from easyrl.ledger.traces import JOURNAL_FOLDER, refuse_missing_journal
+from easyrl.schema import Completion, GroupOutcome, Key, PolicyVersion, RolloutGroup
+
+# attempt → what its recipe decides of a group: a reason to reject it, or None
+AcceptOf = Callable[[AttemptRecord], Callable[[RolloutGroup], str | None] | None]
+
+
+class JournalEvidence:
+    """Compares batches with the journal, which a live run may be pruning meanwhile.
+
+    Args:
+        attempts: of the run, by number.
+        accept_of: no function where what an attempt's recipe decides cannot be known.
+    """
+
+    def __init__(
+        self, run_dir: Path, attempts: Mapping[int, AttemptRecord], accept_of: AcceptOf
+    ) -> None:
+        self._run_dir = run_dir
+        self._attempts = attempts
+        self._accept_of = accept_of
+        self.num_replayed = 0  # decisions: groups whose outcome follows from the journal
+        self.num_pruned = 0  # batches that it does not go back to, as it may
+        self.num_unjournalled = 0  # groups that were never in it
+
+    def examine(self, record: BatchRecord) -> None:
+        """Raises ``CertificateError`` naming prompt and file where the two differ."""
+        trained_on = {group.key: group for group in record.groups if group.digest is not None}
+        self.num_unjournalled += len(record.groups) - len(trained_on)
+        if not trained_on:
+            return
+        folder = batch_folder(self._run_dir / JOURNAL_FOLDER, record.batch)
+        try:
+            self._find(folder, record, trained_on)
+        except CertificateError:
+            if folder.is_dir():
+                raise
+            refuse_missing_journal(self._run_dir, record.batch)  # it may have gone meanwhile
+            self.num_pruned += 1
+
+    def _find(
+        self, folder: Path, record: BatchRecord, trained_on: Mapping[Key, GroupOutcome]
+    ) -> None:
+        """Every group of ``trained_on`` is there as it was certified, and was not withdrawn."""
+        shares = []
+        try:
+            for file in journal_files(folder):
+                shares.append(share := _Share(file))
+                header, entries = read_file(file, record.batch)
+                for place, entry in entries:
+                    if isinstance(entry, WithdrawalRecord):
+                        share.withdrawals.add((entry.endpoint, entry.restart))
+                        share.withdraw(entry.endpoint, entry.proof)
+                    elif isinstance(entry, GroupRecord):
+                        digest, group = place.digest.hex(), trained_on.get(entry.key)
+                        if group is None or group.digest != digest:
+                            share.others[entry.key] = digest
+                            continue
+                        assert header is not None
+                        with located(key=group.key, file=share.name):
+                            self._compare(record, group, entry, header.weights)
+                        share.standing[entry.key] = entry.made_by
+        except JournalError as error:
+            raise CertificateError(str(error)) from error
+        for share in shares:  # what its rank was not told of any more
+            for other in shares:
+                if other.file.attempt == share.file.attempt:
+                    for endpoint, _ in other.withdrawals - share.withdrawals:
+                        share.withdraw(endpoint, 0)
+        for key, group in trained_on.items():
+            if not any(key in share.standing for share in shares):
+                raise _not_found(group, shares, f"journal/{folder.name}")
+
+    def _compare(
+        self, record: BatchRecord, group: GroupOutcome, entry: GroupRecord, weights: str
+    ) -> None:
+        """The record of a group that was trained, against the group's entry and the batch."""
+        try:
+            found = to_group(entry, entry.prompt(), str(group.digest))
+        except CodecError as error:
+            raise CertificateError(str(error)) from error
+        for number, completion in enumerate(found.completions):
+            if problem := _span_problem(completion, record.accepted_versions):
+                raise CertificateError(
+                    f"response {number}: {problem}", endpoint=completion.endpoint
+                )
+        said = GroupOutcome.of(found)
+        differences = (
+            ("weights", record.weights, weights),
+            ("versions on its tokens", group.stamped, said.stamped),
+            ("endpoints", group.endpoints, said.endpoints),
+            ("position", group.position, said.position),
+            ("accepted", group.accepted, said.accepted),
+            ("reason", group.reason, said.reason),
+            ("recovered", group.recovered, entry.version != record.version),
+        )
+        for what, certified, journalled in differences:
+            if certified != journalled:
+                raise CertificateError(
+                    f"{what}: {certified} in the certificate, {journalled} in the journal"
+                )
+        self._replay(record, found)
+
+    def _replay(self, record: BatchRecord, found: RolloutGroup) -> None:
+        """The recipe decides again."""
+        attempt = self._attempts[PolicyVersion.parse(record.version).attempt]
+        accept = self._accept_of(attempt)
+        if accept is None:
+            return
+        if found.excluded is None:
+            said = accept(found)
+            said = said if said is None else said or "no reason given"  # as the producer keeps it
+            if said != found.rejected:
+                told, replayed = ("accepted" if reason is None else f"rejected ({reason})"
+                                  for reason in (found.rejected, said))  # fmt: skip
+                raise CertificateError(
+                    f"is {told} in certificate and journal, its recipe says: {replayed}"
+                )
+        self.num_replayed += 1
+
+
+class _Share:
+    """What one rank of one attempt left of a batch, and how much of what was trained stands."""
+
+    def __init__(self, file: JournalFile) -> None:
+        self.file = file
+        self.name = f"journal/{file.path.parent.name}/{file.path.name}"  # below the run's folder
+        self.standing: dict[Key, MadeBy] = {}  # trained and not withdrawn
+        self.withdrawn: dict[Key, str] = {}  # trained: by the endpoint that failed its proof
+        self.withdrawals: set[tuple[str, int]] = set()  # endpoint, number of restarts
+        self.others: dict[Key, str] = {}  # not trained: their digests
+
+    def withdraw(self, endpoint: str, proof: int) -> None:
+        """What ``endpoint`` made since its proof number ``proof``, as far as it is there yet."""
+        for key, made_by in list(self.standing.items()):
+            if is_withdrawn(made_by, endpoint, proof):
+                del self.standing[key]
+                self.withdrawn[key] = endpoint
+
+
+def _span_problem(completion: Completion, accepted: list[str]) -> str | None:
+    """Every token has one version, and one that was trained."""
+    end = 0
+    for span in completion.version_spans:
+        if span.version not in accepted:
+            return f"tokens {span.start} to {span.end} are of version {span.version}"
+        if span.start != end:
+            return f"token {min(span.start, end)} has no version or two"
+        end = span.end
+    if end != len(completion.token_ids):
+        return f"{len(completion.token_ids)} tokens, the versions cover {end}"
+    return None
+
+
+def _not_found(group: GroupOutcome, shares: Sequence[_Share], folder: str) -> CertificateError:
+    """Why no record of ``group`` stands."""
+    key, digest = group.key, str(group.digest)[:12]
+    for share in shares:
+        if (endpoint := share.withdrawn.get(key)) is not None:
+            problem = f"counts, but its record {digest} was withdrawn: its endpoint failed a proof"
+            return CertificateError(problem, key=key, endpoint=endpoint, file=share.name)
+    for share in reversed(shares):
+        if (other := share.others.get(key)) is not None:
+            problem = f"its record is {other[:12]}, trained was {digest}: the journal was changed"
+            return CertificateError(problem, key=key, file=share.name)
+    problem = f"was trained, and its record {digest} is not in the journal"
+    return CertificateError(problem, key=key, file=folder)
