@@ -6,7 +6,7 @@ Shape legend: T tokens of a row, H heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -59,8 +59,12 @@ def agreement_with_reference(
     """
     with _apart(query.device):
         layout, inputs = _cropped(layout, (query, key, value))
-        grad_output = _some_gradient(inputs[0])
-        precise = torch.float64 if _has_float64(query) else torch.float32
+        generator = torch.Generator().manual_seed(0)
+        grad_output = torch.randn(inputs[0].shape, generator=generator).to(inputs[0])
+        # Exact enough for half precision is float32, and not every device has more.
+        half = query.dtype not in (torch.float32, torch.float64)
+        single = half or query.device.type not in ("cpu", "cuda")
+        precise = torch.float32 if single else torch.float64
         expected = _run(
             reference_attention,
             [x.to(precise) for x in inputs],
@@ -87,22 +91,14 @@ def agreement_with_reference(
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
     """Recording gradients, whatever the caller does; and unseen by its checkpointing."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
-        stack.enter_context(_disable_current_modes())  # selective checkpointing's
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        _disable_current_modes(),  # selective checkpointing's
+    ):
         yield
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _has_float64(query: Tensor) -> bool:
-    """Exact enough for half precision is float32, and not every device has more."""
-    return query.device.type in ("cpu", "cuda") and query.dtype in (torch.float32, torch.float64)
 
 
 def _cropped(
@@ -125,12 +121,6 @@ def _cropped(
     index = torch.cat(kept).to(tensors[0].device)
     copies = [x.detach().transpose(1, 2).index_select(1, index).transpose(1, 2) for x in tensors]
     return SegmentLayout(segments), copies
-
-
-def _some_gradient(query: Tensor) -> Tensor:
-    """Normal numbers from a generator of their own."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(query.shape, generator=generator).to(query)
 
 
 def _run(

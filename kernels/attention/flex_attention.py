@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,9 +31,6 @@ _DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # on a GPU
 # Two lengths per power of two, with and without gradients, for several shapes of heads.
 _MOST_COMPILATIONS = 256
-
-# A layout is shared by a model's layers and by the three models: so is what is derived from it.
-_block_masks: WeakKeyDictionary[SegmentLayout, dict[torch.device, BlockMask]] = WeakKeyDictionary()
 
 
 def flex_attention_backend(
@@ -69,10 +65,7 @@ def padded_length(num_tokens: int) -> int:
 
 def layout_block_mask(layout: SegmentLayout, device: torch.device) -> BlockMask:
     """What ``layout`` allows, as a block mask of its padded length; made once for each device."""
-    of_devices = _block_masks.setdefault(layout, {})
-    if device not in of_devices:
-        of_devices[device] = _build_block_mask(subtree_ends(layout).to(device))
-    return of_devices[device]
+    return layout.derived(_build_block_mask, device)
 
 
 def subtree_ends(layout: SegmentLayout) -> Tensor:
@@ -85,8 +78,9 @@ def subtree_ends(layout: SegmentLayout) -> Tensor:
     return result
 
 
-def _build_block_mask(subtree_end: Tensor) -> BlockMask:
+def _build_block_mask(layout: SegmentLayout, device: torch.device) -> BlockMask:
     """From the [L] ends alone: [L / B, L / B] comparisons, never L × L."""
+    subtree_end = subtree_ends(layout).to(device)
 
     def visible(batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
         return (key_index <= query_index) & (query_index < subtree_end[key_index])
