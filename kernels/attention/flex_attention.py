@@ -9,8 +9,7 @@ token sees only itself, and is cut off again.
 Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels",
 arXiv 2412.05496.
 
-Shape legend: T tokens of the row, L length that it is padded to, B tokens of a block, Hq query
-heads, Hkv key and value heads, D head size.
+Shape legend: T tokens of the row, L length that it is padded to, B tokens of a block.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ _MOST_COMPILATIONS = 256
 def flex_attention_backend(
     query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
 ) -> Tensor:
-    """Attention of ``query`` [1, Hq, T, D] over ``key`` and ``value`` [1, Hkv, T, D]; the result is
-    [1, Hq, T, D].
+    """As ``shared_prompt_attention``.
 
     On a GPU compiled, in float32, bfloat16 or float16, with heads of 16 or more. On a CPU, where
     FlexAttention has no backward pass, the block mask is expanded: for comparison, not for speed.
@@ -122,7 +120,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:
-    """[1, heads, L, D], always contiguous: other strides would be compiled for anew."""
+    """Of length L, always contiguous: other strides would be compiled for anew."""
     missing = length - tensor.shape[2]
     return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor.contiguous()
 

@@ -5,9 +5,6 @@ The operator's variable-length form ("TND") takes cumulative lengths; sparse mod
 aligned at the bottom right of each sequence, with one 2048 x 2048 mask for all lengths in which
 True marks what is dropped. Names and limits are those of torch-npu 2.13's documentation of
 ``npu_fusion_attention``.
-
-Shape legend: T tokens of the row, S segments, K keys of all paths together, Hq query heads, Hkv key
-and value heads, D head size.
 """
 
 from __future__ import annotations
@@ -35,8 +32,7 @@ _MOST_TOKENS = 1_000_000  # likewise, queries or keys
 def npu_attention_backend(
     query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
 ) -> Tensor:
-    """Attention of ``query`` [1, Hq, T, D] over ``key`` and ``value`` [1, Hkv, T, D]; the result is
-    [1, Hq, T, D].
+    """As ``shared_prompt_attention``.
 
     Keys and values are copied once for each path they are on, in each pass anew. Rows of more
     segments or keys than the operator takes are split into several calls. Raises ``ImportError``
@@ -89,8 +85,7 @@ def _calls(paths: Paths) -> Iterator[tuple[int, int]]:
 @cache
 def _dropped(device: torch.device) -> Tensor:
     """bool [2048, 2048], True above the diagonal: a causal mask in the operator's polarity."""
-    ones = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device)
-    return ones.triu_(diagonal=1)
+    return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool, device=device).triu_(diagonal=1)
 
 
 def _torch_npu() -> ModuleType:
@@ -104,11 +99,9 @@ def _torch_npu() -> ModuleType:
 
 
 def _check_supported(query: Tensor) -> None:
-    heads, head_size = query.shape[1], query.shape[-1]
-    if query.dtype not in _DTYPES:
-        raise ValueError(
-            f"npu takes bfloat16, float16 and float32, not {query.dtype}; choose merged"
-        )
+    heads, head_size, dtype = query.shape[1], query.shape[-1], query.dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"npu takes bfloat16, float16 and float32, not {dtype}; choose merged")
     if head_size > _LARGEST_HEAD or heads > _MOST_QUERY_HEADS:
         raise ValueError(
             f"npu takes up to {_MOST_QUERY_HEADS} query heads of size up to {_LARGEST_HEAD}, "

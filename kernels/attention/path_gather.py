@@ -2,8 +2,7 @@
 
 The copies live during a pass, not between passes: the backward pass gathers them again.
 
-Shape legend: T tokens of the row, K keys of all paths together, Hq query heads, Hkv key and value
-heads, D head size.
+Shape legend: T tokens of the row, K keys of all paths together, Hq query and Hkv key heads, D size.
 """
 
 from __future__ import annotations
@@ -74,7 +73,8 @@ class _AttendOverPaths(torch.autograd.Function):
         gathered = (key.index_select(0, index), value.index_select(0, index))
         ctx.slots = _Slots(gathered)
         with torch.enable_grad(), saved_tensors_hooks(ctx.slots.put, ctx.slots.get):
-            inputs = [_Start.apply(_leaf(), x) for x in (query, *gathered)]
+            leaf = torch.empty(0, requires_grad=True)
+            inputs = [_Start.apply(leaf, x) for x in (query, *gathered)]
             output = kernel(*inputs)
         ctx.inputs = [get_gradient_edge(x) for x in inputs]
         ctx.output = get_gradient_edge(output)
@@ -136,10 +136,6 @@ class _Slots:
             yield
         finally:
             self._tensors = []
-
-
-def _leaf() -> Tensor:
-    return torch.empty(0, requires_grad=True)
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

@@ -9,8 +9,7 @@ PyTorch's own, the first that is installed.
 Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
 arXiv 2307.08691.
 
-Shape legend: T tokens of the row, S segments, K keys of all paths together, Hq query heads, Hkv key
-and value heads, D head size.
+Shape legend: T tokens of the row, K keys of all paths together, Hq query and Hkv key heads, D size.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def varlen_attention_backend(
     scale: float,
     kernel: VarlenKernel | None = None,
 ) -> Tensor:
-    """Attention of ``query`` [1, Hq, T, D] over ``key`` and ``value`` [1, Hkv, T, D]; the result is
-    [1, Hq, T, D].
+    """As ``shared_prompt_attention``.
 
     ``kernel`` is flash attention unless given. Keys and values are copied once for each path they
     are on, in each pass anew. Deterministic where ``torch.use_deterministic_algorithms`` asks for
@@ -111,21 +109,16 @@ def installed_kernel(capability: int) -> VarlenKernel:
         # Came with FlashAttention 2.4.1; before 2.1 causal masks were aligned at the top left.
         if "deterministic" in signature(module.flash_attn_varlen_func).parameters:
             return _packaged_kernel(module.flash_attn_varlen_func)
-    _check_torch_kernel()
-    return torch_kernel
-
-
-def _check_torch_kernel() -> None:
     try:
         varlen = import_module("torch.nn.attention.varlen")
-        enough = "enable_gqa" in (varlen.varlen_attn.__kwdefaults__ or ())
+        if "enable_gqa" in (varlen.varlen_attn.__kwdefaults__ or ()):
+            return torch_kernel
     except ImportError:
-        enough = False
-    if not enough:
-        raise ImportError(
-            "varlen needs the package flash-attn 2.4.1 or later, or a PyTorch whose varlen_attn "
-            "has enable_gqa, as 2.13's has; install one of them, or choose merged or flex"
-        )
+        pass
+    raise ImportError(
+        "varlen needs the package flash-attn 2.4.1 or later, or a PyTorch whose varlen_attn "
+        "has enable_gqa, as 2.13's has; install one of them, or choose merged or flex"
+    )
 
 
 def torch_kernel(query: Tensor, key: Tensor, value: Tensor, paths: Paths, scale: float) -> Tensor:
