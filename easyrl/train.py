@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import dump_config, load_config
 from easyrl.config.machine import check_paths
-from easyrl.runtime.launcher_watch import end_with_launcher
-from easyrl.runtime.signals import RunSignals
+from easyrl.runtime.signals import RunSignals, end_with_launcher
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import InterruptedRun
 
@@ -42,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(config, resume=arguments.resume, signals=signals)
         finally:
-            signals.stop.leave_peers()
             signals.finish()
     except ConfigError as error:  # the user's to mend; a traceback would hide it
         print(f"easyrl: {error}", file=sys.stderr)

@@ -91,7 +91,7 @@ LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.replay
-    runtime.launcher_watch runtime.notices runtime.signals runtime.stacks runtime.stopping
+    runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
     inference_client.client inference_client.responses inference_client.fetching.fetcher_pool

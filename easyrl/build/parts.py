@@ -98,8 +98,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
 
     engine = DeepSpeedEngine(config, total_steps=num_steps)
-    notices = collectives.open_notices()
-    stop.follow_peers(notices)
+    notices = Notices(collectives.open_store(), ranks.rank)
+    opened.enter_context(stop.follows_peers(notices))
     if ranks.is_first:
         remember_arithmetic(config, output)
     tokens = TokenProgress()

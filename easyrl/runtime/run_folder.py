@@ -14,7 +14,7 @@ from easyrl.config.file import dump_config
 from easyrl.metrics.event_log import EventLog, Record, ignore
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.durable_files import write_durably
-from easyrl.runtime.folder_lock import FolderLock
+from easyrl.runtime.folder_lock import locked_folder
 from easyrl.runtime.run_files import (
     ATTEMPT_FILE,
     CERTIFICATE_FILE,
@@ -42,7 +42,7 @@ def prepare_output(
         if not resume:
             _refuse_earlier_run(output)  # before waiting for it
         output.mkdir(parents=True, exist_ok=True)
-        opened.enter_context(FolderLock(output, config.trainer.grace_s))
+        opened.enter_context(locked_folder(output, config.trainer.grace_s))
         if not resume:
             _refuse_earlier_run(output)  # of the process that was waited for
 

@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 from easyrl.kernels.attention import partial_attention
 from easyrl.kernels.attention.block_partition import Span
 from easyrl.kernels.attention.segment_layout import SegmentLayout
-from easyrl.kernels.logprobs.vocab_softmax import softmax_dtype
 
 # The CPU kernel computes squares of up to 512 whole, causal or not. Its results are merged faster
 # while they are in the cache, and small ones take no new pages from the system each time.
@@ -47,7 +46,7 @@ class _MergedAttention(torch.autograd.Function):
     ) -> Tensor:
         query, key, value = (_unit_stride(x) for x in (query, key, value))
         _, num_heads, num_tokens, head_size = query.shape
-        dtype = softmax_dtype(query.dtype)
+        dtype = partial_attention.softmax_dtype(query.dtype)
         output = query.new_empty(num_tokens, num_heads, head_size, dtype=dtype)
         logsumexp = query.new_empty(num_tokens, num_heads, 1, dtype=dtype)
         repeats = num_heads // key.shape[1]
@@ -128,7 +127,8 @@ def _shared(x: Tensor, repeats: int) -> Tensor:
 def _sums_by_token(x: Tensor) -> Tensor:
     """Memory for sums in the shape of ``x`` [1, H, T, D], as [T, H, D]."""
     _, num_heads, num_tokens, head_size = x.shape
-    return x.new_empty(num_tokens, num_heads, head_size, dtype=softmax_dtype(x.dtype))
+    dtype = partial_attention.softmax_dtype(x.dtype)
+    return x.new_empty(num_tokens, num_heads, head_size, dtype=dtype)
 
 
 def _calls(tensors: list[Tensor], span: Span) -> list[list[Tensor]]:

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from easyrl.kernels.logprobs.vocab_softmax import softmax_dtype
-
 _aten = torch.ops.aten
 
 _ROWS = 256  # queries at a time where no fused kernel is known
+
+
+def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype log-sum-exps are returned and sums over blocks should be held."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def forward(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -157,14 +156,16 @@ def _paths(layout: SegmentLayout, device: torch.device) -> Paths:
     for start, length, parent in layout.segments:
         own = torch.arange(start, start + length)
         path_of.append(own if parent < 0 else torch.cat([path_of[parent], own]))
-    query_ends = tuple(accumulate(length for _, length, _ in layout.segments))
-    key_ends = tuple(accumulate(map(len, path_of)))
+    lengths = [length for _, length, _ in layout.segments]
+    key_lengths = [len(path) for path in path_of]
+    query_ends = tuple(torch.tensor(lengths).cumsum(0).tolist())
+    key_ends = tuple(torch.tensor(key_lengths).cumsum(0).tolist())
     return Paths(
         torch.cat(path_of).to(device),
         query_ends,
         key_ends,
         query_starts=torch.tensor((0, *query_ends), dtype=torch.int32, device=device),
         key_starts=torch.tensor((0, *key_ends), dtype=torch.int32, device=device),
-        max_query=max(length for _, length, _ in layout.segments),
-        max_key=max(map(len, path_of)),
+        max_query=max(lengths),
+        max_key=max(key_lengths),
     )
