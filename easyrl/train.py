@@ -21,7 +21,7 @@ from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import InterruptedRun
 
 if TYPE_CHECKING:
-    from easyrl.build.parts import Parts
+    from easyrl.engines.base import TrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +78,13 @@ def run(config: Config, *, resume: bool = False, signals: RunSignals | None = No
         if signals is None:
             signals = RunSignals(StopRequest(config.trainer.grace_s))
             open_parts.callback(signals.stop.close)  # of a command it lasts as long as the process
-        parts = build_parts(config, open_parts, resume=resume, signals=signals)
+        trainer, engine = build_parts(config, open_parts, resume=resume, signals=signals)
         gc.collect()
         gc.freeze()  # what imports left behind; walking it took 0.2 s of every other step
         gc.set_threshold(10_000, 20, 50)  # the producer makes many objects, without cycles
         signals.begin_training()
-        parts.trainer.fit()
-        _finish(config, parts)
+        trainer.fit()
+        _finish(config, engine)
 
 
 def _checked(config: Config) -> Config:
@@ -94,7 +94,7 @@ def _checked(config: Config) -> Config:
     return with_whole_recipe(config)
 
 
-def _finish(config: Config, parts: Parts) -> None:
+def _finish(config: Config, engine: TrainEngine) -> None:
     """Exports the trained model, and the adapter if there is one; draws the reward curve."""
     from easyrl.ledger.checkpoints.export import export_adapter, export_model
     from easyrl.metrics.plot import plot_reward_curve
@@ -102,20 +102,20 @@ def _finish(config: Config, parts: Parts) -> None:
     from easyrl.runtime.run_folder import METRICS_FILE
 
     output, lora = config.run.output_dir, config.model.lora
-    if parts.engine.ranks.rank != 0:
+    if engine.ranks.rank != 0:
         if config.checkpoint.export_at_end:  # collectives: rank 0 writes
-            for _ in parts.engine.named_weights():
+            for _ in engine.named_weights():
                 pass
-            for _ in parts.engine.named_weights("adapter") if lora else ():
+            for _ in engine.named_weights("adapter") if lora else ():
                 pass
         return
     if config.checkpoint.export_at_end:
-        weights = parts.engine.named_weights()
+        weights = engine.named_weights()
         dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.model.dtype]
         source, tokenizer = config.model.path, config.model.tokenizer_path
         export_model(weights, source, tokenizer, output / "model", dtype)
         if lora is not None:
-            adapter = parts.engine.named_weights("adapter")
+            adapter = engine.named_weights("adapter")
             export_adapter(adapter, lora, source, output / "adapter")
     plot_reward_curve(read_metrics(output / METRICS_FILE), output / "reward.png")
 

@@ -75,7 +75,7 @@ MAY_IMPORT = {
     # what puts the rooms together, and what a user calls
     "build": "schema config dataloaders engines inference_client ledger metrics recipes rewards"
     " runtime trainer weight_sync",
-    "train": "schema config build ledger.checkpoints metrics recipes runtime",
+    "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine inference_client.servers.managed",
     "commands": "schema config train build ledger recipes runtime inference_client.pool.membership"
     " inference_client.servers.embedded.server",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from easyrl.build.accumulation import build_accumulator
-from easyrl.build.data import load_data, load_held_out, load_tokenizer
+from easyrl.build.data import load_data, load_tokenizer
 from easyrl.build.endpoints import (
     build_weight_sync,
     follow_membership,
@@ -39,39 +38,24 @@ from easyrl.metrics.throughput import Throughput
 from easyrl.recipes.loading import load_recipe
 from easyrl.rewards.startup import check_rewards
 from easyrl.runtime.collectives import Collectives
-from easyrl.runtime.determinism import (
-    is_strict,
-    make_deterministic,
-    remember_arithmetic,
-)
+from easyrl.runtime.determinism import is_strict, make_deterministic, remember_arithmetic
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
-from easyrl.runtime.run_folder import (
-    begin_attempt,
-    keep_config,
-    open_event_log,
-    prepare_output,
-)
+from easyrl.runtime.run_folder import begin_attempt, keep_config, open_event_log, prepare_output
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
-from easyrl.schema import BatchWithdrawn, PeerOutage, PolicyVersion, Progress, StopRequested
+from easyrl.schema import BatchWithdrawn, PeerOutage, Progress, StopRequested
 from easyrl.trainer.evaluation import ScheduledEvaluation
 from easyrl.trainer.loop import Plan, Trainer
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Parts:
-    """What a caller needs after building."""
-
-    trainer: Trainer
-    engine: DeepSpeedEngine
-
-
-def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: RunSignals) -> Parts:
-    """``opened`` closes what was opened, in reverse order."""
+def build_parts(
+    config: Config, opened: ExitStack, *, resume: bool, signals: RunSignals
+) -> tuple[Trainer, DeepSpeedEngine]:
+    """The trainer and its model; ``opened`` closes what was opened, in reverse order."""
     stop = signals.stop
     make_deterministic(config)
     check_rewards(config.rewards)
@@ -79,12 +63,13 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
     collectives = Collectives(ranks)
     output = prepare_output(config, collectives, opened, resume=resume)
-    if collectives.ranks.rank == 0:
+    if ranks.is_first:
         say_what_cannot_act(config)
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")
-    held_out = load_held_out(config.evaluation, tokenizer)
+    evaluation = config.evaluation
+    held_out = load_data(evaluation.data, tokenizer, "evaluation.data") if evaluation else []
     order = PromptOrder(
         prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=num_epochs(config)
     )
@@ -92,7 +77,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         logger.warning(
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
         )
-    checkpoint_folder = config.run.output_dir / "checkpoints"
+    checkpoint_folder = output / "checkpoints"
     step, position = trained_before(checkpoint_folder) if resume else (0, 0)
     rejects = load_recipe(config).rejects
     num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
@@ -130,7 +115,10 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         journal=journal if prunes else None,
         reference=reference_identity(config, collectives),
     )
-    progress = _resume(saver) if resume else Progress()
+    try:
+        progress = saver.resume() if resume else Progress()
+    except ValueError as error:  # other settings than those of the checkpoint
+        raise ConfigError(f"--resume: {error}") from error
 
     urls: list[str] = collectives.broadcast(own_urls)
     inference = open_inference(config, opened, urls=urls, num_shares=ranks.dp_size, record=record)
@@ -143,7 +131,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     inference.pool.set_repair(weight_sync.repair)
     follow_membership(inference, output, urls, collectives, opened)
     rollouts = JournalledRollouts(
-        inference.rollouts(config.rollout, config.rollout.num_generations, config),
+        inference.rollouts(),
         journal,
         order,
         BatchRules(
@@ -162,14 +150,12 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     certificate = open_certificate(config, output, version, order, progress, collectives, opened)
     if ranks.is_first:
         keep_config(config, output, version.attempt)
-    evaluation = None
-    if config.evaluation is not None:
+    scheduled = None
+    if evaluation is not None:
         evaluator = inference.evaluator(
-            config.evaluation, held_out, config, collectives, stop, tokens.counting(ignore)
+            evaluation, held_out, collectives, stop, tokens.counting(ignore)
         )
-        evaluation = ScheduledEvaluation(
-            evaluator, config.evaluation, max(progress.reported_step, 0)
-        )
+        scheduled = ScheduledEvaluation(evaluator, evaluation, max(progress.reported_step, 0))
     trackers = (
         open_trackers(config, output, progress.reported_step, num_steps) if ranks.is_first else []
     )
@@ -191,34 +177,23 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         ledger=Ledger(certificate, saver, collectives),
         reporter=StepReporter(
             Throughput(inference.pool, ranks.world_size + len(inference.pool.endpoints)),
-            evaluation=evaluation,
+            evaluation=scheduled,
             trackers=trackers,
             mismatch=LogprobMismatch(config) if ranks.is_first else None,
         ),
         collectives=collectives,
-        plan=_plan(config, version),
+        plan=Plan(
+            version,
+            groups_per_update=config.trainer.batch_size // config.trainer.updates_per_batch,
+            updates_per_batch=config.trainer.updates_per_batch,
+            max_steps=config.trainer.max_steps,
+            max_bad_steps=config.trainer.max_bad_steps,
+        ),
         record=record,
         progress=progress,
     )
     _watch(config, opened, tokens, rollouts, inference, signals, notices)
-    return Parts(trainer, engine)
-
-
-def _plan(config: Config, version: PolicyVersion) -> Plan:
-    return Plan(
-        version,
-        groups_per_update=config.trainer.batch_size // config.trainer.updates_per_batch,
-        updates_per_batch=config.trainer.updates_per_batch,
-        max_steps=config.trainer.max_steps,
-        max_bad_steps=config.trainer.max_bad_steps,
-    )
-
-
-def _resume(saver: CheckpointSaver) -> Progress:
-    try:
-        return saver.resume()
-    except ValueError as error:  # other settings than those of the checkpoint
-        raise ConfigError(f"--resume: {error}") from error
+    return trainer, engine
 
 
 def _watch(

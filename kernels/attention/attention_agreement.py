@@ -69,7 +69,7 @@ def agreement_with_reference(
 
         def run(compute: Backend, dtype: torch.dtype) -> tuple[Tensor, ...]:
             leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
-            output = compute(*leaves, layout, scale)
+            output = compute(leaves[0], leaves[1], leaves[2], layout, scale)
             return output.detach(), *torch.autograd.grad(output, leaves, grad_output.to(dtype))
 
         expected = run(reference_attention, precise)
