@@ -6,19 +6,12 @@ import importlib.util
 import os
 from pathlib import Path
 
-from easyrl.config.data import DatasetConfig
-from easyrl.config.errors import ConfigError
-from easyrl.config.model import ModelConfig
-from easyrl.config.tree import Config
+from easyrl.config import Config, ConfigError, DatasetConfig, ModelConfig
 
 
 def check_paths(config: Config) -> None:
-    """Checks what the configuration says about the machine: files, environment, packages.
-
-    Raises ``ConfigError`` naming each key.
-
-    Called before anything is loaded, on the machine of the trainer.
-    """
+    """Before anything is loaded, on the machine of the trainer. Raises ``ConfigError`` naming each
+    key."""
     problems = [
         *_machine_problems(config),
         *_model_problems(config.model),
