@@ -47,22 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except InterruptedRun as error:
         print(f"easyrl: {error}", file=sys.stderr)
-        _leave_ranks()
-        return error.status
-    _leave_ranks()
-    return 0
-
-
-def _leave_ranks() -> None:
-    """Ends what connects the ranks; all of them have come to the end of the run.
-
-    Left to the interpreter's end, a thread of gloo now and then aborts the process (status -6).
-    Not after an error, which the other ranks may not have met.
-    """
+        status = error.status
+    else:
+        status = 0
     import torch.distributed as dist
 
+    # All ranks have come to the end of the run. Left to the interpreter's end, a thread of gloo now
+    # and then aborts the process (status -6). Not after an error, which others may not have met.
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.destroy_process_group()
+    return status
 
 
 def run(config: Config, *, resume: bool = False, signals: RunSignals | None = None) -> None:

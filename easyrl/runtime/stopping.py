@@ -31,13 +31,8 @@ def end_with_stacks(reason: str) -> None:
 class StopRequest:
     """Somebody may ask this run to save and end; whoever waits long registers to be woken.
 
-    Consumes: requests, of this process and of other ranks. Waits for: the first. Is unblocked by:
-    ``request``. Produces: calls of those who registered with ``wakes``, and the process's end if it
-    has not ended ``grace_s`` seconds later.
-
-    Args:
-        give_up: what is called then; by default the process ends with status 1 and all stacks in
-            the log.
+    Calls those who registered with ``wakes``, and ``give_up`` if the run has not ended ``grace_s``
+    seconds later.
     """
 
     def __init__(
@@ -63,11 +58,6 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         return self._reason is not None
-
-    @property
-    def error(self) -> StopRequested | None:
-        """What a stopping run raises; None while nobody has asked."""
-        return None if self._reason is None else StopRequested(self._reason)
 
     def raise_if_requested(self) -> None:
         if self._reason is not None:
@@ -133,15 +123,12 @@ class StopRequest:
         with self._lock:
             self._woken = StopRequested(self._reason)
             for callback in self._wakes:
-                self._wake(callback, self._woken)
+                try:
+                    callback(self._woken)
+                except Exception:  # the others still have to be woken
+                    logger.exception("a part of the run could not be woken for the stop")
         if not self._closed.wait(self._grace_s):
             self._give_up(
                 f"the run has not ended {self._grace_s:g} s after the request to stop "
                 "(trainer.grace_s); --resume goes on from its last checkpoint"
             )
-
-    def _wake(self, callback: Wake, error: StopRequested) -> None:
-        try:
-            callback(error)
-        except Exception:  # the others still have to be woken
-            logger.exception("a part of the run could not be woken for the stop")

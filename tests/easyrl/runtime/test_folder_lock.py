@@ -18,15 +18,14 @@ from pydantic import BaseModel
 
 from easyrl.config import ConfigError
 from easyrl.runtime import durable_files as durable
-from easyrl.runtime.folder_lock import locked_folder
 from easyrl.runtime.ranks import Ranks
-from easyrl.runtime.run_folder import begin_attempt, prepare_output
+from easyrl.runtime.run_folder import begin_attempt, locked_folder, prepare_output
 
 # Takes the folder, and starts a child that outlives it, as workers, fetchers and servers might.
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from easyrl.runtime.folder_lock import locked_folder
+from easyrl.runtime.run_folder import locked_folder
 lock = locked_folder(Path(sys.argv[1]), 0)
 lock.__enter__()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
@@ -92,7 +91,7 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
     def none(descriptor, how):
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
-    monkeypatch.setattr("easyrl.runtime.folder_lock.fcntl.flock", none)
+    monkeypatch.setattr("easyrl.runtime.run_folder.fcntl.flock", none)
     take(tmp_path).close()
     assert "has no locks" in caplog.text
 

@@ -34,7 +34,7 @@ def stop():
 def test_who_waits_is_woken_once_by_the_first_request(stop):
     woken = queue.Queue()
     with stop.wakes(woken.put), stop.wakes(woken.put):
-        assert not stop.requested and stop.error is None
+        assert not stop.requested
         stop.raise_if_requested()
         stop.request("first")
         assert stop.requested
@@ -197,7 +197,8 @@ with stop.wakes(lambda error: woken.set()):
         woken.wait(60)
         say("saving")
         sys.stdin.readline()
-        say(f"saved: {stop.error}")
+        try: stop.raise_if_requested()
+        except RuntimeError as error: say(f"saved: {error}")
     finally:
         say("closed")
 """
