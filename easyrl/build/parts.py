@@ -16,7 +16,7 @@ from easyrl.build.endpoints import (
     start_servers,
     warn_of_short_contexts,
 )
-from easyrl.build.inference import Inference, open_inference
+from easyrl.build.inference import open_inference
 from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import open_certificate, reference_identity
 from easyrl.build.recipe import accept_function, say_what_cannot_act
@@ -192,20 +192,6 @@ def build_parts(
         record=record,
         progress=progress,
     )
-    _watch(config, opened, tokens, rollouts, inference, signals, notices)
-    return trainer, engine
-
-
-def _watch(
-    config: Config,
-    opened: ExitStack,
-    tokens: TokenProgress,
-    rollouts: JournalledRollouts,
-    inference: Inference,
-    signals: RunSignals,
-    notices: Notices,
-) -> None:
-    """Ends the run if it stands still."""
 
     def describe() -> str:
         endpoints = "\n".join(map(str, inference.pool.states()))
@@ -223,6 +209,7 @@ def _watch(
             notices=notices,
         )
     )
+    return trainer, engine
 
 
 def _is_interruption(error: Exception) -> bool:

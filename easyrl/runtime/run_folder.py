@@ -112,12 +112,8 @@ def locked_folder(folder: Path, patience_s: float) -> Iterator[None]:
     The kernel holds the lock for the open file, which no child process inherits. The file stays
     behind: if it was removed, two processes could each hold a lock on a file of its name.
 
-    Args:
-        patience_s: how long another process is waited for; one that was asked to stop needs some
-            time.
-
-    Raises ``ConfigError`` naming the other process if it holds the folder longer than that, and
-    ``OSError`` where nothing can be written.
+    Raises ``ConfigError`` naming the other process if it holds the folder longer than
+    ``patience_s``, and ``OSError`` where nothing can be written.
     """
     # closed when a child process starts (os.open sees to it)
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)

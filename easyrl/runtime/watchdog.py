@@ -68,9 +68,7 @@ class ProgressWindow:
     def look(self, now_s: float, tokens: int, *, expected: bool = True) -> float | None:
         """The rate if it is too low over a full window, else None.
 
-        Args:
-            tokens: since the start.
-            expected: False if nothing could be done since the last look.
+        ``tokens`` since the start; not ``expected`` if nothing could be done since the last look.
         """
         if self._looked_s is not None and expected:
             self._expected_s += min(now_s - self._looked_s, LONGEST_GAP_S)
@@ -90,8 +88,7 @@ class ProgressWindow:
 class Watchdog:
     """Watches the tokens of this rank while the context is open.
 
-    Consumes: ``progress``. Waits for: a window without enough of it. Is unblocked by: the clock.
-    Produces: a report in the log, of the other ranks too, then calls ``end``.
+    A window without enough of them: a report in the log, of the other ranks too, then ``end``.
 
     An outage does not count as standing still: the pool says so in the log and ends the run after
     ``max_outage_s``; only for longer than that it counts. Code in C that never lets Python's
