@@ -35,7 +35,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from easyrl.kernels.logprobs import chunked_head
+from easyrl.kernels.logprobs import row_functions
 from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
 from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
 from easyrl.runtime.machine import pin_process, usable_cpus
@@ -206,7 +206,7 @@ def _times(work: Work, repeats: int) -> dict[str, list[tuple[float, float]]]:
 def _prepare(work: Work) -> None:
     torch.set_num_threads(work.threads)
     pin_process(0, usable_cpus()[: work.threads])
-    chunked_head.USE_TRITON = work.triton
+    row_functions.USE_TRITON = work.triton
 
 
 def _synchronize(work: Work) -> None:

@@ -30,7 +30,7 @@ def producer(
         opened.callback(events.close)
         inference = open_inference(config, opened, record=events.record)
         inference.thread.run(_confirm(inference))
-        yield inference, inference.rollouts(config.rollout, load.num_samples, config)
+        yield inference, inference.rollouts()
 
 
 def prompts(load: Load) -> list[Prompt]:

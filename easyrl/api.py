@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 from omegaconf import OmegaConf
 
-from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.config.machine import check_paths
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
@@ -45,46 +44,35 @@ def train_policy(
 
     Raises ``ConfigError`` for settings and data that cannot be used.
     """
-    output = Path(output_dir)
+    output, settings = Path(output_dir), settings or {}
     output.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
         if endpoints is None:
             endpoints = [opened.enter_context(_embedded_server(Path(model), output)).url]
-        config = _config(Path(model), prompts, reward, output, endpoints, settings or {})
+        with_answers = any(not isinstance(prompt, str) and "answer" in prompt for prompt in prompts)
+        tree = OmegaConf.create(
+            {
+                "run": {"output_dir": str(output)},
+                "model": {"path": str(model), "dtype": "fp32"},
+                "data": {
+                    "files": [str(_write_prompts(prompts, output))],
+                    "fields": {"answer": "answer" if with_answers else None},
+                },
+                "inference": {"endpoints": list(endpoints)},
+                "rewards": [{"file": _source_file(reward), "function": reward.__name__}],
+                "trainer": {"batch_size": min(32, len(prompts)), "zero_stage": 0},
+            }
+        )
+        if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
+            tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
+        for key, value in settings.items():
+            OmegaConf.update(tree, key, value)
+        config = validate_config(OmegaConf.to_container(tree), source="train_policy")
         check_paths(config)
         from easyrl.train import run
 
         run(config)
     return output / "model"
-
-
-def _config(
-    model: Path,
-    prompts: Sequence[str | Mapping[str, Any]],
-    reward: Reward,
-    output: Path,
-    endpoints: Sequence[str],
-    settings: Mapping[str, Any],
-) -> Config:
-    with_answers = any(not isinstance(prompt, str) and "answer" in prompt for prompt in prompts)
-    tree = OmegaConf.create(
-        {
-            "run": {"output_dir": str(output)},
-            "model": {"path": str(model), "dtype": "fp32"},
-            "data": {
-                "files": [str(_write_prompts(prompts, output))],
-                "fields": {"answer": "answer" if with_answers else None},
-            },
-            "inference": {"endpoints": list(endpoints)},
-            "rewards": [{"file": _source_file(reward), "function": reward.__name__}],
-            "trainer": {"batch_size": min(32, len(prompts)), "zero_stage": 0},
-        }
-    )
-    if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
-        tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
-    for key, value in settings.items():
-        OmegaConf.update(tree, key, value)
-    return validate_config(OmegaConf.to_container(tree), source="train_policy")
 
 
 def _write_prompts(prompts: Sequence[str | Mapping[str, Any]], output: Path) -> Path:

@@ -1,8 +1,4 @@
-"""The records that pass between the rooms. Small, frozen, typed; no torch at import time.
-
-Words: *batch* = the prompts between two weight syncs; *group* = the G responses of one
-prompt; *micro-batch* = what goes through one forward and backward; *step* = one optimizer step;
-*policy version* = ``run:attempt:v`` where *v* counts closed batches.
+"""The records that pass between the rooms (words: the glossary of docs/architecture.md); no torch.
 
 Shape legend: P prompt tokens, R response tokens, G responses per prompt, T tokens in a packed row,
 N trained tokens of a row, S segments of a row, Q sequences (responses) of a row.

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import dump_config, load_config
 from easyrl.config.machine import check_paths
-from easyrl.runtime.launcher_watch import end_with_launcher
-from easyrl.runtime.signals import RunSignals
+from easyrl.runtime.signals import RunSignals, end_with_launcher
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import InterruptedRun
 
 if TYPE_CHECKING:
-    from easyrl.build.parts import Parts
+    from easyrl.engines.base import TrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -42,29 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(config, resume=arguments.resume, signals=signals)
         finally:
-            signals.stop.leave_peers()
             signals.finish()
     except ConfigError as error:  # the user's to mend; a traceback would hide it
         print(f"easyrl: {error}", file=sys.stderr)
         return 2
     except InterruptedRun as error:
         print(f"easyrl: {error}", file=sys.stderr)
-        _leave_ranks()
-        return error.status
-    _leave_ranks()
-    return 0
-
-
-def _leave_ranks() -> None:
-    """Ends what connects the ranks; all of them have come to the end of the run.
-
-    Left to the interpreter's end, a thread of gloo now and then aborts the process (status -6).
-    Not after an error, which the other ranks may not have met.
-    """
+        status = error.status
+    else:
+        status = 0
     import torch.distributed as dist
 
+    # All ranks have come to the end of the run. Left to the interpreter's end, a thread of gloo now
+    # and then aborts the process (status -6). Not after an error, which others may not have met.
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.destroy_process_group()
+    return status
 
 
 def run(config: Config, *, resume: bool = False, signals: RunSignals | None = None) -> None:
@@ -80,13 +72,13 @@ def run(config: Config, *, resume: bool = False, signals: RunSignals | None = No
         if signals is None:
             signals = RunSignals(StopRequest(config.trainer.grace_s))
             open_parts.callback(signals.stop.close)  # of a command it lasts as long as the process
-        parts = build_parts(config, open_parts, resume=resume, signals=signals)
+        trainer, engine = build_parts(config, open_parts, resume=resume, signals=signals)
         gc.collect()
         gc.freeze()  # what imports left behind; walking it took 0.2 s of every other step
         gc.set_threshold(10_000, 20, 50)  # the producer makes many objects, without cycles
         signals.begin_training()
-        parts.trainer.fit()
-        _finish(config, parts)
+        trainer.fit()
+        _finish(config, engine)
 
 
 def _checked(config: Config) -> Config:
@@ -96,7 +88,7 @@ def _checked(config: Config) -> Config:
     return with_whole_recipe(config)
 
 
-def _finish(config: Config, parts: Parts) -> None:
+def _finish(config: Config, engine: TrainEngine) -> None:
     """Exports the trained model, and the adapter if there is one; draws the reward curve."""
     from easyrl.ledger.checkpoints.export import export_adapter, export_model
     from easyrl.metrics.plot import plot_reward_curve
@@ -104,20 +96,20 @@ def _finish(config: Config, parts: Parts) -> None:
     from easyrl.runtime.run_folder import METRICS_FILE
 
     output, lora = config.run.output_dir, config.model.lora
-    if parts.engine.ranks.rank != 0:
+    if engine.ranks.rank != 0:
         if config.checkpoint.export_at_end:  # collectives: rank 0 writes
-            for _ in parts.engine.named_weights():
+            for _ in engine.named_weights():
                 pass
-            for _ in parts.engine.named_weights("adapter") if lora else ():
+            for _ in engine.named_weights("adapter") if lora else ():
                 pass
         return
     if config.checkpoint.export_at_end:
-        weights = parts.engine.named_weights()
+        weights = engine.named_weights()
         dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.model.dtype]
         source, tokenizer = config.model.path, config.model.tokenizer_path
         export_model(weights, source, tokenizer, output / "model", dtype)
         if lora is not None:
-            adapter = parts.engine.named_weights("adapter")
+            adapter = engine.named_weights("adapter")
             export_adapter(adapter, lora, source, output / "adapter")
     plot_reward_curve(read_metrics(output / METRICS_FILE), output / "reward.png")
 

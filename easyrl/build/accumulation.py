@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from easyrl.build.look_ahead import looks_ahead
 from easyrl.build.recipe import group_functions, rows_per_drain
 from easyrl.config import Config
+from easyrl.config.trainer import no_look_ahead
 from easyrl.engines.base import TrainEngine
 from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
@@ -40,3 +40,13 @@ def build_accumulator(
         # Which of them is run depends on the endpoint that answered, and decides the last bits.
         skip_without_signal=not is_strict(config),
     )
+
+
+def looks_ahead(config: Config, engine: TrainEngine) -> bool:
+    """Where ``trainer.look_ahead`` can act; not where ranks are in lock-step.
+
+    There a rank that computes a piece of work has all others wait for its next row.
+    """
+    reason = no_look_ahead(config.trainer, config.run)
+    wanted = config.trainer.look_ahead and reason is None
+    return wanted and engine.can_look_ahead and not engine.lockstep

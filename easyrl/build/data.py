@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from easyrl.config import Config, ConfigError, DatasetConfig, EvaluationConfig
+from easyrl.config import Config, ConfigError, DatasetConfig
 from easyrl.dataloaders.prompts.dataset import load_prompts
 from easyrl.schema import Prompt
 
@@ -28,12 +28,3 @@ def load_data(
         return load_prompts(config, tokenizer, source_key=key)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
-
-
-def load_held_out(
-    evaluation: EvaluationConfig | None, tokenizer: PreTrainedTokenizerBase
-) -> Sequence[Prompt]:
-    """The evaluation's prompts; none without an evaluation."""
-    if evaluation is None:
-        return []
-    return load_data(evaluation.data, tokenizer, "evaluation.data")

@@ -20,7 +20,7 @@ from easyrl.inference_client.pool.endpoint_list import (
     Wanted,
     begin_membership,
 )
-from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.fleet import read_api_key
 from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from easyrl.runtime.collectives import Collectives
@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 DEFAULT_CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}  # mean |Δ log-prob|; bf16 noise is 3e-3
 
 
-def max_model_len(endpoint: Endpoint) -> int | None:
-    """Prompt and response tokens together that ``endpoint`` serves, if it says so."""
-    return None if endpoint.served is None else endpoint.served.max_model_len
+def _limits(pool: EndpointPool) -> dict[str, int]:
+    """Prompt and response tokens together that an endpoint serves, by URL, where it says so."""
+    served = {endpoint.url: endpoint.served for endpoint in pool.endpoints}
+    return {url: s.max_model_len for url, s in served.items() if s and s.max_model_len is not None}
 
 
 def start_servers(config: Config, opened: ExitStack) -> list[str]:
@@ -95,21 +96,19 @@ def warn_of_short_contexts(config: Config, inference: Inference, *, rollout: boo
     if rollout:
         key = "data.max_prompt_tokens + rollout.max_tokens"
         needs[key] = config.data.max_prompt_tokens + config.rollout.max_tokens
-    if config.evaluation is not None:
+    if (evaluation := config.evaluation) is not None:
         key = "evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens"
-        evaluation = config.evaluation
         needs[key] = evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens
-    for endpoint in inference.pool.endpoints:
-        limit = max_model_len(endpoint)
+    for url, limit in _limits(inference.pool).items():
         for key, needed in needs.items():
-            if limit is not None and needed > limit:
+            if needed > limit:
                 logger.warning(
                     "%s is %d, but %s serves at most %d tokens: longer responses are cut there and "
                     "count as truncated, prompts without room for a token are excluded; lower one "
                     "of them or raise the server's --max-model-len",
                     key,
                     needed,
-                    endpoint.url,
+                    url,
                     limit,
                 )
 
@@ -123,10 +122,8 @@ def build_weight_sync(
     prompts: Sequence[Prompt],
     stop: StopRequest,
 ) -> WeightSync:
-    limits = [max_model_len(endpoint) for endpoint in inference.pool.endpoints]
-    known = [limit for limit in limits if limit is not None]
     try:
-        asked = canary_prompts(prompts, min(known) if known else None)
+        asked = canary_prompts(prompts, min(_limits(inference.pool).values(), default=None))
     except ValueError as error:
         raise ConfigError(f"weight_sync.canary: {error}") from error
     canary = Canary(

@@ -35,68 +35,55 @@ from easyrl.trainer.evaluation import Evaluator
 class Inference:
     """The producer's thread, its processes and the endpoints."""
 
+    config: Config
     thread: LoopThread
     workers: WorkerPool
     fetchers: FetcherPool
     pool: EndpointPool
     record: Record
 
-    def rollouts(
-        self, sampling: SamplingConfig, num_generations: int, config: Config
-    ) -> RolloutGenerator:
+    def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""
-        scorer = self._scorer(config, config.scoring.truncated_reward)
+        rollout = self.config.rollout
         return self._generator(
-            sampling,
-            num_generations,
-            config,
-            scorer,
+            rollout,
+            rollout.num_generations,
+            self.config.scoring.truncated_reward,
             self.record,
-            in_prompt_order=is_strict(config),
+            in_prompt_order=is_strict(self.config),
         )
 
     def evaluator(
         self,
         evaluation: EvaluationConfig,
         prompts: Sequence[Prompt],
-        config: Config,
         collectives: Collectives,
         stop: StopRequest,
         record: Record = ignore,
     ) -> Evaluator:
         """Evaluates on ``prompts`` with the same rewards; its events are not the run's own."""
-        scorer = self._scorer(config, truncated_reward=None)
-        generator = self._generator(
-            evaluation.sampling, evaluation.num_samples, config, scorer, record
-        )
         return Evaluator(
             prompts=prompts,
-            rollouts=generator,
+            rollouts=self._generator(evaluation.sampling, evaluation.num_samples, None, record),
             is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
             collectives=collectives,
             stop=stop,
             num_samples=evaluation.num_samples,
             pass_at=evaluation.pass_at,
             threshold=evaluation.threshold,
-            reward_name=config.rewards[0].label,
-        )
-
-    def _scorer(self, config: Config, truncated_reward: float | None) -> Scorer:
-        return Scorer(
-            config.rewards, config.scoring, self.workers, truncated_reward=truncated_reward
+            reward_name=self.config.rewards[0].label,
         )
 
     def _generator(
         self,
         sampling: SamplingConfig,
         num_generations: int,
-        config: Config,
-        scorer: Scorer,
+        truncated_reward: float | None,
         record: Record,
         *,
         in_prompt_order: bool = False,
     ) -> RolloutGenerator:
-        lengths = ExpectedLengths(sampling.max_tokens)
+        config, lengths = self.config, ExpectedLengths(sampling.max_tokens)
 
         @asynccontextmanager
         async def begin_group(
@@ -121,7 +108,7 @@ class Inference:
         return RolloutGenerator(
             self.thread,
             begin_group,
-            scorer,
+            Scorer(config.rewards, config.scoring, self.workers, truncated_reward=truncated_reward),
             num_generations=num_generations,
             queue_size=config.rollout.queue_size,
             excluded_by=(PromptRejected,),
@@ -168,4 +155,4 @@ def open_inference(
         thread.run(pool.wait_until_healthy())
     except (NoEndpointError, RequestRejected) as error:
         raise ConfigError(f"inference.endpoints: {error}") from error
-    return Inference(thread, workers, fetchers, pool, record)
+    return Inference(config, thread, workers, fetchers, pool, record)

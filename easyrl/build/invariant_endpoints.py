@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 
 from easyrl.config import Config, ConfigError
-from easyrl.inference_client.client import ServedModel
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.runtime.determinism import is_strict, remembered
@@ -30,24 +29,21 @@ def require_invariant_endpoints(
     """
     if not is_strict(config):
         return
-    rule = InvariantEndpoints(None if output is None else output / ENDPOINTS_ARITHMETIC_FILE)
+    rule = _Rule(None if output is None else output / ENDPOINTS_ARITHMETIC_FILE)
     problems = [problem for e in pool.endpoints if (problem := rule.problem(e)) is not None]
     if problems:
         raise ConfigError("\n".join(["inference.endpoints:", *problems]))
     pool.set_admission(rule.problem)
 
 
-class InvariantEndpoints:
-    """What an endpoint has to be in strict mode. Their first embedded server sets the arithmetic.
+class _Rule:
+    """Their first embedded server sets the arithmetic: two servers that compute differently would
+    give the same request other bits."""
 
-    Two servers that compute differently would give the same request other bits.
-
-    Args:
-        memory: file that keeps the arithmetic for later attempts, which are warned of another.
-    """
-
-    def __init__(self, memory: Path | None = None) -> None:
-        self._memory = memory
+    def __init__(self, memory: Path | None) -> None:
+        self._memory = (
+            memory  # keeps the arithmetic for later attempts, which are warned of another
+        )
         self._first: tuple[str, str] | None = None  # url and arithmetic
         self._warned: set[str] = set()
 
@@ -64,9 +60,6 @@ class InvariantEndpoints:
                 f"{url} decodes responses together, which changes their last bits; start it with "
                 "easyrl serve MODEL --batch-invariant, or set run.determinism=none"
             )
-        return self._other_arithmetic(url, served)
-
-    def _other_arithmetic(self, url: str, served: ServedModel) -> str | None:
         assert served.arithmetic is not None
         if self._first is None:
             self._first = url, served.arithmetic
@@ -81,10 +74,8 @@ class InvariantEndpoints:
         )
 
     def _remember(self, now: str) -> None:
-        if self._memory is None:
-            return
         try:
-            first = remembered(self._memory, now)
+            first = now if self._memory is None else remembered(self._memory, now)
         except OSError as error:  # the endpoint can be used all the same
             logger.warning("how the endpoints compute cannot be kept for later attempts: %s", error)
             return

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from easyrl.build.accumulation import build_accumulator
-from easyrl.build.data import load_data, load_held_out, load_tokenizer
+from easyrl.build.data import load_data, load_tokenizer
 from easyrl.build.endpoints import (
     build_weight_sync,
     follow_membership,
@@ -17,7 +16,7 @@ from easyrl.build.endpoints import (
     start_servers,
     warn_of_short_contexts,
 )
-from easyrl.build.inference import Inference, open_inference
+from easyrl.build.inference import open_inference
 from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import open_certificate, reference_identity
 from easyrl.build.recipe import accept_function, say_what_cannot_act
@@ -38,20 +37,11 @@ from easyrl.metrics.reporter import StepReporter
 from easyrl.recipes.loading import load_recipe
 from easyrl.rewards.functions import check_rewards
 from easyrl.runtime.collectives import Collectives
-from easyrl.runtime.determinism import (
-    is_strict,
-    make_deterministic,
-    remember_arithmetic,
-)
+from easyrl.runtime.determinism import is_strict, make_deterministic, remember_arithmetic
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
-from easyrl.runtime.run_folder import (
-    begin_attempt,
-    keep_config,
-    open_event_log,
-    prepare_output,
-)
+from easyrl.runtime.run_folder import begin_attempt, keep_config, open_event_log, prepare_output
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
 from easyrl.schema import BatchWithdrawn, PeerOutage, Progress, StopRequested
@@ -61,16 +51,10 @@ from easyrl.trainer.loop import Trainer
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Parts:
-    """What a caller needs after building."""
-
-    trainer: Trainer
-    engine: DeepSpeedEngine
-
-
-def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: RunSignals) -> Parts:
-    """``opened`` closes what was opened, in reverse order."""
+def build_parts(
+    config: Config, opened: ExitStack, *, resume: bool, signals: RunSignals
+) -> tuple[Trainer, DeepSpeedEngine]:
+    """The trainer and its model; ``opened`` closes what was opened, in reverse order."""
     stop = signals.stop
     make_deterministic(config)
     check_rewards(config.rewards)
@@ -78,12 +62,13 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
     collectives = Collectives(ranks)
     output = prepare_output(config, collectives, opened, resume=resume)
-    if collectives.ranks.rank == 0:
+    if ranks.is_first:
         say_what_cannot_act(config)
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")
-    held_out = load_held_out(config.evaluation, tokenizer)
+    evaluation = config.evaluation
+    held_out = load_data(evaluation.data, tokenizer, "evaluation.data") if evaluation else []
     order = PromptOrder(
         prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=num_epochs(config)
     )
@@ -91,14 +76,14 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         logger.warning(
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
         )
-    checkpoint_folder = config.run.output_dir / "checkpoints"
+    checkpoint_folder = output / "checkpoints"
     step, position = trained_before(checkpoint_folder) if resume else (0, 0)
     rejects = load_recipe(config).rejects
     num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
 
     engine = DeepSpeedEngine(config, total_steps=num_steps)
-    notices = collectives.open_notices()
-    stop.follow_peers(notices)
+    notices = Notices(collectives.open_store(), ranks.rank)
+    opened.enter_context(stop.follows_peers(notices))
     if ranks.is_first:
         remember_arithmetic(config, output)
     tokens = TokenProgress()
@@ -123,7 +108,10 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     )
     prunes = ranks.is_first and config.journal.keep != "all"
     reference = reference_identity(config, collectives)
-    progress = _resume(checkpoints, order, reference) if resume else Progress()
+    try:
+        progress = resume_progress(checkpoints, order, reference) if resume else Progress()
+    except ValueError as error:  # other settings than those of the checkpoint
+        raise ConfigError(f"--resume: {error}") from error
 
     urls: list[str] = collectives.broadcast(own_urls)
     inference = open_inference(config, opened, urls=urls, num_shares=ranks.dp_size, record=record)
@@ -136,7 +124,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     inference.pool.set_repair(weight_sync.repair)
     follow_membership(inference, output, urls, collectives, opened)
     rollouts = JournalledRollouts(
-        inference.rollouts(config.rollout, config.rollout.num_generations, config),
+        inference.rollouts(),
         journal,
         order,
         BatchRules(
@@ -155,14 +143,12 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
     certificate = open_certificate(config, output, version, order, progress, collectives, opened)
     if ranks.is_first:
         keep_config(config, output, version.attempt)
-    evaluation = None
-    if config.evaluation is not None:
+    scheduled = None
+    if evaluation is not None:
         evaluator = inference.evaluator(
-            config.evaluation, held_out, config, collectives, stop, tokens.counting(ignore)
+            evaluation, held_out, collectives, stop, tokens.counting(ignore)
         )
-        evaluation = ScheduledEvaluation(
-            evaluator, config.evaluation, max(progress.reported_step, 0)
-        )
+        scheduled = ScheduledEvaluation(evaluator, evaluation, max(progress.reported_step, 0))
     trackers = (
         open_trackers(config, output, progress.reported_step, num_steps) if ranks.is_first else []
     )
@@ -193,7 +179,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         reporter=StepReporter(
             inference.pool.idle_s,
             ranks.world_size + len(inference.pool.endpoints),
-            evaluation=evaluation,
+            evaluation=scheduled,
             trackers=trackers,
             mismatch=LogprobMismatch(config) if ranks.is_first else None,
         ),
@@ -204,27 +190,6 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         max_bad_steps=config.trainer.max_bad_steps,
         progress=progress,
     )
-    _watch(config, opened, tokens, rollouts, inference, signals, notices)
-    return Parts(trainer, engine)
-
-
-def _resume(checkpoints: Checkpoints, order: PromptOrder, reference: str | None) -> Progress:
-    try:
-        return resume_progress(checkpoints, order, reference)
-    except ValueError as error:  # other settings than those of the checkpoint
-        raise ConfigError(f"--resume: {error}") from error
-
-
-def _watch(
-    config: Config,
-    opened: ExitStack,
-    tokens: TokenProgress,
-    rollouts: JournalledRollouts,
-    inference: Inference,
-    signals: RunSignals,
-    notices: Notices,
-) -> None:
-    """Ends the run if it stands still."""
 
     def describe() -> str:
         endpoints = "\n".join(map(str, inference.pool.states()))
@@ -242,6 +207,7 @@ def _watch(
             notices=notices,
         )
     )
+    return trainer, engine
 
 
 def _is_interruption(error: Exception) -> bool:

@@ -34,9 +34,9 @@ def group_functions(config: Config) -> GroupFunctions:
     recipe, run = load_recipe(config), run_settings(config)
     keep_order = is_strict(config)  # there, rows are a matter of the prompts' order
     pack = _pack_function(config, keep_order=keep_order, whole_groups=recipe.span == "group")
-    shuffle = config.scoring.shuffle_rewards
+    shuffled = partial(_with_shuffled_scores, seed=config.run.seed)
     return GroupFunctions(
-        scored=partial(_with_shuffled_scores, seed=config.run.seed) if shuffle else _as_scored,
+        scored=shuffled if config.scoring.shuffle_rewards else lambda group: group,
         trained=partial(trained_groups, recipe, run),
         denominator=partial(recipe.denominator, run=run),
         pack=pack,
@@ -95,10 +95,6 @@ def _pack_finished(
         return pack([without_advantages(group, trained_tokens) for group in groups])
 
     return packed
-
-
-def _as_scored(group: RolloutGroup) -> RolloutGroup:
-    return group
 
 
 def _with_shuffled_scores(group: RolloutGroup, seed: int) -> RolloutGroup:

@@ -35,21 +35,20 @@ def eval_command(
 
 
 def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
-    from easyrl.build.data import load_held_out, load_tokenizer
+    from easyrl.build.data import load_data, load_tokenizer
     from easyrl.build.endpoints import start_servers, warn_of_short_contexts
     from easyrl.build.inference import open_inference
     from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
 
-    prompts = load_held_out(evaluation, load_tokenizer(config))
+    prompts = load_data(evaluation.data, load_tokenizer(config), "evaluation.data")
     with ExitStack() as opened:
         inference = open_inference(config, opened, urls=start_servers(config, opened))
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)
         opened.callback(nobody_stops.close)
-        evaluator = inference.evaluator(
-            evaluation, prompts, config, Collectives(Ranks.data_parallel(0, 1)), nobody_stops
-        )
+        alone = Collectives(Ranks.data_parallel(0, 1))
+        evaluator = inference.evaluator(evaluation, prompts, alone, nobody_stops)
         metrics = evaluator.evaluate(version=None)
     print(json.dumps({"num_prompts": len(prompts), **metrics}))

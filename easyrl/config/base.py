@@ -1,4 +1,4 @@
-"""Base of every section of the configuration: strictness, and types of numbers and paths."""
+"""Base of every section of the configuration: strictness, types of numbers and paths, the error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
 
 
+class ConfigError(ValueError):
+    """The user's configuration cannot be used; the message names each key and the remedy."""
+
+
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, no type is guessed, values stay as loaded."""
+    """Unknown keys are errors, no type is guessed, values stay as loaded."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False

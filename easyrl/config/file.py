@@ -1,7 +1,6 @@
 """Reads the configuration: YAML, dotted overrides, and errors that name key and remedy.
 
-``load_config`` is the only entry. Every problem is listed as
-``key.path: what is wrong; what would be right``.
+Every problem is listed as ``key.path: what is wrong; what would be right``.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
+from easyrl.config import Config, ConfigError
 from easyrl.config.base import Section
-from easyrl.config.errors import ConfigError
 from easyrl.config.recipe import moved_keys
-from easyrl.config.tree import Config
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

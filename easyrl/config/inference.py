@@ -1,12 +1,18 @@
-"""Section ``inference``: the endpoints, and the servers that a run starts itself."""
+"""Sections ``inference`` and ``weight_sync``: the endpoints, the servers that a run starts itself,
+how weights reach them, and the proof that they did."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
 from easyrl.config.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+# Memory that trainer and endpoints of one host share; elsewhere than on Linux a folder on disk.
+SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
 class LaunchConfig(Section):
@@ -15,13 +21,10 @@ class LaunchConfig(Section):
     engine: Literal["vllm", "embedded"] = "vllm"
     count: PositiveInt = 1
     tensor_parallel: PositiveInt = 1  # devices per server (vllm)
-    devices: list[list[int]] | None = (
-        None  # per server; default: consecutive ones from 0; [] on CPU
-    )
+    # per server; default: consecutive ones from 0; [] on CPU
+    devices: list[list[int]] | None = None
     python: FilePath | None = None  # interpreter of vLLM's environment; embedded: this one
-    options: list[
-        str
-    ] = []  # further options of the server's command line, e.g. --max-model-len=4096
+    options: list[str] = []  # more of the server's command line, e.g. --max-model-len=4096
     env: dict[str, str] = {}  # further environment variables of the servers
     restart: bool = True  # start a server again that has ended
 
@@ -36,11 +39,10 @@ class LaunchConfig(Section):
             )
         if self.devices is not None and len(self.devices) != self.count:
             raise ValueError(f"devices: {len(self.devices)} lists for count={self.count} servers")
+        wanted = self.tensor_parallel
         for given in self.devices or []:
-            if given and len(given) != self.tensor_parallel:
-                raise ValueError(
-                    f"devices: {given} are not tensor_parallel={self.tensor_parallel} devices"
-                )
+            if given and len(given) != wanted:
+                raise ValueError(f"devices: {given} are not tensor_parallel={wanted} devices")
         return self
 
 
@@ -75,6 +77,22 @@ class InferenceConfig(Section):
                 "start its own with inference.launch"
             )
         return self
+
+
+class WeightSyncConfig(Section):
+    """How weights reach the endpoints, and how much proof is asked for."""
+
+    transport: Literal["auto", "file", "http", "nccl", "hccl"] = "auto"  # auto: files where the
+    # endpoint sees the directory, else http; nccl, hccl: broadcast between devices
+    directory: FilePath = SHARED_MEMORY  # of the weights: shared memory, or a disk that is shared
+    chunk_bytes: PositiveInt = 16 * 2**20
+    advertise_host: str | None = None  # name under which endpoints reach this machine for http
+    port: NonNegativeInt = 0  # of the http stream; 0: a free one
+    timeout_s: PositiveFloat = 600.0
+    prove: bool = True  # every endpoint proves the bits of what it serves after each sync
+    probe: bool = True
+    canary: bool = True
+    canary_tolerance: PositiveFloat | None = None  # mean |Δ log-prob|; default 1e-3 fp32, 5e-2 bf16
 
 
 def endpoint_url(url: str) -> str:

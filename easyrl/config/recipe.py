@@ -6,24 +6,23 @@ The recipe's own keys are checked by its class (``easyrl.recipes.loading``), whi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
+
+from easyrl.config.base import FilePath, Section
 
 
-class RecipeConfig(BaseModel):
+class RecipeConfig(Section):
     """The RL algorithm: a built-in by ``name``, or the class ``name`` of a user's ``file``.
 
     All other keys are the recipe's own fields.
     """
 
-    model_config = ConfigDict(
-        extra="allow", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="allow")
 
     name: str = "grpo"
-    file: Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)] | None = None
+    file: FilePath | None = None
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -6,13 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from easyrl.config.base import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from easyrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 # Sampling with any other value draws from another distribution than the policy's.
 _ON_POLICY_SAMPLING = {

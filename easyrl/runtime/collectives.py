@@ -14,7 +14,6 @@ import orjson
 import torch
 import torch.distributed as dist
 
-from easyrl.runtime.notices import Notices
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested
 
@@ -37,15 +36,13 @@ class PeerFailed(RuntimeError):
     """Another rank failed; its own log has the traceback."""
 
 
-# of what ends a batch on all ranks, by what goes first
+# What ends a batch on all ranks, by what goes first.
 _PEERS: tuple[type[Exception], ...] = (StopRequested, PeerOutage, BatchWithdrawn)
 
 
 def _kind(error: Exception) -> int:
     """Its place in ``_PEERS``; what is neither a stop nor a withdrawal is an outage."""
-    if isinstance(error, StopRequested):
-        return 0
-    return 2 if isinstance(error, BatchWithdrawn) else 1
+    return next((place for place, kind in enumerate(_PEERS) if isinstance(error, kind)), 1)
 
 
 class Collectives:
@@ -77,10 +74,6 @@ class Collectives:
     def broadcast(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank. Collective."""
         return self.all_gather(value if self.ranks.rank == 0 else None)[0]
-
-    def open_notices(self) -> Notices:
-        """A board for what cannot wait for a collective. Collective."""
-        return Notices(self.open_store(), self.ranks.rank)
 
     def open_store(self) -> dist.TCPStore | None:
         """A store of its own that all ranks see; None where nobody else is there. Collective."""

@@ -34,9 +34,6 @@ def is_strict(config: Config) -> bool:
     return config.run.determinism == "strict"
 
 
-# ---- the trainer's side --------------------------------------------------------------------------
-
-
 def make_deterministic(config: Config) -> None:
     """Has this process compute the same bits each time. To be called before anything is computed.
 
@@ -50,8 +47,7 @@ def make_deterministic(config: Config) -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    _check_environment()
-    threads = _wanted_threads()
+    threads = _checked_environment()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
     torch.use_deterministic_algorithms(True)
     # what finds bugs takes time
@@ -60,7 +56,8 @@ def make_deterministic(config: Config) -> None:
         torch.set_num_threads(threads)
 
 
-def _check_environment() -> None:
+def _checked_environment() -> int:
+    """The number of threads on a CPU."""
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
     if workspace not in WORKSPACES:
         raise ConfigError(
@@ -72,9 +69,6 @@ def _check_environment() -> None:
             "run.determinism: strict needs a fixed number of threads, the environment sets "
             f"OMP_DYNAMIC={os.environ['OMP_DYNAMIC']}; unset it"
         )
-
-
-def _wanted_threads() -> int:
     wanted = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]  # a list is for nested regions
     if not wanted.isdecimal() or int(wanted) == 0:
         raise ConfigError(
@@ -109,15 +103,8 @@ def remembered(file: Path, now: str) -> str:
     return now
 
 
-# ---- comparing runs ------------------------------------------------------------------------------
-
-
 def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a step that are the same to the bit in every strict run of a configuration.
-
-    Without times, throughput, the number of endpoints, of groups that a resume recovered and of
-    tokens that were computed ahead.
-    """
+    """The metrics of a step that are the same to the bit in every strict run of a configuration."""
     return {
         name: value
         for name, value in metrics.items()

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 logger = logging.getLogger(__name__)
-
-
-class Store(Protocol):
-    """Keys and values that all ranks see (``torch.distributed.TCPStore``)."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
 
 
 class Notices:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
@@ -14,17 +20,21 @@ from easyrl.config.file import dump_config
 from easyrl.metrics.event_log import EventLog, Record, ignore
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.durable_files import write_durably
-from easyrl.runtime.folder_lock import FolderLock
 from easyrl.runtime.run_files import (
     ATTEMPT_FILE,
     CERTIFICATE_FILE,
     CONFIG_FILE,
+    LOCK_FILE,
     METRICS_FILE,
     attempt_config_file,
 )
 from easyrl.schema import PolicyVersion
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+LOCK_POLL_S = 0.2
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
 
 
 def prepare_output(
@@ -42,7 +52,7 @@ def prepare_output(
         if not resume:
             _refuse_earlier_run(output)  # before waiting for it
         output.mkdir(parents=True, exist_ok=True)
-        opened.enter_context(FolderLock(output, config.trainer.grace_s))
+        opened.enter_context(locked_folder(output, config.trainer.grace_s))
         if not resume:
             _refuse_earlier_run(output)  # of the process that was waited for
 
@@ -93,6 +103,71 @@ def open_event_log(
     log = EventLog(output / f"events-rank{collectives.ranks.rank}.jsonl")
     opened.callback(log.close)
     return log.record
+
+
+@contextmanager
+def locked_folder(folder: Path, patience_s: float) -> Iterator[None]:
+    """Inside, ``folder`` is this process's; it is given up when the process ends in whatever way.
+
+    The kernel holds the lock for the open file, which no child process inherits. The file stays
+    behind: if it was removed, two processes could each hold a lock on a file of its name.
+
+    Raises ``ConfigError`` naming the other process if it holds the folder longer than
+    ``patience_s``, and ``OSError`` where nothing can be written.
+    """
+    # closed when a child process starts (os.open sees to it)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _take(folder, descriptor, patience_s)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _take(folder: Path, descriptor: int, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    told = False
+    while not _is_taken(folder, descriptor):
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"run.output_dir: {folder} is in use by {_holder(descriptor)}, for more than "
+                f"the {patience_s:g} s (trainer.grace_s) that this one has waited; end it, or "
+                "name another folder"
+            )
+        if not told:
+            logger.warning(
+                "%s is in use by %s; waiting up to %g s (trainer.grace_s) for its end",
+                folder,
+                _holder(descriptor),
+                patience_s,
+            )
+            told = True
+        time.sleep(LOCK_POLL_S)
+
+
+def _is_taken(folder: Path, descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        logger.warning(
+            "%s: this file system has no locks (%s); make sure that no other process runs in "
+            "the folder",
+            folder,
+            error.strerror,
+        )
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return True
+
+
+def _holder(descriptor: int) -> str:
+    """For people: who wrote the file last."""
+    text = os.pread(descriptor, 256, 0).decode(errors="replace").strip()
+    return f"process {text}" if text else "another process"
 
 
 def _refuse_earlier_run(output: Path) -> None:

@@ -1,7 +1,10 @@
-"""What SIGTERM and Ctrl-C do to a run.
+"""What SIGTERM, Ctrl-C and the launcher's end do to a run.
 
 Python runs a signal's handler on the main thread when that is back from C, which a stuck collective
 never is. So each signal also wakes a thread, through the descriptor that the C handler writes to.
+
+On one node the ``deepspeed`` command does not pass SIGTERM on: it ends, and the processes that it
+started go on without it. A scheduler that stops a job would leave the training running.
 """
 
 from __future__ import annotations
@@ -10,12 +13,18 @@ import os
 import signal
 import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
+
+import psutil
 
 from easyrl.runtime.stopping import StopRequest
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 UNWIND_S = 5.0  # for closing what a start has opened
+LAUNCHER_MODULE = "deepspeed.launcher.launch"
+LAUNCHER_POLL_S = 0.5
 
 
 class RunSignals:
@@ -100,3 +109,36 @@ class RunSignals:
         last_resort = threading.Timer(seconds, os._exit, args=(status,))
         last_resort.daemon = True
         last_resort.start()
+
+
+def end_with_launcher(terminate: Callable[[str], object]) -> None:
+    """Calls ``terminate`` with the reason when the ``deepspeed`` command that started us has ended.
+
+    Does nothing in a process that the launcher did not start.
+    """
+    launcher = psutil.Process().parent()
+    if launcher is None or LAUNCHER_MODULE not in launcher.cmdline():
+        return
+    watch = threading.Thread(
+        target=_watch,
+        args=(launcher, launcher.ppid(), terminate),
+        name="easyrl-launcher-watch",
+        daemon=True,
+    )
+    watch.start()
+
+
+def _is_orphaned_to(command_pid: int) -> bool:
+    """Whether it is what adopts orphans, and no ``deepspeed`` command of a container."""
+    return command_pid == 1 and not any("deepspeed" in word for word in psutil.Process(1).cmdline())
+
+
+def _watch(launcher: psutil.Process, command_pid: int, terminate: Callable[[str], object]) -> None:
+    while not _is_orphaned_to(command_pid):  # it may have ended before this process looked
+        try:
+            if os.getppid() != launcher.pid or launcher.ppid() != command_pid:
+                break
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(LAUNCHER_POLL_S)
+    terminate("the deepspeed command that started this run has ended")

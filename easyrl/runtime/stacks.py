@@ -18,6 +18,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 LOG_LIMIT_S = 10.0
+# Of a coroutine, an asynchronous and a plain generator: prefix of their attributes, what it awaits.
+_INNER = {"cr": "await", "ag": "await", "gi": "yieldfrom"}
 STDERR = 2  # the descriptor: what replaced sys.stderr may have none
 
 
@@ -64,17 +66,13 @@ def _awaits(task: asyncio.Task[Any]) -> Iterator[str]:
     """What ``task`` waits for, from its outermost coroutine inwards."""
     awaited: Any = task.get_coro()
     while awaited is not None:
-        if hasattr(awaited, "cr_frame"):
-            code, frame, inner = awaited.cr_code, awaited.cr_frame, awaited.cr_await
-        elif hasattr(awaited, "ag_frame"):
-            code, frame, inner = awaited.ag_code, awaited.ag_frame, awaited.ag_await
-        elif hasattr(awaited, "gi_frame"):
-            code, frame, inner = awaited.gi_code, awaited.gi_frame, awaited.gi_yieldfrom
-        else:
+        kind = next((kind for kind in _INNER if hasattr(awaited, f"{kind}_frame")), None)
+        if kind is None:
             yield type(awaited).__name__
             return
-        yield _place(code, None if frame is None else frame.f_lineno)
-        awaited = inner
+        frame = getattr(awaited, f"{kind}_frame")
+        yield _place(getattr(awaited, f"{kind}_code"), None if frame is None else frame.f_lineno)
+        awaited = getattr(awaited, f"{kind}_{_INNER[kind]}")
 
 
 def _place(code: CodeType, line: int | None) -> str:

@@ -31,13 +31,8 @@ def end_with_stacks(reason: str) -> None:
 class StopRequest:
     """Somebody may ask this run to save and end; whoever waits long registers to be woken.
 
-    Consumes: requests, of this process and of other ranks. Waits for: the first. Is unblocked by:
-    ``request``. Produces: calls of those who registered with ``wakes``, and the process's end if it
-    has not ended ``grace_s`` seconds later.
-
-    Args:
-        give_up: what is called then; by default the process ends with status 1 and all stacks in
-            the log.
+    Calls those who registered with ``wakes``, and ``give_up`` if the run has not ended ``grace_s``
+    seconds later.
     """
 
     def __init__(
@@ -53,8 +48,6 @@ class StopRequest:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="easyrl-stop", daemon=True)
         self._thread.start()
-        self._follower: threading.Thread | None = None
-        self._left = threading.Event()
 
     def request(self, reason: str) -> None:
         """Asks for the stop; from any thread, also in a signal handler. Only the first counts."""
@@ -65,11 +58,6 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         return self._reason is not None
-
-    @property
-    def error(self) -> StopRequested | None:
-        """What a stopping run raises; None while nobody has asked."""
-        return None if self._reason is None else StopRequested(self._reason)
 
     def raise_if_requested(self) -> None:
         if self._reason is not None:
@@ -91,38 +79,39 @@ class StopRequest:
             with self._lock:
                 self._wakes.remove(callback)
 
-    def follow_peers(self, notices: Notices) -> None:
-        """From now on a rank that is asked tells the others, which stop with it."""
-        if notices.has_readers:
-            self._follower = threading.Thread(
-                target=self._follow, args=(notices,), name="easyrl-stop-peers", daemon=True
-            )
-            self._follower.start()
+    @contextmanager
+    def follows_peers(self, notices: Notices) -> Iterator[None]:
+        """Inside, a rank that is asked tells the others, which stop with it.
 
-    def leave_peers(self) -> None:
-        """The run has ended on this rank; its end is still watched. Safe to call twice.
-
-        The interpreter's end aborts a process (status -6) that has a thread inside the store.
+        To be left before the process ends: the interpreter's end aborts it (status -6) if it has a
+        thread inside the store.
         """
-        self._left.set()
-        if self._follower is not None:
-            self._follower.join(FOLLOWER_END_S)
+        left = threading.Event()
+        follower = threading.Thread(
+            target=self._follow, args=(notices, left), name="easyrl-stop-peers", daemon=True
+        )
+        if notices.has_readers:
+            follower.start()
+        try:
+            yield
+        finally:
+            left.set()
+            if follower.is_alive():
+                follower.join(FOLLOWER_END_S)
 
     def close(self) -> None:
         """The run has ended, or nobody watches its end any more. Safe to call twice."""
-        self.leave_peers()
         self._closed.set()
         self._asked.put(None)
         self._thread.join()
 
-    def _follow(self, notices: Notices) -> None:
-        while not self._left.wait(POLL_S):
-            if self._reason is not None:
-                notices.post(NOTICE, self._reason)
-                return
+    def _follow(self, notices: Notices, left: threading.Event) -> None:
+        while self._reason is None and not left.wait(POLL_S):
             if (told := notices.read(NOTICE)) is not None:
                 self.request(told)
                 return
+        if self._reason is not None:
+            notices.post(NOTICE, self._reason)
 
     def _serve(self) -> None:
         self._asked.get()
@@ -134,15 +123,12 @@ class StopRequest:
         with self._lock:
             self._woken = StopRequested(self._reason)
             for callback in self._wakes:
-                self._wake(callback, self._woken)
+                try:
+                    callback(self._woken)
+                except Exception:  # the others still have to be woken
+                    logger.exception("a part of the run could not be woken for the stop")
         if not self._closed.wait(self._grace_s):
             self._give_up(
                 f"the run has not ended {self._grace_s:g} s after the request to stop "
                 "(trainer.grace_s); --resume goes on from its last checkpoint"
             )
-
-    def _wake(self, callback: Wake, error: StopRequested) -> None:
-        try:
-            callback(error)
-        except Exception:  # the others still have to be woken
-            logger.exception("a part of the run could not be woken for the stop")

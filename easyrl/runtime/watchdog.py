@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from easyrl.config import WatchdogConfig
@@ -67,9 +68,7 @@ class ProgressWindow:
     def look(self, now_s: float, tokens: int, *, expected: bool = True) -> float | None:
         """The rate if it is too low over a full window, else None.
 
-        Args:
-            tokens: since the start.
-            expected: False if nothing could be done since the last look.
+        ``tokens`` since the start; not ``expected`` if nothing could be done since the last look.
         """
         if self._looked_s is not None and expected:
             self._expected_s += min(now_s - self._looked_s, LONGEST_GAP_S)
@@ -85,73 +84,57 @@ class ProgressWindow:
         return rate if tokens == before or rate < self._min_tokens_per_s else None
 
 
+@dataclass
 class Watchdog:
     """Watches the tokens of this rank while the context is open.
 
-    Consumes: ``progress``. Waits for: a window without enough of it. Is unblocked by: the clock.
-    Produces: a report in the log, of the other ranks too, then calls ``end``.
+    A window without enough of them: a report in the log, of the other ranks too, then ``end``.
 
     An outage does not count as standing still: the pool says so in the log and ends the run after
     ``max_outage_s``; only for longer than that it counts. Code in C that never lets Python's
     threads run stops this one too: then faulthandler's ends the process, with status 1.
-
-    Args:
-        describe: the state of queue and endpoints; called from the watchdog's thread.
-        end: unwinds the run; returns at once.
-        loop: of the producer, whose tasks are listed.
     """
 
-    def __init__(
-        self,
-        config: WatchdogConfig,
-        progress: TokenProgress,
-        describe: Callable[[], str],
-        end: Callable[[], object],
-        *,
-        in_outage: Callable[[], bool] = lambda: False,
-        max_outage_s: float = 0.0,
-        loop: asyncio.AbstractEventLoop | None = None,
-        notices: Notices | None = None,
-        frozen_margin_s: float = 30.0,
-    ) -> None:
-        self._config = config
-        self._progress = progress
-        self._describe = describe
-        self._end = end
-        self._in_outage = in_outage
-        self._max_outage_s = max_outage_s
-        self._loop = loop
-        self._notices = notices or Notices(None, 0)
-        self._frozen_margin_s = frozen_margin_s
-        self._look_s = min(LONGEST_LOOK_S, config.window_s / 20)
+    config: WatchdogConfig
+    progress: TokenProgress
+    describe: Callable[[], str]  # the state of queue and endpoints; from the watchdog's thread
+    end: Callable[[], object]  # unwinds the run; returns at once
+    in_outage: Callable[[], bool] = lambda: False
+    max_outage_s: float = 0.0
+    loop: asyncio.AbstractEventLoop | None = None  # of the producer, whose tasks are listed
+    notices: Notices = field(default_factory=lambda: Notices(None, 0))
+    frozen_margin_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        self._look_s = min(LONGEST_LOOK_S, self.config.window_s / 20)
         self._outage_since_s: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="easyrl-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        if self._config.window_s > 0:
+        if self.config.window_s > 0:
             self._expect_next_look()
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
-        if self._config.window_s > 0:
+        if self.config.window_s > 0:
             self._thread.join()
 
     def _watch(self) -> None:
-        window = ProgressWindow(self._config.window_s, self._config.min_tokens_per_s)
+        window = ProgressWindow(self.config.window_s, self.config.min_tokens_per_s)
         said = ""
         try:
             while not self._closed.wait(self._look_s):
                 self._expect_next_look()
-                told = self._notices.read(NOTICE)
+                told = self.notices.read(NOTICE)
                 if told is not None and told != said:  # that rank ends the run
                     said = told
                     self._report(f"the watchdog of {told}")
                 now_s = time.monotonic()
                 expected = not self._is_outage(now_s)
-                rate = window.look(now_s, self._progress.tokens, expected=expected)
+                rate = window.look(now_s, self.progress.tokens, expected=expected)
                 if rate is not None:
                     self._fire(rate)
                     return
@@ -159,33 +142,33 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _expect_next_look(self) -> None:
-        limit_s = self._config.window_s + self._frozen_margin_s
+        limit_s = self.config.window_s + self.frozen_margin_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=STDERR)
 
     def _is_outage(self, now_s: float) -> bool:
-        if not self._in_outage():
+        if not self.in_outage():
             self._outage_since_s = None
             return False
         if self._outage_since_s is None:
             self._outage_since_s = now_s
-        return now_s - self._outage_since_s <= self._max_outage_s + OUTAGE_SLACK_S
+        return now_s - self._outage_since_s <= self.max_outage_s + OUTAGE_SLACK_S
 
     def _fire(self, rate: float) -> None:
-        config, progress = self._config, self._progress
+        config, progress = self.config, self.progress
         reason = (
             f"{rate:.3g} tokens/s in {config.window_s:g} s, watchdog.min_tokens_per_s is "
             f"{config.min_tokens_per_s:g} ({progress.generated} generated, {progress.trained} "
             "trained so far)"
         )
-        self._notices.post(NOTICE, reason)
+        self.notices.post(NOTICE, reason)
         self._report(f"the watchdog ends the run: {reason}")
-        if self._notices.has_readers:  # a launcher ends the others as soon as this one has ended
+        if self.notices.has_readers:  # a launcher ends the others as soon as this one has ended
             self._closed.wait(PEERS_S)
-        self._end()
+        self.end()
 
     def _report(self, headline: str) -> None:
         def text() -> str:
-            tasks = "" if self._loop is None else task_stacks(self._loop)
-            return "\n".join([headline, self._describe(), tasks, thread_stacks()])
+            tasks = "" if self.loop is None else task_stacks(self.loop)
+            return "\n".join([headline, self.describe(), tasks, thread_stacks()])
 
         log_report(text)

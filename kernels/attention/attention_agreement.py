@@ -5,8 +5,7 @@ Shape legend: T tokens of a row, H heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ TOLERANCES = {
     torch.float16: 1e-2,
     torch.bfloat16: 5e-2,
 }
+_HALF = (torch.float16, torch.bfloat16)
 _MOST_TOKENS = 1024
 _NAMES = ("output", "gradient of query", "gradient of key", "gradient of value")
 
@@ -42,12 +42,7 @@ class Agreement(NamedTuple):
 
 
 def agreement_with_reference(
-    backend: Backend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: SegmentLayout,
-    scale: float,
+    backend: Backend, query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
 ) -> Agreement:
     """Compares output and gradients of ``backend`` with the reference's in higher precision.
 
@@ -57,21 +52,31 @@ def agreement_with_reference(
     Leaves no trace in autograd, checkpointing or random states; whatever ``backend`` raises comes
     through.
     """
-    with _apart(query.device):
+    # Recording gradients, whatever the caller does; and unseen by its checkpointing.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(query.device.type, enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        _disable_current_modes(),  # selective checkpointing's
+    ):
         layout, inputs = _cropped(layout, (query, key, value))
-        grad_output = _some_gradient(inputs[0])
-        precise = torch.float64 if _has_float64(query) else torch.float32
-        expected = _run(
-            reference_attention,
-            [x.to(precise) for x in inputs],
-            layout,
-            scale,
-            grad_output.to(precise),
-        )
+        generator = torch.Generator().manual_seed(0)
+        grad_output = torch.randn(inputs[0].shape, generator=generator).to(inputs[0])
+        # Exact enough for half precision is float32, and not every device has more.
+        has_more = query.device.type in ("cpu", "cuda") and query.dtype not in _HALF
+        precise = torch.float64 if has_more else torch.float32
+
+        def run(compute: Backend, dtype: torch.dtype) -> tuple[Tensor, ...]:
+            leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+            output = compute(leaves[0], leaves[1], leaves[2], layout, scale)
+            return output.detach(), *torch.autograd.grad(output, leaves, grad_output.to(dtype))
+
+        expected = run(reference_attention, precise)
         units = _units([x.to(precise) for x in (*inputs, grad_output)], scale)
 
         def errors(compute: Backend) -> list[float]:
-            got = _run(compute, inputs, layout, scale, grad_output)
+            got = run(compute, query.dtype)
             return [_error(*three) for three in zip(got, expected, units, strict=True)]
 
         of_backend = errors(backend)
@@ -82,27 +87,6 @@ def agreement_with_reference(
         found = [Agreement(*x) for x in zip(_NAMES, of_backend, tolerances, strict=True)]
         refuted = [agreement for agreement in found if not agreement.holds]
         return refuted[0] if refuted else max(found, key=lambda agreement: agreement.error)
-
-
-@contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
-    """Recording gradients, whatever the caller does; and unseen by its checkpointing."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
-        stack.enter_context(_disable_current_modes())  # selective checkpointing's
-        yield
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _has_float64(query: Tensor) -> bool:
-    """Exact enough for half precision is float32, and not every device has more."""
-    return query.device.type in ("cpu", "cuda") and query.dtype in (torch.float32, torch.float64)
 
 
 def _cropped(
@@ -125,25 +109,6 @@ def _cropped(
     index = torch.cat(kept).to(tensors[0].device)
     copies = [x.detach().transpose(1, 2).index_select(1, index).transpose(1, 2) for x in tensors]
     return SegmentLayout(segments), copies
-
-
-def _some_gradient(query: Tensor) -> Tensor:
-    """Normal numbers from a generator of their own."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(query.shape, generator=generator).to(query)
-
-
-def _run(
-    backend: Backend,
-    inputs: Sequence[Tensor],
-    layout: SegmentLayout,
-    scale: float,
-    grad_output: Tensor,
-) -> tuple[Tensor, ...]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    query, key, value = leaves
-    output = backend(query, key, value, layout, scale)
-    return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
 
 
 def _units(tensors: Sequence[Tensor], scale: float) -> list[float]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from easyrl.kernels.attention.attention_agreement import agreement_with_reference
-from easyrl.kernels.attention.attention_choice import backends_in_order, is_tiny
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import (
     BACKENDS,
@@ -24,6 +23,12 @@ from easyrl.kernels.attention.shared_prompt_attention import (
 
 logger = logging.getLogger(__name__)
 
+# Up to here the reference's one call beats several smaller ones on a CPU (measured with 8 heads of
+# 64; forward and backward). Anywhere such rows are too small to judge a backend by, and a run's
+# first ones often are: a probe's, or what stands in for a missing micro-batch.
+_TINY_ROW = 256
+_HALF = (torch.float16, torch.bfloat16)
+_AMPERE = (8, 0)
 _REFERENCE = "reference"
 _Shape = Literal["alone", "chain", "group", "tree"]
 _SHAPES: dict[_Shape, str] = {
@@ -45,6 +50,13 @@ class _Use(NamedTuple):
     head_size: int
     shape: _Shape
     tiny: bool
+
+    @classmethod
+    def of(cls, backend: str, query: Tensor, key: Tensor, layout: SegmentLayout) -> _Use:
+        heads, size = query.shape[1], query.shape[3]
+        tiny = layout.num_tokens <= _TINY_ROW
+        kind = query.device.type
+        return cls(backend, kind, query.dtype, heads, key.shape[1], size, _shape(layout), tiny)
 
     def __str__(self) -> str:
         return (
@@ -86,39 +98,30 @@ class CheckedAttention:
     ) -> Tensor:
         """Shapes, ``scale`` and the ``ValueError`` are those of ``shared_prompt_attention``."""
         check_shapes(query, layout)
-        names = self._candidates(query, layout)
+        call = (query, key, value, layout, query.shape[-1] ** -0.5 if scale is None else scale)
+        names: tuple[str, ...] = (self.wanted,)
+        if self.wanted == "auto":
+            names = backends_in_order(query.device, query.dtype, query.shape[-1], layout.num_tokens)
         for name, next_best in zip(names, (*names[1:], None), strict=True):
-            use = _use(name, query, key, layout)
+            use = _Use.of(name, query, key, layout)
             if use not in self._trusted:
-                self._check(use, query, key, value, layout, scale, next_best)
+                self._check(use, call, next_best)
             if self._trusted[use]:
-                return shared_prompt_attention(query, key, value, layout, scale, backend=name)
+                return shared_prompt_attention(*call, backend=name)
         raise AssertionError("the reference is the last candidate, and always trusted")
-
-    def _candidates(self, query: Tensor, layout: SegmentLayout) -> tuple[str, ...]:
-        if self.wanted != "auto":
-            return (self.wanted,)
-        return backends_in_order(query.device, query.dtype, query.shape[-1], layout.num_tokens)
 
     def _check(
         self,
         use: _Use,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: SegmentLayout,
-        scale: float | None,
+        call: tuple[Tensor, Tensor, Tensor, SegmentLayout, float],
         next_best: str | None,
     ) -> None:
-        """Fills in the verdict on ``use``."""
+        """Fills in the verdict on ``use``, from what a backend is called with."""
         problem: str | None = None
         cause: Exception | None = None
         if use.backend != _REFERENCE:
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
             try:
-                agreement = agreement_with_reference(
-                    load_backend(use.backend), query, key, value, layout, scale
-                )
+                agreement = agreement_with_reference(load_backend(use.backend), *call)
             except torch.OutOfMemoryError:
                 raise  # says nothing about the backend, and the next best needs no less
             except Exception as error:
@@ -142,19 +145,6 @@ class CheckedAttention:
             logger.warning("%s %s; %s is used instead", use, problem, next_best)
 
 
-def _use(name: str, query: Tensor, key: Tensor, layout: SegmentLayout) -> _Use:
-    return _Use(
-        name,
-        query.device.type,
-        query.dtype,
-        query.shape[1],
-        key.shape[1],
-        query.shape[3],
-        _shape(layout),
-        is_tiny(layout.num_tokens),
-    )
-
-
 def _shape(layout: SegmentLayout) -> _Shape:
     """What a simple row shows says little about one with more parts to it."""
     parents = [parent for _, _, parent in layout.segments if parent >= 0]
@@ -164,3 +154,28 @@ def _shape(layout: SegmentLayout) -> _Shape:
         return "chain"
     flat = all(layout.segments[parent][2] < 0 for parent in parents)
     return "group" if flat else "tree"
+
+
+def backends_in_order(
+    device: torch.device, dtype: torch.dtype, head_size: int, num_tokens: int
+) -> tuple[str, ...]:
+    """Best first, the last is the reference. Whether their packages are installed is not looked
+    at; the one to use is the first that works. Tiny rows take the reference on every device."""
+    if num_tokens <= _TINY_ROW:
+        return ("reference",)
+    match device.type:
+        case "cuda":
+            return (*_of_gpus(device, dtype, head_size), "merged", "reference")
+        case "npu":
+            return ("npu", "merged", "reference")
+        case _:
+            return ("merged", "reference")
+
+
+def _of_gpus(device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[str, ...]:
+    """Limits as the kernels state them; older GPUs lack the instructions of both."""
+    if torch.cuda.get_device_capability(device) < _AMPERE:
+        return ()
+    varlen = dtype in _HALF and head_size <= 256 and head_size % 8 == 0
+    flex = dtype in (*_HALF, torch.float32) and head_size >= 16
+    return ("varlen",) * varlen + ("flex",) * flex

@@ -9,15 +9,13 @@ token sees only itself, and is cut off again.
 Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels",
 arXiv 2412.05496.
 
-Shape legend: T tokens of the row, L length that it is padded to, B tokens of a block, Hq query
-heads, Hkv key and value heads, D head size.
+Shape legend: T tokens of the row, L length that it is padded to, B tokens of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,15 +31,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # on a GPU
 # Two lengths per power of two, with and without gradients, for several shapes of heads.
 _MOST_COMPILATIONS = 256
 
-# A layout is shared by a model's layers and by the three models: so is what is derived from it.
-_block_masks: WeakKeyDictionary[SegmentLayout, dict[torch.device, BlockMask]] = WeakKeyDictionary()
-
 
 def flex_attention_backend(
     query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
 ) -> Tensor:
-    """Attention of ``query`` [1, Hq, T, D] over ``key`` and ``value`` [1, Hkv, T, D]; the result is
-    [1, Hq, T, D].
+    """As ``shared_prompt_attention``.
 
     On a GPU compiled, in float32, bfloat16 or float16, with heads of 16 or more. On a CPU, where
     FlexAttention has no backward pass, the block mask is expanded: for comparison, not for speed.
@@ -69,10 +63,7 @@ def padded_length(num_tokens: int) -> int:
 
 def layout_block_mask(layout: SegmentLayout, device: torch.device) -> BlockMask:
     """What ``layout`` allows, as a block mask of its padded length; made once for each device."""
-    of_devices = _block_masks.setdefault(layout, {})
-    if device not in of_devices:
-        of_devices[device] = _build_block_mask(subtree_ends(layout).to(device))
-    return of_devices[device]
+    return layout.derived(_build_block_mask, device)
 
 
 def subtree_ends(layout: SegmentLayout) -> Tensor:
@@ -85,8 +76,9 @@ def subtree_ends(layout: SegmentLayout) -> Tensor:
     return result
 
 
-def _build_block_mask(subtree_end: Tensor) -> BlockMask:
+def _build_block_mask(layout: SegmentLayout, device: torch.device) -> BlockMask:
     """From the [L] ends alone: [L / B, L / B] comparisons, never L × L."""
+    subtree_end = subtree_ends(layout).to(device)
 
     def visible(batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
         return (key_index <= query_index) & (query_index < subtree_end[key_index])
@@ -128,7 +120,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _padded(tensor: Tensor, length: int) -> Tensor:
-    """[1, heads, L, D], always contiguous: other strides would be compiled for anew."""
+    """Of length L, always contiguous: other strides would be compiled for anew."""
     missing = length - tensor.shape[2]
     return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor.contiguous()
 

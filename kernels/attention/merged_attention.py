@@ -97,7 +97,7 @@ class _MergedAttention(torch.autograd.Function):
                 )
                 _add(sums[0], parts[0], first)
                 for total, part in zip(sums[1:], parts[1:], strict=True):
-                    _add_shared(total, part, first and call == 0)
+                    _add(total, part, first and call == 0)
         back = (
             total.to(x.dtype).transpose(0, 1)[None]
             for total, x in zip(grads, (query, key, value), strict=True)
@@ -138,15 +138,11 @@ def _calls(tensors: list[Tensor], span: Span) -> list[list[Tensor]]:
     key heads and the query heads that share one. A single stretch leaves two; several take a call
     for each of the R.
     """
-    return [_views(x, span) for x in tensors]
-
-
-def _views(x: Tensor, span: Span) -> list[Tensor]:
-    if span.number == 1:
-        return [x[span.start : span.start + span.length].permute(1, 2, 0, 3)]
     end = span.start + (span.number - 1) * span.step + span.length
-    stretches = x[span.start : end].unfold(0, span.length, span.step)  # [b, Hkv, R, ·, n]
-    return [stretches[:, :, r].transpose(2, 3) for r in range(x.shape[2])]
+    if span.number == 1:
+        return [[x[span.start : end].permute(1, 2, 0, 3)] for x in tensors]
+    stretches = [x[span.start : end].unfold(0, span.length, span.step) for x in tensors]
+    return [[x[:, :, r].transpose(2, 3) for r in range(x.shape[2])] for x in stretches]
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -156,16 +152,11 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _add(total: Tensor, part: Tensor, first: bool) -> None:
-    if first:
+    """Sums over the second dimension where ``total`` repeats one head there."""
+    if total.stride(1) == 0:
+        for repeat in range(part.shape[1]):
+            _add(total[:, 0], part[:, repeat], first and repeat == 0)
+    elif first:
         total.copy_(part)
     else:
         total.add_(part)
-
-
-def _add_shared(total: Tensor, part: Tensor, first: bool) -> None:
-    """Sums over the second dimension where ``total`` repeats one head there."""
-    if total.stride(1) != 0:
-        _add(total, part, first)
-        return
-    for repeat in range(part.shape[1]):
-        _add(total[:, 0], part[:, repeat], first and repeat == 0)

@@ -2,14 +2,12 @@
 
 The copies live during a pass, not between passes: the backward pass gathers them again.
 
-Shape legend: T tokens of the row, K keys of all paths together, Hq query heads, Hkv key and value
-heads, D head size.
+Shape legend: T tokens of the row, K keys of all paths together, Hq query and Hkv key heads, D size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,11 +72,13 @@ class _AttendOverPaths(torch.autograd.Function):
         gathered = (key.index_select(0, index), value.index_select(0, index))
         ctx.slots = _Slots(gathered)
         with torch.enable_grad(), saved_tensors_hooks(ctx.slots.put, ctx.slots.get):
-            inputs = [_Start.apply(_leaf(), x) for x in (query, *gathered)]
+            leaf = torch.empty(0, requires_grad=True)
+            inputs = [_Start.apply(leaf, x) for x in (query, *gathered)]
             output = kernel(*inputs)
         ctx.inputs = [get_gradient_edge(x) for x in inputs]
         ctx.output = get_gradient_edge(output)
-        ctx.save_for_backward(key, value, index, *ctx.slots.close())
+        ctx.save_for_backward(key, value, index, *ctx.slots.tensors[len(gathered) :])
+        ctx.slots.tensors = []
         return output.detach()
 
     @staticmethod
@@ -86,11 +86,14 @@ class _AttendOverPaths(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         key, value, index, *saved = ctx.saved_tensors
         gathered = (key.index_select(0, index), value.index_select(0, index))
-        with ctx.slots.filled(gathered, saved):
+        ctx.slots.tensors = [*gathered, *saved]
+        try:
             # The graph stays for a caller that retains its own; it holds no tensors.
             grad_query, *grads = torch.autograd.grad(
                 ctx.output, ctx.inputs, grad_output, retain_graph=True
             )
+        finally:
+            ctx.slots.tensors = []
         grad_key, grad_value = (_sum_by_token(grad, index, key.shape[0]) for grad in grads)
         return None, grad_query, grad_key, grad_value, None
 
@@ -108,38 +111,20 @@ class _Start(torch.autograd.Function):
 
 
 class _Slots:
-    """What a graph saves, by number: the first are given again, the others are kept elsewhere."""
+    """What a graph saves, by number; between the passes ``tensors`` are kept elsewhere."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
-        self._num_given = len(given)
-        self._tensors = list(given)
+        self.tensors = list(given)
 
     def put(self, tensor: Tensor) -> int:
-        for slot, known in enumerate(self._tensors):
+        for slot, known in enumerate(self.tensors):
             if _is_same(tensor, known):
                 return slot
-        self._tensors.append(tensor)
-        return len(self._tensors) - 1
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
 
     def get(self, slot: int) -> Tensor:
-        return self._tensors[slot]
-
-    def close(self) -> list[Tensor]:
-        """What is to be kept elsewhere; nothing is held here from then on."""
-        kept, self._tensors = self._tensors[self._num_given :], []
-        return kept
-
-    @contextmanager
-    def filled(self, given: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[None]:
-        self._tensors = [*given, *kept]
-        try:
-            yield
-        finally:
-            self._tensors = []
-
-
-def _leaf() -> Tensor:
-    return torch.empty(0, requires_grad=True)
+        return self.tensors[slot]
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

@@ -5,14 +5,16 @@ Shape legend: T tokens of the row, S segments, K keys of all paths together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from easyrl.kernels.attention.block_partition import Block, partition
+
+T = TypeVar("T")
 
 
 class Rectangle(NamedTuple):
@@ -34,6 +36,8 @@ class Paths(NamedTuple):
     key_index: Tensor  # int64 [K], row positions
     query_ends: tuple[int, ...]  # S, cumulative lengths without the leading 0
     key_ends: tuple[int, ...]  # S
+    query_starts: Tensor  # int32 [S + 1], the same with it
+    key_starts: Tensor  # int32 [S + 1]
     max_query: int
     max_key: int
 
@@ -44,16 +48,22 @@ class SegmentLayout:
     ``segments`` are triples ``(start, length, parent)``: contiguous from 0 in row order, ``parent``
     the index of an earlier segment or -1 for a root. Depth-first: behind a segment come all its
     descendants, then anything else, so that the descendants of each are one stretch of the row.
-    Raises ``ValueError`` where they are not. What is derived is computed once, per device.
+    Raises ``ValueError`` where they are not. What is derived is computed once, per device: a layout
+    is shared by a model's layers and by the three models.
     """
 
     def __init__(self, segments: Sequence[tuple[int, int, int]]) -> None:
         _check_segments(segments)
         self.segments = tuple(segments)
         self.num_tokens = sum(length for _, length, _ in segments)  # T
-        self._dense_masks: dict[torch.device, Tensor] = {}
-        self._paths: dict[torch.device, Paths] = {}
-        self._blocks: dict[tuple[int | None, int | None], tuple[Block, ...]] = {}
+        self._derived: dict[Hashable, Any] = {}
+
+    def derived(self, compute: Callable[..., T], *args: Hashable) -> T:
+        """``compute(self, *args)``, computed once for these arguments."""
+        key = (compute, *args)
+        if key not in self._derived:
+            self._derived[key] = compute(self, *args)
+        return self._derived[key]
 
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:
@@ -82,27 +92,17 @@ class SegmentLayout:
 
     def dense_mask(self, device: torch.device) -> Tensor:
         """bool [T, T] on ``device``: entry (q, k) is True where query q sees key k."""
-        mask = self._dense_masks.get(device)
-        if mask is None:
-            mask = self._dense_masks[device] = _dense_mask(self.segments, device)
-        return mask
+        return self.derived(_dense_mask, device)
 
     def paths(self, device: torch.device) -> Paths:
-        """The gathered form of the row, ``key_index`` on ``device``."""
-        paths = self._paths.get(device)
-        if paths is None:
-            paths = self._paths[device] = _paths(self.segments, device)
-        return paths
+        """The gathered form of the row, its tensors on ``device``."""
+        return self.derived(_paths, device)
 
     def blocks(
         self, longest: int | None = None, most_queries: int | None = None
     ) -> tuple[Block, ...]:
         """The merge form of the row, as ``partition`` cuts it with these limits."""
-        limits = (longest, most_queries)
-        blocks = self._blocks.get(limits)
-        if blocks is None:
-            blocks = self._blocks[limits] = partition(self.segments, self.rectangles, *limits)
-        return blocks
+        return self.derived(_blocks, longest, most_queries)
 
 
 def _check_segments(segments: Sequence[tuple[int, int, int]]) -> None:
@@ -132,10 +132,16 @@ def _check_segments(segments: Sequence[tuple[int, int, int]]) -> None:
         raise ValueError("a row has at least one segment")
 
 
-def _dense_mask(segments: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:
-    _, lengths, parents = torch.tensor(segments, device=device).unbind(1)
-    index = torch.arange(len(segments), device=device)
-    ancestors = torch.zeros(len(segments), len(segments), dtype=torch.bool, device=device)
+def _blocks(
+    layout: SegmentLayout, longest: int | None, most_queries: int | None
+) -> tuple[Block, ...]:
+    return partition(layout.segments, layout.rectangles, longest, most_queries)
+
+
+def _dense_mask(layout: SegmentLayout, device: torch.device) -> Tensor:
+    _, lengths, parents = torch.tensor(layout.segments, device=device).unbind(1)
+    index = torch.arange(len(parents), device=device)
+    ancestors = torch.zeros(len(parents), len(parents), dtype=torch.bool, device=device)
     above = parents
     while bool((known := above >= 0).any()):  # one generation further up each time
         ancestors[index[known], above[known]] = True
@@ -145,17 +151,21 @@ def _dense_mask(segments: Sequence[tuple[int, int, int]], device: torch.device) 
     return own.logical_or_(ancestors.index_select(0, segment).index_select(1, segment))
 
 
-def _paths(segments: Sequence[tuple[int, int, int]], device: torch.device) -> Paths:
+def _paths(layout: SegmentLayout, device: torch.device) -> Paths:
     path_of: list[Tensor] = []  # int64 [path length], row positions
-    for start, length, parent in segments:
+    for start, length, parent in layout.segments:
         own = torch.arange(start, start + length)
         path_of.append(own if parent < 0 else torch.cat([path_of[parent], own]))
-    lengths = [length for _, length, _ in segments]
+    lengths = [length for _, length, _ in layout.segments]
     key_lengths = [len(path) for path in path_of]
+    query_ends = tuple(torch.tensor(lengths).cumsum(0).tolist())
+    key_ends = tuple(torch.tensor(key_lengths).cumsum(0).tolist())
     return Paths(
-        key_index=torch.cat(path_of).to(device),
-        query_ends=tuple(torch.tensor(lengths).cumsum(0).tolist()),
-        key_ends=tuple(torch.tensor(key_lengths).cumsum(0).tolist()),
+        torch.cat(path_of).to(device),
+        query_ends,
+        key_ends,
+        query_starts=torch.tensor((0, *query_ends), dtype=torch.int32, device=device),
+        key_starts=torch.tensor((0, *key_ends), dtype=torch.int32, device=device),
         max_query=max(lengths),
         max_key=max(key_lengths),
     )

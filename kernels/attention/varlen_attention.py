@@ -9,8 +9,7 @@ PyTorch's own, the first that is installed.
 Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
 arXiv 2307.08691.
 
-Shape legend: T tokens of the row, S segments, K keys of all paths together, Hq query heads, Hkv key
-and value heads, D head size.
+Shape legend: T tokens of the row, K keys of all paths together, Hq query and Hkv key heads, D size.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from inspect import signature
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from easyrl.kernels.attention.path_gather import attend_over_paths
-from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.segment_layout import Paths, SegmentLayout
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
@@ -35,27 +33,13 @@ _AMPERE = 8  # major compute capability, the least for flash attention
 _HOPPER = 9
 
 
-class VarlenBatch(NamedTuple):
-    """The segments as sequences of one call, each with a length of queries and one of keys."""
-
-    query_starts: Tensor  # int32 [S + 1], the last one is T
-    key_starts: Tensor  # int32 [S + 1], the last one is K
-    max_query: int
-    max_key: int
-
-
 class VarlenKernel(Protocol):
-    """Causal attention within each sequence of ``batch``, aligned at the bottom right, times
-    ``scale``: ``query`` [T, Hq, D] over ``key`` and ``value`` [K, Hkv, D] gives [T, Hq, D].
-    Differentiable."""
+    """Causal attention of each segment over its path, aligned at the bottom right, times ``scale``:
+    ``query`` [T, Hq, D] over ``key`` and ``value`` [K, Hkv, D] gives [T, Hq, D]. Differentiable."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, batch: VarlenBatch, scale: float
+        self, query: Tensor, key: Tensor, value: Tensor, paths: Paths, scale: float
     ) -> Tensor: ...
-
-
-# A layout is shared by a model's layers and by the three models: so is what is derived from it.
-_batches: WeakKeyDictionary[SegmentLayout, dict[torch.device, VarlenBatch]] = WeakKeyDictionary()
 
 
 def varlen_attention_backend(
@@ -66,8 +50,7 @@ def varlen_attention_backend(
     scale: float,
     kernel: VarlenKernel | None = None,
 ) -> Tensor:
-    """Attention of ``query`` [1, Hq, T, D] over ``key`` and ``value`` [1, Hkv, T, D]; the result is
-    [1, Hq, T, D].
+    """As ``shared_prompt_attention``.
 
     ``kernel`` is flash attention unless given. Keys and values are copied once for each path they
     are on, in each pass anew. Deterministic where ``torch.use_deterministic_algorithms`` asks for
@@ -75,29 +58,10 @@ def varlen_attention_backend(
     take, and ``ImportError`` if there is no kernel.
     """
     kernel = flash_kernel(query) if kernel is None else kernel
+    paths = layout.paths(query.device)
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
-    output = attend_over_paths(
-        partial(kernel, batch=varlen_batch(layout, query.device), scale=scale),
-        queries,
-        keys,
-        values,
-        layout.paths(query.device).key_index,
-    )
-    return output.transpose(0, 1)[None]
-
-
-def varlen_batch(layout: SegmentLayout, device: torch.device) -> VarlenBatch:
-    """The segments of ``layout`` with their paths; made once for each device."""
-    of_devices = _batches.setdefault(layout, {})
-    if device not in of_devices:
-        paths = layout.paths(device)
-        of_devices[device] = VarlenBatch(
-            torch.tensor((0, *paths.query_ends), dtype=torch.int32, device=device),
-            torch.tensor((0, *paths.key_ends), dtype=torch.int32, device=device),
-            paths.max_query,
-            paths.max_key,
-        )
-    return of_devices[device]
+    attend = partial(kernel, paths=paths, scale=scale)
+    return attend_over_paths(attend, queries, keys, values, paths.key_index).transpose(0, 1)[None]
 
 
 def flash_kernel(query: Tensor) -> VarlenKernel:
@@ -142,28 +106,22 @@ def installed_kernel(capability: int) -> VarlenKernel:
             module = import_module(name)
         except ImportError:  # not installed, or built for another version of torch
             continue
-        if _is_recent(module.flash_attn_varlen_func):
-            return _PackagedKernel(module.flash_attn_varlen_func)
-    _check_torch_kernel()
-    return torch_kernel
-
-
-def _check_torch_kernel() -> None:
+        # Came with FlashAttention 2.4.1; before 2.1 causal masks were aligned at the top left.
+        if "deterministic" in signature(module.flash_attn_varlen_func).parameters:
+            return _packaged_kernel(module.flash_attn_varlen_func)
     try:
         varlen = import_module("torch.nn.attention.varlen")
-        enough = "enable_gqa" in (varlen.varlen_attn.__kwdefaults__ or ())
+        if "enable_gqa" in (varlen.varlen_attn.__kwdefaults__ or ()):
+            return torch_kernel
     except ImportError:
-        enough = False
-    if not enough:
-        raise ImportError(
-            "varlen needs the package flash-attn 2.4.1 or later, or a PyTorch whose varlen_attn "
-            "has enable_gqa, as 2.13's has; install one of them, or choose merged or flex"
-        )
+        pass
+    raise ImportError(
+        "varlen needs the package flash-attn 2.4.1 or later, or a PyTorch whose varlen_attn "
+        "has enable_gqa, as 2.13's has; install one of them, or choose merged or flex"
+    )
 
 
-def torch_kernel(
-    query: Tensor, key: Tensor, value: Tensor, batch: VarlenBatch, scale: float
-) -> Tensor:
+def torch_kernel(query: Tensor, key: Tensor, value: Tensor, paths: Paths, scale: float) -> Tensor:
     """PyTorch's own, which is deterministic where ``torch.use_deterministic_algorithms`` asks for
     it."""
     from torch.nn.attention.varlen import varlen_attn
@@ -172,10 +130,10 @@ def torch_kernel(
         query,
         key,
         value,
-        batch.query_starts,
-        batch.key_starts,
-        batch.max_query,
-        batch.max_key,
+        paths.query_starts,
+        paths.key_starts,
+        paths.max_query,
+        paths.max_key,
         scale=scale,
         window_size=(-1, 0),  # causal
         enable_gqa=key.shape[1] != query.shape[1],
@@ -184,23 +142,18 @@ def torch_kernel(
     return output
 
 
-class _PackagedKernel:
+def _packaged_kernel(function: Callable[..., Any]) -> VarlenKernel:
     """``flash_attn_varlen_func`` of FlashAttention 2 or 3."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, batch: VarlenBatch, scale: float
-    ) -> Tensor:
-        output = self._function(
+    def kernel(query: Tensor, key: Tensor, value: Tensor, paths: Paths, scale: float) -> Tensor:
+        output = function(
             query,
             key,
             value,
-            cu_seqlens_q=batch.query_starts,
-            cu_seqlens_k=batch.key_starts,
-            max_seqlen_q=batch.max_query,
-            max_seqlen_k=batch.max_key,
+            cu_seqlens_q=paths.query_starts,
+            cu_seqlens_k=paths.key_starts,
+            max_seqlen_q=paths.max_query,
+            max_seqlen_k=paths.max_key,
             softmax_scale=scale,
             causal=True,
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -208,8 +161,4 @@ class _PackagedKernel:
         # Some versions of FlashAttention-3 return the log-sum-exp beside it.
         return output[0] if isinstance(output, tuple) else output
 
-
-def _is_recent(function: Callable[..., Any]) -> bool:
-    """``deterministic`` came with FlashAttention 2.4.1; before 2.1 causal masks were aligned at the
-    top left."""
-    return "deterministic" in signature(function).parameters
+    return kernel

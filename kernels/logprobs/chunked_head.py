@@ -6,88 +6,46 @@ split: the rows that the part holds).
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
-from functools import cache
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from easyrl.kernels.logprobs import vocab_softmax
-from easyrl.kernels.logprobs.row_functions import RowFunctions, checked
-from easyrl.kernels.logprobs.vocab_softmax import RowSums, RowValues, row_blocks, softmax_dtype
+from easyrl.kernels.logprobs.row_functions import row_functions
+from easyrl.kernels.logprobs.vocab_shard import VocabShard
+from easyrl.kernels.logprobs.vocab_softmax import RowValues, row_blocks, softmax_dtype
 
-USE_TRITON = True  # where it is installed and agrees; benchmarks look at the other way too
-TRITON_DEVICES = ("cuda",)
 WEIGHT_ROWS = 8192  # of a rounded product that is added to the weight's gradient at a time
 
 
-class VocabPart(Protocol):
-    """This process's part of a vocabulary that is split over processes."""
+class Settings(NamedTuple):
+    """Of a projection; see ``linear_logprobs``."""
 
-    def local_labels(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices into this part, int64 [C], and whether it holds the label, bool [C]."""
+    temperature: float
+    chunk_size: int
+    shard: VocabShard | None
 
-    def combine(self, sums: RowSums, held: Tensor) -> RowSums:
-        """Over the whole vocabulary, from those over this part."""
-
-    def sum_hidden_gradient_(self, grad_hidden: Tensor) -> None:
-        """Over the parts, in place, unless the caller does that."""
-
-
-def check_arguments(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    temperature: float,
-    chunk_size: int,
-) -> None:
-    """Raises ``ValueError`` for what cannot be; see ``linear_logprobs``."""
-    if hidden.ndim != 2 or labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
-        raise ValueError(
-            f"hidden is {tuple(hidden.shape)} and labels {labels.dtype} {tuple(labels.shape)}; "
-            "they have to be [N, H] and int64 [N]"
-        )
-    vocab = weight.shape[:1]
-    if weight.shape[1:] != hidden.shape[1:] or (bias is not None and bias.shape != vocab):
-        shapes = [None if x is None else tuple(x.shape) for x in (weight, bias)]
-        raise ValueError(
-            f"weight and bias are {shapes}; they have to be [V, {hidden.shape[1]}] and [V]"
-        )
-    if temperature <= 0 or chunk_size < 1:
-        raise ValueError(
-            f"temperature is {temperature} and chunk_size {chunk_size}; both have to be positive"
-        )
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _load_triton() -> RowFunctions:
-    from easyrl.kernels.logprobs import triton_logprob
-
-    return triton_logprob
-
-
-@cache  # the verdict, and the warning, once in a process
-def _triton_or_torch(device: torch.device, dtype: torch.dtype, vocab: int) -> RowFunctions:
-    return checked(_load_triton, device, dtype, vocab)
-
-
-def _row_wise(logits: Tensor) -> RowFunctions:
-    """What computes along the rows of these logits."""
-    if (
-        not USE_TRITON
-        or logits.device.type not in TRITON_DEVICES
-        or logits.dtype == torch.float64
-        or not _triton_is_installed()
-    ):
-        return vocab_softmax
-    return _triton_or_torch(logits.device, logits.dtype, logits.shape[1])
+    def check(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> None:
+        """Raises ``ValueError`` for what cannot be."""
+        if hidden.ndim != 2 or labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
+            raise ValueError(
+                f"hidden is {tuple(hidden.shape)} and labels {labels.dtype} "
+                f"{tuple(labels.shape)}; they have to be [N, H] and int64 [N]"
+            )
+        vocab = weight.shape[:1]
+        if weight.shape[1:] != hidden.shape[1:] or (bias is not None and bias.shape != vocab):
+            shapes = [None if x is None else tuple(x.shape) for x in (weight, bias)]
+            raise ValueError(
+                f"weight and bias are {shapes}; they have to be [V, {hidden.shape[1]}] and [V]"
+            )
+        if self.shard is not None and not weight.shape[0] == self.shard.size >= 1:
+            raise ValueError(f"weight has {weight.shape[0]} rows and its shard is {self.shard}")
+        if self.temperature <= 0 or self.chunk_size < 1:
+            raise ValueError(
+                f"temperature is {self.temperature} and chunk_size {self.chunk_size}; both have to "
+                "be positive"
+            )
 
 
 class ChunkedHead:
@@ -99,33 +57,31 @@ class ChunkedHead:
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        temperature: float,
-        chunk_size: int,
-        part: VocabPart | None,
+        settings: Settings,
     ) -> None:
         self._hidden, self._weight, self._bias, self._labels = hidden, weight, bias, labels
-        self._temperature, self._chunk_size, self._part = temperature, chunk_size, part
-        self._logits = hidden.new_empty(min(chunk_size, hidden.shape[0]), weight.shape[0])
+        self._settings = settings
 
-    def chunks(self) -> Iterator[slice]:
-        num_tokens = self._hidden.shape[0]
-        for start in range(0, num_tokens, self._chunk_size):
-            yield slice(start, min(start + self._chunk_size, num_tokens))
-
-    def logits(self, rows: slice) -> Tensor:
-        """[C, V] before temperature, in the inputs' dtype; overwrites the last chunk's."""
-        logits = self._logits[: rows.stop - rows.start]
-        if self._bias is None:
-            return torch.mm(self._hidden[rows], self._weight.t(), out=logits)
-        return torch.addmm(self._bias, self._hidden[rows], self._weight.t(), out=logits)
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Positions and their logits [C, V] before temperature, in the inputs' dtype."""
+        num_tokens, size = len(self._hidden), self._settings.chunk_size
+        memory = self._hidden.new_empty(min(size, num_tokens), len(self._weight))
+        for start in range(0, num_tokens, size):
+            rows = slice(start, min(start + size, num_tokens))
+            logits = memory[: rows.stop - rows.start]
+            if self._bias is None:
+                torch.mm(self._hidden[rows], self._weight.t(), out=logits)
+            else:
+                torch.addmm(self._bias, self._hidden[rows], self._weight.t(), out=logits)
+            yield rows, logits
 
     def values(self, logits: Tensor, rows: slice) -> RowValues:
-        labels = self._labels[rows]
-        row_sums = _row_wise(logits).row_sums
-        if self._part is None:
-            return RowValues.of(row_sums(logits, labels, self._temperature))
-        labels, held = self._part.local_labels(labels)
-        return RowValues.of(self._part.combine(row_sums(logits, labels, self._temperature), held))
+        labels, (temperature, _, shard) = self._labels[rows], self._settings
+        if shard is None:
+            return RowValues.of(row_functions(logits).row_sums(logits, labels, temperature))
+        labels, held = shard.local_labels(labels)
+        sums = row_functions(logits).row_sums(logits, labels, temperature)
+        return RowValues.of(shard.combine(sums, held))
 
     def gradient_(
         self,
@@ -138,10 +94,10 @@ class ChunkedHead:
     ) -> None:
         """Overwrites ``logits`` by the gradient in them."""
         labels, grad_label = self._labels[rows], grad_logprobs
-        if self._part is not None:
-            labels, held = self._part.local_labels(labels)
+        if self._settings.shard is not None:
+            labels, held = self._settings.shard.local_labels(labels)
             grad_label = grad_logprobs.where(held, grad_logprobs.new_zeros(()))
-        _row_wise(logits).softmax_gradient_(
+        row_functions(logits).softmax_gradient_(
             logits,
             labels,
             logsumexp,
@@ -149,7 +105,7 @@ class ChunkedHead:
             grad_logprobs,
             grad_label,
             grad_entropy,
-            self._temperature,
+            self._settings.temperature,
         )
 
 
@@ -164,11 +120,11 @@ class HeadGradients:
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        needed: tuple[bool, bool, bool],
-        part: VocabPart | None,
+        needed: Sequence[bool],
+        shard: VocabShard | None,
     ) -> None:
         dtype = softmax_dtype(hidden.dtype)
-        self._inputs, self._part = (hidden, weight), part
+        self._inputs, self._shard = (hidden, weight), shard
         self._dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         self.hidden = torch.empty_like(hidden) if needed[0] else None
         self.weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
@@ -178,9 +134,9 @@ class HeadGradients:
         """Those of positions ``rows``, from the gradient in their logits [C, V]."""
         hidden, weight = self._inputs
         if self.hidden is not None:
-            part = torch.mm(grad_logits, weight, out=self.hidden[rows])
-            if self._part is not None:
-                self._part.sum_hidden_gradient_(part)
+            grad_hidden = torch.mm(grad_logits, weight, out=self.hidden[rows])
+            if self._shard is not None:
+                self._shard.sum_hidden_gradient_(grad_hidden)
         if self.weight is not None:
             _add_product_(self.weight, grad_logits, hidden[rows])
         if self.bias is not None:

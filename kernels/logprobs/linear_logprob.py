@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from easyrl.kernels.logprobs.chunked_head import (
-    ChunkedHead,
-    HeadGradients,
-    VocabPart,
-    check_arguments,
-)
+from easyrl.kernels.logprobs.chunked_head import ChunkedHead, HeadGradients, Settings
+from easyrl.kernels.logprobs.vocab_shard import VocabShard
 from easyrl.kernels.logprobs.vocab_softmax import softmax_dtype
 
 
@@ -32,7 +28,7 @@ def linear_logprobs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk_size: int = 512,
-    vocab_part: VocabPart | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of ``labels`` and entropies, both [N], of the distribution at
     ``temperature``.
@@ -42,12 +38,16 @@ def linear_logprobs(
     float64 inputs). Both results are differentiable once in ``hidden``, ``weight`` and ``bias``; a
     weight's gradient is summed over the chunks in the softmax's precision and rounded once. What is
     summed is each chunk's product, which 16-bit inputs have rounded already on a CPU, and on a GPU
-    before Ampere (compute capability 8.0). With a ``vocab_part``, ``weight`` and ``bias`` are this
-    process's rows; see ``vocab_parallel``. Raises ``ValueError`` for shapes, a temperature or a
+    before Ampere (compute capability 8.0). Raises ``ValueError`` for shapes, a temperature or a
     chunk size that cannot be.
+
+    With a ``shard``, ``weight`` and ``bias`` are this process's rows of a vocabulary that is split.
+    All other arguments have to be the same in all processes of its group, which call this together,
+    forward and backward, and get the same results. A label outside the whole vocabulary gives NaN.
     """
-    check_arguments(hidden, weight, bias, labels, temperature, chunk_size)
-    return _LinearLogprobs.apply(hidden, weight, bias, labels, temperature, chunk_size, vocab_part)
+    settings = Settings(temperature, chunk_size, shard)
+    settings.check(hidden, weight, bias, labels)
+    return _LinearLogprobs.apply(hidden, weight, bias, labels, settings)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -60,19 +60,16 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        temperature: float,
-        chunk_size: int,
-        part: VocabPart | None,
+        settings: Settings,
     ) -> tuple[Tensor, Tensor]:
-        head = ChunkedHead(hidden, weight, bias, labels, temperature, chunk_size, part)
+        head = ChunkedHead(hidden, weight, bias, labels, settings)
         logsumexp = hidden.new_empty(hidden.shape[0], dtype=softmax_dtype(hidden.dtype))
         logprobs, entropy = torch.empty_like(logsumexp), torch.empty_like(logsumexp)
-        for rows in head.chunks():
-            values = head.values(head.logits(rows), rows)
-            logsumexp[rows], logprobs[rows], entropy[rows] = values
+        for rows, logits in head.chunks():
+            logsumexp[rows], logprobs[rows], entropy[rows] = head.values(logits, rows)
         ctx.save_for_backward(hidden, weight, bias, labels, logsumexp, entropy)
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.chunk_size, ctx.part = temperature, chunk_size, part
+        ctx.settings = settings
         return logprobs, entropy
 
     @staticmethod
@@ -83,10 +80,10 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, labels, logsumexp, entropy = ctx.saved_tensors
         if grad_logprobs is None:  # not used; grad_entropy may be None too
             grad_logprobs = torch.zeros_like(logsumexp)
-        head = ChunkedHead(hidden, weight, bias, labels, ctx.temperature, ctx.chunk_size, ctx.part)
-        gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], ctx.part)
-        for rows in head.chunks():
-            logits = head.logits(rows)
+        head = ChunkedHead(hidden, weight, bias, labels, ctx.settings)
+        needed = ctx.needs_input_grad[:3]
+        gradients = HeadGradients(hidden, weight, bias, needed, ctx.settings.shard)
+        for rows, logits in head.chunks():
             head.gradient_(
                 logits,
                 rows,
@@ -96,4 +93,4 @@ class _LinearLogprobs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[rows],
             )
             gradients.add(rows, logits)
-        return (*gradients.rounded(), None, None, None, None)
+        return (*gradients.rounded(), None, None)

@@ -17,12 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from easyrl.kernels.logprobs.chunked_head import (
-    ChunkedHead,
-    HeadGradients,
-    VocabPart,
-    check_arguments,
-)
+from easyrl.kernels.logprobs.chunked_head import ChunkedHead, HeadGradients, Settings
+from easyrl.kernels.logprobs.vocab_shard import VocabShard
 from easyrl.kernels.logprobs.vocab_softmax import softmax_dtype
 
 # (log-probabilities [C], entropies [C], rows of the N positions) -> losses [C], differentiable in
@@ -39,7 +35,7 @@ def linear_token_loss(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk_size: int = 512,
-    vocab_part: VocabPart | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of ``token_loss`` over the N positions, and what ``linear_logprobs`` gives, detached.
 
@@ -53,18 +49,10 @@ def linear_token_loss(
     ``ValueError`` as ``linear_logprobs`` does, and where ``token_loss`` returns another shape or
     something that depends on neither of its arguments.
     """
-    check_arguments(hidden, weight, bias, labels, temperature, chunk_size)
-    return _LinearTokenLoss.apply(
-        hidden,
-        weight,
-        bias,
-        labels,
-        token_loss,
-        temperature,
-        chunk_size,
-        vocab_part,
-        torch.is_grad_enabled(),  # forward cannot see it
-    )
+    settings = Settings(temperature, chunk_size, shard)
+    settings.check(hidden, weight, bias, labels)
+    grad_enabled = torch.is_grad_enabled()  # forward cannot see it
+    return _LinearTokenLoss.apply(hidden, weight, bias, labels, token_loss, settings, grad_enabled)
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -76,24 +64,16 @@ class _LinearTokenLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         token_loss: TokenLoss,
-        temperature: float,
-        chunk_size: int,
-        part: VocabPart | None,
+        settings: Settings,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        needed = (
-            grad_enabled and need_hidden,
-            grad_enabled and need_weight,
-            grad_enabled and need_bias,
-        )
-        head = ChunkedHead(hidden, weight, bias, labels, temperature, chunk_size, part)
-        gradients = HeadGradients(hidden, weight, bias, needed, part)
+        needed = [grad_enabled and each for each in ctx.needs_input_grad[:3]]
+        head = ChunkedHead(hidden, weight, bias, labels, settings)
+        gradients = HeadGradients(hidden, weight, bias, needed, settings.shard)
         logprobs = hidden.new_empty(hidden.shape[0], dtype=softmax_dtype(hidden.dtype))
         entropy = torch.empty_like(logprobs)
         loss_sum = logprobs.new_zeros(())
-        for rows in head.chunks():
-            logits = head.logits(rows)
+        for rows, logits in head.chunks():
             values = head.values(logits, rows)
             logprobs[rows], entropy[rows] = values.logprobs, values.entropy
             if not any(needed):
@@ -120,9 +100,9 @@ class _LinearTokenLoss(torch.autograd.Function):
             raise RuntimeError("linear_token_loss went backward before and gave its gradient away")
         gradients, ctx.gradients = ctx.gradients, None
         if grad_sum is None:
-            return (None,) * 9
+            return (None,) * 7
         gradients.scale_(grad_sum)
-        return (*gradients.rounded(), None, None, None, None, None, None)
+        return (*gradients.rounded(), None, None, None, None)
 
 
 def _differentiate(

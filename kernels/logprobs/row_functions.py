@@ -9,45 +9,52 @@ Shape legend: C positions of a chunk, V vocabulary held here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from easyrl.kernels.logprobs import vocab_softmax
-from easyrl.kernels.logprobs.vocab_softmax import RowSums, RowValues, softmax_dtype
+from easyrl.kernels.logprobs.vocab_softmax import RowValues, softmax_dtype
 
 logger = logging.getLogger(__name__)
 
+USE_TRITON = True  # where it is installed and agrees; benchmarks look at the other way too
+TRITON_DEVICES = ("cuda",)
 NUM_ROWS = 8
 TEMPERATURE = 0.7
 TOLERANCE = 2**-12  # fp32 sums over a row, of logits around -100: 1e-5 is usual
 HALF_TOLERANCE = 2**-7  # of a gradient in bf16 or fp16, that was rounded once
 
 
-class RowFunctions(Protocol):
-    """Documented in ``vocab_softmax``, which is one."""
-
-    def row_sums(self, logits: Tensor, labels: Tensor, temperature: float) -> RowSums: ...
-
-    def softmax_gradient_(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        logsumexp: Tensor,
-        entropy: Tensor,
-        grad_logprobs: Tensor,
-        grad_label: Tensor,
-        grad_entropy: Tensor | None,
-        temperature: float,
-    ) -> None: ...
+def row_functions(logits: Tensor) -> ModuleType:
+    """What computes along the rows of ``logits`` [C, V]: ``vocab_softmax``, or ``triton_logprob``
+    where it is installed and agrees."""
+    if (
+        not USE_TRITON
+        or logits.device.type not in TRITON_DEVICES
+        or logits.dtype == torch.float64
+        or not _triton_is_installed()
+    ):
+        return vocab_softmax
+    return triton_or_torch(logits.device, logits.dtype, logits.shape[1])
 
 
-def checked(
-    load: Callable[[], RowFunctions], device: torch.device, dtype: torch.dtype, vocab: int
-) -> RowFunctions:
-    """What ``load`` gives, if it agrees with ``vocab_softmax`` on ``device`` for logits [C, vocab]
+@cache
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def _load_triton() -> ModuleType:
+    return import_module("easyrl.kernels.logprobs.triton_logprob")
+
+
+@cache  # the verdict, and the warning, once in a process
+def triton_or_torch(device: torch.device, dtype: torch.dtype, vocab: int) -> ModuleType:
+    """Triton's functions, if they agree with ``vocab_softmax`` on ``device`` for logits [C, vocab]
     of ``dtype``.
 
     Both compute values and gradients of a few random rows, not of a model's: what decides is the
@@ -55,7 +62,7 @@ def checked(
     they do not agree, or one raises, this warns and returns ``vocab_softmax``.
     """
     try:
-        functions = load()
+        functions = _load_triton()
         problem = _disagreement(functions, device, dtype, vocab)
     except torch.OutOfMemoryError:
         raise  # says nothing about the kernel
@@ -77,7 +84,7 @@ def checked(
 
 @torch.no_grad()
 def _disagreement(
-    functions: RowFunctions, device: torch.device, dtype: torch.dtype, vocab: int
+    functions: ModuleType, device: torch.device, dtype: torch.dtype, vocab: int
 ) -> str | None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(NUM_ROWS, vocab, generator=generator)
@@ -104,7 +111,7 @@ def _disagreement(
 
 
 def _gradient(
-    functions: RowFunctions, logits: Tensor, labels: Tensor, values: RowValues, with_entropy: bool
+    functions: ModuleType, logits: Tensor, labels: Tensor, values: RowValues, with_entropy: bool
 ) -> Tensor:
     """float64 [NUM_ROWS, V], on the host."""
     device, dtype = logits.device, softmax_dtype(logits.dtype)

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import (
 
 from easyrl.kernels.attention import attention_check
 from easyrl.kernels.attention.attention_agreement import Agreement, agreement_with_reference
-from easyrl.kernels.attention.attention_check import CheckedAttention
-from easyrl.kernels.attention.attention_choice import backends_in_order
+from easyrl.kernels.attention.attention_check import CheckedAttention, backends_in_order
 from easyrl.kernels.attention.merged_attention import merged_attention
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import BACKENDS, Backend, reference_attention

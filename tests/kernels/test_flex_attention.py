@@ -18,7 +18,6 @@ from easyrl.kernels.attention.flex_attention import (
     padded_length,
     subtree_ends,
 )
-from easyrl.kernels.attention.flex_attention import _block_masks as block_masks
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import reference_attention
 from tests.kernels.forests import (
@@ -203,24 +202,23 @@ def test_a_pytorch_without_the_limits_is_refused(monkeypatch: pytest.MonkeyPatch
         compiled_attention(backend="none")
 
 
-def test_a_wrong_block_is_noticed() -> None:
+def test_a_wrong_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison with the reference sees one block that is full where it should be partial."""
     layout = SegmentLayout(LONG_FORESTS["group"])
     right = layout_block_mask(layout, CPU)
     assert right.full_kv_num_blocks is not None and right.full_kv_indices is not None
     full_counts, counts = right.full_kv_num_blocks.clone(), right.kv_num_blocks.clone()
     full_counts[0, 0, 0], counts[0, 0, 0] = 1, 0  # the first triangle as a square
-    block_masks[layout] = {
-        CPU: BlockMask.from_kv_blocks(
-            counts,
-            right.kv_indices,
-            full_counts,
-            right.full_kv_indices,
-            BLOCK_SIZE=BLOCK_SIZE,
-            mask_mod=right.mask_mod,
-            seq_lengths=right.seq_lengths,
-        )
-    }
+    wrong = BlockMask.from_kv_blocks(
+        counts,
+        right.kv_indices,
+        full_counts,
+        right.full_kv_indices,
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=right.mask_mod,
+        seq_lengths=right.seq_lengths,
+    )
+    monkeypatch.setattr(flex_module, "layout_block_mask", lambda layout, device: wrong)
     inputs = random_inputs(layout)
     output = flex_attention_backend(*inputs, layout, SCALE)
     assert (output - reference_attention(*inputs, layout, SCALE)).abs().max() > 1e-2

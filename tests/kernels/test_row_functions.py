@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.logprobs import chunked_head, vocab_softmax
+from easyrl.kernels.logprobs import row_functions, vocab_softmax
 from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
 from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
-from easyrl.kernels.logprobs.row_functions import RowFunctions
 from easyrl.kernels.logprobs.vocab_softmax import RowSums
 
 VOCAB = 9001
@@ -67,15 +66,15 @@ class DoesNotWrite(Planted):
 
 @pytest.fixture(autouse=True)
 def kernels_run_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(chunked_head, "TRITON_DEVICES", ("cpu",))
-    monkeypatch.setattr(chunked_head, "_triton_is_installed", lambda: True)
-    chunked_head._triton_or_torch.cache_clear()
+    monkeypatch.setattr(row_functions, "TRITON_DEVICES", ("cpu",))
+    monkeypatch.setattr(row_functions, "_triton_is_installed", lambda: True)
+    row_functions.triton_or_torch.cache_clear()
     yield
-    chunked_head._triton_or_torch.cache_clear()
+    row_functions.triton_or_torch.cache_clear()
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, functions: RowFunctions) -> None:
-    monkeypatch.setattr(chunked_head, "_load_triton", lambda: functions)
+def plant(monkeypatch: pytest.MonkeyPatch, functions: Planted) -> None:
+    monkeypatch.setattr(row_functions, "_load_triton", lambda: functions)
 
 
 def results(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -131,7 +130,7 @@ def test_another_is_not(
 ) -> None:
     """One warning, and what torch gives, bit for bit."""
     with monkeypatch.context() as context:
-        context.setattr(chunked_head, "USE_TRITON", False)
+        context.setattr(row_functions, "USE_TRITON", False)
         expected = results(dtype)
     plant(monkeypatch, functions)
     with caplog.at_level(logging.WARNING):
@@ -145,24 +144,24 @@ def test_another_is_not(
 def test_one_that_cannot_be_imported_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load() -> RowFunctions:
+    def load() -> Planted:
         raise ImportError("undefined symbol")
 
-    monkeypatch.setattr(chunked_head, "_load_triton", load)
-    assert chunked_head._row_wise(torch.zeros(2, 3)) is vocab_softmax
+    monkeypatch.setattr(row_functions, "_load_triton", load)
+    assert row_functions.row_functions(torch.zeros(2, 3)) is vocab_softmax
     assert "undefined symbol" in caplog.text
 
 
 def test_no_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = Planted()
 
-    def load() -> RowFunctions:
+    def load() -> Planted:
         if planted.calls == 0:
             planted.calls += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         return planted
 
-    monkeypatch.setattr(chunked_head, "_load_triton", load)
+    monkeypatch.setattr(row_functions, "_load_triton", load)
     with pytest.raises(torch.OutOfMemoryError):
-        chunked_head._row_wise(torch.zeros(2, 3))
-    assert chunked_head._row_wise(torch.zeros(2, 3)) is planted
+        row_functions.row_functions(torch.zeros(2, 3))
+    assert row_functions.row_functions(torch.zeros(2, 3)) is planted

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from easyrl.kernels.logprobs import chunked_head, vocab_softmax
+from easyrl.kernels.logprobs import row_functions, vocab_softmax
 from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
 from tests.kernels.test_linear_token_loss import of_both
 
@@ -48,13 +48,13 @@ def test_kernels_on_a_gpu() -> None:
 def test_whole_function_with_and_without(dtype: torch.dtype, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     results = []
     for use_triton in (True, False):
-        monkeypatch.setattr(chunked_head, "USE_TRITON", use_triton)
+        monkeypatch.setattr(row_functions, "USE_TRITON", use_triton)
         generator = torch.Generator("cuda").manual_seed(0)
         hidden = torch.randn(300, 64, device="cuda", generator=generator).to(dtype)
         weight = torch.randn(20_000, 64, device="cuda", generator=generator).to(dtype) / 8
         labels = torch.randint(20_000, (300,), device="cuda", generator=generator)
         leaves = (hidden.requires_grad_(), weight.requires_grad_())
-        rows = chunked_head._row_wise(weight.t())  # not torch's by a verdict that nobody sees
+        rows = row_functions.row_functions(weight.t())  # not torch's by a verdict that nobody sees
         assert (rows is vocab_softmax) == (not use_triton)
         output = linear_token_loss(*leaves, labels, of_both, temperature=0.7, chunk_size=128)
         output[0].backward()
@@ -66,4 +66,4 @@ def test_whole_function_with_and_without(dtype: torch.dtype, monkeypatch) -> Non
 
 def test_cpu_and_fp64_stay_with_torch() -> None:
     for dtype in (torch.float32, torch.float64):
-        assert chunked_head._row_wise(torch.zeros(2, 3, dtype=dtype)) is vocab_softmax
+        assert row_functions.row_functions(torch.zeros(2, 3, dtype=dtype)) is vocab_softmax

@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 
 from easyrl.kernels.attention.path_gather import gather_tokens
-from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.segment_layout import Paths, SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import reference_attention
 from easyrl.kernels.attention.varlen_attention import (
-    VarlenBatch,
     VarlenKernel,
     flash_kernel,
     installed_kernel,
     torch_kernel,
     varlen_attention_backend,
-    varlen_batch,
 )
 from tests.kernels.forests import FORESTS, output_and_gradients, random_forest, random_inputs
 from tests.kernels.memory_recorder import PeakMemory
@@ -38,12 +36,17 @@ ALL_FORESTS = FORESTS | {
 }
 
 
+def lengths(query_starts: Tensor, key_starts: Tensor, max_query: int, max_key: int) -> Paths:
+    """Paths of which a kernel only sees the lengths."""
+    return Paths(torch.empty(0), (), (), query_starts, key_starts, max_query, max_key)
+
+
 def causal_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, batch: VarlenBatch, scale: float
+    query: Tensor, key: Tensor, value: Tensor, paths: Paths, scale: float
 ) -> Tensor:
     """A loop over sequences, query heads in groups over the key heads: [T, Hq, D]."""
-    assert batch.query_starts.dtype == batch.key_starts.dtype == torch.int32
-    queries, keys = batch.query_starts.tolist(), batch.key_starts.tolist()
+    assert paths.query_starts.dtype == paths.key_starts.dtype == torch.int32
+    queries, keys = paths.query_starts.tolist(), paths.key_starts.tolist()
     assert queries[0] == keys[0] == 0
     assert (queries[-1], keys[-1]) == (query.shape[0], key.shape[0] or 0)
     group = query.shape[1] // key.shape[1]
@@ -57,7 +60,7 @@ def causal_by_sequence(
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=2)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
-    assert longest == (batch.max_query, batch.max_key)
+    assert longest == (paths.max_query, paths.max_key)
     return torch.cat(outputs)
 
 
@@ -67,12 +70,12 @@ def gradients_by_sequence(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    batch: VarlenBatch,
+    paths: Paths,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The derivative of ``causal_by_sequence``, written out: autograd does not reach below an
     operator."""
-    queries, keys = batch.query_starts.tolist(), batch.key_starts.tolist()
+    queries, keys = paths.query_starts.tolist(), paths.key_starts.tolist()
     group = query.shape[1] // key.shape[1]
     of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
     for sequence in range(len(queries) - 1):
@@ -92,15 +95,13 @@ def gradients_by_sequence(
 
 
 def top_left_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, batch: VarlenBatch, scale: float
+    query: Tensor, key: Tensor, value: Tensor, paths: Paths, scale: float
 ) -> Tensor:
     """As flash attention before version 2.1: the first query sees the first key alone."""
-    queries, keys = batch.query_starts.tolist(), batch.key_starts.tolist()
-    lengths = [end - start for start, end in zip(queries, queries[1:], strict=False)]
-    index = torch.cat(
-        [torch.arange(k, k + length) for k, length in zip(keys, lengths, strict=False)]
-    )
-    own = VarlenBatch(batch.query_starts, batch.query_starts, batch.max_query, batch.max_query)
+    queries, keys = paths.query_starts.tolist(), paths.key_starts.tolist()
+    long = [end - start for start, end in zip(queries, queries[1:], strict=False)]
+    index = torch.cat([torch.arange(k, k + length) for k, length in zip(keys, long, strict=False)])
+    own = lengths(paths.query_starts, paths.query_starts, paths.max_query, paths.max_query)
     return causal_by_sequence(query, key[index], value[index], own, scale)
 
 
@@ -136,16 +137,16 @@ def flash_attention_on_cpu() -> Iterator[None]:
     def forward(query, key, value, query_starts, key_starts, max_q, max_k, *args, **kwargs):
         dropout, is_causal = args[:2]
         assert dropout == 0.0 and is_causal and kwargs["window_size_right"] == 0
-        batch = VarlenBatch(query_starts, key_starts, max_q, max_k)
-        output = causal_by_sequence(query, key, value, batch, kwargs["scale"])
+        paths = lengths(query_starts, key_starts, max_q, max_k)
+        output = causal_by_sequence(query, key, value, paths, kwargs["scale"])
         logsumexp = torch.zeros(query.shape[1], query.shape[0])
         return output, logsumexp, torch.zeros(2), torch.zeros(0), torch.zeros(0)
 
     def backward(grad, query, key, value, output, logsumexp, *args, **kwargs):
         query_starts, key_starts, max_q, max_k, dropout, is_causal = args[:6]
         assert dropout == 0.0 and is_causal
-        batch = VarlenBatch(query_starts, key_starts, max_q, max_k)
-        return gradients_by_sequence(grad, query, key, value, output, batch, kwargs["scale"])
+        paths = lengths(query_starts, key_starts, max_q, max_k)
+        return gradients_by_sequence(grad, query, key, value, output, paths, kwargs["scale"])
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
@@ -216,8 +217,8 @@ def packaged(seen: dict[str, object], returns_logsumexp: bool) -> Documented:
         assert causal and window_size == (-1, -1) and softcap == 0.0
         assert softmax_scale is not None
         seen["deterministic"] = deterministic
-        batch = VarlenBatch(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        output = causal_by_sequence(q, k, v, batch, softmax_scale)
+        paths = lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        output = causal_by_sequence(q, k, v, paths, softmax_scale)
         return (output, output.new_zeros(())) if returns_logsumexp else output
 
     return flash_attn_varlen_func
@@ -295,11 +296,11 @@ def test_without_any_kernel_the_error_says_what_to_do(
 
 def test_lengths_are_made_once_and_go_with_their_layout() -> None:
     layout = SegmentLayout(FORESTS["depth three"])
-    batch = varlen_batch(layout, CPU)
-    assert batch.query_starts.tolist() == [0, 3, 5, 7, 8, 10, 13]
-    assert batch.key_starts.tolist() == [0, 3, 8, 15, 23, 30, 36]
-    assert (batch.max_query, batch.max_key) == (3, 8)
-    assert varlen_batch(layout, CPU) is batch
+    paths = layout.paths(CPU)
+    assert paths.query_starts.tolist() == [0, 3, 5, 7, 8, 10, 13]
+    assert paths.key_starts.tolist() == [0, 3, 8, 15, 23, 30, 36]
+    assert (paths.max_query, paths.max_key) == (3, 8)
+    assert layout.paths(CPU) is paths
     alive = weakref.ref(layout)
     del layout
     gc.collect()

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from easyrl.kernels.logprobs import triton_logprob, vocab_softmax
-from easyrl.kernels.logprobs.row_functions import RowFunctions, checked
+from easyrl.kernels.logprobs.row_functions import triton_or_torch
 from easyrl.kernels.logprobs.vocab_softmax import RowValues
 
 NUM_ROWS = 5
@@ -37,13 +37,9 @@ def check_all(device: str) -> None:
         for with_entropy in (False, True):
             check_gradient(logits, labels, gradients, with_entropy, temperature)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert checked(load, torch.device(device), dtype, VOCABS[-1]) is triton_logprob
+        assert triton_or_torch(torch.device(device), dtype, VOCABS[-1]) is triton_logprob
     check_label_outside(device)
     check_not_finite(device)
-
-
-def load() -> RowFunctions:
-    return triton_logprob
 
 
 def values_of(module, logits, labels, temperature) -> RowValues:  # type: ignore[no-untyped-def]

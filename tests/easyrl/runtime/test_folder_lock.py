@@ -18,20 +18,27 @@ from pydantic import BaseModel
 
 from easyrl.config import ConfigError
 from easyrl.runtime import durable_files as durable
-from easyrl.runtime.folder_lock import FolderLock
 from easyrl.runtime.ranks import Ranks
-from easyrl.runtime.run_folder import begin_attempt, prepare_output
+from easyrl.runtime.run_folder import begin_attempt, locked_folder, prepare_output
 
 # Takes the folder, and starts a child that outlives it, as workers, fetchers and servers might.
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from easyrl.runtime.folder_lock import FolderLock
-lock = FolderLock(Path(sys.argv[1]), 0)
+from easyrl.runtime.run_folder import locked_folder
+lock = locked_folder(Path(sys.argv[1]), 0)
+lock.__enter__()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], close_fds=False)
 print(child.pid, flush=True)
 time.sleep(60)
 """
+
+
+def take(folder: Path, patience_s: float = 0) -> ExitStack:
+    """Its lock, until that is closed."""
+    lock = ExitStack()
+    lock.enter_context(locked_folder(folder, patience_s))
+    return lock
 
 
 class Holder:
@@ -58,35 +65,34 @@ def holder(tmp_path):
 def test_a_folder_in_use_is_refused_naming_who_uses_it(holder, tmp_path, caplog):
     begun = time.monotonic()
     with pytest.raises(ConfigError) as refused:
-        FolderLock(tmp_path, 0.5)
+        take(tmp_path, 0.5)
     assert 0.5 <= time.monotonic() - begun < 5
     (waiting,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     for told in (str(refused.value), waiting):
         assert str(tmp_path) in told and f"process {holder.process.pid} on " in told
         assert "trainer.grace_s" in told
     with pytest.raises(ConfigError):  # the attempt has not given it free
-        FolderLock(tmp_path, 0)
+        take(tmp_path)
 
 
 def test_a_killed_process_frees_its_folder_though_its_children_live(holder, tmp_path):
     killer = threading.Timer(0.3, holder.kill)
     killer.start()
-    with FolderLock(tmp_path, 30) as lock:
+    with locked_folder(tmp_path, 30):
         killer.join()
         os.kill(holder.child, 0)  # it lives
         assert (tmp_path / "run.lock").read_text().startswith(f"{os.getpid()} on ")
         with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
-            FolderLock(tmp_path, 0)
-    lock.close()
-    FolderLock(tmp_path, 0).close()
+            take(tmp_path)
+    take(tmp_path).close()
 
 
 def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, caplog):
     def none(descriptor, how):
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
-    monkeypatch.setattr("easyrl.runtime.folder_lock.fcntl.flock", none)
-    FolderLock(tmp_path, 0).close()
+    monkeypatch.setattr("easyrl.runtime.run_folder.fcntl.flock", none)
+    take(tmp_path).close()
     assert "has no locks" in caplog.text
 
 
@@ -145,7 +151,7 @@ def on_two_ranks(work):
 
 def test_all_ranks_are_refused_and_nothing_is_written(tmp_path):
     settings = Settings(run=Run(output_dir=tmp_path))
-    with FolderLock(tmp_path, 0), ExitStack() as opened:
+    with take(tmp_path), ExitStack() as opened:
         first, second = on_two_ranks(lambda a: prepare_output(settings, a, opened, resume=True))
     assert isinstance(first, ConfigError) and isinstance(second, ConfigError)
     assert f"process {os.getpid()} on " in str(first)
@@ -159,13 +165,13 @@ def test_the_folder_is_held_until_the_run_closes(tmp_path):
         prepared = on_two_ranks(lambda a: prepare_output(settings, a, opened, resume=False))
         assert prepared == [tmp_path / "new"] * 2
         with pytest.raises(ConfigError):
-            FolderLock(tmp_path / "new", 0)
-    FolderLock(tmp_path / "new", 0).close()
+            take(tmp_path / "new")
+    take(tmp_path / "new").close()
 
 
 def test_a_run_that_ended_while_it_was_waited_for_is_not_begun_again(tmp_path):
     settings = Settings(run=Run(output_dir=tmp_path), trainer=Trainer(grace_s=30))
-    lock = FolderLock(tmp_path, 0)
+    lock = take(tmp_path)
 
     def end() -> None:
         (tmp_path / "metrics.jsonl").write_text("")
@@ -177,7 +183,7 @@ def test_a_run_that_ended_while_it_was_waited_for_is_not_begun_again(tmp_path):
         told = on_two_ranks(lambda a: prepare_output(settings, a, opened, resume=False))
     ending.join()
     assert all("add --resume" in str(error) for error in told)
-    FolderLock(tmp_path, 0).close()
+    take(tmp_path).close()
 
 
 # ---- the count of attempts -----------------------------------------------------------------------

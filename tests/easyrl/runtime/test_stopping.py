@@ -34,7 +34,7 @@ def stop():
 def test_who_waits_is_woken_once_by_the_first_request(stop):
     woken = queue.Queue()
     with stop.wakes(woken.put), stop.wakes(woken.put):
-        assert not stop.requested and stop.error is None
+        assert not stop.requested
         stop.raise_if_requested()
         stop.request("first")
         assert stop.requested
@@ -197,7 +197,8 @@ with stop.wakes(lambda error: woken.set()):
         woken.wait(60)
         say("saving")
         sys.stdin.readline()
-        say(f"saved: {stop.error}")
+        try: stop.raise_if_requested()
+        except RuntimeError as error: say(f"saved: {error}")
     finally:
         say("closed")
 """
@@ -321,9 +322,9 @@ def _stopping_rank(rank, port, ready, results):
     signals = RunSignals(StopRequest(30))
     signals.install()
     signals.begin_training()
-    signals.stop.follow_peers(collectives.open_notices())
+    notices = Notices(collectives.open_store(), rank)
     waiting = queue.Queue()
-    with signals.stop.wakes(waiting.put):
+    with signals.stop.follows_peers(notices), signals.stop.wakes(waiting.put):
         ready.put(rank)
         error = waiting.get(timeout=30)
     try:  # one of them has an outage at the same time: the stop goes first
@@ -350,9 +351,8 @@ class _SlowBoard(Notices):
 def test_nothing_is_inside_the_store_when_the_run_has_ended():
     """A thread that is aborts the process at the interpreter's end."""
     stop, board = StopRequest(grace_s=60), _SlowBoard()
-    stop.follow_peers(board)
-    assert board.reading.wait(10)
-    stop.leave_peers()
+    with stop.follows_peers(board):
+        assert board.reading.wait(10)
     assert not board.reading.is_set()
     assert not board.reading.wait(1)
     stop.close()

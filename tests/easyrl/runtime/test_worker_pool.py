@@ -294,7 +294,7 @@ async def test_workers_are_single_threaded_and_light(pool):
         "easyrl.runtime.workers.worker_pool",
         "easyrl.runtime.workers.worker_process",
         "easyrl.schema",
-        "easyrl.config.tree",
+        "easyrl.config",
         "easyrl.inference_client.client",
         "easyrl.inference_client.fetching.fetcher_pool",
         "easyrl.inference_client.pool.endpoint_pool",

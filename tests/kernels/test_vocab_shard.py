@@ -11,11 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from easyrl.kernels.logprobs.vocab_parallel import (
-    VocabShard,
-    vocab_parallel_logprobs,
-    vocab_parallel_token_loss,
-)
+from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
+from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
+from easyrl.kernels.logprobs.vocab_shard import VocabShard
 from tests.kernels.test_linear_logprob import NUM_TOKENS, VOCAB, inputs, whole
 
 SPLIT = 100  # rows of the first process; the second has the other 201
@@ -64,11 +62,11 @@ def check_against_whole(
     bias_part = bias.detach()[mine].clone().requires_grad_() if with_bias else None
     settings = {"bias": bias_part, "temperature": temperature, "chunk_size": chunk_size}
     if function == "logprobs":
-        logprobs, entropy = vocab_parallel_logprobs(hidden, part, labels, shard, **settings)
+        logprobs, entropy = linear_logprobs(hidden, part, labels, shard=shard, **settings)
         loss = losses(logprobs, entropy, slice(None)).sum()
     else:
-        loss, logprobs, entropy = vocab_parallel_token_loss(
-            hidden, part, labels, losses, shard, **settings
+        loss, logprobs, entropy = linear_token_loss(
+            hidden, part, labels, losses, shard=shard, **settings
         )
     leaves = [hidden, part, *([bias_part] if bias_part is not None else [])]
     gradients = torch.autograd.grad(loss, leaves)
@@ -93,8 +91,8 @@ def check_hidden_gradient_left_to_the_caller(rank: int) -> None:
     gradients = {}
     for reduce_hidden in (True, False):
         shard, mine = shard_of(rank, reduce_hidden)
-        loss, *_ = vocab_parallel_token_loss(
-            hidden, weight.detach()[mine], labels, losses, shard, chunk_size=16
+        loss, *_ = linear_token_loss(
+            hidden, weight.detach()[mine], labels, losses, shard=shard, chunk_size=16
         )
         (gradients[reduce_hidden],) = torch.autograd.grad(loss, hidden)
     assert not torch.allclose(gradients[True], gradients[False], rtol=1e-3)
@@ -108,8 +106,8 @@ def check_far_maxima(rank: int) -> None:
     bias = bias.detach()
     bias[:SPLIT] -= 2000
     shard, mine = shard_of(rank)
-    got = vocab_parallel_logprobs(
-        hidden, weight.detach()[mine], labels, shard, bias=bias[mine], chunk_size=16
+    got = linear_logprobs(
+        hidden, weight.detach()[mine], labels, shard=shard, bias=bias[mine], chunk_size=16
     )
     for first, second in zip(got, whole(hidden, weight, labels, bias, 1.0), strict=True):
         torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-11)
@@ -119,7 +117,7 @@ def check_unheld_label(rank: int) -> None:
     hidden, weight, _, labels = inputs()
     labels[3] = VOCAB
     shard, mine = shard_of(rank)
-    logprobs, entropy = vocab_parallel_logprobs(hidden, weight[mine], labels, shard)
+    logprobs, entropy = linear_logprobs(hidden, weight[mine], labels, shard=shard)
     assert logprobs.isnan().nonzero().tolist() == [[3]] and entropy.isfinite().all()
 
 
@@ -131,6 +129,6 @@ def test_weight_of_another_size_is_refused() -> None:
     hidden, weight, _, labels = inputs()
     shard = VocabShard(None, 0, SPLIT)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="301 rows"):
-        vocab_parallel_logprobs(hidden, weight, labels, shard)
+        linear_logprobs(hidden, weight, labels, shard=shard)
     with pytest.raises(ValueError, match="301 rows"):
-        vocab_parallel_token_loss(hidden, weight, labels, losses, shard)
+        linear_token_loss(hidden, weight, labels, losses, shard=shard)

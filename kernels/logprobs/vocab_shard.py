@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
-from easyrl.kernels.logprobs.linear_token_loss import TokenLoss, linear_token_loss
 from easyrl.kernels.logprobs.vocab_softmax import RowSums
 
 
@@ -40,12 +38,14 @@ class VocabShard:
     reduce_hidden: bool = True
 
     def local_labels(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices into this part, int64 [C], and whether it holds the label, bool [C]."""
         local = labels - self.start
         held = (local >= 0) & (local < self.size)
         return local.clamp(0, self.size - 1), held
 
     def combine(self, sums: RowSums, held: Tensor) -> RowSums:
-        """Two all-reduces of a chunk's positions. A label that no process holds becomes NaN."""
+        """Over the whole vocabulary, from those over this part: two all-reduces of a chunk's
+        positions. A label that no process holds becomes NaN."""
         maximum = sums.maximum.clone()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
         lower = sums.maximum - maximum  # <= 0
@@ -65,64 +65,6 @@ class VocabShard:
         return RowSums(maximum, exp_sum, weighted_sum, label_logit)
 
     def sum_hidden_gradient_(self, grad_hidden: Tensor) -> None:
+        """Over the parts, in place, unless the caller does that."""
         if self.reduce_hidden:
             dist.all_reduce(grad_hidden, group=self.group)
-
-
-def vocab_parallel_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    shard: VocabShard,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    chunk_size: int = 512,
-) -> tuple[Tensor, Tensor]:
-    """``linear_logprobs`` with ``weight`` [V_p, H] and ``bias`` [V_p] the rows of ``shard``.
-
-    ``hidden``, ``labels`` (of the whole vocabulary) and all settings have to be the same in all
-    processes of the group, which call this together, forward and backward, and get the same
-    results. The gradients of weight and bias are this process's own. A label outside the whole
-    vocabulary gives NaN.
-    """
-    _check_shard(weight, shard)
-    return linear_logprobs(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        temperature=temperature,
-        chunk_size=chunk_size,
-        vocab_part=shard,
-    )
-
-
-def vocab_parallel_token_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    token_loss: TokenLoss,
-    shard: VocabShard,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    chunk_size: int = 512,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``linear_token_loss`` in the same way; ``token_loss`` has to be the same in all processes."""
-    _check_shard(weight, shard)
-    return linear_token_loss(
-        hidden,
-        weight,
-        labels,
-        token_loss,
-        bias=bias,
-        temperature=temperature,
-        chunk_size=chunk_size,
-        vocab_part=shard,
-    )
-
-
-def _check_shard(weight: Tensor, shard: VocabShard) -> None:
-    if weight.shape[0] != shard.size or shard.size < 1:
-        raise ValueError(f"weight has {weight.shape[0]} rows and its shard is {shard}")
