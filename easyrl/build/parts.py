@@ -157,7 +157,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         RankCoordination(collectives),
     )
     opened.callback(rollouts.close)
-    weight_sync.set_on_failed_proof(rollouts.withdraw)
+    weight_sync.set_on_failed_proof(rollouts.withdraw, rollouts.in_doubt)
     rollouts.on_withdrawal = lambda urls: inference.thread.run(set_aside(inference.pool, urls))
     certificate = open_certificate(config, output, version, order, progress, collectives, opened)
     if ranks.is_first:

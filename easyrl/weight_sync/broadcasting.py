@@ -17,8 +17,7 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from torch import Tensor
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.pool.pool import Endpoint
 from easyrl.inference_client.transfer.broadcast import (
+    Broadcast,
     EndpointRoutes,
     EndpointsClient,
     WeightMeta,
@@ -33,13 +33,12 @@ from easyrl.inference_client.transfer.broadcast import (
 from easyrl.inference_client.transfer.hccl import open_hccl
 from easyrl.inference_client.transfer.nccl import open_nccl
 from easyrl.runtime.machine import free_port
-from easyrl.weight_sync.push import WATCH_INTERVAL_S
 from easyrl.weight_sync.store import local_address_towards
-from easyrl.weight_sync.tee import TeeClosed, TensorTee
 
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3  # in a row; after that every version goes by artefact
+WATCH_INTERVAL_S = 0.2  # between looks at what the pool says of an endpoint
 CLOSING_S = 10.0  # for a group to be left at the end of the run
 PACKAGES = {"nccl": "vllm", "hccl": "vllm_ascend"}
 
@@ -48,16 +47,68 @@ class BroadcastFailed(RuntimeError):
     """No endpoint can be relied on to have the weights."""
 
 
-class Group(Protocol):
-    """Trainer and endpoints that broadcast among each other (``Broadcast``)."""
+OpenGroup = Callable[[Sequence[str], Sequence[WeightMeta]], Broadcast]  # URLs, what will be sent
 
-    def send(self, version: str, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+
+class TeeClosed(RuntimeError):
+    """The pass over the weights goes on without the broadcast."""
+
+
+class TensorTee:
+    """Hands each tensor of the main thread's pass to a sender's thread.
+
+    The pass is a collective of the trainer's ranks. It belongs to the main thread, which therefore
+    goes on to the last tensor whatever becomes of the sender.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._offered: tuple[str, Tensor] | None = None
+        self._ended = False
+        self._closed = False
+
+    def pass_on(self, named_weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """``named_weights``, each also offered to the sender.
+
+        Consumes: the engine's tensors. Waits for: the sender to have copied a tensor before the
+        next one is asked for. Is unblocked by: the copy, or ``close``.
+        """
+        for item in named_weights:
+            with self._changed:
+                self._offered = item
+                self._changed.notify_all()
+            yield item  # is written to the host's copy while the sender makes its own
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._offered is None)
+                self._offered = None
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the pass on ``device``, for the sender's thread.
+
+        Copied there, on the stream that the sender works on: the allocator gives a tensor's memory
+        to the next one of its stream. Raises ``TeeClosed``.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._ended or bool(self._offered))
+                if self._offered is None or self._closed:
+                    break
+                name, weight = self._offered
+                copy = weight.to(device, copy=True)
+                self._offered = None
+                self._changed.notify_all()
+            yield name, copy
+        if not self._ended:
+            raise TeeClosed("the broadcast was given up")
 
     def close(self) -> None:
-        """Ends also a ``send`` that hangs in another thread."""
-
-
-OpenGroup = Callable[[Sequence[str], Sequence[WeightMeta]], Group]  # URLs, what will be sent
+        """The pass waits for no sender any more. Safe to call twice, from any thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class Broadcaster:
@@ -74,7 +125,7 @@ class Broadcaster:
         self._device = _current_device()
         self._metadata: list[WeightMeta] = []  # of a whole pass
         self._lock = threading.Lock()
-        self._group: Group | None = None
+        self._group: Broadcast | None = None
         self._members: dict[str, int] = {}
         self._failures = 0
 
@@ -184,7 +235,7 @@ def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup
         )
     open_it = open_nccl if config.transport == "nccl" else open_hccl
 
-    def open_group(urls: Sequence[str], metadata: Sequence[WeightMeta]) -> Group:
+    def open_group(urls: Sequence[str], metadata: Sequence[WeightMeta]) -> Broadcast:
         client = EndpointsClient([EndpointRoutes(url, api_key, config.timeout_s) for url in urls])
         try:
             return open_it(

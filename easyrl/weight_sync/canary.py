@@ -51,6 +51,18 @@ class CanaryReading:
     maximum: float
     num_tokens: int
 
+    def problem(self, tolerance: float) -> str | None:
+        """What is wrong with the endpoint, in words; ``tolerance`` in nats per token."""
+        if self.num_tokens == 0:
+            return "canary: its samples hold no token to compare"
+        if not self.mean <= tolerance:
+            return (
+                "canary: log-probabilities differ from the trainer's by "
+                f"{self.mean:.2e} nats (maximum {self.maximum:.2e}, {self.num_tokens} "
+                f"tokens, tolerance {tolerance:.1e})"
+            )
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -111,9 +123,7 @@ class Canary:
     ) -> None:
         self._prompts = prompts
         self._sampling = SamplingConfig(
-            max_tokens=CANARY_TOKENS,
-            temperature=temperature,
-            ignore_eos=True,
+            max_tokens=CANARY_TOKENS, temperature=temperature, ignore_eos=True
         )
         self._pack = pack
         self._fetch = fetch
@@ -126,13 +136,8 @@ class Canary:
         """
         try:
             async with asyncio.timeout(self._timeout_s):
-                return list(
-                    await asyncio.gather(
-                        *(
-                            self._fetch(url, prompt.token_ids, self._sampling, prompt.index)
-                            for prompt in self._prompts
-                        )
-                    )
+                return await asyncio.gather(
+                    *(self._fetch(url, p.token_ids, self._sampling, p.index) for p in self._prompts)
                 )
         except TimeoutError:
             reason = f"the canary's responses took longer than {self._timeout_s:g} s"
@@ -151,8 +156,19 @@ class Canary:
         Collective: with sharded weights every rank has to run equally many forwards.
         """
         distinct = {_tokens(responses): responses for responses in samples.values()}
-        rows = self._rows(list(distinct.values())) if collectives.ranks.rank == 0 else []
-        logprobs = _trainer_logprobs(engine, collectives, rows, dummy)
+        rows = []
+        if collectives.ranks.rank == 0:
+            groups = [
+                RolloutGroup(prompt, (completion,), (Score(0.0, {}),), "", 0.0, 0.0)
+                for responses in distinct.values()
+                for prompt, completion in zip(self._prompts, responses, strict=True)
+            ]
+            rows = self._pack(groups, [np.zeros(1, dtype=np.float32)] * len(groups))
+        num_rows = collectives.broadcast(len(rows))
+        outputs = [
+            engine.logprobs(row).numpy() for row in rows or (dummy() for _ in range(num_rows))
+        ]
+        logprobs = np.concatenate([np.zeros(0, dtype=np.float32), *outputs])
         tokens = [c.token_ids for responses in distinct.values() for c in responses]
         if len(logprobs) != sum(map(len, tokens)):  # the packing left tokens out
             tokens, logprobs = [t[:0] for t in tokens], logprobs[:0]
@@ -163,27 +179,6 @@ class Canary:
             for key, i in zip(distinct, range(0, len(tokens), count), strict=True)
         }
         return {url: known[_tokens(responses)] for url, responses in samples.items()}
-
-    def _rows(self, responses: Sequence[Sequence[Completion]]) -> list[MicroBatch]:
-        groups = [
-            RolloutGroup(prompt, (completion,), (Score(0.0, {}),), "", 0.0, 0.0)
-            for completions in responses
-            for prompt, completion in zip(self._prompts, completions, strict=True)
-        ]
-        return self._pack(groups, [np.zeros(1, dtype=np.float32)] * len(groups))
-
-
-def _trainer_logprobs(
-    engine: TrainEngine,
-    collectives: Collectives,
-    micro_batches: Sequence[MicroBatch],
-    dummy: Callable[[], MicroBatch],
-) -> np.ndarray:
-    """Log-probabilities of rank 0's rows, float32 [N of all rows]; other ranks run dummies."""
-    rows = collectives.broadcast(len(micro_batches))
-    mine = list(micro_batches) if collectives.ranks.rank == 0 else [dummy() for _ in range(rows)]
-    outputs = [engine.logprobs(micro_batch).numpy() for micro_batch in mine]
-    return np.concatenate(outputs) if outputs else np.zeros(0, dtype=np.float32)
 
 
 def _tokens(responses: Sequence[Completion]) -> tuple[bytes, ...]:

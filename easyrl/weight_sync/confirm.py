@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
 from easyrl.schema import Confirmation
-from easyrl.weight_sync.canary import CanaryReading
-from easyrl.weight_sync.proof import Prover, Shown, Spans, is_failed_proof
+from easyrl.weight_sync.canary import CanaryReading, Expect
+from easyrl.weight_sync.proof import Prover, Shown, is_failed_proof
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S, while_up
 from easyrl.weight_sync.reconcile import Reconciler
 from easyrl.weight_sync.target import Target
@@ -106,27 +106,30 @@ class ConfirmedEndpoints:
             self._pool.confirm(endpoint, target.version)
 
     async def _bring(self, endpoint: Endpoint, target: Target) -> Shown:
+        expect = None if target.expected is None else target.known
         if self._reconciler is not None:
-            return await self._reconciler.reconcile(endpoint, target.weights, target.expect)
-        return await while_up(endpoint, self._until_proved(endpoint, target))
+            return await self._reconciler.reconcile(endpoint, target, expect)
+        return await while_up(endpoint, self._until_proved(endpoint, target, expect))
 
-    async def _until_proved(self, endpoint: Endpoint, target: Target) -> Shown:
+    async def _until_proved(
+        self, endpoint: Endpoint, target: Target, expect: Expect | None
+    ) -> Shown:
         """Waits for rank 0's push and for the proof, which rank 0 may have to push for twice."""
         deadline_s = time.monotonic() + self._patience_s
         while True:
             try:
-                shown = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
-                if shown == target.version:
-                    return await self._prover.prove(
-                        endpoint, target.weights, target.version, target.expect, Spans()
-                    )
+                version = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
+                if version == target.version:
+                    shown = Shown()
+                    await self._prover.prove(endpoint, target, version, expect, shown)
+                    return shown
             except EndpointError as error:
-                shown = error.reason
+                version = error.reason
                 if is_failed_proof(error):
                     self._pool.quarantine(endpoint, error.reason)
                     self._proof_failed(endpoint)
             if time.monotonic() >= deadline_s:
-                reason = f"shows {shown}, not {target.version}, {self._patience_s:g} s later"
+                reason = f"shows {version}, not {target.version}, {self._patience_s:g} s later"
                 raise EndpointUnavailable(endpoint.url, reason)
             await asyncio.sleep(RETRY_INTERVAL_S)
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from easyrl.schema import Completion
 from easyrl.weight_sync.canary import Expected
-from easyrl.weight_sync.proof import check_canary
-from easyrl.weight_sync.target import WeightStream
+from easyrl.weight_sync.target import Target
 
 NOISE_FACTOR = 5.0  # a change is visible above this multiple of the noise
 LEAST_VISIBLE = 1e-4  # nats; float32 noise stays below 1e-5, a one-layer model moves by 1e-3
@@ -28,7 +27,7 @@ LEAST_VISIBLE = 1e-4  # nats; float32 noise stays below 1e-5, a one-layer model 
 class Probe:
     """The probe's weights, and what the trainer says of samples made by them."""
 
-    weights: WeightStream
+    weights: Target
     changed: Expected  # under these weights
     true: Expected  # of the same samples, under the weights that they were made from
 
@@ -45,8 +44,7 @@ class Probe:
         than it when its weights change by 5 %.
         """
         noise = self.changed.reading(samples)
-        problem = check_canary(noise, tolerance)
-        if problem is not None:
+        if problem := noise.problem(tolerance):
             return f"with the probe's weights, {problem}"
         visible = self.visible(samples)
         needed = max(NOISE_FACTOR * noise.mean, LEAST_VISIBLE)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
 from easyrl.engines.base import TrainEngine
@@ -26,6 +24,7 @@ from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Completion,
     Confirmation,
+    InterruptedRun,
     MicroBatch,
     PolicyVersion,
     Published,
@@ -37,12 +36,11 @@ from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints, FailedProof
 from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.probe import Probe
-from easyrl.weight_sync.proof import Prover, Shown, Spans
+from easyrl.weight_sync.proof import Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
 from easyrl.weight_sync.reconcile import Reconciler
 from easyrl.weight_sync.store import WeightStore
-from easyrl.weight_sync.target import Target, WeightStream
-from easyrl.weight_sync.tee import TensorTee
+from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -65,26 +63,25 @@ class Delivery:
     All else is rank 0's.
     """
 
-    weights: WeightStream | None
+    target: Target | None
     passed: list[str] = field(default_factory=list)  # URLs
     shown: dict[str, Shown] = field(default_factory=dict)  # by URL, by those that passed
     num_broadcast: int | None = None  # endpoints that a broadcast reached; None: never asked for
     asking_s: float = 0.0  # seconds of the trainer's own forwards for the canary
 
-    @property
-    def spans(self) -> Spans:
-        """Of the endpoint that took longest."""
-        spans = (shown.spans for shown in self.shown.values())
-        return max(spans, key=lambda s: s.total_s, default=Spans())
-
     def metrics(self) -> dict[str, float]:
+        """Seconds are those of the endpoint that took longest."""
+        slowest = max(
+            self.shown.values(), key=lambda s: s.probe_s + s.proof_s + s.canary_s, default=Shown()
+        )
         found = {
-            "time/proof_s": self.spans.proof_s,
-            "time/canary_s": self.spans.canary_s + self.asking_s,
+            "time/probe_s": slowest.probe_s,
+            "time/proof_s": slowest.proof_s,
+            "time/canary_s": slowest.canary_s + self.asking_s,
             "sync/endpoints": float(len(self.passed)),
         }
-        if self.weights is not None:
-            found["sync/bytes"] = float(self.weights.num_bytes)
+        if self.target is not None:
+            found["sync/bytes"] = float(sum(chunk.num_bytes for chunk in self.target.chunks))
         if self.num_broadcast is not None:
             found["sync/broadcast"] = float(self.num_broadcast)
         if readings := [s.reading for s in self.shown.values() if s.reading is not None]:
@@ -122,7 +119,7 @@ class WeightSync:
         collectives: Collectives,
         canary: Canary,
         dummy: Callable[[], MicroBatch],
-        stop: StopRequest | None = None,
+        stop: StopRequest,
         startup_timeout_s: float = 60.0,
         max_outage_s: float = 1800.0,
         api_key: str | None = None,
@@ -138,20 +135,22 @@ class WeightSync:
         self._stop = stop
         self._max_outage_s = max_outage_s
         self._prover = Prover(canary, tolerance=tolerance, reads_bits=config.prove)
-        # used on rank 0 only, as are the next three
-        self._store = WeightStore(config, run_name)
-        self._reconciler = Reconciler(pool, WeightPusher(self._store), self._prover)
-        self._current: WeightStream | None = None  # stays on the host until the next is served
         self._broadcaster: Broadcaster | None = None
         if config.transport in ("nccl", "hccl"):
             open_group = open_group or device_broadcast(config, api_key)
             self._broadcaster = Broadcaster(open_group, config.timeout_s)
+        # used on rank 0 only, as are the next two
+        self._store = WeightStore(config, run_name)
+        pusher = WeightPusher(self._store, self._broadcaster)
+        self._reconciler = Reconciler(pool, pusher, self._prover)
+        self._current: Target | None = None  # stays on the host until the next is served
         self._confirmed = ConfirmedEndpoints(
             pool,
             self._prover,
             self._reconciler if collectives.ranks.rank == 0 else None,
             patience_s=startup_timeout_s,
         )
+        self._in_doubt: Callable[[], Mapping[str, int]] = dict
 
     @property
     def confirmations(self) -> tuple[Confirmation, ...]:
@@ -161,15 +160,19 @@ class WeightSync:
         """
         return self._confirmed.confirmations
 
-    def set_on_failed_proof(self, callback: FailedProof) -> None:
+    def set_on_failed_proof(
+        self, callback: FailedProof, in_doubt: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
         """What is told when an endpoint fails a proof in mid-batch that had served in this batch.
 
         Called on the pool's loop of the rank that saw it, with the URL and the number of the last
         good proof, once the endpoint is out of use and its requests in flight go elsewhere: what
         came from it under that number (``Completion.proof``) is in doubt. Another rank's numbers
-        are its own; for it, all that came from that URL in this batch is.
+        are its own; for it, all that came from that URL in this batch is. ``in_doubt``: what was
+        told and has not been withdrawn, numbers by URL.
         """
         self._confirmed.on_failed_proof = callback
+        self._in_doubt = in_doubt
 
     def publish(self, version: PolicyVersion) -> Published:
         """Brings ``version`` to the endpoints that are up and confirms it. Collective.
@@ -177,24 +180,21 @@ class WeightSync:
         Those that are down are brought to it by ``repair`` when they return. Raises
         ``NoEndpointServes`` naming each endpoint and what it showed, ``Outage`` when none was up
         for ``max_outage_s``, or ``StopRequested`` while it waited for one; each on all ranks.
+        ``InterruptedRun`` if a proof has failed too late to withdraw anything of the closed batch.
         """
         start_s = time.monotonic()
         self._withdraw()
-        probe_s = self._learn_probe(version) if self._is_probe_due() else 0.0
+        self._refuse_late_doubts(version)
+        probe_s = self._learn_probe(version)
         delivery = self._deliver(str(version), canary=self._config.canary)
         target = self._share(delivery)
         readings = {url: delivery.shown.get(url, Shown()).reading for url in delivery.passed}
         self._thread.run(self._confirmed.confirm(target, readings))
         self._store.discard(self._current)  # the version before has been served until here
-        self._current = delivery.weights
-        metrics = {
-            "time/sync_s": time.monotonic() - start_s,
-            "time/probe_s": probe_s + delivery.spans.probe_s,
-        }
-        return Published(
-            ServedWeights(version, weights_digest(target.weights.chunks)),
-            metrics | delivery.metrics(),
-        )
+        self._current = delivery.target
+        metrics = {"time/sync_s": time.monotonic() - start_s} | delivery.metrics()
+        metrics["time/probe_s"] += probe_s
+        return Published(ServedWeights(version, weights_digest(target.chunks)), metrics)
 
     async def repair(self, endpoint: Endpoint) -> None:
         """Brings an endpoint that was down, or is new, to the served version, on the pool's loop.
@@ -215,37 +215,31 @@ class WeightSync:
 
     # ---- the probe -----------------------------------------------------------------------------
 
-    def _is_probe_due(self) -> bool:
-        """Whether this attempt of the run has no probe yet; the same on every rank."""
-        due: bool = self._collectives.broadcast(
-            self._config.probe and self._reconciler.probe is None
-        )
-        return due
-
     def _learn_probe(self, version: PolicyVersion) -> float:
         """Pushes visibly changed weights and sees the change; true weights have to follow.
 
-        What the trainer says under the changed weights is kept, for endpoints that come later.
-        Returns the seconds it took.
+        Once in this attempt of the run: what the trainer says under the changed weights is kept,
+        for endpoints that come later. Returns the seconds it took. Collective.
         """
-        start_s = time.monotonic()
-        while self._is_probe_due():
+        start_s, seconds = time.monotonic(), 0.0
+        while self._collectives.broadcast(self._config.probe and self._reconciler.probe is None):
             with self._engine.perturbed_weights():
                 delivery = self._deliver(f"{version}:probe", canary=True)
             true = self._ask_trainer({url: s.samples for url, s in delivery.shown.items()})
             problems: dict[str, str] = {}
             for url, shown in delivery.shown.items():
-                assert delivery.weights is not None and shown.expected is not None
-                probe = Probe(delivery.weights, shown.expected, true[url])
+                assert delivery.target is not None and shown.expected is not None
+                probe = Probe(delivery.target, shown.expected, true[url])
                 if problem := probe.check(shown.samples, self._prover.tolerance):
                     problems[url] = problem
                 else:
                     self._reconciler.probe = probe
-                    self._prover.trust(url, probe.visible(shown.samples))
+                    self._prover.probe_shifts[url] = probe.visible(shown.samples)
             self._exclude(self._collectives.broadcast(problems))
             if self._reconciler.probe is None:
-                self._store.discard(delivery.weights)
-        return time.monotonic() - start_s
+                self._store.discard(delivery.target)
+            seconds = time.monotonic() - start_s
+        return seconds
 
     # ---- delivery ------------------------------------------------------------------------------
 
@@ -254,15 +248,17 @@ class WeightSync:
 
         The first push goes on while the weights are gathered and written. Collective.
         """
-        weights = self._store.begin(version) if self._collectives.ranks.rank == 0 else None
-        delivery = Delivery(weights)
+        is_first = self._collectives.ranks.rank == 0
+        delivery = Delivery(self._store.begin(version) if is_first else None)
         is_written = False
         deadline_s = time.monotonic() + self._max_outage_s
         while not delivery.passed:
             urls = self._live_urls(deadline_s)
             excluded: dict[str, str] = {}
-            if weights is not None:
-                excluded = self._fan_out(urls, weights, delivery, canary, write=not is_written)
+            if delivery.target is not None:
+                excluded = self._fan_out(
+                    urls, delivery.target, delivery, canary, write=not is_written
+                )
             else:
                 if not is_written:
                     for _ in self._engine.named_weights():
@@ -294,8 +290,6 @@ class WeightSync:
     def _wait_unless_stopped(self, deadline_s: float) -> list[str]:
         limit_s = max(deadline_s - time.monotonic(), 0.0)
         waiting = self._thread.submit(self._pool.until_live(limit_s))
-        if self._stop is None:
-            return [endpoint.url for endpoint in waiting.result()]
         with self._stop.wakes(lambda _: waiting.cancel()):
             try:
                 return [endpoint.url for endpoint in waiting.result()]
@@ -306,7 +300,7 @@ class WeightSync:
     def _fan_out(
         self,
         urls: Sequence[str],
-        weights: WeightStream,
+        target: Target,
         delivery: Delivery,
         canary: bool,
         *,
@@ -319,38 +313,28 @@ class WeightSync:
         endpoints = [endpoint for endpoint in self._pool.endpoints if endpoint.url in urls]
         broadcaster = self._broadcaster
         tee = broadcaster.begin() if write and broadcaster is not None else None
-        fan_out = FanOut(
-            *(self._reconciler, endpoints, weights),
-            canary=canary,
-            broadcaster=broadcaster,
-            tee=tee,
-        )
-        self._thread.run(fan_out.start())
+        fan_out = FanOut(self._reconciler, endpoints, target, canary=canary, tee=tee)
+        running = self._thread.submit(fan_out.run())
         try:
             if write:
-                self._store.write(weights, self._named_weights(tee), self._thread.loop)
+                named_weights = self._engine.named_weights()
+                if tee is not None:
+                    named_weights = tee.pass_on(named_weights)
+                elif broadcaster is not None:
+                    named_weights = broadcaster.note(named_weights)
+                self._store.write(target, named_weights, self._thread.loop)
             self._answer_questions(fan_out, delivery)
-            if broadcaster is not None:
-                reached = self._thread.run(fan_out.num_broadcast())
-                delivery.num_broadcast = (delivery.num_broadcast or 0) + reached
-            outcomes = self._thread.run(fan_out.outcomes())
+            outcomes = running.result()
         except BaseException:
-            self._thread.run(fan_out.cancel())
+            running.cancel()
             raise
+        if broadcaster is not None:
+            delivery.num_broadcast = (delivery.num_broadcast or 0) + fan_out.num_broadcast
         delivery.shown |= {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
         failed = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
         gone = {url: e for url, e in failed.items() if isinstance(e, EndpointUnavailable)}
         self._thread.run(self._set_aside(gone))
         return {url: error.reason for url, error in failed.items() if url not in gone}
-
-    def _named_weights(self, tee: TensorTee | None) -> Iterator[tuple[str, Tensor]]:
-        """The engine's, of which the broadcast takes what it needs on the way. Rank 0."""
-        named_weights = self._engine.named_weights()
-        if self._broadcaster is None:
-            return named_weights
-        if tee is None:
-            return self._broadcaster.note(named_weights)
-        return tee.pass_on(named_weights)
 
     def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery) -> None:
         """Asks the trainer what endpoints want to know, until all have ended. Collective."""
@@ -369,11 +353,9 @@ class WeightSync:
 
     def _share(self, delivery: Delivery) -> Target:
         """What every rank needs to have endpoints prove the version later. Collective."""
-        expected = next(iter(delivery.shown.values()), Shown()).expected
-        mine = None if delivery.weights is None else Target(delivery.weights, expected)
-        if self._collectives.ranks.world_size == 1:
-            assert mine is not None
-            return mine
+        mine = delivery.target
+        if mine is not None:
+            mine.expected = next(iter(delivery.shown.values()), Shown()).expected
         record = self._collectives.broadcast(None if mine is None else mine.to_json())
         return mine or Target.from_json(record)
 
@@ -384,6 +366,20 @@ class WeightSync:
         self._thread.run(self._confirmed.withdraw())
         excluded = {e.url: e.excluded for e in self._pool.endpoints if e.excluded is not None}
         self._exclude(self._collectives.broadcast(excluded))
+
+    def _refuse_late_doubts(self, version: PolicyVersion) -> None:
+        """The batch that is closed must not have responses of an endpoint that failed since.
+
+        No proof of it can fail any more. It is in no checkpoint yet, and the journal has what was
+        withdrawn: a resumed run makes it again. Raises ``InterruptedRun``. Collective.
+        """
+        told = [rank.items() for rank in self._collectives.all_gather(dict(self._in_doubt()))]
+        if doubts := [f"{url} (since its proof number {n})" for rank in told for url, n in rank]:
+            raise InterruptedRun(
+                f"batch {version.v - 1} was trained and certified when an endpoint that had made "
+                f"responses for it failed its proof: {', '.join(doubts)}; no checkpoint is written "
+                "of it: go on with --resume, which makes it again"
+            )
 
     async def _set_aside(self, gone: Mapping[str, EndpointUnavailable]) -> None:
         """Endpoints that no longer answer: they are down until they do."""

@@ -16,23 +16,16 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
-from easyrl.weight_sync.broadcasting import Broadcaster, BroadcastFailed
+from easyrl.weight_sync.broadcasting import BroadcastFailed, TensorTee
 from easyrl.weight_sync.canary import Expect
 from easyrl.weight_sync.probe import Probe
-from easyrl.weight_sync.proof import (
-    ProofFailed,
-    Prover,
-    Shown,
-    Spans,
-    is_failed_proof,
-)
+from easyrl.weight_sync.proof import ProofFailed, Prover, Shown, is_failed_proof
 from easyrl.weight_sync.push import WeightPusher, still_answers, while_up
-from easyrl.weight_sync.target import WeightStream
-from easyrl.weight_sync.tee import TensorTee
+from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +45,7 @@ class Reconciler:
         # requests in flight go elsewhere
         self.on_failed_proof: Callable[[Endpoint], None] | None = None
 
-    async def reconcile(
-        self, endpoint: Endpoint, weights: WeightStream, expect: Expect | None
-    ) -> Shown:
+    async def reconcile(self, endpoint: Endpoint, weights: Target, expect: Expect | None) -> Shown:
         """Has ``endpoint`` serve ``weights``, proved, under their version.
 
         Consumes: the stream's chunks. Waits for: an earlier call for this endpoint to give up, the
@@ -66,11 +57,7 @@ class Reconciler:
         return await while_up(endpoint, self._until_proved(endpoint, weights, expect))
 
     async def broadcast(
-        self,
-        endpoints: Sequence[Endpoint],
-        weights: WeightStream,
-        broadcaster: Broadcaster,
-        tee: TensorTee,
+        self, endpoints: Sequence[Endpoint], weights: Target, tee: TensorTee
     ) -> list[str]:
         """Brings ``weights`` to all that have shown the probe's change at once, or to none.
 
@@ -80,11 +67,8 @@ class Reconciler:
 
         async def show(endpoint: Endpoint) -> None:
             with contextlib.suppress(EndpointError):  # will be seen again when it is pushed to
-                await while_up(endpoint, self._show_probe(endpoint, Spans()))
+                await while_up(endpoint, self._show_probe(endpoint, Shown()))
                 ready.append(endpoint)
-
-        async def send(starts: Mapping[str, int]) -> None:
-            await broadcaster.send(ready, starts, weights.unproven_stamp, tee)
 
         async with contextlib.AsyncExitStack() as held:
             for endpoint in endpoints:
@@ -92,7 +76,7 @@ class Reconciler:
             try:
                 await asyncio.gather(*map(show, endpoints))
                 if ready:
-                    await self._pusher.push_together(ready, weights, send)
+                    await self._pusher.push_together(ready, weights, tee)
             except (BroadcastFailed, EndpointError) as error:
                 logger.warning(
                     "weight sync: the broadcast of %s failed, it goes by artefact: %s",
@@ -107,20 +91,20 @@ class Reconciler:
         return [endpoint.url for endpoint in ready]
 
     async def _until_proved(
-        self, endpoint: Endpoint, weights: WeightStream, expect: Expect | None
+        self, endpoint: Endpoint, weights: Target, expect: Expect | None
     ) -> Shown:
         async with self._locks[endpoint.url]:
-            spans = Spans()
+            shown = Shown()
             pushes_left = PUSH_ATTEMPTS
             while True:
                 try:
                     stamp = await self._pusher.stamp_of(endpoint, weights)
                     if stamp is None:
                         pushes_left -= 1
-                        await self._show_probe(endpoint, spans)
+                        await self._show_probe(endpoint, shown)
                         await self._pusher.push(endpoint, weights)
                         stamp = weights.unproven_stamp
-                    shown = await self._prover.prove(endpoint, weights, stamp, expect, spans)
+                    await self._prover.prove(endpoint, weights, stamp, expect, shown)
                     if stamp != weights.version:
                         await self._pusher.stamp(
                             endpoint, weights.version, checks_start=self._prover.reads_bits
@@ -135,32 +119,30 @@ class Reconciler:
                     if not pushes_left:
                         raise ProofFailed(endpoint.url, error.reason) from error
 
-    async def _quarantine(
-        self, endpoint: Endpoint, weights: WeightStream, error: EndpointError
-    ) -> None:
+    async def _quarantine(self, endpoint: Endpoint, weights: Target, error: EndpointError) -> None:
         """It gets no request, and what it has in flight goes elsewhere, until it is confirmed."""
-        self._prover.distrust(endpoint.url)
+        self._prover.probe_shifts.pop(endpoint.url, None)  # it has to show the probe again
         self._pool.quarantine(endpoint, error.reason)
         if is_failed_proof(error) and self.on_failed_proof is not None:
             self.on_failed_proof(endpoint)
         await self._pusher.disown(endpoint, weights)
 
-    async def _show_probe(self, endpoint: Endpoint, spans: Spans) -> None:
+    async def _show_probe(self, endpoint: Endpoint, shown: Shown) -> None:
         """Makes an endpoint that is new or has restarted show the probe's change.
 
         The true weights follow, and their canary: what it forgot to forget shows in either.
         """
         if await self._pusher.has_restarted(endpoint):
-            self._prover.distrust(endpoint.url)
+            self._prover.probe_shifts.pop(endpoint.url, None)
         probe = self.probe
-        if probe is None or self._prover.has_shown_probe(endpoint.url):
+        if probe is None or endpoint.url in self._prover.probe_shifts:
             return
         start_s = time.monotonic()
         await self._pusher.push(endpoint, probe.weights)
         stamp = probe.weights.unproven_stamp
-        await self._prover.prove(endpoint, probe.weights, stamp, None, Spans())
+        await self._prover.prove(endpoint, probe.weights, stamp, None, Shown())
         samples = await self._prover.sample(endpoint, stamp)
         if problem := probe.check(samples, self._prover.tolerance):
             raise ProofFailed(endpoint.url, problem)
-        self._prover.trust(endpoint.url, probe.visible(samples))
-        spans.probe_s += time.monotonic() - start_s
+        self._prover.probe_shifts[endpoint.url] = probe.visible(samples)
+        shown.probe_s += time.monotonic() - start_s

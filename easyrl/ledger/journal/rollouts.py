@@ -89,7 +89,7 @@ class JournalledRollouts:
         self._batch: BatchJournal | None = None
         self._open: OpenBatch | None = None
         self._shared: SharedDecisions = OneRank()
-        self._doubted: list[str] = []  # endpoints, since the batch began
+        self._doubted: dict[str, int] = {}  # endpoint → proof, since the batch began
         # Told of the endpoints, on every rank, before the batch begins again: it must not use them.
         self.on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
 
@@ -99,7 +99,9 @@ class JournalledRollouts:
         The batch begins again without it, on all ranks. On the producer's loop; raises
         ``JournalError``.
         """
-        self._doubted.append(endpoint)  # seen at the end of ``begin`` where that is under way
+        self._doubted.setdefault(
+            endpoint, proof
+        )  # seen at the end of ``begin`` where that is under way
         if self._batch is None or self._open is None:
             return
         reason = f"{endpoint} failed its proof"  # said even if the record finds the disk full
@@ -120,12 +122,16 @@ class JournalledRollouts:
         Another rank's numbers of proofs are its own: all that the endpoint has made for the open
         batch is in doubt here.
         """
-        mine, self._doubted = set(self._doubted), []
+        mine, self._doubted = set(self._doubted), {}
         everyone = {url for rank in self._coordination.gather(sorted(mine)) for url in rank}
         for endpoint in sorted(everyone - mine):
             if self._batch is not None:
                 self._batch.withdraw(endpoint, 0)
         self.on_withdrawal(sorted(everyone))
+
+    def in_doubt(self) -> dict[str, int]:
+        """Last good proof of each endpoint that has failed one, and no batch has begun again."""
+        return dict(self._doubted)
 
     @property
     def num_waiting(self) -> int:
