@@ -29,9 +29,8 @@ from easyrl.inference_client.transfer.broadcast import (
     EndpointRoutes,
     EndpointsClient,
     WeightMeta,
+    open_broadcast,
 )
-from easyrl.inference_client.transfer.hccl import open_hccl
-from easyrl.inference_client.transfer.nccl import open_nccl
 from easyrl.runtime.machine import free_port
 from easyrl.weight_sync.store import local_address_towards
 
@@ -225,7 +224,9 @@ def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup
 
     Raises ``ValueError`` if the package that does it is not installed.
     """
-    package = PACKAGES[config.transport]
+    transport = config.transport
+    assert transport == "nccl" or transport == "hccl"
+    package = PACKAGES[transport]
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:  # without an origin it is only a folder of that name
         raise ValueError(
@@ -233,12 +234,12 @@ def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup
             "trainer's environment, in the servers' version; install it, or use auto, which goes "
             "through shared memory, a shared disk or http"
         )
-    open_it = open_nccl if config.transport == "nccl" else open_hccl
 
     def open_group(urls: Sequence[str], metadata: Sequence[WeightMeta]) -> Broadcast:
         client = EndpointsClient([EndpointRoutes(url, api_key, config.timeout_s) for url in urls])
         try:
-            return open_it(
+            return open_broadcast(
+                transport,
                 metadata,
                 client,
                 master_address=config.advertise_host or address_towards_all(urls),

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
-from easyrl.inference_client.transfer.chunk_file import ChunkFile
+from easyrl.inference_client.transfer.chunk_file import ChunkFile, bytes_of
 from easyrl.inference_client.transfer.reuse import ReusedMemory
 
 MANIFEST = "manifest.json"
@@ -89,8 +88,7 @@ class WeightArtifact:
 
 def tensor_checksum(tensor: Tensor) -> str:
     """blake3 of the tensor's bytes in row-major order, 64 hex digits."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return blake3(data.numpy().data).hexdigest()
+    return blake3(bytes_of(tensor).data).hexdigest()
 
 
 def write_artifact(
@@ -121,30 +119,16 @@ def write_artifact(
         for name, weight in named_weights:
             writer.add(name, weight)
         writer.end_chunk()
-        artifact = WeightArtifact(version, directory, tuple(writer.chunks), memory)
-        _write_manifest(artifact)
+        chunks = tuple(writer.chunks)
+        record = {"version": version, "chunks": [chunk.describe() for chunk in chunks]}
+        unfinished = directory / f".{MANIFEST}.part"
+        unfinished.write_text(json.dumps(record))
+        unfinished.rename(directory / MANIFEST)
     except BaseException:
         writer.discard()
         _remove(directory, memory)
         raise
-    return artifact
-
-
-def load_artifact(directory: Path) -> WeightArtifact:
-    """Reads the manifest. Raises ``ValueError`` if ``directory`` is not a complete artifact."""
-    directory = directory.absolute()
-    manifest = directory / MANIFEST
-    try:
-        record = json.loads(manifest.read_bytes())
-        chunks = tuple(
-            Chunk(chunk["file"], dict(chunk["checksums"]), chunk["num_bytes"])
-            for chunk in record["chunks"]
-        )
-        return WeightArtifact(record["version"], directory, chunks)
-    except FileNotFoundError:
-        raise ValueError(f"{directory}: no complete weight artifact, {MANIFEST} missing") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{manifest}: not a weight manifest ({error!r})") from None
+    return WeightArtifact(version, directory, chunks, memory)
 
 
 class _Writer:
@@ -200,13 +184,3 @@ def _remove(directory: Path, memory: ReusedMemory | None) -> None:
         memory.reclaim(directory)
     else:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _write_manifest(artifact: WeightArtifact) -> None:
-    record = {
-        "version": artifact.version,
-        "chunks": [chunk.describe() for chunk in artifact.chunks],
-    }
-    unfinished = artifact.directory / f".{MANIFEST}.part"
-    unfinished.write_text(json.dumps(record))
-    unfinished.rename(artifact.directory / MANIFEST)

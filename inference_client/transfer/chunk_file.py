@@ -62,7 +62,7 @@ class ChunkFile:
         entry = _entry(name, weight, self.num_bytes)
         self._header |= entry
         self._header_bytes += len(_json(entry))
-        source = _bytes_of(weight)
+        source = bytes_of(weight)
         digest = blake3()
         for start in range(0, len(source), BLOCK_BYTES):
             block = source[start : start + BLOCK_BYTES]
@@ -146,7 +146,7 @@ def _json(header: dict[str, object]) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode()
 
 
-def _bytes_of(weight: Tensor) -> Bytes:
+def bytes_of(weight: Tensor) -> Bytes:
     """Row-major bytes on the CPU; those of the tensor itself where they lie there like that."""
     flat = weight.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy()

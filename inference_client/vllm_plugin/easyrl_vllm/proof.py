@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import (
     SKIP_LOAD_TENSORS,
@@ -28,7 +29,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from .loading import complete_later, verified_chunks
+from .loading import verified_chunks
 from .readback import is_packed, read_packed
 from .receiving import WeightReceiver
 
@@ -61,7 +62,8 @@ def prove(
     served quantised, and weights that the model transforms as it loads them.
     """
     proof = Proof()
-    with set_current_vllm_config(vllm_config), complete_later(), stand_ins(model) as served:
+    parts = disable_mtp_completeness_check()  # a tensor at a time
+    with set_current_vllm_config(vllm_config), parts, stand_ins(model) as served:
         comparing = Comparing(served)
         announced = {name: h for chunk in chunks for name, h in chunk["checksums"].items()}
         for chunk in verified_chunks(receiver, artifact, chunks):

@@ -27,7 +27,6 @@ from .reading import (
     ConnectionDropped,
     FileSource,
     HttpSource,
-    Source,
     check_component,
 )
 
@@ -219,7 +218,7 @@ def _received(outbox: Outbox) -> Iterator[tuple[str, Tensor]]:
         yield from item
 
 
-def _choose(token: str, root: object, url: object) -> tuple[Source, str]:
+def _choose(token: str, root: object, url: object) -> tuple[FileSource | HttpSource, str]:
     """Source and name of the transport."""
     problems = []
     for transport, place, kind in (("file", root, FileSource), ("http", url, HttpSource)):
