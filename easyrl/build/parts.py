@@ -140,7 +140,7 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         config, version.run, engine, collectives, inference, prompts, stop
     )
     opened.callback(weight_sync.close)
-    inference.pool.set_repair(weight_sync.repair)
+    inference.pool.set_repair(weight_sync.confirmed.repair)
     follow_membership(inference, output, urls, collectives, opened)
     rollouts = JournalledRollouts(
         inference.rollouts(config.rollout, config.rollout.num_generations, config),
@@ -157,7 +157,8 @@ def build_parts(config: Config, opened: ExitStack, *, resume: bool, signals: Run
         RankCoordination(collectives),
     )
     opened.callback(rollouts.close)
-    weight_sync.set_on_failed_proof(rollouts.withdraw, rollouts.in_doubt)
+    weight_sync.confirmed.on_failed_proof = rollouts.withdraw
+    weight_sync.confirmed.in_doubt = rollouts.in_doubt
     rollouts.on_withdrawal = lambda urls: inference.thread.run(set_aside(inference.pool, urls))
     certificate = open_certificate(config, output, version, order, progress, collectives, opened)
     if ranks.is_first:

@@ -25,6 +25,7 @@ from torch import Tensor
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.pool.pool import Endpoint
 from easyrl.inference_client.transfer.broadcast import (
+    BACKENDS,
     Broadcast,
     EndpointRoutes,
     EndpointsClient,
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 3  # in a row; after that every version goes by artefact
 WATCH_INTERVAL_S = 0.2  # between looks at what the pool says of an endpoint
 CLOSING_S = 10.0  # for a group to be left at the end of the run
-PACKAGES = {"nccl": "vllm", "hccl": "vllm_ascend"}
 
 
 class BroadcastFailed(RuntimeError):
@@ -160,7 +160,8 @@ class Broadcaster:
             await self._until_done(sent, endpoints)
             self._failures = 0
         except BaseException as error:
-            self._give_up(given_up)
+            given_up.set()
+            self._leave_group()  # of no use any more
             if isinstance(error, BroadcastFailed):
                 self._failures += 1
                 if self._failures == MOST_FAILURES:
@@ -169,11 +170,7 @@ class Broadcaster:
 
     def close(self) -> None:
         """Leaves the group, waiting for that for a moment only."""
-        group, self._group = self._group, None
-        if group is not None:
-            closing = threading.Thread(target=group.close, daemon=True)
-            closing.start()
-            closing.join(CLOSING_S)
+        self._leave_group().join(CLOSING_S)
 
     def _open_and_send(
         self, members: dict[str, int], version: str, tee: TensorTee, given_up: threading.Event
@@ -210,13 +207,13 @@ class Broadcaster:
         if (error := sent.exception()) is not None:  # another package's code, whatever it raises
             raise BroadcastFailed(f"{type(error).__name__}: {error}") from error
 
-    def _give_up(self, given_up: threading.Event) -> None:
-        """A group that something has failed in is of no use; it may hang when it is closed."""
+    def _leave_group(self) -> threading.Thread:
+        """In a thread: it may hang when it is closed."""
         with self._lock:
-            given_up.set()
             group, self._group = self._group, None
-        if group is not None:
-            threading.Thread(target=group.close, daemon=True).start()
+        closing = threading.Thread(target=lambda: group and group.close(), daemon=True)
+        closing.start()
+        return closing
 
 
 def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup:
@@ -226,7 +223,7 @@ def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup
     """
     transport = config.transport
     assert transport == "nccl" or transport == "hccl"
-    package = PACKAGES[transport]
+    package = BACKENDS[transport][0].partition(".")[0]
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:  # without an origin it is only a folder of that name
         raise ValueError(

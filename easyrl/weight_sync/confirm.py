@@ -17,10 +17,6 @@ from easyrl.weight_sync.target import Target
 
 RETRY_INTERVAL_S = 1.0  # between questions whether rank 0 has repaired an endpoint
 
-# URL, number of its last good proof (``Endpoint.proof``): what this process got from it under that
-# number, in this batch, is in doubt; under numbers before it, the good proof vouches for it.
-FailedProof = Callable[[str, int], None]
-
 
 class ConfirmedEndpoints:
     """Keeps endpoints at the published version until the next. In the pool's loop.
@@ -30,6 +26,14 @@ class ConfirmedEndpoints:
             version, as it does once rank 0 has seen its proof, and have it prove itself to them
             too.
         patience_s: how long another rank waits for rank 0.
+
+    Attributes:
+        on_failed_proof: told when an endpoint that had served in this batch fails a proof, once it
+            is out of use and its requests in flight go elsewhere: its URL and the number of its
+            last good proof (``Endpoint.proof``). What this process got from it under that number,
+            in this batch, is in doubt; under numbers before it, the good proof vouches for it.
+            Another rank's numbers are its own: for it, all that came from that URL is.
+        in_doubt: what was told and has not been withdrawn, by URL.
     """
 
     def __init__(
@@ -46,7 +50,8 @@ class ConfirmedEndpoints:
         if reconciler is not None:
             reconciler.on_failed_proof = self._proof_failed
         self._patience_s = patience_s
-        self.on_failed_proof: FailedProof | None = None
+        self.on_failed_proof: Callable[[str, int], object] = lambda url, proof: None
+        self.in_doubt: Callable[[], Mapping[str, int]] = dict
         self._target: Target | None = None  # None while the weights move
         self._settled = asyncio.Event()  # they do not move
         self._work: set[asyncio.Future[Shown]] = set()  # under way for the target
@@ -62,7 +67,8 @@ class ConfirmedEndpoints:
         """The weights are about to move: no endpoint serves a known version."""
         self._target = None
         self._settled.clear()
-        self._supersede()
+        for work in self._work:
+            work.cancel()
         self._pool.withdraw_confirmations()
 
     async def confirm(self, target: Target, readings: Mapping[str, CanaryReading | None]) -> None:
@@ -77,14 +83,15 @@ class ConfirmedEndpoints:
 
     async def end(self) -> None:
         """Nothing is served any more."""
-        self._target = None
+        await self.withdraw()
         self._settled.set()
-        self._supersede()
 
     async def repair(self, endpoint: Endpoint) -> None:
-        """Brings ``endpoint`` to the target and confirms it; waits while the weights move.
+        """Brings an endpoint that was down, or is new, to the target; waits while the weights move.
 
-        Raises ``EndpointUnavailable`` if it is gone again, another ``EndpointError`` if it failed.
+        It proves what every endpoint proves, without the trainer: against what the trainer said of
+        the others' samples. Raises ``EndpointUnavailable`` if it is gone again, another
+        ``EndpointError`` if it failed.
         """
         while True:
             await self._settled.wait()
@@ -139,12 +146,7 @@ class ConfirmedEndpoints:
         served = self._target is not None and url in self._confirmations
         if served and self._doubted.get(url) != proof:
             self._doubted[url] = proof
-            if self.on_failed_proof is not None:
-                self.on_failed_proof(url, proof)
-
-    def _supersede(self) -> None:
-        for work in self._work:
-            work.cancel()
+            self.on_failed_proof(url, proof)
 
     def _confirmation(self, url: str, reading: CanaryReading | None) -> Confirmation:
         assert self._target is not None

@@ -16,7 +16,7 @@ from easyrl.inference_client.errors import (
     NoEndpointError,
     Outage,
 )
-from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
+from easyrl.inference_client.pool.pool import EndpointPool
 from easyrl.inference_client.transfer.artifact import weights_digest
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
@@ -33,12 +33,10 @@ from easyrl.schema import (
 )
 from easyrl.weight_sync.broadcasting import Broadcaster, OpenGroup, device_broadcast
 from easyrl.weight_sync.canary import Canary, Expected
-from easyrl.weight_sync.confirm import ConfirmedEndpoints, FailedProof
-from easyrl.weight_sync.fan_out import FanOut
-from easyrl.weight_sync.probe import Probe
-from easyrl.weight_sync.proof import Prover, Shown
+from easyrl.weight_sync.confirm import ConfirmedEndpoints
+from easyrl.weight_sync.proof import Probe, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import Reconciler
+from easyrl.weight_sync.reconcile import FanOut, Reconciler
 from easyrl.weight_sync.store import WeightStore
 from easyrl.weight_sync.target import Target
 
@@ -91,10 +89,11 @@ class Delivery:
 
 
 class WeightSync:
-    """Publishes a version of the weights. Every method but ``repair`` is called by all ranks.
+    """Publishes a version of the weights. Every method is called by all ranks.
 
     Consumes: the engine's weights. Waits for: the proof of the endpoints that are up. Is unblocked
-    by: their answers. Produces: endpoints confirmed for the version, on every rank's pool.
+    by: their answers. Produces: endpoints confirmed for the version, on every rank's pool;
+    ``confirmed`` keeps them so until the next.
 
     Args:
         tolerance: of the canary's mean |Δ log-prob|, nats.
@@ -144,40 +143,22 @@ class WeightSync:
         pusher = WeightPusher(self._store, self._broadcaster)
         self._reconciler = Reconciler(pool, pusher, self._prover)
         self._current: Target | None = None  # stays on the host until the next is served
-        self._confirmed = ConfirmedEndpoints(
+        self.confirmed = ConfirmedEndpoints(
             pool,
             self._prover,
             self._reconciler if collectives.ranks.rank == 0 else None,
             patience_s=startup_timeout_s,
         )
-        self._in_doubt: Callable[[], Mapping[str, int]] = dict
 
     @property
     def confirmations(self) -> tuple[Confirmation, ...]:
-        """Of the endpoints that serve the published version, those that came later included.
-
-        On rank 0 of all, on another rank of those that it uses.
-        """
-        return self._confirmed.confirmations
-
-    def set_on_failed_proof(
-        self, callback: FailedProof, in_doubt: Callable[[], Mapping[str, int]] = dict
-    ) -> None:
-        """What is told when an endpoint fails a proof in mid-batch that had served in this batch.
-
-        Called on the pool's loop of the rank that saw it, with the URL and the number of the last
-        good proof, once the endpoint is out of use and its requests in flight go elsewhere: what
-        came from it under that number (``Completion.proof``) is in doubt. Another rank's numbers
-        are its own; for it, all that came from that URL in this batch is. ``in_doubt``: what was
-        told and has not been withdrawn, numbers by URL.
-        """
-        self._confirmed.on_failed_proof = callback
-        self._in_doubt = in_doubt
+        """Of all endpoints that serve the published version; on other ranks of those they use."""
+        return self.confirmed.confirmations
 
     def publish(self, version: PolicyVersion) -> Published:
         """Brings ``version`` to the endpoints that are up and confirms it. Collective.
 
-        Those that are down are brought to it by ``repair`` when they return. Raises
+        Those that are down are brought to it when they return. Raises
         ``NoEndpointServes`` naming each endpoint and what it showed, ``Outage`` when none was up
         for ``max_outage_s``, or ``StopRequested`` while it waited for one; each on all ranks.
         ``InterruptedRun`` if a proof has failed too late to withdraw anything of the closed batch.
@@ -189,26 +170,16 @@ class WeightSync:
         delivery = self._deliver(str(version), canary=self._config.canary)
         target = self._share(delivery)
         readings = {url: delivery.shown.get(url, Shown()).reading for url in delivery.passed}
-        self._thread.run(self._confirmed.confirm(target, readings))
+        self._thread.run(self.confirmed.confirm(target, readings))
         self._store.discard(self._current)  # the version before has been served until here
         self._current = delivery.target
         metrics = {"time/sync_s": time.monotonic() - start_s} | delivery.metrics()
         metrics["time/probe_s"] += probe_s
         return Published(ServedWeights(version, weights_digest(target.chunks)), metrics)
 
-    async def repair(self, endpoint: Endpoint) -> None:
-        """Brings an endpoint that was down, or is new, to the served version, on the pool's loop.
-
-        It proves there what every endpoint proves, without the trainer: against what the trainer
-        said of the others' samples. Rank 0 has the weights and pushes, other ranks wait until it
-        has. Waits while the weights move. Raises ``EndpointUnavailable`` if it is gone again,
-        another ``EndpointError`` if it failed its proof.
-        """
-        await self._confirmed.repair(endpoint)
-
     def close(self) -> None:
         """Ends repairs, leaves the broadcast, removes the weights from the shared folder."""
-        self._thread.run(self._confirmed.end())
+        self._thread.run(self.confirmed.end())
         if self._broadcaster is not None:
             self._broadcaster.close()
         self._store.close()
@@ -363,7 +334,7 @@ class WeightSync:
 
     def _withdraw(self) -> None:
         """No endpoint serves a known version from here on; what rank 0 excluded, all exclude."""
-        self._thread.run(self._confirmed.withdraw())
+        self._thread.run(self.confirmed.withdraw())
         excluded = {e.url: e.excluded for e in self._pool.endpoints if e.excluded is not None}
         self._exclude(self._collectives.broadcast(excluded))
 
@@ -373,7 +344,9 @@ class WeightSync:
         No proof of it can fail any more. It is in no checkpoint yet, and the journal has what was
         withdrawn: a resumed run makes it again. Raises ``InterruptedRun``. Collective.
         """
-        told = [rank.items() for rank in self._collectives.all_gather(dict(self._in_doubt()))]
+        told = [
+            rank.items() for rank in self._collectives.all_gather(dict(self.confirmed.in_doubt()))
+        ]
         if doubts := [f"{url} (since its proof number {n})" for rank in told for url, n in rank]:
             raise InterruptedRun(
                 f"batch {version.v - 1} was trained and certified when an endpoint that had made "

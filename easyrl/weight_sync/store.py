@@ -15,7 +15,7 @@ from torch import Tensor
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import Chunk, WeightArtifact, write_artifact
+from easyrl.inference_client.transfer.artifact import WeightArtifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from easyrl.weight_sync.target import Target
 
@@ -51,16 +51,12 @@ class WeightStore:
     ) -> None:
         """Writes ``named_weights``, each chunk joins ``stream`` on ``loop`` once it is there."""
         assert self._announcement is not None
-
-        def written(chunk: Chunk) -> None:
-            loop.call_soon_threadsafe(stream.add, chunk)
-
         self._artifacts[stream.name] = write_artifact(
             named_weights,
             self._root / stream.name,
             stream.version,
             self._config.chunk_bytes,
-            on_chunk=written,
+            on_chunk=lambda chunk: loop.call_soon_threadsafe(stream.add, chunk),
             memory=self._announcement.memory,
         )
         loop.call_soon_threadsafe(stream.complete)

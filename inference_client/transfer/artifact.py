@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,69 +114,57 @@ def write_artifact(
     directory = directory.absolute()
     _remove(directory, memory)
     directory.mkdir(parents=True)
-    writer = _Writer(directory, chunk_bytes, on_chunk, memory)
+    chunks: list[Chunk] = []
     try:
-        for name, weight in named_weights:
-            writer.add(name, weight)
-        writer.end_chunk()
-        chunks = tuple(writer.chunks)
+        for chunk in _write_chunks(named_weights, directory, chunk_bytes, memory):
+            chunks.append(chunk)
+            if on_chunk is not None:
+                on_chunk(chunk)
         record = {"version": version, "chunks": [chunk.describe() for chunk in chunks]}
         unfinished = directory / f".{MANIFEST}.part"
         unfinished.write_text(json.dumps(record))
         unfinished.rename(directory / MANIFEST)
     except BaseException:
-        writer.discard()
         _remove(directory, memory)
         raise
-    return WeightArtifact(version, directory, chunks, memory)
+    return WeightArtifact(version, directory, tuple(chunks), memory)
 
 
-class _Writer:
-    """Distributes tensors over chunk files."""
+def _write_chunks(
+    named_weights: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    chunk_bytes: int,
+    memory: ReusedMemory | None,
+) -> Iterator[Chunk]:
+    """Distributes tensors over chunk files; each file comes when it can be read."""
+    names: set[str] = set()
+    num_chunks = 0
+    file: ChunkFile | None = None
+    try:
+        for name, weight in named_weights:
+            if name in names:
+                raise ValueError(f"weight {name!r} was given twice")
+            names.add(name)
+            if file is not None:
+                too_large = file.num_bytes + weight.nbytes > chunk_bytes
+                if too_large or not file.has_room_for(name, weight):
+                    yield _finished(file)
+                    file = None
+            if file is None:
+                file = ChunkFile(directory / f"chunk-{num_chunks:05d}.safetensors", memory)
+                num_chunks += 1
+            file.append(name, weight)
+        if file is not None:
+            yield _finished(file)
+            file = None
+    finally:
+        if file is not None:
+            file.discard()
 
-    def __init__(
-        self,
-        directory: Path,
-        chunk_bytes: int,
-        on_chunk: Callable[[Chunk], None] | None,
-        memory: ReusedMemory | None,
-    ) -> None:
-        self.chunks: list[Chunk] = []
-        self._directory = directory
-        self._chunk_bytes = chunk_bytes
-        self._on_chunk = on_chunk
-        self._memory = memory
-        self._names: set[str] = set()
-        self._open: ChunkFile | None = None
 
-    def add(self, name: str, weight: Tensor) -> None:
-        if name in self._names:
-            raise ValueError(f"weight {name!r} was given twice")
-        self._names.add(name)
-        if self._open is not None and self._open.checksums:
-            too_large = self._open.num_bytes + weight.nbytes > self._chunk_bytes
-            if too_large or not self._open.has_room_for(name, weight):
-                self.end_chunk()
-        if self._open is None:
-            self._open = ChunkFile(self._directory / self._next_file(), self._memory)
-        self._open.append(name, weight)
-
-    def end_chunk(self) -> None:
-        if self._open is None:
-            return
-        self._open.finish()
-        chunk = Chunk(self._next_file(), self._open.checksums, self._open.num_bytes)
-        self._open = None
-        self.chunks.append(chunk)
-        if self._on_chunk is not None:
-            self._on_chunk(chunk)
-
-    def discard(self) -> None:
-        if self._open is not None:
-            self._open.discard()
-
-    def _next_file(self) -> str:
-        return f"chunk-{len(self.chunks):05d}.safetensors"
+def _finished(file: ChunkFile) -> Chunk:
+    file.finish()
+    return Chunk(file.path.name, file.checksums, file.num_bytes)
 
 
 def _remove(directory: Path, memory: ReusedMemory | None) -> None:

@@ -34,7 +34,7 @@ class ChunkFile:
     def __init__(self, path: Path, memory: ReusedMemory | None) -> None:
         self.checksums: dict[str, str] = {}
         self.num_bytes = 0  # of the tensors
-        self._path = path
+        self.path = path
         self._unfinished = path.with_name(f".{path.name}.part")
         self._memory = memory
         self._header: dict[str, object] = {}
@@ -83,7 +83,7 @@ class ChunkFile:
             os.lseek(self._descriptor, 0, os.SEEK_SET)
             self._write(np.frombuffer(header, np.uint8))
         self._close()
-        self._unfinished.rename(self._path)
+        self._unfinished.rename(self.path)
 
     def discard(self) -> None:
         """Gives up what was written."""
@@ -129,7 +129,7 @@ class ChunkFile:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 message = f"no space for {len(block)} more bytes of weights ({error.strerror})"
-                raise OSError(error.errno, message, str(self._path.parent)) from None
+                raise OSError(error.errno, message, str(self.path.parent)) from None
 
 
 def _entry(name: str, weight: Tensor, start: int) -> dict[str, object]:

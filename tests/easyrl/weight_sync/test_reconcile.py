@@ -11,10 +11,9 @@ from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
 from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
-from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import Reconciler
+from easyrl.weight_sync.reconcile import FanOut, Reconciler
 from easyrl.weight_sync.target import MOST_CHUNKS
 from tests.easyrl.weight_sync.scripted_endpoint import (
     PUSH,

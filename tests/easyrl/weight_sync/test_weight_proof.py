@@ -16,8 +16,7 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Completion, Prompt, VersionSpan
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
-from easyrl.weight_sync.probe import Probe
-from easyrl.weight_sync.proof import ProofFailed, Prover, prove_weights
+from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, prove_weights
 from easyrl.weight_sync.target import Target
 from tests.recipes import pack_groups
 

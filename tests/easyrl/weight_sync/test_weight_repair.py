@@ -129,7 +129,7 @@ def test_a_proof_that_fails_in_mid_batch_is_told_with_what_it_puts_in_doubt(
     told = []
     with closing(WrongWhenItReturns(server)) as proxy:
         with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path) as rank:
-            rank.sync.set_on_failed_proof(lambda *about: told.append(about))
+            rank.sync.confirmed.on_failed_proof = lambda *about: told.append(about)
             rank.sync.publish(V0)
             assert rank.generate(str(V0)).result(60).proof == 1
             proxy.move_to(NOWHERE)
@@ -337,7 +337,8 @@ def test_a_proof_that_fails_behind_the_certificate_stops_every_rank(withdrawn, o
     doubts = {}
     with closing(WrongWhenItReturns(server)) as proxy:
         ranks = open_ranks([proxy.url])
-        ranks[0].sync.set_on_failed_proof(doubts.__setitem__, lambda: doubts)
+        confirmed = ranks[0].sync.confirmed
+        confirmed.on_failed_proof, confirmed.in_doubt = doubts.__setitem__, lambda: doubts
         on_all(lambda rank: rank.sync.publish(V0), ranks)
         proxy.move_to(NOWHERE)
         wait_until(lambda: "confirmed" not in ranks[0].statuses()[proxy.url])
@@ -388,6 +389,6 @@ def test_another_rank_waits_only_so_long_for_a_repair(model_dir, server, tmp_pat
     options = {"collectives": other, "startup_timeout_s": 0.1}
     with weight_sync(None, [server], tmp_path, **options) as rank:
         target = Target("never:0:0")
-        rank.thread.run(rank.sync._confirmed.confirm(target, {}))
+        rank.thread.run(rank.sync.confirmed.confirm(target, {}))
         with pytest.raises(EndpointUnavailable, match="not never:0:0"):
-            rank.thread.run(rank.sync.repair(rank.pool.endpoints[0]))
+            rank.thread.run(rank.sync.confirmed.repair(rank.pool.endpoints[0]))

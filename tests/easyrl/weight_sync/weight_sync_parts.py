@@ -182,7 +182,7 @@ def weight_sync(
             open_group=open_group,
         )
         opened.callback(sync.close)
-        pool.set_repair(sync.repair)
+        pool.set_repair(sync.confirmed.repair)
         yield Rank(sync, pool, thread)
 
 
