@@ -17,7 +17,7 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from easyrl.inference_client.transfer.broadcast import (
     open_broadcast,
 )
 from easyrl.runtime.machine import free_port
-from easyrl.weight_sync.store import local_address_towards
+from easyrl.weight_sync.store import NamedWeights, local_address_towards
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class TensorTee:
         self._ended = False
         self._closed = False
 
-    def pass_on(self, named_weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def pass_on(self, named_weights: NamedWeights) -> NamedWeights:
         """``named_weights``, each also offered to the sender.
 
         Consumes: the engine's tensors. Waits for: the sender to have copied a tensor before the
@@ -84,7 +84,7 @@ class TensorTee:
             self._ended = True
             self._changed.notify_all()
 
-    def copies(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    def copies(self, device: torch.device) -> NamedWeights:
         """All tensors of the pass on ``device``, for the sender's thread.
 
         Copied there, on the stream that the sender works on: the allocator gives a tensor's memory
@@ -136,7 +136,7 @@ class Broadcaster:
         """
         return TensorTee() if self._metadata and self._failures < MOST_FAILURES else None
 
-    def note(self, named_weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def note(self, named_weights: NamedWeights) -> NamedWeights:
         """``named_weights``, whose names, dtypes and shapes are known when all have come."""
         metadata = []
         for name, weight in named_weights:
@@ -170,7 +170,7 @@ class Broadcaster:
 
     def close(self) -> None:
         """Leaves the group, waiting for that for a moment only."""
-        self._leave_group().join(CLOSING_S)
+        self._leave_group(CLOSING_S)
 
     def _open_and_send(
         self, members: dict[str, int], version: str, tee: TensorTee, given_up: threading.Event
@@ -207,13 +207,14 @@ class Broadcaster:
         if (error := sent.exception()) is not None:  # another package's code, whatever it raises
             raise BroadcastFailed(f"{type(error).__name__}: {error}") from error
 
-    def _leave_group(self) -> threading.Thread:
+    def _leave_group(self, wait_s: float = 0.0) -> None:
         """In a thread: it may hang when it is closed."""
         with self._lock:
             group, self._group = self._group, None
-        closing = threading.Thread(target=lambda: group and group.close(), daemon=True)
-        closing.start()
-        return closing
+        if group is not None:
+            closing = threading.Thread(target=group.close, daemon=True)
+            closing.start()
+            closing.join(wait_s)
 
 
 def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup:
@@ -222,7 +223,7 @@ def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup
     Raises ``ValueError`` if the package that does it is not installed.
     """
     transport = config.transport
-    assert transport == "nccl" or transport == "hccl"
+    assert transport in BACKENDS
     package = BACKENDS[transport][0].partition(".")[0]
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:  # without an origin it is only a folder of that name
@@ -282,7 +283,5 @@ def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
 
     threading.Thread(target=run, name="easyrl-broadcast", daemon=True).start()
     told = asyncio.wrap_future(result)
-    told.add_done_callback(
-        lambda future: future.cancelled() or future.exception()
-    )  # or it is logged
+    told.add_done_callback(lambda done: done.cancelled() or done.exception())  # or it is logged
     return told

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -94,21 +94,22 @@ class Probe:
         )
 
 
+@dataclass
 class Prover:
     """Has endpoints show what they serve. In the pool's loop.
 
-    Args:
+    Attributes:
         tolerance: of the canary's mean |Δ log-prob|, nats.
         reads_bits: whether the hash of every served tensor is read back and compared.
+        probe_shifts: by URL, of those that have shown the probe's change since they started: the
+            nats by which it moved their samples; infinite once they have shown the true weights
+            again.
     """
 
-    def __init__(self, canary: Canary, *, tolerance: float, reads_bits: bool) -> None:
-        self._canary = canary
-        self.tolerance = tolerance
-        self.reads_bits = reads_bits
-        # By URL, of those that have shown the probe's change since they started: the nats by which
-        # it moved their samples; infinite once they have shown the true weights again.
-        self.probe_shifts: dict[str, float] = {}
+    canary: Canary
+    tolerance: float
+    reads_bits: bool
+    probe_shifts: dict[str, float] = field(default_factory=dict)
 
     async def prove(
         self,
@@ -144,7 +145,7 @@ class Prover:
 
     async def sample(self, endpoint: Endpoint, stamp: str) -> list[Completion]:
         """The canary's samples. Raises ``ProofFailed`` if not all tokens carry ``stamp``."""
-        samples = await self._canary.sample(endpoint.url)
+        samples = await self.canary.sample(endpoint.url)
         stamped = {span.version for sample in samples for span in sample.version_spans}
         if stamped != {stamp}:  # made by other weights: it may have restarted
             wrong = ", ".join(sorted(stamped - {stamp})) or "no version"

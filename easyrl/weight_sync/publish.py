@@ -88,6 +88,7 @@ class Delivery:
         return found
 
 
+@dataclass(kw_only=True)
 class WeightSync:
     """Publishes a version of the weights. Every method is called by all ranks.
 
@@ -95,7 +96,7 @@ class WeightSync:
     by: their answers. Produces: endpoints confirmed for the version, on every rank's pool;
     ``confirmed`` keeps them so until the next.
 
-    Args:
+    Attributes:
         tolerance: of the canary's mean |Δ log-prob|, nats.
         stop: ends the waiting for an endpoint.
         startup_timeout_s: how long another rank waits for rank 0 to repair an endpoint.
@@ -106,49 +107,35 @@ class WeightSync:
         ValueError: the transport's package is not installed.
     """
 
-    def __init__(
-        self,
-        *,
-        config: WeightSyncConfig,
-        tolerance: float,
-        run_name: str,
-        engine: TrainEngine,
-        pool: EndpointPool,
-        thread: LoopThread,
-        collectives: Collectives,
-        canary: Canary,
-        dummy: Callable[[], MicroBatch],
-        stop: StopRequest,
-        startup_timeout_s: float = 60.0,
-        max_outage_s: float = 1800.0,
-        api_key: str | None = None,
-        open_group: OpenGroup | None = None,
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._pool = pool
-        self._thread = thread
-        self._collectives = collectives
-        self._canary = canary
-        self._dummy = dummy
-        self._stop = stop
-        self._max_outage_s = max_outage_s
-        self._prover = Prover(canary, tolerance=tolerance, reads_bits=config.prove)
+    config: WeightSyncConfig
+    tolerance: float
+    run_name: str
+    engine: TrainEngine
+    pool: EndpointPool
+    thread: LoopThread
+    collectives: Collectives
+    canary: Canary
+    dummy: Callable[[], MicroBatch]
+    stop: StopRequest
+    startup_timeout_s: float = 60.0
+    max_outage_s: float = 1800.0
+    api_key: str | None = None
+    open_group: OpenGroup | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._prover = Prover(self.canary, self.tolerance, reads_bits=config.prove)
         self._broadcaster: Broadcaster | None = None
         if config.transport in ("nccl", "hccl"):
-            open_group = open_group or device_broadcast(config, api_key)
+            open_group = self.open_group or device_broadcast(config, self.api_key)
             self._broadcaster = Broadcaster(open_group, config.timeout_s)
         # used on rank 0 only, as are the next two
-        self._store = WeightStore(config, run_name)
+        self._store = WeightStore(config, self.run_name)
         pusher = WeightPusher(self._store, self._broadcaster)
-        self._reconciler = Reconciler(pool, pusher, self._prover)
+        self._reconciler = Reconciler(self.pool, pusher, self._prover)
         self._current: Target | None = None  # stays on the host until the next is served
-        self.confirmed = ConfirmedEndpoints(
-            pool,
-            self._prover,
-            self._reconciler if collectives.ranks.rank == 0 else None,
-            patience_s=startup_timeout_s,
-        )
+        mine = self._reconciler if self.collectives.ranks.rank == 0 else None
+        self.confirmed = ConfirmedEndpoints(self.pool, self._prover, mine, self.startup_timeout_s)
 
     @property
     def confirmations(self) -> tuple[Confirmation, ...]:
@@ -167,10 +154,10 @@ class WeightSync:
         self._withdraw()
         self._refuse_late_doubts(version)
         probe_s = self._learn_probe(version)
-        delivery = self._deliver(str(version), canary=self._config.canary)
+        delivery = self._deliver(str(version), canary=self.config.canary)
         target = self._share(delivery)
         readings = {url: delivery.shown.get(url, Shown()).reading for url in delivery.passed}
-        self._thread.run(self.confirmed.confirm(target, readings))
+        self.thread.run(self.confirmed.confirm(target, readings))
         self._store.discard(self._current)  # the version before has been served until here
         self._current = delivery.target
         metrics = {"time/sync_s": time.monotonic() - start_s} | delivery.metrics()
@@ -179,7 +166,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Ends repairs, leaves the broadcast, removes the weights from the shared folder."""
-        self._thread.run(self.confirmed.end())
+        self.thread.run(self.confirmed.end())
         if self._broadcaster is not None:
             self._broadcaster.close()
         self._store.close()
@@ -193,8 +180,8 @@ class WeightSync:
         for endpoints that come later. Returns the seconds it took. Collective.
         """
         start_s, seconds = time.monotonic(), 0.0
-        while self._collectives.broadcast(self._config.probe and self._reconciler.probe is None):
-            with self._engine.perturbed_weights():
+        while self.collectives.broadcast(self.config.probe and self._reconciler.probe is None):
+            with self.engine.perturbed_weights():
                 delivery = self._deliver(f"{version}:probe", canary=True)
             true = self._ask_trainer({url: s.samples for url, s in delivery.shown.items()})
             problems: dict[str, str] = {}
@@ -206,7 +193,7 @@ class WeightSync:
                 else:
                     self._reconciler.probe = probe
                     self._prover.probe_shifts[url] = probe.visible(shown.samples)
-            self._exclude(self._collectives.broadcast(problems))
+            self._exclude(self.collectives.broadcast(problems))
             if self._reconciler.probe is None:
                 self._store.discard(delivery.target)
             seconds = time.monotonic() - start_s
@@ -219,10 +206,10 @@ class WeightSync:
 
         The first push goes on while the weights are gathered and written. Collective.
         """
-        is_first = self._collectives.ranks.rank == 0
+        is_first = self.collectives.ranks.rank == 0
         delivery = Delivery(self._store.begin(version) if is_first else None)
         is_written = False
-        deadline_s = time.monotonic() + self._max_outage_s
+        deadline_s = time.monotonic() + self.max_outage_s
         while not delivery.passed:
             urls = self._live_urls(deadline_s)
             excluded: dict[str, str] = {}
@@ -232,11 +219,11 @@ class WeightSync:
                 )
             else:
                 if not is_written:
-                    for _ in self._engine.named_weights():
+                    for _ in self.engine.named_weights():
                         pass
                 self._answer_questions(None, delivery)
             is_written = True
-            agreed = self._collectives.broadcast([list(delivery.shown), excluded])
+            agreed = self.collectives.broadcast([list(delivery.shown), excluded])
             delivery.passed, excluded = agreed
             self._exclude(excluded)
         return delivery
@@ -248,25 +235,21 @@ class WeightSync:
         """
         urls: list[str] = []
         stopped_by, reason = "", ""
-        if self._collectives.ranks.rank == 0:
+        if self.collectives.ranks.rank == 0:
+            limit_s = max(deadline_s - time.monotonic(), 0.0)
+            waiting = self.thread.submit(self.pool.until_live(limit_s))
             try:
-                urls = self._wait_unless_stopped(deadline_s)
-            except (StopRequested, NoEndpointError) as error:
-                stopped_by, reason = type(error).__name__, str(error)
-        urls, stopped_by, reason = self._collectives.broadcast([urls, stopped_by, reason])
+                with self.stop.wakes(lambda _: waiting.cancel()):
+                    urls = [endpoint.url for endpoint in waiting.result()]
+            except (CancelledError, NoEndpointError) as error:
+                ended = self.stop.error if isinstance(error, CancelledError) else error
+                if ended is None:
+                    raise
+                stopped_by, reason = type(ended).__name__, str(ended)
+        urls, stopped_by, reason = self.collectives.broadcast([urls, stopped_by, reason])
         if stopped_by:
             raise RAISED_EVERYWHERE[stopped_by](reason)
         return urls
-
-    def _wait_unless_stopped(self, deadline_s: float) -> list[str]:
-        limit_s = max(deadline_s - time.monotonic(), 0.0)
-        waiting = self._thread.submit(self._pool.until_live(limit_s))
-        with self._stop.wakes(lambda _: waiting.cancel()):
-            try:
-                return [endpoint.url for endpoint in waiting.result()]
-            except CancelledError:
-                self._stop.raise_if_requested()
-                raise
 
     def _fan_out(
         self,
@@ -281,19 +264,19 @@ class WeightSync:
 
         Returns who failed for good and why.
         """
-        endpoints = [endpoint for endpoint in self._pool.endpoints if endpoint.url in urls]
+        endpoints = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
         broadcaster = self._broadcaster
         tee = broadcaster.begin() if write and broadcaster is not None else None
         fan_out = FanOut(self._reconciler, endpoints, target, canary=canary, tee=tee)
-        running = self._thread.submit(fan_out.run())
+        running = self.thread.submit(fan_out.run())
         try:
             if write:
-                named_weights = self._engine.named_weights()
+                named_weights = self.engine.named_weights()
                 if tee is not None:
                     named_weights = tee.pass_on(named_weights)
                 elif broadcaster is not None:
                     named_weights = broadcaster.note(named_weights)
-                self._store.write(target, named_weights, self._thread.loop)
+                self._store.write(target, named_weights, self.thread.loop)
             self._answer_questions(fan_out, delivery)
             outcomes = running.result()
         except BaseException:
@@ -304,39 +287,39 @@ class WeightSync:
         delivery.shown |= {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
         failed = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
         gone = {url: e for url, e in failed.items() if isinstance(e, EndpointUnavailable)}
-        self._thread.run(self._set_aside(gone))
+        self.thread.run(self._set_aside(gone))
         return {url: error.reason for url, error in failed.items() if url not in gone}
 
     def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery) -> None:
         """Asks the trainer what endpoints want to know, until all have ended. Collective."""
         while True:
-            samples = {} if fan_out is None else self._thread.run(fan_out.questions())
-            if not self._collectives.broadcast(bool(samples)):
+            samples = {} if fan_out is None else self.thread.run(fan_out.questions())
+            if not self.collectives.broadcast(bool(samples)):
                 return
             start_s = time.monotonic()
             expected = self._ask_trainer(samples)
             if fan_out is not None:
-                self._thread.run(fan_out.answer(expected))
+                self.thread.run(fan_out.answer(expected))
             delivery.asking_s += time.monotonic() - start_s
 
     def _ask_trainer(self, samples: Mapping[str, Sequence[Completion]]) -> dict[str, Expected]:
-        return self._canary.ask_trainer(samples, self._engine, self._collectives, self._dummy)
+        return self.canary.ask_trainer(samples, self.engine, self.collectives, self.dummy)
 
     def _share(self, delivery: Delivery) -> Target:
         """What every rank needs to have endpoints prove the version later. Collective."""
         mine = delivery.target
         if mine is not None:
             mine.expected = next(iter(delivery.shown.values()), Shown()).expected
-        record = self._collectives.broadcast(None if mine is None else mine.to_json())
+        record = self.collectives.broadcast(None if mine is None else mine.to_json())
         return mine or Target.from_json(record)
 
     # ---- the pool, which belongs to the producer's loop ----------------------------------------
 
     def _withdraw(self) -> None:
         """No endpoint serves a known version from here on; what rank 0 excluded, all exclude."""
-        self._thread.run(self.confirmed.withdraw())
-        excluded = {e.url: e.excluded for e in self._pool.endpoints if e.excluded is not None}
-        self._exclude(self._collectives.broadcast(excluded))
+        self.thread.run(self.confirmed.withdraw())
+        excluded = {e.url: e.excluded for e in self.pool.endpoints if e.excluded is not None}
+        self._exclude(self.collectives.broadcast(excluded))
 
     def _refuse_late_doubts(self, version: PolicyVersion) -> None:
         """The batch that is closed must not have responses of an endpoint that failed since.
@@ -344,9 +327,7 @@ class WeightSync:
         No proof of it can fail any more. It is in no checkpoint yet, and the journal has what was
         withdrawn: a resumed run makes it again. Raises ``InterruptedRun``. Collective.
         """
-        told = [
-            rank.items() for rank in self._collectives.all_gather(dict(self.confirmed.in_doubt()))
-        ]
+        told = self.collectives.all_gather(list(self.confirmed.in_doubt().items()))
         if doubts := [f"{url} (since its proof number {n})" for rank in told for url, n in rank]:
             raise InterruptedRun(
                 f"batch {version.v - 1} was trained and certified when an endpoint that had made "
@@ -356,16 +337,16 @@ class WeightSync:
 
     async def _set_aside(self, gone: Mapping[str, EndpointUnavailable]) -> None:
         """Endpoints that no longer answer: they are down until they do."""
-        for endpoint in self._pool.endpoints:
+        for endpoint in self.pool.endpoints:
             if endpoint.url in gone and endpoint.down is None:
-                self._pool.set_aside(endpoint, gone[endpoint.url])
+                self.pool.set_aside(endpoint, gone[endpoint.url])
 
     def _exclude(self, problems: Mapping[str, str]) -> None:
         """Excludes by URL; a pool may not know an endpoint yet, or no longer."""
 
         async def exclude() -> None:
-            for endpoint in self._pool.endpoints:
+            for endpoint in self.pool.endpoints:
                 if endpoint.url in problems and endpoint.excluded is None:
-                    self._pool.exclude(endpoint, problems[endpoint.url])
+                    self.pool.exclude(endpoint, problems[endpoint.url])
 
-        self._thread.run(exclude())
+        self.thread.run(exclude())

@@ -52,10 +52,7 @@ class WeightPusher:
         self._given: defaultdict[str, Given] = defaultdict(Given)  # by URL
 
     async def has_restarted(self, endpoint: Endpoint) -> bool:
-        """Whether it shows another stamp than it was given; true of one that is new.
-
-        Raises ``EndpointError``.
-        """
+        """Whether it shows another stamp than it was given, or is new. Raises ``EndpointError``."""
         given = self._given[endpoint.url]
         if await endpoint.client.weight_version(ANSWER_TIMEOUT_S) == given.stamp:
             return False
@@ -75,9 +72,9 @@ class WeightPusher:
     async def push(self, endpoint: Endpoint, weights: Target) -> None:
         """Loads all of ``weights`` into ``endpoint``; it goes on under their ``unproven_stamp``.
 
-        Consumes: the stream's chunks. Waits for: the endpoint's running requests, the writer. Is
-        unblocked by: the endpoint's answers. After an error (``EndpointError``, or a cancellation)
-        it has been told to give the update up and to go on, with what is left and the same stamp.
+        Consumes: its chunks. Waits for: the endpoint's running requests, the writer. Is unblocked
+        by: the endpoint's answers. After an error (``EndpointError``, or a cancellation) it has
+        been told to give the update up and to go on, with what is left and the same stamp.
         """
         client = endpoint.client
         try:
@@ -97,10 +94,7 @@ class WeightPusher:
     async def push_together(
         self, endpoints: Sequence[Endpoint], weights: Target, tee: TensorTee
     ) -> None:
-        """As ``push``, to all ``endpoints`` at once by a broadcast of what ``tee`` holds.
-
-        Raises ``BroadcastFailed``, ``EndpointError``.
-        """
+        """As ``push``, to all at once: a broadcast of what ``tee`` holds (``BroadcastFailed``)."""
         assert self._broadcaster is not None
         stamp = weights.unproven_stamp
         try:
@@ -120,8 +114,7 @@ class WeightPusher:
     async def stamp(self, endpoint: Endpoint, version: str, *, checks_start: bool) -> None:
         """Has ``endpoint`` serve what it was given, and has proved, under ``version``.
 
-        Raises ``EndpointError``, also if it has restarted: then ``version`` is not what it serves.
-        With ``checks_start`` that is asked once more afterwards.
+        Raises ``EndpointError``, also if it has restarted: asked twice if ``checks_start``.
         """
         given, client = self._given[endpoint.url], endpoint.client
         shown = await client.weight_version(ANSWER_TIMEOUT_S)
@@ -172,7 +165,7 @@ async def _open_update(client: EndpointClient) -> None:
         await client.start_weight_update()
     except EndpointError as error:
         logger.warning("%s: gives up the weight update that is open and starts again", error)
-        await _abandon(client)
+        await client.abandon_weight_update()
         await client.start_weight_update()
 
 
@@ -183,16 +176,12 @@ async def _resume(endpoint: Endpoint) -> None:
     await endpoint.client.resume()
 
 
-async def _abandon(client: EndpointClient) -> None:
-    with contextlib.suppress(EndpointError):  # an error is the answer to be expected
-        await client.abandon_weight_update()
-
-
 async def _give_up(endpoint: Endpoint) -> None:
     """Leaves the endpoint able to take requests and further updates, as far as it answers."""
     try:
         async with asyncio.timeout(GIVING_UP_S):
-            await _abandon(endpoint.client)
+            with contextlib.suppress(EndpointError):
+                await endpoint.client.abandon_weight_update()
             await _insist(endpoint, "resuming it", endpoint.client.resume)
     except (EndpointError, TimeoutError) as error:
         logger.error("%s: may stay paused until the next push: %r", endpoint.url, error)
@@ -227,7 +216,7 @@ async def while_up(endpoint: Endpoint, work: Awaitable[T]) -> T:
 
 
 async def still_answers(endpoint: Endpoint) -> bool:
-    """Whether it is up after something has failed: then the failure was its answer."""
+    """Whether it is up after a failure, which then was its answer."""
     try:
         await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
     except EndpointError as error:

@@ -17,6 +17,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.pool import Endpoint, EndpointPool
@@ -48,9 +49,9 @@ class Reconciler:
     async def reconcile(self, endpoint: Endpoint, weights: Target, expect: Expect | None) -> Shown:
         """Has ``endpoint`` serve ``weights``, proved, under their version.
 
-        Consumes: the stream's chunks. Waits for: an earlier call for this endpoint to give up, the
-        endpoint, and what ``expect`` waits for. Is unblocked by: answers, the pool finding it down,
-        a cancellation. Raises ``EndpointUnavailable`` if it is gone, ``ProofFailed`` when it failed
+        Consumes: their chunks. Waits for: an earlier call for this endpoint to give up, the
+        endpoint, what ``expect`` waits for. Is unblocked by: answers, the pool finding it down, a
+        cancellation. Raises ``EndpointUnavailable`` if it is gone, ``ProofFailed`` when it failed
         for good; then, and after a cancellation, it serves under no version that requests ask for,
         unless it still serves the one before, untouched.
         """
@@ -58,10 +59,10 @@ class Reconciler:
 
     async def broadcast(
         self, endpoints: Sequence[Endpoint], weights: Target, tee: TensorTee
-    ) -> list[str]:
+    ) -> int:
         """Brings ``weights`` to all that have shown the probe's change at once, or to none.
 
-        They have yet to prove them. Returns the URLs of those that were reached.
+        They have yet to prove them. Returns how many were reached.
         """
         ready: list[Endpoint] = []
 
@@ -88,7 +89,7 @@ class Reconciler:
                 tee.close()
         if ready:
             await weights.completed()  # the proof reads the host's copy
-        return [endpoint.url for endpoint in ready]
+        return len(ready)
 
     async def _until_proved(
         self, endpoint: Endpoint, weights: Target, expect: Expect | None
@@ -148,36 +149,28 @@ class Reconciler:
         shown.probe_s += time.monotonic() - start_s
 
 
+@dataclass
 class FanOut:
     """Brings ``target`` to ``endpoints``, each by a coroutine of its own. In the pool's loop.
 
     The trainer's log-probabilities are a collective of the main threads, so an endpoint's coroutine
     cannot ask for them itself: it leaves its canary samples here and waits.
 
-    Args:
+    Attributes:
         canary: whether the trainer is asked about their samples.
         tee: what is broadcast first; whom that does not reach is pushed to.
-
-    Attributes:
         num_broadcast: how many the broadcast has reached.
     """
 
-    def __init__(
-        self,
-        reconciler: Reconciler,
-        endpoints: Sequence[Endpoint],
-        target: Target,
-        *,
-        canary: bool,
-        tee: TensorTee | None = None,
-    ) -> None:
-        self.num_broadcast = 0
-        self._reconciler = reconciler
-        self._endpoints = endpoints
-        self._target = target
-        self._expect = self._ask if canary else None
-        self._tee = tee
-        self._num_open = len(endpoints)  # coroutines that have not ended
+    reconciler: Reconciler
+    endpoints: Sequence[Endpoint]
+    target: Target
+    canary: bool
+    tee: TensorTee | None = None
+    num_broadcast: int = 0
+
+    def __post_init__(self) -> None:
+        self._num_open = len(self.endpoints)  # coroutines that have not ended
         self._questions: dict[str, tuple[Sequence[Completion], asyncio.Future[Expected]]] = {}
         self._changed = asyncio.Event()  # a question has come, or a coroutine has ended
 
@@ -189,20 +182,20 @@ class FanOut:
         """
         tasks: list[asyncio.Task[Shown | EndpointError]] = []
         try:
-            if self._tee is not None:
-                self.num_broadcast = len(
-                    await self._reconciler.broadcast(self._endpoints, self._target, self._tee)
+            if self.tee is not None:
+                self.num_broadcast = await self.reconciler.broadcast(
+                    self.endpoints, self.target, self.tee
                 )
-            tasks = [asyncio.create_task(self._bring(endpoint)) for endpoint in self._endpoints]
+            tasks = [asyncio.create_task(self._bring(endpoint)) for endpoint in self.endpoints]
             outcomes = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-            if self._tee is not None:
-                self._tee.close()
+            if self.tee is not None:
+                self.tee.close()
             self._num_open = 0
             self._changed.set()
-        return {e.url: outcome for e, outcome in zip(self._endpoints, outcomes, strict=True)}
+        return {e.url: outcome for e, outcome in zip(self.endpoints, outcomes, strict=True)}
 
     async def questions(self) -> dict[str, Sequence[Completion]]:
         """Canary samples by URL, when every coroutine has asked or ended; none at the end."""
@@ -220,7 +213,8 @@ class FanOut:
 
     async def _bring(self, endpoint: Endpoint) -> Shown | EndpointError:
         try:
-            return await self._reconciler.reconcile(endpoint, self._target, self._expect)
+            expect = self._ask if self.canary else None
+            return await self.reconciler.reconcile(endpoint, self.target, expect)
         except EndpointError as error:
             return error
         finally:

@@ -22,6 +22,7 @@ from easyrl.weight_sync.target import Target
 logger = logging.getLogger(__name__)
 
 EVERY_ADDRESS = "0.0.0.0"
+NamedWeights = Iterator[tuple[str, Tensor]]
 
 
 class WeightStore:
@@ -38,32 +39,29 @@ class WeightStore:
         self._has_warned = False  # that nothing can be streamed
 
     def begin(self, version: str) -> Target:
-        """The stream of a version that is going to be written."""
+        """A version that is going to be written."""
         if self._announcement is None:  # removes what a crashed attempt of this run may have left
             self._announcement = Announcement.create(self._root, self._run)
         return Target(version)
 
     def write(
-        self,
-        stream: Target,
-        named_weights: Iterator[tuple[str, Tensor]],
-        loop: asyncio.AbstractEventLoop,
+        self, target: Target, named_weights: NamedWeights, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Writes ``named_weights``, each chunk joins ``stream`` on ``loop`` once it is there."""
+        """Each chunk joins ``target`` on ``loop`` once it is there."""
         assert self._announcement is not None
-        self._artifacts[stream.name] = write_artifact(
+        self._artifacts[target.name] = write_artifact(
             named_weights,
-            self._root / stream.name,
-            stream.version,
+            self._root / target.name,
+            target.version,
             self._config.chunk_bytes,
-            on_chunk=lambda chunk: loop.call_soon_threadsafe(stream.add, chunk),
+            on_chunk=lambda chunk: loop.call_soon_threadsafe(target.add, chunk),
             memory=self._announcement.memory,
         )
-        loop.call_soon_threadsafe(stream.complete)
+        loop.call_soon_threadsafe(target.complete)
 
-    def discard(self, stream: Target | None) -> None:
+    def discard(self, target: Target | None) -> None:
         """Removes a version that nobody serves any more."""
-        if stream is not None and (artifact := self._artifacts.pop(stream.name, None)) is not None:
+        if target is not None and (artifact := self._artifacts.pop(target.name, None)) is not None:
             artifact.remove()
 
     async def init_info(self, url: str) -> dict[str, Any]:

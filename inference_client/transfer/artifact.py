@@ -96,7 +96,7 @@ def write_artifact(
     directory: Path,
     version: str,
     chunk_bytes: int,
-    on_chunk: Callable[[Chunk], None] | None = None,
+    on_chunk: Callable[[Chunk], object] | None = None,
     *,
     memory: ReusedMemory | None = None,
 ) -> WeightArtifact:

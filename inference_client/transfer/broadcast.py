@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,7 +180,7 @@ class Broadcast:
 
 
 def open_broadcast(
-    transport: Literal["nccl", "hccl"],
+    transport: str,
     metadata: Sequence[WeightMeta],
     client: EndpointsClient,
     *,

@@ -80,20 +80,16 @@ def prove(
     return proof
 
 
+@dataclass(eq=False)
 class ServedWeight:
-    """A parameter of one or, if tied, several layers.
+    """A parameter of one or, if tied, several layers."""
 
-    ``stand_in``: like the parameter before post-processing, without data; ``owners``: layers and
-    the parameter's name in them.
-    """
-
-    def __init__(self, name: str, stand_in: Tensor, parameter: Tensor | None) -> None:
-        self.name = name
-        self.stand_in = stand_in
-        self.parameter = parameter
-        self.packed_in: list[nn.Module] = []
-        self.num_compared = 0
-        self.optional = False  # no checkpoint need hold it
+    name: str
+    stand_in: Tensor  # like the parameter before post-processing, without data
+    parameter: Tensor | None
+    packed_in: list[nn.Module] = field(default_factory=list)
+    num_compared: int = 0
+    optional: bool = False  # no checkpoint need hold it
 
     def copies(self, read_back: ReadBack) -> Iterator[tuple[str, Tensor]]:
         """Every copy of the weight that is in use, in the checkpoint's shape, and what it is.

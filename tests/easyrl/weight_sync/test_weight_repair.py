@@ -11,7 +11,7 @@ import pytest
 from easyrl.inference_client.errors import EndpointUnavailable, Outage
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import TEMPORARY_FAILURE, InterruptedRun, PolicyVersion
+from easyrl.schema import TEMPORARY_FAILURE, InterruptedRun, PolicyVersion, StopRequested
 from easyrl.weight_sync.publish import NoEndpointServes
 from easyrl.weight_sync.target import Target
 from tests.easyrl.weight_sync.weight_sync_parts import (
@@ -209,6 +209,18 @@ def test_an_outage_ends_after_its_limit(model_dir, server, tmp_path):
                 rank.sync.publish(V1)
 
 
+def test_a_stop_ends_the_waiting_for_an_endpoint(model_dir, server, tmp_path):
+    with closing(Restarting(server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, probe=False) as rank:
+            rank.sync.publish(V0)
+            proxy.move_to(NOWHERE)
+            timer = threading.Timer(0.5, rank.sync.stop.request, ["SIGTERM"])
+            timer.start()
+            with pytest.raises(StopRequested, match="SIGTERM"):
+                rank.sync.publish(V1)
+            timer.join()
+
+
 # ---- two ranks -----------------------------------------------------------------------------------
 
 
@@ -363,7 +375,7 @@ def test_what_is_excluded_and_why_is_the_same_everywhere(open_ranks, server, sec
     with closing(MissesUpdates(second_server)) as proxy:
         ranks = open_ranks([server, proxy.url], probe=False)
         for rank in ranks:
-            rank.sync._engine.train(1e-1)
+            rank.sync.engine.train(1e-1)
         on_all(lambda rank: rank.sync.publish(V0), ranks)
         assert ranks[0].statuses() == ranks[1].statuses()
         assert "serves other weights" in ranks[0].statuses()[proxy.url]
@@ -378,7 +390,7 @@ def test_every_rank_hears_that_nobody_serves(gone, open_ranks, server):
         if gone:
             proxy.move_to(NOWHERE)
         for rank in ranks:
-            rank.sync._engine.train(1e-1)
+            rank.sync.engine.train(1e-1)
         for error in on_all(lambda rank: rank.sync.publish(V1), ranks):
             assert isinstance(error, Outage if gone else NoEndpointServes)
             assert proxy.url in str(error)
