@@ -1,7 +1,6 @@
 """Weights by broadcast between devices (``weight_sync.transport: nccl`` or ``hccl``), on rank 0.
 
-Written against vLLM 0.32's classes and tested with a stand-in for the group. NCCL's and HCCL's own
-calls have never been run.
+Tested with a stand-in for the group: NCCL's and HCCL's own calls have never been run.
 
 vLLM's trainer engine has each rank iterate over the weights inside ``send_weights``. Here only rank
 0 opens and sends, in a thread of its own that is fed by the pass over the weights which every rank
@@ -42,11 +41,11 @@ WATCH_INTERVAL_S = 0.2  # between looks at what the pool says of an endpoint
 CLOSING_S = 10.0  # for a group to be left at the end of the run
 
 
+OpenGroup = Callable[[Sequence[str], Sequence[WeightMeta]], Broadcast]  # URLs, what will be sent
+
+
 class BroadcastFailed(RuntimeError):
     """No endpoint can be relied on to have the weights."""
-
-
-OpenGroup = Callable[[Sequence[str], Sequence[WeightMeta]], Broadcast]  # URLs, what will be sent
 
 
 class TeeClosed(RuntimeError):

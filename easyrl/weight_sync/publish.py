@@ -145,10 +145,10 @@ class WeightSync:
     def publish(self, version: PolicyVersion) -> Published:
         """Brings ``version`` to the endpoints that are up and confirms it. Collective.
 
-        Those that are down are brought to it when they return. Raises
-        ``NoEndpointServes`` naming each endpoint and what it showed, ``Outage`` when none was up
-        for ``max_outage_s``, or ``StopRequested`` while it waited for one; each on all ranks.
-        ``InterruptedRun`` if a proof has failed too late to withdraw anything of the closed batch.
+        Those that are down are brought to it when they return. Raises ``NoEndpointServes`` naming
+        each endpoint and what it showed, ``Outage`` when none was up for ``max_outage_s``,
+        ``StopRequested`` while it waited for one, ``InterruptedRun`` if a proof has failed too late
+        to withdraw anything of the closed batch; each on all ranks.
         """
         start_s = time.monotonic()
         self._withdraw()
@@ -285,10 +285,8 @@ class WeightSync:
         if broadcaster is not None:
             delivery.num_broadcast = (delivery.num_broadcast or 0) + fan_out.num_broadcast
         delivery.shown |= {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
-        failed = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
-        gone = {url: e for url, e in failed.items() if isinstance(e, EndpointUnavailable)}
-        self.thread.run(self._set_aside(gone))
-        return {url: error.reason for url, error in failed.items() if url not in gone}
+        errors = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
+        return {u: e.reason for u, e in errors.items() if not isinstance(e, EndpointUnavailable)}
 
     def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery) -> None:
         """Asks the trainer what endpoints want to know, until all have ended. Collective."""
@@ -334,12 +332,6 @@ class WeightSync:
                 f"responses for it failed its proof: {', '.join(doubts)}; no checkpoint is written "
                 "of it: go on with --resume, which makes it again"
             )
-
-    async def _set_aside(self, gone: Mapping[str, EndpointUnavailable]) -> None:
-        """Endpoints that no longer answer: they are down until they do."""
-        for endpoint in self.pool.endpoints:
-            if endpoint.url in gone and endpoint.down is None:
-                self.pool.set_aside(endpoint, gone[endpoint.url])
 
     def _exclude(self, problems: Mapping[str, str]) -> None:
         """Excludes by URL; a pool may not know an endpoint yet, or no longer."""

@@ -33,18 +33,24 @@ logger = logging.getLogger(__name__)
 PUSH_ATTEMPTS = 2  # pushed, proved, pushed again, proved again, then excluded
 
 
+@dataclass
 class Reconciler:
-    """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop."""
+    """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop.
 
-    def __init__(self, pool: EndpointPool, pusher: WeightPusher, prover: Prover) -> None:
-        self._pool = pool
-        self._pusher = pusher
-        self._prover = prover
+    Attributes:
+        probe: once learned, shown by whoever is new or has restarted.
+        on_failed_proof: told of one that showed other weights than it was given, once it is out of
+            use and its requests in flight go elsewhere.
+    """
+
+    pool: EndpointPool
+    pusher: WeightPusher
+    prover: Prover
+    probe: Probe | None = None
+    on_failed_proof: Callable[[Endpoint], object] = lambda endpoint: None
+
+    def __post_init__(self) -> None:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by URL
-        self.probe: Probe | None = None  # once learned, shown by whoever is new or has restarted
-        # told of one that showed other weights than it was given, once it is out of use and its
-        # requests in flight go elsewhere
-        self.on_failed_proof: Callable[[Endpoint], None] | None = None
 
     async def reconcile(self, endpoint: Endpoint, weights: Target, expect: Expect | None) -> Shown:
         """Has ``endpoint`` serve ``weights``, proved, under their version.
@@ -77,7 +83,7 @@ class Reconciler:
             try:
                 await asyncio.gather(*map(show, endpoints))
                 if ready:
-                    await self._pusher.push_together(ready, weights, tee)
+                    await self.pusher.push_together(ready, weights, tee)
             except (BroadcastFailed, EndpointError) as error:
                 logger.warning(
                     "weight sync: the broadcast of %s failed, it goes by artefact: %s",
@@ -99,16 +105,16 @@ class Reconciler:
             pushes_left = PUSH_ATTEMPTS
             while True:
                 try:
-                    stamp = await self._pusher.stamp_of(endpoint, weights)
+                    stamp = await self.pusher.stamp_of(endpoint, weights)
                     if stamp is None:
                         pushes_left -= 1
                         await self._show_probe(endpoint, shown)
-                        await self._pusher.push(endpoint, weights)
+                        await self.pusher.push(endpoint, weights)
                         stamp = weights.unproven_stamp
-                    await self._prover.prove(endpoint, weights, stamp, expect, shown)
+                    await self.prover.prove(endpoint, weights, stamp, expect, shown)
                     if stamp != weights.version:
-                        await self._pusher.stamp(
-                            endpoint, weights.version, checks_start=self._prover.reads_bits
+                        await self.pusher.stamp(
+                            endpoint, weights.version, checks_start=self.prover.reads_bits
                         )
                     return shown
                 except EndpointError as error:
@@ -122,30 +128,30 @@ class Reconciler:
 
     async def _quarantine(self, endpoint: Endpoint, weights: Target, error: EndpointError) -> None:
         """It gets no request, and what it has in flight goes elsewhere, until it is confirmed."""
-        self._prover.probe_shifts.pop(endpoint.url, None)  # it has to show the probe again
-        self._pool.quarantine(endpoint, error.reason)
-        if is_failed_proof(error) and self.on_failed_proof is not None:
+        self.prover.probe_shifts.pop(endpoint.url, None)  # it has to show the probe again
+        self.pool.quarantine(endpoint, error.reason)
+        if is_failed_proof(error):
             self.on_failed_proof(endpoint)
-        await self._pusher.disown(endpoint, weights)
+        await self.pusher.disown(endpoint, weights)
 
     async def _show_probe(self, endpoint: Endpoint, shown: Shown) -> None:
         """Makes an endpoint that is new or has restarted show the probe's change.
 
         The true weights follow, and their canary: what it forgot to forget shows in either.
         """
-        if await self._pusher.has_restarted(endpoint):
-            self._prover.probe_shifts.pop(endpoint.url, None)
+        if await self.pusher.has_restarted(endpoint):
+            self.prover.probe_shifts.pop(endpoint.url, None)
         probe = self.probe
-        if probe is None or endpoint.url in self._prover.probe_shifts:
+        if probe is None or endpoint.url in self.prover.probe_shifts:
             return
         start_s = time.monotonic()
-        await self._pusher.push(endpoint, probe.weights)
+        await self.pusher.push(endpoint, probe.weights)
         stamp = probe.weights.unproven_stamp
-        await self._prover.prove(endpoint, probe.weights, stamp, None, Shown())
-        samples = await self._prover.sample(endpoint, stamp)
-        if problem := probe.check(samples, self._prover.tolerance):
+        await self.prover.prove(endpoint, probe.weights, stamp, None, Shown())
+        samples = await self.prover.sample(endpoint, stamp)
+        if problem := probe.check(samples, self.prover.tolerance):
             raise ProofFailed(endpoint.url, problem)
-        self._prover.probe_shifts[endpoint.url] = probe.visible(samples)
+        self.prover.probe_shifts[endpoint.url] = probe.visible(samples)
         shown.probe_s += time.monotonic() - start_s
 
 
@@ -216,6 +222,8 @@ class FanOut:
             expect = self._ask if self.canary else None
             return await self.reconciler.reconcile(endpoint, self.target, expect)
         except EndpointError as error:
+            if isinstance(error, EndpointUnavailable) and endpoint.down is None:
+                self.reconciler.pool.set_aside(endpoint, error)
             return error
         finally:
             self._num_open -= 1

@@ -103,11 +103,12 @@ class EndpointsClient:
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """``rank_offset`` in ``init_info`` is the first endpoint's first rank."""
 
-        def body(index: int) -> dict[str, Any]:
+        def init(endpoint: EndpointRoutes, index: int) -> None:
             offset = init_info["rank_offset"] + self._first_ranks[index]
-            return {"init_info": {**init_info, "rank_offset": offset}}
+            body = {"init_info": {**init_info, "rank_offset": offset}}
+            endpoint.post("/init_weight_transfer_engine", body)
 
-        self._on_all(lambda e, index: e.post("/init_weight_transfer_engine", body(index)))
+        self._on_all(init)
 
     def start_weight_update(self) -> None:
         self._on_all(lambda endpoint, _: endpoint.post("/start_weight_update", {}))

@@ -68,7 +68,8 @@ def prove(
         announced = {name: h for chunk in chunks for name, h in chunk["checksums"].items()}
         for chunk in verified_chunks(receiver, artifact, chunks):
             for name, tensor in chunk:
-                with comparing.tensor(name):
+                comparing.problem, comparing.num_compared = None, 0
+                with comparing:
                     model.load_weights([(name, tensor)])
                 if comparing.problem is not None:
                     proof.problems[name] = comparing.problem
@@ -143,13 +144,6 @@ class Comparing(TorchDispatchMode):
         self._read_back = ReadBack()
         self.problem: str | None = None  # of the current tensor
         self.num_compared = 0
-
-    @contextmanager
-    def tensor(self, name: str) -> Iterator[None]:
-        """What is written inside is part of the artifact's tensor ``name``."""
-        self.problem, self.num_compared = None, 0
-        with self:
-            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -108,7 +108,10 @@ class WeightReceiver:
         try:
             for index, outbox in enumerate(outboxes):
                 start(index + 1)  # its buffer is free: the caller is through with index - 1
-                yield from _received(outbox)
+                while (item := outbox.get()) is not None:
+                    if isinstance(item, Exception):
+                        raise item
+                    yield from item
         finally:  # the caller may stop early; what is being read ends before anything else begins
             for future in running:
                 future.cancel()
@@ -203,13 +206,6 @@ class _ChunkReading:
                 f"{self.where}: tensor {entry.name!r} has hash {actual}, announced was {expected}"
             )
         self.num_verified += 1
-
-
-def _received(outbox: Outbox) -> Iterator[tuple[str, Tensor]]:
-    while (item := outbox.get()) is not None:
-        if isinstance(item, Exception):
-            raise item
-        yield from item
 
 
 def _choose(token: str, root: object, url: object) -> tuple[FileSource | HttpSource, str]:
