@@ -121,7 +121,7 @@ def build_parts(
         config, version.run, engine, collectives, inference, prompts, stop
     )
     opened.callback(weight_sync.close)
-    inference.pool.set_repair(weight_sync.repair)
+    inference.pool.set_repair(weight_sync.confirmed.repair)
     follow_membership(inference, output, urls, collectives, opened)
     rollouts = JournalledRollouts(
         inference.rollouts(),
@@ -138,7 +138,8 @@ def build_parts(
         RankCoordination(collectives),
     )
     opened.callback(rollouts.close)
-    weight_sync.set_on_failed_proof(rollouts.withdraw)
+    weight_sync.confirmed.on_failed_proof = rollouts.withdraw
+    weight_sync.confirmed.in_doubt = rollouts.in_doubt
     rollouts.on_withdrawal = lambda urls: inference.thread.run(set_aside(inference.pool, urls))
     certificate = open_certificate(config, output, version, order, progress, collectives, opened)
     if ranks.is_first:

@@ -59,9 +59,14 @@ class StopRequest:
     def requested(self) -> bool:
         return self._reason is not None
 
+    @property
+    def error(self) -> StopRequested | None:
+        """What a stopping run raises; None while nobody has asked."""
+        return None if self._reason is None else StopRequested(self._reason)
+
     def raise_if_requested(self) -> None:
-        if self._reason is not None:
-            raise StopRequested(self._reason)
+        if (error := self.error) is not None:
+            raise error
 
     @contextmanager
     def wakes(self, callback: Wake) -> Iterator[None]:

@@ -6,6 +6,6 @@ unblocked by: their answers, ``inference.max_outage_s``, or a stop. Produces: en
 for the new version, and the digest of the weights that they serve (docs/endpoints.md). An
 endpoint that returns in mid-batch is brought to the served version without the trainer.
 
-Read ``publish.py`` (all ranks, once per batch) → ``reconcile.py`` (one endpoint is brought to the
+Read ``publish.py`` (all ranks, once per batch) → ``reconcile.py`` (an endpoint is brought to the
 target) → ``push.py``, ``proof.py`` → ``confirm.py`` (who serves the target, also in mid-batch).
 """

@@ -1,7 +1,6 @@
 """Weights by broadcast between devices (``weight_sync.transport: nccl`` or ``hccl``), on rank 0.
 
-Written against vLLM 0.32's classes and tested with a stand-in for the group. NCCL's and HCCL's own
-calls have never been run.
+Tested with a stand-in for the group: NCCL's and HCCL's own calls have never been run.
 
 vLLM's trainer engine has each rank iterate over the weights inside ``send_weights``. Here only rank
 0 opens and sends, in a thread of its own that is fed by the pass over the weights which every rank
@@ -17,8 +16,7 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,38 +24,89 @@ from torch import Tensor
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.inference_client.transfer.broadcast import (
+    BACKENDS,
+    Broadcast,
     EndpointRoutes,
     EndpointsClient,
     WeightMeta,
+    open_broadcast,
 )
-from easyrl.inference_client.transfer.hccl import open_hccl
-from easyrl.inference_client.transfer.nccl import open_nccl
 from easyrl.runtime.machine import free_port
-from easyrl.weight_sync.push import WATCH_INTERVAL_S
-from easyrl.weight_sync.store import local_address_towards
-from easyrl.weight_sync.tee import TeeClosed, TensorTee
+from easyrl.weight_sync.store import NamedWeights, local_address_towards
 
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3  # in a row; after that every version goes by artefact
+WATCH_INTERVAL_S = 0.2  # between looks at what the pool says of an endpoint
 CLOSING_S = 10.0  # for a group to be left at the end of the run
-PACKAGES = {"nccl": "vllm", "hccl": "vllm_ascend"}
+
+
+OpenGroup = Callable[[Sequence[str], Sequence[WeightMeta]], Broadcast]  # URLs, what will be sent
 
 
 class BroadcastFailed(RuntimeError):
     """No endpoint can be relied on to have the weights."""
 
 
-class Group(Protocol):
-    """Trainer and endpoints that broadcast among each other (``Broadcast``)."""
+class TeeClosed(RuntimeError):
+    """The pass over the weights goes on without the broadcast."""
 
-    def send(self, version: str, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
+
+class TensorTee:
+    """Hands each tensor of the main thread's pass to a sender's thread.
+
+    The pass is a collective of the trainer's ranks. It belongs to the main thread, which therefore
+    goes on to the last tensor whatever becomes of the sender.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._offered: tuple[str, Tensor] | None = None
+        self._ended = False
+        self._closed = False
+
+    def pass_on(self, named_weights: NamedWeights) -> NamedWeights:
+        """``named_weights``, each also offered to the sender.
+
+        Consumes: the engine's tensors. Waits for: the sender to have copied a tensor before the
+        next one is asked for. Is unblocked by: the copy, or ``close``.
+        """
+        for item in named_weights:
+            with self._changed:
+                self._offered = item
+                self._changed.notify_all()
+            yield item  # is written to the host's copy while the sender makes its own
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._offered is None)
+                self._offered = None
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def copies(self, device: torch.device) -> NamedWeights:
+        """All tensors of the pass on ``device``, for the sender's thread.
+
+        Copied there, on the stream that the sender works on: the allocator gives a tensor's memory
+        to the next one of its stream. Raises ``TeeClosed``.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._ended or bool(self._offered))
+                if self._offered is None or self._closed:
+                    break
+                name, weight = self._offered
+                copy = weight.to(device, copy=True)
+                self._offered = None
+                self._changed.notify_all()
+            yield name, copy
+        if not self._ended:
+            raise TeeClosed("the broadcast was given up")
 
     def close(self) -> None:
-        """Ends also a ``send`` that hangs in another thread."""
-
-
-OpenGroup = Callable[[Sequence[str], Sequence[WeightMeta]], Group]  # URLs, what will be sent
+        """The pass waits for no sender any more. Safe to call twice, from any thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class Broadcaster:
@@ -74,7 +123,7 @@ class Broadcaster:
         self._device = _current_device()
         self._metadata: list[WeightMeta] = []  # of a whole pass
         self._lock = threading.Lock()
-        self._group: Group | None = None
+        self._group: Broadcast | None = None
         self._members: dict[str, int] = {}
         self._failures = 0
 
@@ -86,7 +135,7 @@ class Broadcaster:
         """
         return TensorTee() if self._metadata and self._failures < MOST_FAILURES else None
 
-    def note(self, named_weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def note(self, named_weights: NamedWeights) -> NamedWeights:
         """``named_weights``, whose names, dtypes and shapes are known when all have come."""
         metadata = []
         for name, weight in named_weights:
@@ -110,7 +159,8 @@ class Broadcaster:
             await self._until_done(sent, endpoints)
             self._failures = 0
         except BaseException as error:
-            self._give_up(given_up)
+            given_up.set()
+            self._leave_group()  # of no use any more
             if isinstance(error, BroadcastFailed):
                 self._failures += 1
                 if self._failures == MOST_FAILURES:
@@ -119,11 +169,7 @@ class Broadcaster:
 
     def close(self) -> None:
         """Leaves the group, waiting for that for a moment only."""
-        group, self._group = self._group, None
-        if group is not None:
-            closing = threading.Thread(target=group.close, daemon=True)
-            closing.start()
-            closing.join(CLOSING_S)
+        self._leave_group(CLOSING_S)
 
     def _open_and_send(
         self, members: dict[str, int], version: str, tee: TensorTee, given_up: threading.Event
@@ -160,13 +206,14 @@ class Broadcaster:
         if (error := sent.exception()) is not None:  # another package's code, whatever it raises
             raise BroadcastFailed(f"{type(error).__name__}: {error}") from error
 
-    def _give_up(self, given_up: threading.Event) -> None:
-        """A group that something has failed in is of no use; it may hang when it is closed."""
+    def _leave_group(self, wait_s: float = 0.0) -> None:
+        """In a thread: it may hang when it is closed."""
         with self._lock:
-            given_up.set()
             group, self._group = self._group, None
         if group is not None:
-            threading.Thread(target=group.close, daemon=True).start()
+            closing = threading.Thread(target=group.close, daemon=True)
+            closing.start()
+            closing.join(wait_s)
 
 
 def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup:
@@ -174,7 +221,9 @@ def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup
 
     Raises ``ValueError`` if the package that does it is not installed.
     """
-    package = PACKAGES[config.transport]
+    transport = config.transport
+    assert transport in BACKENDS
+    package = BACKENDS[transport][0].partition(".")[0]
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:  # without an origin it is only a folder of that name
         raise ValueError(
@@ -182,12 +231,12 @@ def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup
             "trainer's environment, in the servers' version; install it, or use auto, which goes "
             "through shared memory, a shared disk or http"
         )
-    open_it = open_nccl if config.transport == "nccl" else open_hccl
 
-    def open_group(urls: Sequence[str], metadata: Sequence[WeightMeta]) -> Group:
+    def open_group(urls: Sequence[str], metadata: Sequence[WeightMeta]) -> Broadcast:
         client = EndpointsClient([EndpointRoutes(url, api_key, config.timeout_s) for url in urls])
         try:
-            return open_it(
+            return open_broadcast(
+                transport,
                 metadata,
                 client,
                 master_address=config.advertise_host or address_towards_all(urls),
@@ -233,7 +282,5 @@ def _in_thread(work: Callable[[], None]) -> asyncio.Future[None]:
 
     threading.Thread(target=run, name="easyrl-broadcast", daemon=True).start()
     told = asyncio.wrap_future(result)
-    told.add_done_callback(
-        lambda future: future.cancelled() or future.exception()
-    )  # or it is logged
+    told.add_done_callback(lambda done: done.cancelled() or done.exception())  # or it is logged
     return told

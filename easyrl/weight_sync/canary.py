@@ -26,8 +26,7 @@ FEWEST_TOKENS = 8  # prompt and response together
 def canary_prompts(prompts: Sequence[Prompt], max_model_len: int | None) -> list[Prompt]:
     """A few prompts of several cache blocks each, made of the dataset's own tokens.
 
-    With the tokens that ``Canary`` generates they fit into ``max_model_len``, shorter if need be.
-    Raises ``ValueError`` if not even that leaves enough to compare.
+    With ``CANARY_TOKENS`` they fit into ``max_model_len``; ``ValueError`` if it is too short.
     """
     longest = CANARY_PROMPT_TOKENS[0]
     if max_model_len is not None:
@@ -50,6 +49,18 @@ class CanaryReading:
     mean: float
     maximum: float
     num_tokens: int
+
+    def problem(self, tolerance: float) -> str | None:
+        """What is wrong with the endpoint, in words; ``tolerance`` in nats per token."""
+        if self.num_tokens == 0:
+            return "canary: its samples hold no token to compare"
+        if not self.mean <= tolerance:
+            return (
+                "canary: log-probabilities differ from the trainer's by "
+                f"{self.mean:.2e} nats (maximum {self.maximum:.2e}, {self.num_tokens} "
+                f"tokens, tolerance {tolerance:.1e})"
+            )
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,50 +103,34 @@ class Expected:
 Expect = Callable[[str, Sequence[Completion]], Awaitable[Expected]]
 
 
+@dataclass(frozen=True)
 class Canary:
     """Samples from an endpoint, and asks the trainer what it thinks of the samples.
 
-    Args:
+    Attributes:
         pack: packs groups in the given order, every token trained.
         fetch: one response of an endpoint: URL, prompt, sampling, seed.
         timeout_s: for all its responses together.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        temperature: float,
-        pack: Pack,
-        fetch: Fetch,
-        timeout_s: float,
-    ) -> None:
-        self._prompts = prompts
-        self._sampling = SamplingConfig(
-            max_tokens=CANARY_TOKENS,
-            temperature=temperature,
-            ignore_eos=True,
-        )
-        self._pack = pack
-        self._fetch = fetch
-        self._timeout_s = timeout_s
+    prompts: Sequence[Prompt]
+    temperature: float
+    pack: Pack
+    fetch: Fetch
+    timeout_s: float
 
     async def sample(self, url: str) -> list[Completion]:
-        """One response per canary prompt, with the same seeds every time.
-
-        Raises ``EndpointError``.
-        """
+        """One response per canary prompt, of the same seeds every time; ``EndpointError``."""
+        sampling = SamplingConfig(
+            max_tokens=CANARY_TOKENS, temperature=self.temperature, ignore_eos=True
+        )
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return list(
-                    await asyncio.gather(
-                        *(
-                            self._fetch(url, prompt.token_ids, self._sampling, prompt.index)
-                            for prompt in self._prompts
-                        )
-                    )
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.gather(
+                    *(self.fetch(url, p.token_ids, sampling, p.index) for p in self.prompts)
                 )
         except TimeoutError:
-            reason = f"the canary's responses took longer than {self._timeout_s:g} s"
+            reason = f"the canary's responses took longer than {self.timeout_s:g} s"
             raise EndpointUnavailable(url, reason) from None
 
     def ask_trainer(
@@ -151,39 +146,29 @@ class Canary:
         Collective: with sharded weights every rank has to run equally many forwards.
         """
         distinct = {_tokens(responses): responses for responses in samples.values()}
-        rows = self._rows(list(distinct.values())) if collectives.ranks.rank == 0 else []
-        logprobs = _trainer_logprobs(engine, collectives, rows, dummy)
+        rows = []
+        if collectives.ranks.rank == 0:
+            groups = [
+                RolloutGroup(prompt, (completion,), (Score(0.0, {}),), "", 0.0, 0.0)
+                for responses in distinct.values()
+                for prompt, completion in zip(self.prompts, responses, strict=True)
+            ]
+            rows = self.pack(groups, [np.zeros(1, dtype=np.float32)] * len(groups))
+        num_rows = collectives.broadcast(len(rows))
+        outputs = [
+            engine.logprobs(row).numpy() for row in rows or (dummy() for _ in range(num_rows))
+        ]
+        logprobs = np.concatenate([np.zeros(0, dtype=np.float32), *outputs])
         tokens = [c.token_ids for responses in distinct.values() for c in responses]
         if len(logprobs) != sum(map(len, tokens)):  # the packing left tokens out
             tokens, logprobs = [t[:0] for t in tokens], logprobs[:0]
         parts = np.split(logprobs, np.cumsum([len(t) for t in tokens])[:-1])
-        count = len(self._prompts)
+        count = len(self.prompts)
         known = {
             key: Expected(tuple(tokens[i : i + count]), tuple(parts[i : i + count]))
             for key, i in zip(distinct, range(0, len(tokens), count), strict=True)
         }
         return {url: known[_tokens(responses)] for url, responses in samples.items()}
-
-    def _rows(self, responses: Sequence[Sequence[Completion]]) -> list[MicroBatch]:
-        groups = [
-            RolloutGroup(prompt, (completion,), (Score(0.0, {}),), "", 0.0, 0.0)
-            for completions in responses
-            for prompt, completion in zip(self._prompts, completions, strict=True)
-        ]
-        return self._pack(groups, [np.zeros(1, dtype=np.float32)] * len(groups))
-
-
-def _trainer_logprobs(
-    engine: TrainEngine,
-    collectives: Collectives,
-    micro_batches: Sequence[MicroBatch],
-    dummy: Callable[[], MicroBatch],
-) -> np.ndarray:
-    """Log-probabilities of rank 0's rows, float32 [N of all rows]; other ranks run dummies."""
-    rows = collectives.broadcast(len(micro_batches))
-    mine = list(micro_batches) if collectives.ranks.rank == 0 else [dummy() for _ in range(rows)]
-    outputs = [engine.logprobs(micro_batch).numpy() for micro_batch in mine]
-    return np.concatenate(outputs) if outputs else np.zeros(0, dtype=np.float32)
 
 
 def _tokens(responses: Sequence[Completion]) -> tuple[bytes, ...]:
@@ -193,5 +178,4 @@ def _tokens(responses: Sequence[Completion]) -> tuple[bytes, ...]:
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """Leading elements that are equal."""
     length = min(len(a), len(b))
-    differing = np.flatnonzero(a[:length] != b[:length])
-    return int(differing[0]) if len(differing) else length
+    return int(np.cumprod(a[:length] == b[:length]).sum())

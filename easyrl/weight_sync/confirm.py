@@ -5,48 +5,47 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.schema import Confirmation
-from easyrl.weight_sync.canary import CanaryReading
-from easyrl.weight_sync.proof import Prover, Shown, Spans, is_failed_proof
+from easyrl.weight_sync.canary import CanaryReading, Expect
+from easyrl.weight_sync.proof import Prover, Shown, is_failed_proof
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S, while_up
 from easyrl.weight_sync.reconcile import Reconciler
 from easyrl.weight_sync.target import Target
 
 RETRY_INTERVAL_S = 1.0  # between questions whether rank 0 has repaired an endpoint
 
-# URL, number of its last good proof (``Endpoint.proof``): what this process got from it under that
-# number, in this batch, is in doubt; under numbers before it, the good proof vouches for it.
-FailedProof = Callable[[str, int], None]
 
-
+@dataclass
 class ConfirmedEndpoints:
     """Keeps endpoints at the published version until the next. In the pool's loop.
 
-    Args:
+    Attributes:
         reconciler: of rank 0, which has the weights. Other ranks wait until the endpoint stamps the
             version, as it does once rank 0 has seen its proof, and have it prove itself to them
             too.
         patience_s: how long another rank waits for rank 0.
+        on_failed_proof: told when an endpoint that had served in this batch fails a proof, once it
+            is out of use and its requests in flight go elsewhere: its URL and the number of its
+            last good proof (``Endpoint.proof``). What this process got from it under that number,
+            in this batch, is in doubt; under numbers before it, the good proof vouches for it.
+            Another rank's numbers are its own: for it, all that came from that URL is.
+        in_doubt: what was told and has not been withdrawn, by URL.
     """
 
-    def __init__(
-        self,
-        pool: EndpointPool,
-        prover: Prover,
-        reconciler: Reconciler | None,
-        *,
-        patience_s: float,
-    ) -> None:
-        self._pool = pool
-        self._prover = prover
-        self._reconciler = reconciler
-        if reconciler is not None:
-            reconciler.on_failed_proof = self._proof_failed
-        self._patience_s = patience_s
-        self.on_failed_proof: FailedProof | None = None
+    pool: EndpointPool
+    prover: Prover
+    reconciler: Reconciler | None
+    patience_s: float
+    on_failed_proof: Callable[[str, int], object] = lambda url, proof: None
+    in_doubt: Callable[[], Mapping[str, int]] = dict
+
+    def __post_init__(self) -> None:
+        if self.reconciler is not None:
+            self.reconciler.on_failed_proof = self._proof_failed
         self._target: Target | None = None  # None while the weights move
         self._settled = asyncio.Event()  # they do not move
         self._work: set[asyncio.Future[Shown]] = set()  # under way for the target
@@ -62,29 +61,31 @@ class ConfirmedEndpoints:
         """The weights are about to move: no endpoint serves a known version."""
         self._target = None
         self._settled.clear()
-        self._supersede()
-        self._pool.withdraw_confirmations()
+        for work in self._work:
+            work.cancel()
+        self.pool.withdraw_confirmations()
 
     async def confirm(self, target: Target, readings: Mapping[str, CanaryReading | None]) -> None:
         """``target`` is published; the URLs of ``readings`` have proved it."""
         self._target = target
         self._doubted = {}
         self._confirmations = {url: self._confirmation(url, r) for url, r in readings.items()}
-        for endpoint in self._pool.endpoints:
+        for endpoint in self.pool.endpoints:
             if endpoint.url in readings and endpoint.excluded is None and not endpoint.leaving:
-                self._pool.confirm(endpoint, target.version)
+                self.pool.confirm(endpoint, target.version)
         self._settled.set()
 
     async def end(self) -> None:
         """Nothing is served any more."""
-        self._target = None
+        await self.withdraw()
         self._settled.set()
-        self._supersede()
 
     async def repair(self, endpoint: Endpoint) -> None:
-        """Brings ``endpoint`` to the target and confirms it; waits while the weights move.
+        """Brings an endpoint that was down, or is new, to the target; waits while the weights move.
 
-        Raises ``EndpointUnavailable`` if it is gone again, another ``EndpointError`` if it failed.
+        It proves what every endpoint proves, without the trainer: against what the trainer said of
+        the others' samples. Raises ``EndpointUnavailable`` if it is gone again, another
+        ``EndpointError`` if it failed.
         """
         while True:
             await self._settled.wait()
@@ -103,30 +104,33 @@ class ConfirmedEndpoints:
                 continue
             url = endpoint.url
             self._confirmations[url] = self._confirmation(url, work.result().reading)
-            self._pool.confirm(endpoint, target.version)
+            self.pool.confirm(endpoint, target.version)
 
     async def _bring(self, endpoint: Endpoint, target: Target) -> Shown:
-        if self._reconciler is not None:
-            return await self._reconciler.reconcile(endpoint, target.weights, target.expect)
-        return await while_up(endpoint, self._until_proved(endpoint, target))
+        expect = None if target.expected is None else target.known
+        if self.reconciler is not None:
+            return await self.reconciler.reconcile(endpoint, target, expect)
+        return await while_up(endpoint, self._until_proved(endpoint, target, expect))
 
-    async def _until_proved(self, endpoint: Endpoint, target: Target) -> Shown:
+    async def _until_proved(
+        self, endpoint: Endpoint, target: Target, expect: Expect | None
+    ) -> Shown:
         """Waits for rank 0's push and for the proof, which rank 0 may have to push for twice."""
-        deadline_s = time.monotonic() + self._patience_s
+        deadline_s = time.monotonic() + self.patience_s
         while True:
             try:
-                shown = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
-                if shown == target.version:
-                    return await self._prover.prove(
-                        endpoint, target.weights, target.version, target.expect, Spans()
-                    )
+                version = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
+                if version == target.version:
+                    shown = Shown()
+                    await self.prover.prove(endpoint, target, version, expect, shown)
+                    return shown
             except EndpointError as error:
-                shown = error.reason
+                version = error.reason
                 if is_failed_proof(error):
-                    self._pool.quarantine(endpoint, error.reason)
+                    self.pool.quarantine(endpoint, error.reason)
                     self._proof_failed(endpoint)
             if time.monotonic() >= deadline_s:
-                reason = f"shows {shown}, not {target.version}, {self._patience_s:g} s later"
+                reason = f"shows {version}, not {target.version}, {self.patience_s:g} s later"
                 raise EndpointUnavailable(endpoint.url, reason)
             await asyncio.sleep(RETRY_INTERVAL_S)
 
@@ -136,14 +140,9 @@ class ConfirmedEndpoints:
         served = self._target is not None and url in self._confirmations
         if served and self._doubted.get(url) != proof:
             self._doubted[url] = proof
-            if self.on_failed_proof is not None:
-                self.on_failed_proof(url, proof)
-
-    def _supersede(self) -> None:
-        for work in self._work:
-            work.cancel()
+            self.on_failed_proof(url, proof)
 
     def _confirmation(self, url: str, reading: CanaryReading | None) -> Confirmation:
         assert self._target is not None
         mean = None if reading is None else reading.mean
-        return Confirmation(url, self._target.version, self._prover.reads_bits, mean)
+        return Confirmation(url, self._target.version, self.prover.reads_bits, mean)

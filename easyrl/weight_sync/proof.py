@@ -19,7 +19,10 @@ from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.schema import Completion
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expect, Expected
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S
-from easyrl.weight_sync.target import WeightStream
+from easyrl.weight_sync.target import Target
+
+NOISE_FACTOR = 5.0  # a change is visible above this multiple of the noise
+LEAST_VISIBLE = 1e-4  # nats; float32 noise stays below 1e-5, a one-layer model moves by 1e-3
 
 
 class ProofFailed(EndpointError):
@@ -36,103 +39,121 @@ def is_failed_proof(error: EndpointError) -> bool:
 
 
 @dataclass(slots=True)
-class Spans:
-    """Seconds that an endpoint took to show what it serves."""
-
-    probe_s: float = 0.0
-    proof_s: float = 0.0  # version and checksums
-    canary_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.probe_s + self.proof_s + self.canary_s
-
-
-@dataclass(slots=True)
 class Shown:
-    """What an endpoint has shown of a version."""
+    """What an endpoint has shown of a version, and the seconds that it took."""
 
     samples: Sequence[Completion] = ()
     expected: Expected | None = None  # of ``samples``; None: without a canary
     reading: CanaryReading | None = None
-    spans: Spans = field(default_factory=Spans)
+    probe_s: float = 0.0
+    proof_s: float = 0.0  # version and checksums
+    canary_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Visibly changed weights, pushed and seen before the true ones follow (perturbation probe).
+
+    It is the proof that nothing is kept beside the weights that can be read back: a second copy of
+    a tied head, keys and values of prompts. Its weights are the trainer's at the start of the run,
+    visibly changed, and stay on the host. That costs a second artefact and buys what weights
+    changed on the host could not: the trainer's own log-probabilities under them, taken once. An
+    endpoint that keeps an old copy answers neither as before nor as the trainer, whatever it was
+    started with, and although its weights may be equal to those that it has to serve (a run's first
+    batch). Comparing two answers of the endpoint with each other would only show that *something*
+    has changed. So start-up and mid-batch go one way, the latter without the trainer.
+    """
+
+    weights: Target
+    changed: Expected  # under these weights
+    true: Expected  # of the same samples, under the weights that they were made from
+
+    def visible(self, samples: Sequence[Completion]) -> float:
+        """Mean |Δ log-prob| between an endpoint with these weights and the true ones, nats."""
+        return self.true.reading(samples).mean
+
+    def check(self, samples: Sequence[Completion], tolerance: float) -> str | None:
+        """What is wrong with an endpoint that was given these weights, in words.
+
+        It has to agree with the trainer and to have moved much further than that from the true
+        weights. Against the noise measured on the same samples, not only against the tolerance:
+        that one is generous (5e-2 nats in bf16), and a small model's log-probabilities move by less
+        than it when its weights change by 5 %.
+        """
+        noise = self.changed.reading(samples)
+        if problem := noise.problem(tolerance):
+            return f"with the probe's weights, {problem}"
+        visible = self.visible(samples)
+        needed = max(NOISE_FACTOR * noise.mean, LEAST_VISIBLE)
+        if visible > needed:
+            return None
+        return (
+            f"the probe's change moved log-probabilities by {visible:.2e} nats only, not visible "
+            f"above {needed:.2e} (noise {noise.mean:.2e}); if the endpoint is sound, switch "
+            "weight_sync.probe off"
+        )
+
+
+@dataclass
 class Prover:
     """Has endpoints show what they serve. In the pool's loop.
 
-    Args:
+    Attributes:
         tolerance: of the canary's mean |Δ log-prob|, nats.
         reads_bits: whether the hash of every served tensor is read back and compared.
+        probe_shifts: by URL, of those that have shown the probe's change since they started: the
+            nats by which it moved their samples; infinite once they have shown the true weights
+            again.
     """
 
-    def __init__(self, canary: Canary, *, tolerance: float, reads_bits: bool) -> None:
-        self._canary = canary
-        self.tolerance = tolerance
-        self.reads_bits = reads_bits
-        # Nats by which the probe moved each endpoint's samples, by URL: of those that have shown
-        # it since they started; infinite once they have shown the true weights again.
-        self._probe_shifts: dict[str, float] = {}
+    canary: Canary
+    tolerance: float
+    reads_bits: bool
+    probe_shifts: dict[str, float] = field(default_factory=dict)
 
     async def prove(
         self,
         endpoint: Endpoint,
-        weights: WeightStream,
+        weights: Target,
         stamp: str,
         expect: Expect | None,
-        spans: Spans,
-    ) -> Shown:
+        shown: Shown,
+    ) -> None:
         """Version, checksums and, if ``expect`` can tell what it should show, the canary.
 
-        Raises ``ProofFailed``, ``EndpointError`` without an answer.
+        What it shows goes into ``shown``, seconds are added. Raises ``ProofFailed``,
+        ``EndpointError`` without an answer.
         """
         start_s = time.monotonic()
         await prove_weights(endpoint, weights, stamp=stamp, bits=self.reads_bits)
-        spans.proof_s += time.monotonic() - start_s
+        shown.proof_s += time.monotonic() - start_s
         if expect is None:
-            return Shown(spans=spans)
+            return
         start_s = time.monotonic()
-        samples = await self.sample(endpoint, stamp)
-        spans.canary_s += time.monotonic() - start_s
-        expected = await expect(endpoint.url, samples)
-        reading = expected.reading(samples)
-        if problem := check_canary(reading, self._limit(endpoint.url)):
+        shown.samples = await self.sample(endpoint, stamp)
+        shown.canary_s += time.monotonic() - start_s
+        shown.expected = await expect(endpoint.url, shown.samples)
+        shown.reading = shown.expected.reading(shown.samples)
+        # After the probe it has to come back much nearer than half-way: keys and values of the
+        # canary that were left from the probe's weights show, also below the tolerance.
+        shift = self.probe_shifts.get(endpoint.url)
+        limit = self.tolerance if shift is None else min(self.tolerance, shift / 2)
+        if problem := shown.reading.problem(limit):
             raise ProofFailed(endpoint.url, problem)
-        if endpoint.url in self._probe_shifts:
-            self._probe_shifts[endpoint.url] = np.inf
-        return Shown(samples, expected, reading, spans)
+        if shift is not None:
+            self.probe_shifts[endpoint.url] = np.inf
 
     async def sample(self, endpoint: Endpoint, stamp: str) -> list[Completion]:
         """The canary's samples. Raises ``ProofFailed`` if not all tokens carry ``stamp``."""
-        samples = await self._canary.sample(endpoint.url)
-        check_stamp(endpoint, samples, stamp)
+        samples = await self.canary.sample(endpoint.url)
+        stamped = {span.version for sample in samples for span in sample.version_spans}
+        if stamped != {stamp}:  # made by other weights: it may have restarted
+            wrong = ", ".join(sorted(stamped - {stamp})) or "no version"
+            raise OtherVersionShown(endpoint.url, f"canary: tokens of {wrong}, not of {stamp}")
         return samples
 
-    # ---- the probe: who has shown its change since it started ----------------------------------
 
-    def has_shown_probe(self, url: str) -> bool:
-        return url in self._probe_shifts
-
-    def trust(self, url: str, shift: float) -> None:
-        """It has shown the probe's change, of ``shift`` nats."""
-        self._probe_shifts[url] = shift
-
-    def distrust(self, url: str) -> None:
-        """It has to show the probe's change again."""
-        self._probe_shifts.pop(url, None)
-
-    def _limit(self, url: str) -> float:
-        """Of its canary, nats.
-
-        After the probe it has to come back much nearer than half-way: keys and values of the canary
-        that were left from the probe's weights show, also where its change is below the tolerance.
-        """
-        return min(self.tolerance, self._probe_shifts.get(url, np.inf) / 2)
-
-
-async def prove_weights(
-    endpoint: Endpoint, weights: WeightStream, *, stamp: str, bits: bool
-) -> None:
+async def prove_weights(endpoint: Endpoint, weights: Target, *, stamp: str, bits: bool) -> None:
     """``stamp`` and, if ``bits`` are asked for, the checksum of every tensor in every worker.
 
     Raises ``ProofFailed`` naming the first wrong tensor, ``EndpointError`` without an answer.
@@ -171,24 +192,3 @@ async def prove_weights(
 def _problem(proof: WorkerProof, name: str, expected: Mapping[str, str]) -> str:
     shown = f"checksum {proof.checksums.get(name, 'missing')}, pushed {expected.get(name)}"
     return f"{proof.problems[name]}; {shown}" if name in proof.problems else shown
-
-
-def check_stamp(endpoint: Endpoint, samples: Sequence[Completion], stamp: str) -> None:
-    """Raises ``ProofFailed`` if a sample was made by other weights: it may have restarted."""
-    stamped = {span.version for sample in samples for span in sample.version_spans}
-    if stamped != {stamp}:
-        wrong = ", ".join(sorted(stamped - {stamp})) or "no version"
-        raise OtherVersionShown(endpoint.url, f"canary: tokens of {wrong}, not of {stamp}")
-
-
-def check_canary(reading: CanaryReading, tolerance: float) -> str | None:
-    """What is wrong with an endpoint's canary, in words; ``tolerance`` in nats per token."""
-    if reading.num_tokens == 0:
-        return "canary: its samples hold no token to compare"
-    if not reading.mean <= tolerance:
-        return (
-            "canary: log-probabilities differ from the trainer's by "
-            f"{reading.mean:.2e} nats (maximum {reading.maximum:.2e}, {reading.num_tokens} "
-            f"tokens, tolerance {tolerance:.1e})"
-        )
-    return None

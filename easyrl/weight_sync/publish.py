@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
 from easyrl.engines.base import TrainEngine
@@ -18,7 +16,7 @@ from easyrl.inference_client.errors import (
     NoEndpointError,
     Outage,
 )
-from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.transfer.artifact import weights_digest
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
@@ -26,6 +24,7 @@ from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Completion,
     Confirmation,
+    InterruptedRun,
     MicroBatch,
     PolicyVersion,
     Published,
@@ -34,15 +33,12 @@ from easyrl.schema import (
 )
 from easyrl.weight_sync.broadcasting import Broadcaster, OpenGroup, device_broadcast
 from easyrl.weight_sync.canary import Canary, Expected
-from easyrl.weight_sync.confirm import ConfirmedEndpoints, FailedProof
-from easyrl.weight_sync.fan_out import FanOut
-from easyrl.weight_sync.probe import Probe
-from easyrl.weight_sync.proof import Prover, Shown, Spans
+from easyrl.weight_sync.confirm import ConfirmedEndpoints
+from easyrl.weight_sync.proof import Probe, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import Reconciler
+from easyrl.weight_sync.reconcile import FanOut, Reconciler
 from easyrl.weight_sync.store import WeightStore
-from easyrl.weight_sync.target import Target, WeightStream
-from easyrl.weight_sync.tee import TensorTee
+from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -65,26 +61,25 @@ class Delivery:
     All else is rank 0's.
     """
 
-    weights: WeightStream | None
+    target: Target | None
     passed: list[str] = field(default_factory=list)  # URLs
     shown: dict[str, Shown] = field(default_factory=dict)  # by URL, by those that passed
     num_broadcast: int | None = None  # endpoints that a broadcast reached; None: never asked for
     asking_s: float = 0.0  # seconds of the trainer's own forwards for the canary
 
-    @property
-    def spans(self) -> Spans:
-        """Of the endpoint that took longest."""
-        spans = (shown.spans for shown in self.shown.values())
-        return max(spans, key=lambda s: s.total_s, default=Spans())
-
     def metrics(self) -> dict[str, float]:
+        """Seconds are those of the endpoint that took longest."""
+        slowest = max(
+            self.shown.values(), key=lambda s: s.probe_s + s.proof_s + s.canary_s, default=Shown()
+        )
         found = {
-            "time/proof_s": self.spans.proof_s,
-            "time/canary_s": self.spans.canary_s + self.asking_s,
+            "time/probe_s": slowest.probe_s,
+            "time/proof_s": slowest.proof_s,
+            "time/canary_s": slowest.canary_s + self.asking_s,
             "sync/endpoints": float(len(self.passed)),
         }
-        if self.weights is not None:
-            found["sync/bytes"] = float(self.weights.num_bytes)
+        if self.target is not None:
+            found["sync/bytes"] = float(sum(chunk.num_bytes for chunk in self.target.chunks))
         if self.num_broadcast is not None:
             found["sync/broadcast"] = float(self.num_broadcast)
         if readings := [s.reading for s in self.shown.values() if s.reading is not None]:
@@ -93,13 +88,15 @@ class Delivery:
         return found
 
 
+@dataclass(kw_only=True)
 class WeightSync:
-    """Publishes a version of the weights. Every method but ``repair`` is called by all ranks.
+    """Publishes a version of the weights. Every method is called by all ranks.
 
     Consumes: the engine's weights. Waits for: the proof of the endpoints that are up. Is unblocked
-    by: their answers. Produces: endpoints confirmed for the version, on every rank's pool.
+    by: their answers. Produces: endpoints confirmed for the version, on every rank's pool;
+    ``confirmed`` keeps them so until the next.
 
-    Args:
+    Attributes:
         tolerance: of the canary's mean |Δ log-prob|, nats.
         stop: ends the waiting for an endpoint.
         startup_timeout_s: how long another rank waits for rank 0 to repair an endpoint.
@@ -110,142 +107,97 @@ class WeightSync:
         ValueError: the transport's package is not installed.
     """
 
-    def __init__(
-        self,
-        *,
-        config: WeightSyncConfig,
-        tolerance: float,
-        run_name: str,
-        engine: TrainEngine,
-        pool: EndpointPool,
-        thread: LoopThread,
-        collectives: Collectives,
-        canary: Canary,
-        dummy: Callable[[], MicroBatch],
-        stop: StopRequest | None = None,
-        startup_timeout_s: float = 60.0,
-        max_outage_s: float = 1800.0,
-        api_key: str | None = None,
-        open_group: OpenGroup | None = None,
-    ) -> None:
-        self._config = config
-        self._engine = engine
-        self._pool = pool
-        self._thread = thread
-        self._collectives = collectives
-        self._canary = canary
-        self._dummy = dummy
-        self._stop = stop
-        self._max_outage_s = max_outage_s
-        self._prover = Prover(canary, tolerance=tolerance, reads_bits=config.prove)
-        # used on rank 0 only, as are the next three
-        self._store = WeightStore(config, run_name)
-        self._reconciler = Reconciler(pool, WeightPusher(self._store), self._prover)
-        self._current: WeightStream | None = None  # stays on the host until the next is served
+    config: WeightSyncConfig
+    tolerance: float
+    run_name: str
+    engine: TrainEngine
+    pool: EndpointPool
+    thread: LoopThread
+    collectives: Collectives
+    canary: Canary
+    dummy: Callable[[], MicroBatch]
+    stop: StopRequest
+    startup_timeout_s: float = 60.0
+    max_outage_s: float = 1800.0
+    api_key: str | None = None
+    open_group: OpenGroup | None = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self._prover = Prover(self.canary, self.tolerance, reads_bits=config.prove)
         self._broadcaster: Broadcaster | None = None
         if config.transport in ("nccl", "hccl"):
-            open_group = open_group or device_broadcast(config, api_key)
+            open_group = self.open_group or device_broadcast(config, self.api_key)
             self._broadcaster = Broadcaster(open_group, config.timeout_s)
-        self._confirmed = ConfirmedEndpoints(
-            pool,
-            self._prover,
-            self._reconciler if collectives.ranks.rank == 0 else None,
-            patience_s=startup_timeout_s,
-        )
+        # used on rank 0 only, as are the next two
+        self._store = WeightStore(config, self.run_name)
+        pusher = WeightPusher(self._store, self._broadcaster)
+        self._reconciler = Reconciler(self.pool, pusher, self._prover)
+        self._current: Target | None = None  # stays on the host until the next is served
+        mine = self._reconciler if self.collectives.ranks.rank == 0 else None
+        self.confirmed = ConfirmedEndpoints(self.pool, self._prover, mine, self.startup_timeout_s)
 
     @property
     def confirmations(self) -> tuple[Confirmation, ...]:
-        """Of the endpoints that serve the published version, those that came later included.
-
-        On rank 0 of all, on another rank of those that it uses.
-        """
-        return self._confirmed.confirmations
-
-    def set_on_failed_proof(self, callback: FailedProof) -> None:
-        """What is told when an endpoint fails a proof in mid-batch that had served in this batch.
-
-        Called on the pool's loop of the rank that saw it, with the URL and the number of the last
-        good proof, once the endpoint is out of use and its requests in flight go elsewhere: what
-        came from it under that number (``Completion.proof``) is in doubt. Another rank's numbers
-        are its own; for it, all that came from that URL in this batch is.
-        """
-        self._confirmed.on_failed_proof = callback
+        """Of all endpoints that serve the published version; on other ranks of those they use."""
+        return self.confirmed.confirmations
 
     def publish(self, version: PolicyVersion) -> Published:
         """Brings ``version`` to the endpoints that are up and confirms it. Collective.
 
-        Those that are down are brought to it by ``repair`` when they return. Raises
-        ``NoEndpointServes`` naming each endpoint and what it showed, ``Outage`` when none was up
-        for ``max_outage_s``, or ``StopRequested`` while it waited for one; each on all ranks.
+        Those that are down are brought to it when they return. Raises ``NoEndpointServes`` naming
+        each endpoint and what it showed, ``Outage`` when none was up for ``max_outage_s``,
+        ``StopRequested`` while it waited for one, ``InterruptedRun`` if a proof has failed too late
+        to withdraw anything of the closed batch; each on all ranks.
         """
         start_s = time.monotonic()
         self._withdraw()
-        probe_s = self._learn_probe(version) if self._is_probe_due() else 0.0
-        delivery = self._deliver(str(version), canary=self._config.canary)
+        self._refuse_late_doubts(version)
+        probe_s = self._learn_probe(version)
+        delivery = self._deliver(str(version), canary=self.config.canary)
         target = self._share(delivery)
         readings = {url: delivery.shown.get(url, Shown()).reading for url in delivery.passed}
-        self._thread.run(self._confirmed.confirm(target, readings))
+        self.thread.run(self.confirmed.confirm(target, readings))
         self._store.discard(self._current)  # the version before has been served until here
-        self._current = delivery.weights
-        metrics = {
-            "time/sync_s": time.monotonic() - start_s,
-            "time/probe_s": probe_s + delivery.spans.probe_s,
-        }
-        return Published(
-            ServedWeights(version, weights_digest(target.weights.chunks)),
-            metrics | delivery.metrics(),
-        )
-
-    async def repair(self, endpoint: Endpoint) -> None:
-        """Brings an endpoint that was down, or is new, to the served version, on the pool's loop.
-
-        It proves there what every endpoint proves, without the trainer: against what the trainer
-        said of the others' samples. Rank 0 has the weights and pushes, other ranks wait until it
-        has. Waits while the weights move. Raises ``EndpointUnavailable`` if it is gone again,
-        another ``EndpointError`` if it failed its proof.
-        """
-        await self._confirmed.repair(endpoint)
+        self._current = delivery.target
+        metrics = {"time/sync_s": time.monotonic() - start_s} | delivery.metrics()
+        metrics["time/probe_s"] += probe_s
+        return Published(ServedWeights(version, weights_digest(target.chunks)), metrics)
 
     def close(self) -> None:
         """Ends repairs, leaves the broadcast, removes the weights from the shared folder."""
-        self._thread.run(self._confirmed.end())
+        self.thread.run(self.confirmed.end())
         if self._broadcaster is not None:
             self._broadcaster.close()
         self._store.close()
 
     # ---- the probe -----------------------------------------------------------------------------
 
-    def _is_probe_due(self) -> bool:
-        """Whether this attempt of the run has no probe yet; the same on every rank."""
-        due: bool = self._collectives.broadcast(
-            self._config.probe and self._reconciler.probe is None
-        )
-        return due
-
     def _learn_probe(self, version: PolicyVersion) -> float:
         """Pushes visibly changed weights and sees the change; true weights have to follow.
 
-        What the trainer says under the changed weights is kept, for endpoints that come later.
-        Returns the seconds it took.
+        Once in this attempt of the run: what the trainer says under the changed weights is kept,
+        for endpoints that come later. Returns the seconds it took. Collective.
         """
-        start_s = time.monotonic()
-        while self._is_probe_due():
-            with self._engine.perturbed_weights():
+        start_s, seconds = time.monotonic(), 0.0
+        while self.collectives.broadcast(self.config.probe and self._reconciler.probe is None):
+            with self.engine.perturbed_weights():
                 delivery = self._deliver(f"{version}:probe", canary=True)
             true = self._ask_trainer({url: s.samples for url, s in delivery.shown.items()})
             problems: dict[str, str] = {}
             for url, shown in delivery.shown.items():
-                assert delivery.weights is not None and shown.expected is not None
-                probe = Probe(delivery.weights, shown.expected, true[url])
+                assert delivery.target is not None and shown.expected is not None
+                probe = Probe(delivery.target, shown.expected, true[url])
                 if problem := probe.check(shown.samples, self._prover.tolerance):
                     problems[url] = problem
                 else:
                     self._reconciler.probe = probe
-                    self._prover.trust(url, probe.visible(shown.samples))
-            self._exclude(self._collectives.broadcast(problems))
+                    self._prover.probe_shifts[url] = probe.visible(shown.samples)
+            self._exclude(self.collectives.broadcast(problems))
             if self._reconciler.probe is None:
-                self._store.discard(delivery.weights)
-        return time.monotonic() - start_s
+                self._store.discard(delivery.target)
+            seconds = time.monotonic() - start_s
+        return seconds
 
     # ---- delivery ------------------------------------------------------------------------------
 
@@ -254,22 +206,24 @@ class WeightSync:
 
         The first push goes on while the weights are gathered and written. Collective.
         """
-        weights = self._store.begin(version) if self._collectives.ranks.rank == 0 else None
-        delivery = Delivery(weights)
+        is_first = self.collectives.ranks.rank == 0
+        delivery = Delivery(self._store.begin(version) if is_first else None)
         is_written = False
-        deadline_s = time.monotonic() + self._max_outage_s
+        deadline_s = time.monotonic() + self.max_outage_s
         while not delivery.passed:
             urls = self._live_urls(deadline_s)
             excluded: dict[str, str] = {}
-            if weights is not None:
-                excluded = self._fan_out(urls, weights, delivery, canary, write=not is_written)
+            if delivery.target is not None:
+                excluded = self._fan_out(
+                    urls, delivery.target, delivery, canary, write=not is_written
+                )
             else:
                 if not is_written:
-                    for _ in self._engine.named_weights():
+                    for _ in self.engine.named_weights():
                         pass
                 self._answer_questions(None, delivery)
             is_written = True
-            agreed = self._collectives.broadcast([list(delivery.shown), excluded])
+            agreed = self.collectives.broadcast([list(delivery.shown), excluded])
             delivery.passed, excluded = agreed
             self._exclude(excluded)
         return delivery
@@ -281,32 +235,26 @@ class WeightSync:
         """
         urls: list[str] = []
         stopped_by, reason = "", ""
-        if self._collectives.ranks.rank == 0:
+        if self.collectives.ranks.rank == 0:
+            limit_s = max(deadline_s - time.monotonic(), 0.0)
+            waiting = self.thread.submit(self.pool.until_live(limit_s))
             try:
-                urls = self._wait_unless_stopped(deadline_s)
-            except (StopRequested, NoEndpointError) as error:
-                stopped_by, reason = type(error).__name__, str(error)
-        urls, stopped_by, reason = self._collectives.broadcast([urls, stopped_by, reason])
+                with self.stop.wakes(lambda _: waiting.cancel()):
+                    urls = [endpoint.url for endpoint in waiting.result()]
+            except (CancelledError, NoEndpointError) as error:
+                ended = self.stop.error if isinstance(error, CancelledError) else error
+                if ended is None:
+                    raise
+                stopped_by, reason = type(ended).__name__, str(ended)
+        urls, stopped_by, reason = self.collectives.broadcast([urls, stopped_by, reason])
         if stopped_by:
             raise RAISED_EVERYWHERE[stopped_by](reason)
         return urls
 
-    def _wait_unless_stopped(self, deadline_s: float) -> list[str]:
-        limit_s = max(deadline_s - time.monotonic(), 0.0)
-        waiting = self._thread.submit(self._pool.until_live(limit_s))
-        if self._stop is None:
-            return [endpoint.url for endpoint in waiting.result()]
-        with self._stop.wakes(lambda _: waiting.cancel()):
-            try:
-                return [endpoint.url for endpoint in waiting.result()]
-            except CancelledError:
-                self._stop.raise_if_requested()
-                raise
-
     def _fan_out(
         self,
         urls: Sequence[str],
-        weights: WeightStream,
+        target: Target,
         delivery: Delivery,
         canary: bool,
         *,
@@ -316,87 +264,81 @@ class WeightSync:
 
         Returns who failed for good and why.
         """
-        endpoints = [endpoint for endpoint in self._pool.endpoints if endpoint.url in urls]
+        endpoints = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
         broadcaster = self._broadcaster
         tee = broadcaster.begin() if write and broadcaster is not None else None
-        fan_out = FanOut(
-            *(self._reconciler, endpoints, weights),
-            canary=canary,
-            broadcaster=broadcaster,
-            tee=tee,
-        )
-        self._thread.run(fan_out.start())
+        fan_out = FanOut(self._reconciler, endpoints, target, canary=canary, tee=tee)
+        running = self.thread.submit(fan_out.run())
         try:
             if write:
-                self._store.write(weights, self._named_weights(tee), self._thread.loop)
+                named_weights = self.engine.named_weights()
+                if tee is not None:
+                    named_weights = tee.pass_on(named_weights)
+                elif broadcaster is not None:
+                    named_weights = broadcaster.note(named_weights)
+                self._store.write(target, named_weights, self.thread.loop)
             self._answer_questions(fan_out, delivery)
-            if broadcaster is not None:
-                reached = self._thread.run(fan_out.num_broadcast())
-                delivery.num_broadcast = (delivery.num_broadcast or 0) + reached
-            outcomes = self._thread.run(fan_out.outcomes())
+            outcomes = running.result()
         except BaseException:
-            self._thread.run(fan_out.cancel())
+            running.cancel()
             raise
+        if broadcaster is not None:
+            delivery.num_broadcast = (delivery.num_broadcast or 0) + fan_out.num_broadcast
         delivery.shown |= {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
-        failed = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
-        gone = {url: e for url, e in failed.items() if isinstance(e, EndpointUnavailable)}
-        self._thread.run(self._set_aside(gone))
-        return {url: error.reason for url, error in failed.items() if url not in gone}
-
-    def _named_weights(self, tee: TensorTee | None) -> Iterator[tuple[str, Tensor]]:
-        """The engine's, of which the broadcast takes what it needs on the way. Rank 0."""
-        named_weights = self._engine.named_weights()
-        if self._broadcaster is None:
-            return named_weights
-        if tee is None:
-            return self._broadcaster.note(named_weights)
-        return tee.pass_on(named_weights)
+        errors = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
+        return {u: e.reason for u, e in errors.items() if not isinstance(e, EndpointUnavailable)}
 
     def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery) -> None:
         """Asks the trainer what endpoints want to know, until all have ended. Collective."""
         while True:
-            samples = {} if fan_out is None else self._thread.run(fan_out.questions())
-            if not self._collectives.broadcast(bool(samples)):
+            samples = {} if fan_out is None else self.thread.run(fan_out.questions())
+            if not self.collectives.broadcast(bool(samples)):
                 return
             start_s = time.monotonic()
             expected = self._ask_trainer(samples)
             if fan_out is not None:
-                self._thread.run(fan_out.answer(expected))
+                self.thread.run(fan_out.answer(expected))
             delivery.asking_s += time.monotonic() - start_s
 
     def _ask_trainer(self, samples: Mapping[str, Sequence[Completion]]) -> dict[str, Expected]:
-        return self._canary.ask_trainer(samples, self._engine, self._collectives, self._dummy)
+        return self.canary.ask_trainer(samples, self.engine, self.collectives, self.dummy)
 
     def _share(self, delivery: Delivery) -> Target:
         """What every rank needs to have endpoints prove the version later. Collective."""
-        expected = next(iter(delivery.shown.values()), Shown()).expected
-        mine = None if delivery.weights is None else Target(delivery.weights, expected)
-        if self._collectives.ranks.world_size == 1:
-            assert mine is not None
-            return mine
-        record = self._collectives.broadcast(None if mine is None else mine.to_json())
+        mine = delivery.target
+        if mine is not None:
+            mine.expected = next(iter(delivery.shown.values()), Shown()).expected
+        record = self.collectives.broadcast(None if mine is None else mine.to_json())
         return mine or Target.from_json(record)
 
     # ---- the pool, which belongs to the producer's loop ----------------------------------------
 
     def _withdraw(self) -> None:
         """No endpoint serves a known version from here on; what rank 0 excluded, all exclude."""
-        self._thread.run(self._confirmed.withdraw())
-        excluded = {e.url: e.excluded for e in self._pool.endpoints if e.excluded is not None}
-        self._exclude(self._collectives.broadcast(excluded))
+        self.thread.run(self.confirmed.withdraw())
+        excluded = {e.url: e.excluded for e in self.pool.endpoints if e.excluded is not None}
+        self._exclude(self.collectives.broadcast(excluded))
 
-    async def _set_aside(self, gone: Mapping[str, EndpointUnavailable]) -> None:
-        """Endpoints that no longer answer: they are down until they do."""
-        for endpoint in self._pool.endpoints:
-            if endpoint.url in gone and endpoint.down is None:
-                self._pool.set_aside(endpoint, gone[endpoint.url])
+    def _refuse_late_doubts(self, version: PolicyVersion) -> None:
+        """The batch that is closed must not have responses of an endpoint that failed since.
+
+        No proof of it can fail any more. It is in no checkpoint yet, and the journal has what was
+        withdrawn: a resumed run makes it again. Raises ``InterruptedRun``. Collective.
+        """
+        told = self.collectives.all_gather(list(self.confirmed.in_doubt().items()))
+        if doubts := [f"{url} (since its proof number {n})" for rank in told for url, n in rank]:
+            raise InterruptedRun(
+                f"batch {version.v - 1} was trained and certified when an endpoint that had made "
+                f"responses for it failed its proof: {', '.join(doubts)}; no checkpoint is written "
+                "of it: go on with --resume, which makes it again"
+            )
 
     def _exclude(self, problems: Mapping[str, str]) -> None:
         """Excludes by URL; a pool may not know an endpoint yet, or no longer."""
 
         async def exclude() -> None:
-            for endpoint in self._pool.endpoints:
+            for endpoint in self.pool.endpoints:
                 if endpoint.url in problems and endpoint.excluded is None:
-                    self._pool.exclude(endpoint, problems[endpoint.url])
+                    self.pool.exclude(endpoint, problems[endpoint.url])
 
-        self._thread.run(exclude())
+        self.thread.run(exclude())

@@ -11,27 +11,23 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
-from easyrl.weight_sync.target import WeightStream
+from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, Broadcaster, TensorTee
+from easyrl.weight_sync.store import WeightStore
+from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWER_TIMEOUT_S = 10.0  # of a route that touches no weight
 GIVING_UP_S = 10.0  # to leave an endpoint in order behind us
-WATCH_INTERVAL_S = 0.2  # between looks at what the pool says of an endpoint
-
-
-class Announcer(Protocol):
-    """Says how an endpoint reaches the artefacts (``WeightStore``)."""
-
-    async def init_info(self, url: str) -> Mapping[str, Any]: ...
+RETRY_PAUSES_S = (0.2, 0.5, 1.0, 2.0)  # between attempts to leave it so
 
 
 @dataclass(slots=True)
@@ -47,18 +43,16 @@ class Given:
 class WeightPusher:
     """Pushes to endpoints and remembers what each was given. On rank 0, in the pool's loop.
 
-    Nothing here may run twice at a time for one endpoint.
+    Nothing here may run twice at a time for one endpoint. ``broadcaster``: for ``push_together``.
     """
 
-    def __init__(self, announcer: Announcer) -> None:
-        self._announcer = announcer
+    def __init__(self, store: WeightStore, broadcaster: Broadcaster | None = None) -> None:
+        self._store = store
+        self._broadcaster = broadcaster
         self._given: defaultdict[str, Given] = defaultdict(Given)  # by URL
 
     async def has_restarted(self, endpoint: Endpoint) -> bool:
-        """Whether it shows another stamp than it was given; true of one that is new.
-
-        Raises ``EndpointError``.
-        """
+        """Whether it shows another stamp than it was given, or is new. Raises ``EndpointError``."""
         given = self._given[endpoint.url]
         if await endpoint.client.weight_version(ANSWER_TIMEOUT_S) == given.stamp:
             return False
@@ -66,7 +60,7 @@ class WeightPusher:
         given.num_starts += 1
         return True
 
-    async def stamp_of(self, endpoint: Endpoint, weights: WeightStream) -> str | None:
+    async def stamp_of(self, endpoint: Endpoint, weights: Target) -> str | None:
         """Under which it has all of ``weights``; None if it has not, or has restarted."""
         given = self._given[endpoint.url]
         if given.artifact == weights.name:
@@ -75,12 +69,12 @@ class WeightPusher:
                     return given.stamp
         return None
 
-    async def push(self, endpoint: Endpoint, weights: WeightStream) -> None:
+    async def push(self, endpoint: Endpoint, weights: Target) -> None:
         """Loads all of ``weights`` into ``endpoint``; it goes on under their ``unproven_stamp``.
 
-        Consumes: the stream's chunks. Waits for: the endpoint's running requests, the writer. Is
-        unblocked by: the endpoint's answers. After an error (``EndpointError``, or a cancellation)
-        it has been told to give the update up and to go on, with what is left and the same stamp.
+        Consumes: its chunks. Waits for: the endpoint's running requests, the writer. Is unblocked
+        by: the endpoint's answers. After an error (``EndpointError``, or a cancellation) it has
+        been told to give the update up and to go on, with what is left and the same stamp.
         """
         client = endpoint.client
         try:
@@ -94,38 +88,33 @@ class WeightPusher:
             self._given[endpoint.url].artifact = weights.name
         except BaseException:
             self._given[endpoint.url].announced = False  # it may have restarted
-            await _give_up(client)
+            await _give_up(endpoint)
             raise
 
     async def push_together(
-        self,
-        endpoints: Sequence[Endpoint],
-        weights: WeightStream,
-        send: Callable[[Mapping[str, int]], Awaitable[None]],
+        self, endpoints: Sequence[Endpoint], weights: Target, tee: TensorTee
     ) -> None:
-        """As ``push`` to all ``endpoints`` at once: ``send`` loads ``weights`` into them.
-
-        ``send`` is told in which start each is, by URL. Raises what it raises, and
-        ``EndpointError``.
-        """
+        """As ``push``, to all at once: a broadcast of what ``tee`` holds (``BroadcastFailed``)."""
+        assert self._broadcaster is not None
+        stamp = weights.unproven_stamp
         try:
-            await _each(endpoints, lambda e: self._prepare(e, weights.unproven_stamp))
-            await send({e.url: self._given[e.url].num_starts for e in endpoints})
+            await _each(endpoints, lambda e: self._prepare(e, stamp))
+            starts = {e.url: self._given[e.url].num_starts for e in endpoints}
+            await self._broadcaster.send(endpoints, starts, stamp, tee)
             await _each(endpoints, _resume)
             for endpoint in endpoints:
                 self._given[endpoint.url].artifact = weights.name
         except BaseException:
             for endpoint in endpoints:
                 self._given[endpoint.url].announced = False
-            giving_up = (while_up(e, _give_up(e.client)) for e in endpoints)
+            giving_up = (while_up(e, _give_up(e)) for e in endpoints)
             await asyncio.gather(*giving_up, return_exceptions=True)
             raise
 
     async def stamp(self, endpoint: Endpoint, version: str, *, checks_start: bool) -> None:
         """Has ``endpoint`` serve what it was given, and has proved, under ``version``.
 
-        Raises ``EndpointError``, also if it has restarted: then ``version`` is not what it serves.
-        With ``checks_start`` that is asked once more afterwards.
+        Raises ``EndpointError``, also if it has restarted: asked twice if ``checks_start``.
         """
         given, client = self._given[endpoint.url], endpoint.client
         shown = await client.weight_version(ANSWER_TIMEOUT_S)
@@ -137,19 +126,25 @@ class WeightPusher:
             # it may have restarted just before the stamp, and would refuse: no trainer is known
             await client.prove_weights(given.artifact, [])
 
-    async def disown(self, endpoint: Endpoint, weights: WeightStream) -> None:
-        """``endpoint`` failed: it counts as restarted, and keeps no stamp that requests ask for."""
-        shown = self._given.pop(endpoint.url, Given())
-        self._given[endpoint.url] = Given(num_starts=shown.num_starts)
-        if shown.stamp == weights.version:
-            with contextlib.suppress(EndpointError):
-                await endpoint.client.set_weight_version(weights.unproven_stamp, ANSWER_TIMEOUT_S)
+    async def disown(self, endpoint: Endpoint, weights: Target) -> None:
+        """``endpoint`` failed: it counts as restarted, and keeps no stamp that requests ask for.
+
+        Raises ``EndpointUnavailable`` if it may keep it: nobody can reach what it serves, then.
+        """
+        client = endpoint.client
+        self._given[endpoint.url] = Given(num_starts=self._given[endpoint.url].num_starts)
+
+        async def take_back() -> None:
+            if await client.weight_version(ANSWER_TIMEOUT_S) == weights.version:
+                await client.set_weight_version(weights.unproven_stamp, ANSWER_TIMEOUT_S)
+
+        await _insist(endpoint, f"taking the stamp {weights.version} back", take_back)
 
     async def _prepare(self, endpoint: Endpoint, stamp: str) -> None:
         """It knows where the artefacts are, has nothing running, and no version any more."""
         client, given = endpoint.client, self._given[endpoint.url]
         if not given.announced:
-            await client.init_weight_transfer(await self._announcer.init_info(endpoint.url))
+            await client.init_weight_transfer(await self._store.init_info(endpoint.url))
             given.announced = True
         await client.pause("wait")  # what runs ends under the stamp that it began with
         given.artifact, given.stamp = None, stamp
@@ -170,7 +165,7 @@ async def _open_update(client: EndpointClient) -> None:
         await client.start_weight_update()
     except EndpointError as error:
         logger.warning("%s: gives up the weight update that is open and starts again", error)
-        await _abandon(client)
+        await client.abandon_weight_update()
         await client.start_weight_update()
 
 
@@ -181,17 +176,27 @@ async def _resume(endpoint: Endpoint) -> None:
     await endpoint.client.resume()
 
 
-async def _abandon(client: EndpointClient) -> None:
-    with contextlib.suppress(EndpointError):  # an error is the answer to be expected
-        await client.abandon_weight_update()
-
-
-async def _give_up(client: EndpointClient) -> None:
+async def _give_up(endpoint: Endpoint) -> None:
     """Leaves the endpoint able to take requests and further updates, as far as it answers."""
-    with contextlib.suppress(EndpointError, TimeoutError):
+    try:
         async with asyncio.timeout(GIVING_UP_S):
-            await _abandon(client)
-            await client.resume()
+            with contextlib.suppress(EndpointError):
+                await endpoint.client.abandon_weight_update()
+            await _insist(endpoint, "resuming it", endpoint.client.resume)
+    except (EndpointError, TimeoutError) as error:
+        logger.error("%s: may stay paused until the next push: %r", endpoint.url, error)
+
+
+async def _insist(endpoint: Endpoint, what: str, work: Callable[[], Awaitable[None]]) -> None:
+    """Does ``work``, again if it fails. Raises ``EndpointUnavailable`` if it keeps failing."""
+    for pause_s in (*RETRY_PAUSES_S, None):
+        try:
+            return await work()
+        except EndpointError as error:
+            logger.warning("%s: %s failed: %s", endpoint.url, what, error.reason)
+            if pause_s is None:
+                raise EndpointUnavailable(endpoint.url, f"{what} failed: {error.reason}") from error
+            await asyncio.sleep(pause_s)
 
 
 async def while_up(endpoint: Endpoint, work: Awaitable[T]) -> T:
@@ -211,11 +216,9 @@ async def while_up(endpoint: Endpoint, work: Awaitable[T]) -> T:
 
 
 async def still_answers(endpoint: Endpoint) -> bool:
-    """Whether it is up after something has failed: then the failure was its answer."""
+    """Whether it is up after a failure, which then was its answer."""
     try:
         await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
-    except EndpointUnavailable:
-        return False
-    except EndpointError:
-        return True
+    except EndpointError as error:
+        return not isinstance(error, EndpointUnavailable)
     return True

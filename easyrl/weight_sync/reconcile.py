@@ -17,74 +17,65 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
-from easyrl.weight_sync.broadcasting import Broadcaster, BroadcastFailed
-from easyrl.weight_sync.canary import Expect
-from easyrl.weight_sync.probe import Probe
-from easyrl.weight_sync.proof import (
-    ProofFailed,
-    Prover,
-    Shown,
-    Spans,
-    is_failed_proof,
-)
+from easyrl.schema import Completion
+from easyrl.weight_sync.broadcasting import BroadcastFailed, TensorTee
+from easyrl.weight_sync.canary import Expect, Expected
+from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown, is_failed_proof
 from easyrl.weight_sync.push import WeightPusher, still_answers, while_up
-from easyrl.weight_sync.target import WeightStream
-from easyrl.weight_sync.tee import TensorTee
+from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
 PUSH_ATTEMPTS = 2  # pushed, proved, pushed again, proved again, then excluded
 
 
+@dataclass
 class Reconciler:
-    """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop."""
+    """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop.
 
-    def __init__(self, pool: EndpointPool, pusher: WeightPusher, prover: Prover) -> None:
-        self._pool = pool
-        self._pusher = pusher
-        self._prover = prover
+    Attributes:
+        probe: once learned, shown by whoever is new or has restarted.
+        on_failed_proof: told of one that showed other weights than it was given, once it is out of
+            use and its requests in flight go elsewhere.
+    """
+
+    pool: EndpointPool
+    pusher: WeightPusher
+    prover: Prover
+    probe: Probe | None = None
+    on_failed_proof: Callable[[Endpoint], object] = lambda endpoint: None
+
+    def __post_init__(self) -> None:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by URL
-        self.probe: Probe | None = None  # once learned, shown by whoever is new or has restarted
-        # told of one that showed other weights than it was given, once it is out of use and its
-        # requests in flight go elsewhere
-        self.on_failed_proof: Callable[[Endpoint], None] | None = None
 
-    async def reconcile(
-        self, endpoint: Endpoint, weights: WeightStream, expect: Expect | None
-    ) -> Shown:
+    async def reconcile(self, endpoint: Endpoint, weights: Target, expect: Expect | None) -> Shown:
         """Has ``endpoint`` serve ``weights``, proved, under their version.
 
-        Consumes: the stream's chunks. Waits for: an earlier call for this endpoint to give up, the
-        endpoint, and what ``expect`` waits for. Is unblocked by: answers, the pool finding it down,
-        a cancellation. Raises ``EndpointUnavailable`` if it is gone, ``ProofFailed`` when it failed
+        Consumes: their chunks. Waits for: an earlier call for this endpoint to give up, the
+        endpoint, what ``expect`` waits for. Is unblocked by: answers, the pool finding it down, a
+        cancellation. Raises ``EndpointUnavailable`` if it is gone, ``ProofFailed`` when it failed
         for good; then, and after a cancellation, it serves under no version that requests ask for,
         unless it still serves the one before, untouched.
         """
         return await while_up(endpoint, self._until_proved(endpoint, weights, expect))
 
     async def broadcast(
-        self,
-        endpoints: Sequence[Endpoint],
-        weights: WeightStream,
-        broadcaster: Broadcaster,
-        tee: TensorTee,
-    ) -> list[str]:
+        self, endpoints: Sequence[Endpoint], weights: Target, tee: TensorTee
+    ) -> int:
         """Brings ``weights`` to all that have shown the probe's change at once, or to none.
 
-        They have yet to prove them. Returns the URLs of those that were reached.
+        They have yet to prove them. Returns how many were reached.
         """
         ready: list[Endpoint] = []
 
         async def show(endpoint: Endpoint) -> None:
             with contextlib.suppress(EndpointError):  # will be seen again when it is pushed to
-                await while_up(endpoint, self._show_probe(endpoint, Spans()))
+                await while_up(endpoint, self._show_probe(endpoint, Shown()))
                 ready.append(endpoint)
-
-        async def send(starts: Mapping[str, int]) -> None:
-            await broadcaster.send(ready, starts, weights.unproven_stamp, tee)
 
         async with contextlib.AsyncExitStack() as held:
             for endpoint in endpoints:
@@ -92,7 +83,7 @@ class Reconciler:
             try:
                 await asyncio.gather(*map(show, endpoints))
                 if ready:
-                    await self._pusher.push_together(ready, weights, send)
+                    await self.pusher.push_together(ready, weights, tee)
             except (BroadcastFailed, EndpointError) as error:
                 logger.warning(
                     "weight sync: the broadcast of %s failed, it goes by artefact: %s",
@@ -104,26 +95,26 @@ class Reconciler:
                 tee.close()
         if ready:
             await weights.completed()  # the proof reads the host's copy
-        return [endpoint.url for endpoint in ready]
+        return len(ready)
 
     async def _until_proved(
-        self, endpoint: Endpoint, weights: WeightStream, expect: Expect | None
+        self, endpoint: Endpoint, weights: Target, expect: Expect | None
     ) -> Shown:
         async with self._locks[endpoint.url]:
-            spans = Spans()
+            shown = Shown()
             pushes_left = PUSH_ATTEMPTS
             while True:
                 try:
-                    stamp = await self._pusher.stamp_of(endpoint, weights)
+                    stamp = await self.pusher.stamp_of(endpoint, weights)
                     if stamp is None:
                         pushes_left -= 1
-                        await self._show_probe(endpoint, spans)
-                        await self._pusher.push(endpoint, weights)
+                        await self._show_probe(endpoint, shown)
+                        await self.pusher.push(endpoint, weights)
                         stamp = weights.unproven_stamp
-                    shown = await self._prover.prove(endpoint, weights, stamp, expect, spans)
+                    await self.prover.prove(endpoint, weights, stamp, expect, shown)
                     if stamp != weights.version:
-                        await self._pusher.stamp(
-                            endpoint, weights.version, checks_start=self._prover.reads_bits
+                        await self.pusher.stamp(
+                            endpoint, weights.version, checks_start=self.prover.reads_bits
                         )
                     return shown
                 except EndpointError as error:
@@ -135,32 +126,114 @@ class Reconciler:
                     if not pushes_left:
                         raise ProofFailed(endpoint.url, error.reason) from error
 
-    async def _quarantine(
-        self, endpoint: Endpoint, weights: WeightStream, error: EndpointError
-    ) -> None:
+    async def _quarantine(self, endpoint: Endpoint, weights: Target, error: EndpointError) -> None:
         """It gets no request, and what it has in flight goes elsewhere, until it is confirmed."""
-        self._prover.distrust(endpoint.url)
-        self._pool.quarantine(endpoint, error.reason)
-        if is_failed_proof(error) and self.on_failed_proof is not None:
+        self.prover.probe_shifts.pop(endpoint.url, None)  # it has to show the probe again
+        self.pool.quarantine(endpoint, error.reason)
+        if is_failed_proof(error):
             self.on_failed_proof(endpoint)
-        await self._pusher.disown(endpoint, weights)
+        await self.pusher.disown(endpoint, weights)
 
-    async def _show_probe(self, endpoint: Endpoint, spans: Spans) -> None:
+    async def _show_probe(self, endpoint: Endpoint, shown: Shown) -> None:
         """Makes an endpoint that is new or has restarted show the probe's change.
 
         The true weights follow, and their canary: what it forgot to forget shows in either.
         """
-        if await self._pusher.has_restarted(endpoint):
-            self._prover.distrust(endpoint.url)
+        if await self.pusher.has_restarted(endpoint):
+            self.prover.probe_shifts.pop(endpoint.url, None)
         probe = self.probe
-        if probe is None or self._prover.has_shown_probe(endpoint.url):
+        if probe is None or endpoint.url in self.prover.probe_shifts:
             return
         start_s = time.monotonic()
-        await self._pusher.push(endpoint, probe.weights)
+        await self.pusher.push(endpoint, probe.weights)
         stamp = probe.weights.unproven_stamp
-        await self._prover.prove(endpoint, probe.weights, stamp, None, Spans())
-        samples = await self._prover.sample(endpoint, stamp)
-        if problem := probe.check(samples, self._prover.tolerance):
+        await self.prover.prove(endpoint, probe.weights, stamp, None, Shown())
+        samples = await self.prover.sample(endpoint, stamp)
+        if problem := probe.check(samples, self.prover.tolerance):
             raise ProofFailed(endpoint.url, problem)
-        self._prover.trust(endpoint.url, probe.visible(samples))
-        spans.probe_s += time.monotonic() - start_s
+        self.prover.probe_shifts[endpoint.url] = probe.visible(samples)
+        shown.probe_s += time.monotonic() - start_s
+
+
+@dataclass
+class FanOut:
+    """Brings ``target`` to ``endpoints``, each by a coroutine of its own. In the pool's loop.
+
+    The trainer's log-probabilities are a collective of the main threads, so an endpoint's coroutine
+    cannot ask for them itself: it leaves its canary samples here and waits.
+
+    Attributes:
+        canary: whether the trainer is asked about their samples.
+        tee: what is broadcast first; whom that does not reach is pushed to.
+        num_broadcast: how many the broadcast has reached.
+    """
+
+    reconciler: Reconciler
+    endpoints: Sequence[Endpoint]
+    target: Target
+    canary: bool
+    tee: TensorTee | None = None
+    num_broadcast: int = 0
+
+    def __post_init__(self) -> None:
+        self._num_open = len(self.endpoints)  # coroutines that have not ended
+        self._questions: dict[str, tuple[Sequence[Completion], asyncio.Future[Expected]]] = {}
+        self._changed = asyncio.Event()  # a question has come, or a coroutine has ended
+
+    async def run(self) -> dict[str, Shown | EndpointError]:
+        """What became of each, by URL. Raises what is no ``EndpointError``.
+
+        ``EndpointUnavailable``: it is gone; another ``EndpointError``: it failed for good. After a
+        cancellation endpoints are told to give up what they were being given.
+        """
+        tasks: list[asyncio.Task[Shown | EndpointError]] = []
+        try:
+            if self.tee is not None:
+                self.num_broadcast = await self.reconciler.broadcast(
+                    self.endpoints, self.target, self.tee
+                )
+            tasks = [asyncio.create_task(self._bring(endpoint)) for endpoint in self.endpoints]
+            outcomes = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if self.tee is not None:
+                self.tee.close()
+            self._num_open = 0
+            self._changed.set()
+        return {e.url: outcome for e, outcome in zip(self.endpoints, outcomes, strict=True)}
+
+    async def questions(self) -> dict[str, Sequence[Completion]]:
+        """Canary samples by URL, when every coroutine has asked or ended; none at the end."""
+        while self._num_open > len(self._questions):
+            self._changed.clear()
+            await self._changed.wait()
+        return {url: samples for url, (samples, _) in self._questions.items()}
+
+    async def answer(self, expected: Mapping[str, Expected]) -> None:
+        """What the trainer says of the samples of ``questions``."""
+        asked, self._questions = self._questions, {}
+        for url, (_, answer) in asked.items():
+            if not answer.done():  # it may have gone down while it waited
+                answer.set_result(expected[url])
+
+    async def _bring(self, endpoint: Endpoint) -> Shown | EndpointError:
+        try:
+            expect = self._ask if self.canary else None
+            return await self.reconciler.reconcile(endpoint, self.target, expect)
+        except EndpointError as error:
+            if isinstance(error, EndpointUnavailable) and endpoint.down is None:
+                self.reconciler.pool.set_aside(endpoint, error)
+            return error
+        finally:
+            self._num_open -= 1
+            self._changed.set()
+
+    async def _ask(self, url: str, samples: Sequence[Completion]) -> Expected:
+        answer: asyncio.Future[Expected] = asyncio.get_running_loop().create_future()
+        self._questions[url] = samples, answer
+        self._changed.set()
+        try:
+            return await answer
+        finally:
+            self._questions.pop(url, None)

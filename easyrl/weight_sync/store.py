@@ -15,13 +15,14 @@ from torch import Tensor
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import Chunk, WeightArtifact, write_artifact
+from easyrl.inference_client.transfer.artifact import WeightArtifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
-from easyrl.weight_sync.target import WeightStream
+from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
 EVERY_ADDRESS = "0.0.0.0"
+NamedWeights = Iterator[tuple[str, Tensor]]
 
 
 class WeightStore:
@@ -37,36 +38,30 @@ class WeightStore:
         self._lock = threading.Lock()
         self._has_warned = False  # that nothing can be streamed
 
-    def begin(self, version: str) -> WeightStream:
-        """The stream of a version that is going to be written."""
-        self._open()
-        return WeightStream(version.replace(":", "-"), version)
+    def begin(self, version: str) -> Target:
+        """A version that is going to be written."""
+        if self._announcement is None:  # removes what a crashed attempt of this run may have left
+            self._announcement = Announcement.create(self._root, self._run)
+        return Target(version)
 
     def write(
-        self,
-        stream: WeightStream,
-        named_weights: Iterator[tuple[str, Tensor]],
-        loop: asyncio.AbstractEventLoop,
+        self, target: Target, named_weights: NamedWeights, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Writes ``named_weights``, each chunk joins ``stream`` on ``loop`` once it is there."""
+        """Each chunk joins ``target`` on ``loop`` once it is there."""
         assert self._announcement is not None
-
-        def written(chunk: Chunk) -> None:
-            loop.call_soon_threadsafe(stream.add, chunk)
-
-        self._artifacts[stream.name] = write_artifact(
+        self._artifacts[target.name] = write_artifact(
             named_weights,
-            self._root / stream.name,
-            stream.version,
+            self._root / target.name,
+            target.version,
             self._config.chunk_bytes,
-            on_chunk=written,
+            on_chunk=lambda chunk: loop.call_soon_threadsafe(target.add, chunk),
             memory=self._announcement.memory,
         )
-        loop.call_soon_threadsafe(stream.complete)
+        loop.call_soon_threadsafe(target.complete)
 
-    def discard(self, stream: WeightStream | None) -> None:
+    def discard(self, target: Target | None) -> None:
         """Removes a version that nobody serves any more."""
-        if stream is not None and (artifact := self._artifacts.pop(stream.name, None)) is not None:
+        if target is not None and (artifact := self._artifacts.pop(target.name, None)) is not None:
             artifact.remove()
 
     async def init_info(self, url: str) -> dict[str, Any]:
@@ -77,26 +72,23 @@ class WeightStore:
         ``transport: http`` asks for the stream.
         """
         assert self._announcement is not None
-        if self._config.transport == "file":
-            return self._announcement.init_info("file")
-        transport = "http" if self._config.transport == "http" else "auto"
-        try:
-            stream_url = await asyncio.to_thread(self._stream_url, url)
-        except OSError as error:
-            problem = (
-                f"weight_sync.port: {self._config.port} cannot be listened at: {error}; free it, "
-                "or set another one, 0 for any"
-            )
-            if transport == "http":
-                raise ValueError(problem) from None
-            self._warn(problem)
-            return self._announcement.init_info("file")
+        transport = self._config.transport if self._config.transport in ("file", "http") else "auto"
+        stream_url = None
+        if transport != "file":
+            try:
+                stream_url = await asyncio.to_thread(self._stream_url, url)
+            except OSError as error:
+                problem = (
+                    f"weight_sync.port: {self._config.port} cannot be listened at: {error}; free "
+                    "it, or set another one, 0 for any"
+                )
+                if transport == "http":
+                    raise ValueError(problem) from None
+                transport = "file"
+                if not self._has_warned:
+                    self._has_warned = True
+                    logger.warning("%s; endpoints are told of the shared folder only", problem)
         return self._announcement.init_info(transport, stream_url)
-
-    def _warn(self, problem: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s; endpoints are told of the shared folder only", problem)
 
     def _stream_url(self, url: str) -> str:
         """Address under which the endpoint at ``url`` reaches a server of the chunks.
@@ -122,11 +114,6 @@ class WeightStore:
         if self._announcement is not None:
             self._announcement.remove()
             self._announcement = None
-
-    def _open(self) -> None:
-        """Makes the folder, without what a crashed attempt of this run may have left in it."""
-        if self._announcement is None:
-            self._announcement = Announcement.create(self._root, self._run)
 
 
 def local_address_towards(url: str) -> str:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from easyrl.inference_client.transfer.artifact import Chunk
 from easyrl.schema import Completion
-from easyrl.weight_sync.canary import Expect, Expected
+from easyrl.weight_sync.canary import Expected
 
 MOST_CHUNKS = 16  # per request, so that a new version need not wait long for an old one to give up
 
 
-class WeightStream:
-    """The chunks of one version in the order of writing. Belongs to the loop.
+class Target:
+    """A version: the chunks of its weights in the order of writing. Belongs to the loop.
 
-    Args:
-        name: of the artefact, a single path component.
-        version: that endpoints stamp on their tokens once they have proved these weights.
+    ``version`` is what endpoints stamp on their tokens once they have proved these weights;
+    ``expected``, with a canary, what the trainer has said of its samples: once it is published, an
+    endpoint is brought to it in mid-batch without the trainer.
     """
 
-    def __init__(self, name: str, version: str) -> None:
-        self.name = name
+    def __init__(self, version: str) -> None:
         self.version = version
+        self.name = version.replace(":", "-")  # of the artefact, a single path component
+        self.expected: Expected | None = None
         self.chunks: list[Chunk] = []
         self._complete = False
         self._grown = asyncio.Event()
@@ -49,10 +49,6 @@ class WeightStream:
         while not self._complete:
             await self._grown.wait()
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(chunk.num_bytes for chunk in self.chunks)
-
     async def batches(self) -> AsyncIterator[list[Chunk]]:
         """All chunks from the first, at each turn those written since; waits for the writer."""
         sent = 0
@@ -70,44 +66,25 @@ class WeightStream:
         grown, self._grown = self._grown, asyncio.Event()
         grown.set()
 
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A published version, until the next one: what an endpoint is brought to in mid-batch."""
-
-    weights: WeightStream
-    expected: Expected | None  # with a canary: what the trainer said of its samples
-
-    @property
-    def version(self) -> str:
-        return self.weights.version
-
-    @property
-    def expect(self) -> Expect | None:
-        """Answers with what the trainer said of other endpoints' canary samples."""
-        expected = self.expected
-        if expected is None:
-            return None
-
-        async def known(url: str, samples: Sequence[Completion]) -> Expected:
-            return expected
-
-        return known
+    async def known(self, url: str, samples: Sequence[Completion]) -> Expected:
+        """What the trainer has said of other endpoints' canary samples (``Expect``)."""
+        assert self.expected is not None
+        return self.expected
 
     def to_json(self) -> dict[str, Any]:
         """For the other ranks: hashes of the weights, not the weights."""
         return {
-            "name": self.weights.name,
             "version": self.version,
-            "chunks": [chunk.describe() for chunk in self.weights.chunks],
+            "chunks": [chunk.describe() for chunk in self.chunks],
             "expected": None if self.expected is None else self.expected.to_json(),
         }
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Target:
-        weights = WeightStream(record["name"], record["version"])
+        target = cls(record["version"])
         for chunk in record["chunks"]:
-            weights.add(Chunk(**chunk))
-        weights.complete()
-        expected = record["expected"]
-        return cls(weights, None if expected is None else Expected.from_json(expected))
+            target.add(Chunk(**chunk))
+        target.complete()
+        if record["expected"] is not None:
+            target.expected = Expected.from_json(record["expected"])
+        return target

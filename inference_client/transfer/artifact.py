@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
-from easyrl.inference_client.transfer.chunk_file import ChunkFile
+from easyrl.inference_client.transfer.chunk_file import ChunkFile, bytes_of
 from easyrl.inference_client.transfer.reuse import ReusedMemory
 
 MANIFEST = "manifest.json"
@@ -89,8 +88,7 @@ class WeightArtifact:
 
 def tensor_checksum(tensor: Tensor) -> str:
     """blake3 of the tensor's bytes in row-major order, 64 hex digits."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return blake3(data.numpy().data).hexdigest()
+    return blake3(bytes_of(tensor).data).hexdigest()
 
 
 def write_artifact(
@@ -98,7 +96,7 @@ def write_artifact(
     directory: Path,
     version: str,
     chunk_bytes: int,
-    on_chunk: Callable[[Chunk], None] | None = None,
+    on_chunk: Callable[[Chunk], object] | None = None,
     *,
     memory: ReusedMemory | None = None,
 ) -> WeightArtifact:
@@ -116,83 +114,57 @@ def write_artifact(
     directory = directory.absolute()
     _remove(directory, memory)
     directory.mkdir(parents=True)
-    writer = _Writer(directory, chunk_bytes, on_chunk, memory)
+    chunks: list[Chunk] = []
     try:
-        for name, weight in named_weights:
-            writer.add(name, weight)
-        writer.end_chunk()
-        artifact = WeightArtifact(version, directory, tuple(writer.chunks), memory)
-        _write_manifest(artifact)
+        for chunk in _write_chunks(named_weights, directory, chunk_bytes, memory):
+            chunks.append(chunk)
+            if on_chunk is not None:
+                on_chunk(chunk)
+        record = {"version": version, "chunks": [chunk.describe() for chunk in chunks]}
+        unfinished = directory / f".{MANIFEST}.part"
+        unfinished.write_text(json.dumps(record))
+        unfinished.rename(directory / MANIFEST)
     except BaseException:
-        writer.discard()
         _remove(directory, memory)
         raise
-    return artifact
+    return WeightArtifact(version, directory, tuple(chunks), memory)
 
 
-def load_artifact(directory: Path) -> WeightArtifact:
-    """Reads the manifest. Raises ``ValueError`` if ``directory`` is not a complete artifact."""
-    directory = directory.absolute()
-    manifest = directory / MANIFEST
+def _write_chunks(
+    named_weights: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    chunk_bytes: int,
+    memory: ReusedMemory | None,
+) -> Iterator[Chunk]:
+    """Distributes tensors over chunk files; each file comes when it can be read."""
+    names: set[str] = set()
+    num_chunks = 0
+    file: ChunkFile | None = None
     try:
-        record = json.loads(manifest.read_bytes())
-        chunks = tuple(
-            Chunk(chunk["file"], dict(chunk["checksums"]), chunk["num_bytes"])
-            for chunk in record["chunks"]
-        )
-        return WeightArtifact(record["version"], directory, chunks)
-    except FileNotFoundError:
-        raise ValueError(f"{directory}: no complete weight artifact, {MANIFEST} missing") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{manifest}: not a weight manifest ({error!r})") from None
+        for name, weight in named_weights:
+            if name in names:
+                raise ValueError(f"weight {name!r} was given twice")
+            names.add(name)
+            if file is not None:
+                too_large = file.num_bytes + weight.nbytes > chunk_bytes
+                if too_large or not file.has_room_for(name, weight):
+                    yield _finished(file)
+                    file = None
+            if file is None:
+                file = ChunkFile(directory / f"chunk-{num_chunks:05d}.safetensors", memory)
+                num_chunks += 1
+            file.append(name, weight)
+        if file is not None:
+            yield _finished(file)
+            file = None
+    finally:
+        if file is not None:
+            file.discard()
 
 
-class _Writer:
-    """Distributes tensors over chunk files."""
-
-    def __init__(
-        self,
-        directory: Path,
-        chunk_bytes: int,
-        on_chunk: Callable[[Chunk], None] | None,
-        memory: ReusedMemory | None,
-    ) -> None:
-        self.chunks: list[Chunk] = []
-        self._directory = directory
-        self._chunk_bytes = chunk_bytes
-        self._on_chunk = on_chunk
-        self._memory = memory
-        self._names: set[str] = set()
-        self._open: ChunkFile | None = None
-
-    def add(self, name: str, weight: Tensor) -> None:
-        if name in self._names:
-            raise ValueError(f"weight {name!r} was given twice")
-        self._names.add(name)
-        if self._open is not None and self._open.checksums:
-            too_large = self._open.num_bytes + weight.nbytes > self._chunk_bytes
-            if too_large or not self._open.has_room_for(name, weight):
-                self.end_chunk()
-        if self._open is None:
-            self._open = ChunkFile(self._directory / self._next_file(), self._memory)
-        self._open.append(name, weight)
-
-    def end_chunk(self) -> None:
-        if self._open is None:
-            return
-        self._open.finish()
-        chunk = Chunk(self._next_file(), self._open.checksums, self._open.num_bytes)
-        self._open = None
-        self.chunks.append(chunk)
-        if self._on_chunk is not None:
-            self._on_chunk(chunk)
-
-    def discard(self) -> None:
-        if self._open is not None:
-            self._open.discard()
-
-    def _next_file(self) -> str:
-        return f"chunk-{len(self.chunks):05d}.safetensors"
+def _finished(file: ChunkFile) -> Chunk:
+    file.finish()
+    return Chunk(file.path.name, file.checksums, file.num_bytes)
 
 
 def _remove(directory: Path, memory: ReusedMemory | None) -> None:
@@ -200,13 +172,3 @@ def _remove(directory: Path, memory: ReusedMemory | None) -> None:
         memory.reclaim(directory)
     else:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _write_manifest(artifact: WeightArtifact) -> None:
-    record = {
-        "version": artifact.version,
-        "chunks": [chunk.describe() for chunk in artifact.chunks],
-    }
-    unfinished = artifact.directory / f".{MANIFEST}.part"
-    unfinished.write_text(json.dumps(record))
-    unfinished.rename(artifact.directory / MANIFEST)

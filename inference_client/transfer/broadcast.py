@@ -3,10 +3,16 @@
 vLLM's own trainer-side engine opens the group, packs and sends; it is given the weights as a
 ``WeightSource`` and all endpoints as one client object. What this adds: several endpoints in one
 group, and versions. Other ranks of the trainer have no part in it.
+
+Tested against vLLM 0.32's classes without a GPU: the source, the client and the order of the calls;
+the broadcast itself has not been run. HCCL is untested, written against vllm-ascend's documentation
+and sources: its class is the one that mirrors vLLM's since vllm-ascend's pull request 16960;
+releases before it have static functions instead and are refused.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import urllib.error
@@ -14,10 +20,20 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# by transport: module of the trainer-side engine, how its classes' names begin, what has it
+BACKENDS = {
+    "nccl": ("vllm.distributed.weight_transfer.nccl_engine", "NCCL", "vLLM 0.29 or newer"),
+    "hccl": (
+        "vllm_ascend.distributed.weight_transfer.hccl_engine",
+        "HCCL",
+        "a vllm-ascend with HCCLTrainerWeightTransferEngine",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,36 +47,6 @@ class WeightMeta:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-class SentWeights:
-    """vLLM's ``WeightSource``: what is known beforehand, and one pass over tensors per version.
-
-    Args:
-        metadata: of all tensors in the order in which they will come.
-    """
-
-    def __init__(self, metadata: Sequence[WeightMeta]) -> None:
-        self.tensors: Iterable[tuple[str, Tensor]] = ()  # of the next pass, on the sender's device
-        self._metadata = list(metadata)
-
-    def metadata(self) -> list[WeightMeta]:
-        return self._metadata
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.tensors)
-
-
-class SyncRoutes(Protocol):
-    """The weight routes of one endpoint."""
-
-    url: str
-
-    def post(self, route: str, body: Mapping[str, Any]) -> None:
-        """Raises ``RuntimeError`` naming the endpoint."""
-
-    def world_size(self) -> int:
-        """Number of its workers, each a rank of the group."""
 
 
 class EndpointRoutes:
@@ -81,9 +67,11 @@ class EndpointRoutes:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def post(self, route: str, body: Mapping[str, Any]) -> None:
+        """Raises ``RuntimeError`` naming the endpoint."""
         self._call("POST", route, json.dumps(body).encode())
 
     def world_size(self) -> int:
+        """Number of its workers, each a rank of the group."""
         return int(json.loads(self._call("GET", "/get_world_size", None))["world_size"])
 
     def _call(self, method: str, route: str, body: bytes | None) -> bytes:
@@ -104,7 +92,7 @@ class EndpointsClient:
     Raises ``RuntimeError`` naming the endpoints that failed.
     """
 
-    def __init__(self, endpoints: Sequence[SyncRoutes]) -> None:
+    def __init__(self, endpoints: Sequence[EndpointRoutes]) -> None:
         self.weight_version: str | None = None  # taken by the endpoints at the end of an update
         self._endpoints = endpoints
         self._threads = ThreadPoolExecutor(len(endpoints), "easyrl-broadcast")
@@ -115,11 +103,12 @@ class EndpointsClient:
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """``rank_offset`` in ``init_info`` is the first endpoint's first rank."""
 
-        def body(index: int) -> dict[str, Any]:
+        def init(endpoint: EndpointRoutes, index: int) -> None:
             offset = init_info["rank_offset"] + self._first_ranks[index]
-            return {"init_info": {**init_info, "rank_offset": offset}}
+            body = {"init_info": {**init_info, "rank_offset": offset}}
+            endpoint.post("/init_weight_transfer_engine", body)
 
-        self._on_all(lambda e, index: e.post("/init_weight_transfer_engine", body(index)))
+        self._on_all(init)
 
     def start_weight_update(self) -> None:
         self._on_all(lambda endpoint, _: endpoint.post("/start_weight_update", {}))
@@ -136,7 +125,7 @@ class EndpointsClient:
         """Does not wait for a call that hangs in a broadcast."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _on_all(self, call: Callable[[SyncRoutes, int], Any]) -> list[Any]:
+    def _on_all(self, call: Callable[[EndpointRoutes, int], Any]) -> list[Any]:
         futures = [
             self._threads.submit(call, endpoint, index)
             for index, endpoint in enumerate(self._endpoints)
@@ -148,12 +137,12 @@ class EndpointsClient:
 
 
 class Broadcast:
-    """One group of the trainer's rank 0 and all workers.
+    """One group of the trainer's rank 0 and all workers; to vLLM its own ``WeightSource``.
 
     Args:
         engine_class: vLLM's trainer engine of the backend.
         init_info: its init info, for rank 0.
-        metadata: of what will be sent.
+        metadata: of all tensors in the order in which they will come.
         client: of all endpoints; belongs to the group from here on.
     """
 
@@ -164,9 +153,16 @@ class Broadcast:
         metadata: Sequence[WeightMeta],
         client: EndpointsClient,
     ) -> None:
-        self._source = SentWeights(metadata)
+        self._metadata = list(metadata)
+        self._tensors: Iterable[tuple[str, Tensor]] = ()  # of the next pass
         self._client = client
-        self._engine = engine_class.trainer_init(init_info, client=client, source=self._source)
+        self._engine = engine_class.trainer_init(init_info, client=client, source=self)
+
+    def metadata(self) -> list[WeightMeta]:
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors)
 
     def send(self, version: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Brings ``tensors``, on the sender's device, to all endpoints, which serve ``version``.
@@ -174,7 +170,7 @@ class Broadcast:
         Raises ``RuntimeError`` naming the endpoints that failed, and whatever ``tensors`` raises;
         the group is then of no use.
         """
-        self._source.tensors = tensors
+        self._tensors = tensors
         self._client.weight_version = version
         self._engine.send_weights()
 
@@ -182,3 +178,49 @@ class Broadcast:
         """Leaves the group; a ``send`` that hangs in another thread is aborted."""
         self._engine.shutdown()
         self._client.close()
+
+
+def open_broadcast(
+    transport: str,
+    metadata: Sequence[WeightMeta],
+    client: EndpointsClient,
+    *,
+    master_address: str,
+    master_port: int,
+    buffer_bytes: int,
+) -> Broadcast:
+    """Joins the trainer's rank 0 and the endpoints in one NCCL or HCCL group; called on rank 0.
+
+    The calling thread's current device is the sender's.
+
+    Args:
+        metadata: of what will be sent.
+        client: of all endpoints, which were started with backend ``easyrl_nccl`` (or ``_hccl``).
+        master_address, master_port: of rank 0, as the endpoints reach it; a free port.
+        buffer_bytes: of each of the two packed buffers on the sender's and receivers' devices.
+
+    Raises ``ValueError`` if the package is not installed here or is too old, ``RuntimeError`` if an
+    endpoint refuses.
+    """
+    module, prefix, needed = BACKENDS[transport]
+    try:
+        from vllm.distributed.weight_transfer.base import WeightSource
+
+        backend = importlib.import_module(module)
+        engine_class = getattr(backend, f"{prefix}TrainerWeightTransferEngine")
+        init_info_class = getattr(backend, f"{prefix}TrainerInitInfo")
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"weight_sync.transport: {transport} needs {needed} in the trainer's environment "
+            f"({error}); install it, or use transport auto"
+        ) from None
+    WeightSource.register(Broadcast)
+    init_info = init_info_class(
+        rank=0,
+        master_address=master_address,
+        master_port=master_port,
+        world_size=1 + client.num_workers,
+        packed_buffer_size_bytes=buffer_bytes,
+        **({"packed": True} if transport == "hccl" else {}),
+    )
+    return Broadcast(engine_class, init_info, metadata, client)

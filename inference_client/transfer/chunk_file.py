@@ -34,7 +34,7 @@ class ChunkFile:
     def __init__(self, path: Path, memory: ReusedMemory | None) -> None:
         self.checksums: dict[str, str] = {}
         self.num_bytes = 0  # of the tensors
-        self._path = path
+        self.path = path
         self._unfinished = path.with_name(f".{path.name}.part")
         self._memory = memory
         self._header: dict[str, object] = {}
@@ -62,7 +62,7 @@ class ChunkFile:
         entry = _entry(name, weight, self.num_bytes)
         self._header |= entry
         self._header_bytes += len(_json(entry))
-        source = _bytes_of(weight)
+        source = bytes_of(weight)
         digest = blake3()
         for start in range(0, len(source), BLOCK_BYTES):
             block = source[start : start + BLOCK_BYTES]
@@ -83,7 +83,7 @@ class ChunkFile:
             os.lseek(self._descriptor, 0, os.SEEK_SET)
             self._write(np.frombuffer(header, np.uint8))
         self._close()
-        self._unfinished.rename(self._path)
+        self._unfinished.rename(self.path)
 
     def discard(self) -> None:
         """Gives up what was written."""
@@ -129,7 +129,7 @@ class ChunkFile:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 message = f"no space for {len(block)} more bytes of weights ({error.strerror})"
-                raise OSError(error.errno, message, str(self._path.parent)) from None
+                raise OSError(error.errno, message, str(self.path.parent)) from None
 
 
 def _entry(name: str, weight: Tensor, start: int) -> dict[str, object]:
@@ -146,7 +146,7 @@ def _json(header: dict[str, object]) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode()
 
 
-def _bytes_of(weight: Tensor) -> Bytes:
+def bytes_of(weight: Tensor) -> Bytes:
     """Row-major bytes on the CPU; those of the tensor itself where they lie there like that."""
     flat = weight.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy()

@@ -16,9 +16,8 @@ import pytest
 from easyrl.inference_client.transfer.broadcast import (
     EndpointRoutes,
     EndpointsClient,
+    open_broadcast,
 )
-from easyrl.inference_client.transfer.hccl import open_hccl
-from easyrl.inference_client.transfer.nccl import open_nccl
 
 CHECKOUT = Path(__file__).parents[2]
 VLLM_PYTHON = os.environ.get("EASYRL_VLLM_PYTHON")
@@ -121,9 +120,10 @@ def test_an_endpoint_that_is_away_is_named() -> None:
 
 def test_without_the_packages_the_key_is_named(endpoints: list[FakeEndpoint]) -> None:
     client = client_of(endpoints)
-    for open_it, package in ((open_nccl, "vLLM"), (open_hccl, "vllm-ascend")):
+    for transport, package in (("nccl", "vLLM"), ("hccl", "vllm-ascend")):
         with pytest.raises(ValueError, match=f"weight_sync.transport: .* needs .*{package}"):
-            open_it(
+            open_broadcast(
+                transport,
                 [],
                 client,
                 master_address="127.0.0.1",
@@ -139,7 +139,6 @@ import torch
 from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
 from easyrl.inference_client.transfer.broadcast import *
-from easyrl.inference_client.transfer.nccl import open_nccl
 
 sent, opened = {}, []
 nccl_engine.open_trainer_endpoint = opened.append
@@ -156,8 +155,8 @@ metadata = [WeightMeta(n, w.dtype, tuple(w.shape)) for n, w in weights.items()]
 assert [meta.num_bytes for meta in metadata] == [24, 10]
 client = EndpointsClient([EndpointRoutes(url) for url in sys.argv[1:]])
 assert isinstance(client, VLLMWeightSyncClient)
-broadcast = open_nccl(metadata, client, master_address="127.0.0.1", master_port=7,
-                      buffer_bytes=1 << 20)
+broadcast = open_broadcast("nccl", metadata, client, master_address="127.0.0.1", master_port=7,
+                           buffer_bytes=1 << 20)
 for version in ("v1", "v2"):
     sent.clear()
     broadcast.send(version, iter(weights.items()))

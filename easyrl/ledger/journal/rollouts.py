@@ -66,8 +66,8 @@ class JournalledRollouts:
     on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
     _batch: BatchJournal | None = field(default=None, init=False)
     _open: OpenBatch | None = field(default=None, init=False)
-    # endpoints, since the batch began
-    _doubted: list[str] = field(default_factory=list, init=False)
+    # endpoint → proof, since the batch began
+    _doubted: dict[str, int] = field(default_factory=dict, init=False)
 
     def withdraw(self, endpoint: str, proof: int) -> None:
         """Takes back what ``endpoint`` has made for the open batch since its proof ``proof``.
@@ -75,7 +75,8 @@ class JournalledRollouts:
         The batch begins again without it, on all ranks. On the producer's loop; raises
         ``JournalError``.
         """
-        self._doubted.append(endpoint)  # seen at the end of ``begin`` where that is under way
+        # seen at the end of ``begin`` where that is under way
+        self._doubted.setdefault(endpoint, proof)
         if self._batch is None or self._open is None:
             return
         reason = f"{endpoint} failed its proof"  # said even if the record finds the disk full
@@ -95,12 +96,16 @@ class JournalledRollouts:
         Another rank's numbers of proofs are its own: all that the endpoint has made for the open
         batch is in doubt here.
         """
-        mine, self._doubted = set(self._doubted), []
+        mine, self._doubted = set(self._doubted), {}
         everyone = {url for rank in self.coordination.gather(sorted(mine)) for url in rank}
         for endpoint in sorted(everyone - mine):
             if self._batch is not None:
                 self._batch.withdraw(endpoint, 0)
         self.on_withdrawal(sorted(everyone))
+
+    def in_doubt(self) -> dict[str, int]:
+        """Last good proof of each endpoint that has failed one, and no batch has begun again."""
+        return dict(self._doubted)
 
     @property
     def num_waiting(self) -> int:

@@ -67,6 +67,8 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     num_bytes: int
+    start: int  # its bytes' offsets behind the header
+    end: int
 
 
 def read_header(stream: ChunkStream, chunk: AnnouncedChunk, where: str) -> list[Entry]:
@@ -79,19 +81,22 @@ def read_header(stream: ChunkStream, chunk: AnnouncedChunk, where: str) -> list[
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        placed = [(_offsets(record), _entry(name, record)) for name, record in header.items()]
+        entries = [_entry(name, record) for name, record in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: not a safetensors header ({error!r})") from None
-    _compare_names({entry.name for _, entry in placed}, chunk.checksums, where)
-    placed.sort(key=lambda pair: pair[0])
+    if missing := sorted(chunk.checksums.keys() - header.keys()):
+        raise ValueError(f"{where}: does not hold tensor {missing[0]!r}")
+    if unexpected := sorted(header.keys() - chunk.checksums.keys()):
+        raise ValueError(f"{where}: no checksum was given for tensor {unexpected[0]!r}")
+    entries.sort(key=lambda entry: (entry.start, entry.end))
     position = 0
-    for (start, end), entry in placed:
-        if start != position or end - start != entry.num_bytes:
+    for entry in entries:
+        if entry.start != position or entry.end - entry.start != entry.num_bytes:
             raise ValueError(f"{where}: tensor {entry.name!r} is not where its shape says")
-        position = end
+        position = entry.end
     if position != chunk.num_bytes:
         raise ValueError(f"{where}: tensors of {position} bytes, announced {chunk.num_bytes}")
-    return [entry for _, entry in placed]
+    return entries
 
 
 def _header_bytes(stream: ChunkStream, chunk: AnnouncedChunk, where: str) -> bytes:
@@ -113,21 +118,10 @@ def _header_bytes(stream: ChunkStream, chunk: AnnouncedChunk, where: str) -> byt
     return raw.tobytes().rstrip()  # padding takes the parser longer than the rest
 
 
-def _offsets(record: Mapping[str, Any]) -> tuple[int, int]:
-    start, end = record["data_offsets"]
-    return int(start), int(end)
-
-
 def _entry(name: str, record: Mapping[str, Any]) -> Entry:
     dtype = DTYPES[record["dtype"]]
     shape = tuple(int(size) for size in record["shape"])
     if min(shape, default=0) < 0:
         raise ValueError(f"shape {shape}")
-    return Entry(name, dtype, shape, math.prod(shape) * dtype.itemsize)
-
-
-def _compare_names(held: set[str], checksums: Mapping[str, str], where: str) -> None:
-    if missing := sorted(checksums.keys() - held):
-        raise ValueError(f"{where}: does not hold tensor {missing[0]!r}")
-    if unexpected := sorted(held - checksums.keys()):
-        raise ValueError(f"{where}: no checksum was given for tensor {unexpected[0]!r}")
+    start, end = map(int, record["data_offsets"])
+    return Entry(name, dtype, shape, math.prod(shape) * dtype.itemsize, start, end)

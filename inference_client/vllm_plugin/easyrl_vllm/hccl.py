@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from vllm_ascend.distributed.weight_transfer.hccl_engine import HCCLWeightTransferEngine
 
-from .artifact_mixin import ArtifactMixin
+from .engine import ArtifactMixin
 
 
 class EasyRLHCCLWeightTransferEngine(ArtifactMixin, HCCLWeightTransferEngine):  # type: ignore[misc]

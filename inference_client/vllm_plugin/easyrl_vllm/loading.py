@@ -8,7 +8,6 @@ into the tensors that are served, whose addresses CUDA graphs hold.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class WeightUpdate:
             names = [name for name, _ in chunk]
             if repeated := self._names.intersection(names):
                 raise ValueError(f"artifact {artifact!r}: {min(repeated)!r} came twice")
-            with complete_later():
+            with disable_mtp_completeness_check():  # a part of the tensors only
                 self._model.load_weights(chunk)
             self._names.update(names)
             self._keep_unprocessed({tensor.untyped_storage().data_ptr() for _, tensor in chunk})
@@ -148,11 +147,6 @@ def tied_layers(model: nn.Module) -> dict[str, Any]:
                 tied[name] = layer
             owners.add(id(layer.weight))
     return tied
-
-
-def complete_later() -> AbstractContextManager[None]:
-    """Lets ``load_weights`` be called with a part of the tensors."""
-    return disable_mtp_completeness_check()
 
 
 def synchronize(device: torch.device) -> None:

@@ -40,15 +40,20 @@ class MappedFiles:
             if memory is None and status.st_ino in self._met and status.st_size:
                 memory = map_file(Path(f"/proc/self/fd/{descriptor}"), status.st_size)
                 self._mapped[status.st_ino] = memory
-                self._sweep_in_background()
+                if self._sweeper is None:
+                    self._sweeper = threading.Thread(
+                        target=self._keep_sweeping, name="easyrl-weights-sweeper", daemon=True
+                    )
+                    self._sweeper.start()
             self._met.add(status.st_ino)
         return memory if memory is not None and len(memory) == status.st_size else None
 
     def sweep(self) -> None:
         """Lets go of files that are not below the root any more."""
-        there = set()
-        for folder in (self._root, *_folders(self._root)):
-            there |= _inodes(folder)
+        entries = _entries(self._root)
+        for folder in [entry.path for entry in entries if entry.is_dir()]:
+            entries += _entries(folder)
+        there = {entry.inode() for entry in entries}
         with self._lock:
             self._met &= there
             for inode in self._mapped.keys() - there:
@@ -58,13 +63,6 @@ class MappedFiles:
         self._closed.set()
         with self._lock:
             self._mapped.clear()
-
-    def _sweep_in_background(self) -> None:
-        if self._sweeper is None:
-            self._sweeper = threading.Thread(
-                target=self._keep_sweeping, name="easyrl-weights-sweeper", daemon=True
-            )
-            self._sweeper.start()
 
     def _keep_sweeping(self) -> None:
         while not self._closed.wait(SWEEP_INTERVAL_S):
@@ -91,15 +89,8 @@ def is_memory(path: Path) -> bool:
     )
 
 
-def _folders(root: Path) -> list[Path]:
+def _entries(folder: Path | str) -> list[os.DirEntry[str]]:
     try:
-        return [Path(entry.path) for entry in os.scandir(root) if entry.is_dir()]
+        return list(os.scandir(folder))
     except OSError:  # it is gone
         return []
-
-
-def _inodes(folder: Path) -> set[int]:
-    try:
-        return {entry.inode() for entry in os.scandir(folder)}
-    except OSError:
-        return set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from .artifact_mixin import ArtifactMixin
+from .engine import ArtifactMixin
 
 
 class EasyRLNCCLWeightTransferEngine(ArtifactMixin, NCCLWeightTransferEngine):  # type: ignore[misc]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import (
     SKIP_LOAD_TENSORS,
@@ -28,7 +29,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from .loading import complete_later, verified_chunks
+from .loading import verified_chunks
 from .readback import is_packed, read_packed
 from .receiving import WeightReceiver
 
@@ -61,12 +62,14 @@ def prove(
     served quantised, and weights that the model transforms as it loads them.
     """
     proof = Proof()
-    with set_current_vllm_config(vllm_config), complete_later(), stand_ins(model) as served:
+    parts = disable_mtp_completeness_check()  # a tensor at a time
+    with set_current_vllm_config(vllm_config), parts, stand_ins(model) as served:
         comparing = Comparing(served)
         announced = {name: h for chunk in chunks for name, h in chunk["checksums"].items()}
         for chunk in verified_chunks(receiver, artifact, chunks):
             for name, tensor in chunk:
-                with comparing.tensor(name):
+                comparing.problem, comparing.num_compared = None, 0
+                with comparing:
                     model.load_weights([(name, tensor)])
                 if comparing.problem is not None:
                     proof.problems[name] = comparing.problem
@@ -78,20 +81,16 @@ def prove(
     return proof
 
 
+@dataclass(eq=False)
 class ServedWeight:
-    """A parameter of one or, if tied, several layers.
+    """A parameter of one or, if tied, several layers."""
 
-    ``stand_in``: like the parameter before post-processing, without data; ``owners``: layers and
-    the parameter's name in them.
-    """
-
-    def __init__(self, name: str, stand_in: Tensor, parameter: Tensor | None) -> None:
-        self.name = name
-        self.stand_in = stand_in
-        self.parameter = parameter
-        self.packed_in: list[nn.Module] = []
-        self.num_compared = 0
-        self.optional = False  # no checkpoint need hold it
+    name: str
+    stand_in: Tensor  # like the parameter before post-processing, without data
+    parameter: Tensor | None
+    packed_in: list[nn.Module] = field(default_factory=list)
+    num_compared: int = 0
+    optional: bool = False  # no checkpoint need hold it
 
     def copies(self, read_back: ReadBack) -> Iterator[tuple[str, Tensor]]:
         """Every copy of the weight that is in use, in the checkpoint's shape, and what it is.
@@ -145,13 +144,6 @@ class Comparing(TorchDispatchMode):
         self._read_back = ReadBack()
         self.problem: str | None = None  # of the current tensor
         self.num_compared = 0
-
-    @contextmanager
-    def tensor(self, name: str) -> Iterator[None]:
-        """What is written inside is part of the artifact's tensor ``name``."""
-        self.problem, self.num_compared = None, 0
-        with self:
-            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -15,7 +15,6 @@ import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -31,7 +30,7 @@ class ConnectionDropped(Exception):
     """The trainer's server went away in the middle; another attempt may succeed."""
 
 
-class ChunkStream(Protocol):
+class ChunkStream:
     """One chunk file, from its first byte to its last; to be closed."""
 
     size: int  # bytes of the whole file
@@ -41,20 +40,15 @@ class ChunkStream(Protocol):
 
         Raises ``ValueError`` or ``ConnectionDropped``.
         """
+        while len(target):
+            target = target[self._read_into(target) :]
 
-    def close(self) -> None: ...
+    def _read_into(self, target: Bytes) -> int:
+        """Reads at least one byte; how many."""
+        raise NotImplementedError
 
-
-class Source(Protocol):
-    """An announced place that holds artifacts."""
-
-    def open(self, artifact: str, file: str) -> ChunkStream:
-        """Raises ``ValueError`` naming the file, ``ConnectionDropped`` if another try may help."""
-
-    def where(self, artifact: str, file: str) -> str:
-        """The file's name for messages."""
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 def check_component(kind: str, name: object) -> str:
@@ -116,7 +110,7 @@ class FileSource:
             self._mapped.close()
 
 
-class FileStream:
+class FileStream(ChunkStream):
     """An open chunk file; owns ``descriptor``."""
 
     def __init__(self, descriptor: int, where: str) -> None:
@@ -128,19 +122,17 @@ class FileStream:
             raise ValueError(f"{where}: is not a regular file")
         self.size = status.st_size
 
-    def fill(self, target: Bytes) -> None:
-        done = 0
-        while done < len(target):
-            count = os.readv(self._descriptor, [target[done:].data])
-            if count == 0:
-                raise ValueError(f"{self._where}: ends early; is it still being written?")
-            done += count
+    def _read_into(self, target: Bytes) -> int:
+        count = os.readv(self._descriptor, [target.data])
+        if count == 0:
+            raise ValueError(f"{self._where}: ends early; is it still being written?")
+        return count
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
-class MemoryStream:
+class MemoryStream(ChunkStream):
     """A chunk file that is mapped."""
 
     def __init__(self, memory: Bytes) -> None:
@@ -148,10 +140,11 @@ class MemoryStream:
         self._position = 0
         self.size = len(memory)
 
-    def fill(self, target: Bytes) -> None:
+    def _read_into(self, target: Bytes) -> int:
         end = self._position + len(target)
         np.copyto(target, self._memory[self._position : end])
         self._position = end
+        return len(target)
 
     def close(self) -> None:
         """The mapping stays."""
@@ -171,9 +164,8 @@ class HttpSource:
         parts = urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url {url}: must begin with http:// or https:// and name a host")
-        kind = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        )
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._connection = kind(parts.hostname, parts.port, timeout=TIMEOUT_S)
         self._path = parts.path
         self._headers = {"Authorization": f"Bearer {token}"}
@@ -202,10 +194,7 @@ class HttpSource:
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()  # the next request opens it again
             raise ConnectionDropped(f"{where}: {error!r}") from None
-        if response.length is None:
-            self._connection.close()
-            raise ValueError(f"{where}: the answer has no Content-Length")
-        return HttpStream(self._connection, response, response.length, where)
+        return HttpStream(self._connection, response, where)
 
     def close(self) -> None:
         if (connected := self._connection.sock) is not None:
@@ -229,33 +218,29 @@ class HttpSource:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-class HttpStream:
+class HttpStream(ChunkStream):
     """The body of one answer."""
 
     def __init__(
-        self,
-        connection: http.client.HTTPConnection,
-        response: http.client.HTTPResponse,
-        size: int,
-        where: str,
+        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse, where: str
     ) -> None:
+        if response.length is None:
+            connection.close()
+            raise ValueError(f"{where}: the answer has no Content-Length")
+        self.size = response.length
         self._connection = connection
         self._response = response
         self._where = where
-        self.size = size
 
-    def fill(self, target: Bytes) -> None:
-        done = 0
-        while done < len(target):
-            try:
-                count = self._response.readinto(target[done:].data)
-            except (OSError, http.client.HTTPException) as error:
-                self._connection.close()
-                raise ConnectionDropped(f"{self._where}: {error!r}") from None
-            if not count:  # None: nothing came in time
-                self._connection.close()
-                raise ConnectionDropped(f"{self._where}: the connection ended or hangs")
-            done += count
+    def _read_into(self, target: Bytes) -> int:
+        problem = "the connection ended or hangs"
+        try:
+            if count := self._response.readinto(target.data):  # None: nothing came in time
+                return count
+        except (OSError, http.client.HTTPException) as error:
+            problem = repr(error)
+        self._connection.close()
+        raise ConnectionDropped(f"{self._where}: {problem}")
 
     def close(self) -> None:
         if not self._response.isclosed():  # something of the body is left: start afresh

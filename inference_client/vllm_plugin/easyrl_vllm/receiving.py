@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ from .reading import (
     ConnectionDropped,
     FileSource,
     HttpSource,
-    Source,
     check_component,
 )
 
@@ -108,7 +108,10 @@ class WeightReceiver:
         try:
             for index, outbox in enumerate(outboxes):
                 start(index + 1)  # its buffer is free: the caller is through with index - 1
-                yield from _received(outbox)
+                while (item := outbox.get()) is not None:
+                    if isinstance(item, Exception):
+                        raise item
+                    yield from item
         finally:  # the caller may stop early; what is being read ends before anything else begins
             for future in running:
                 future.cancel()
@@ -145,32 +148,25 @@ class _Buffer:
         return self._data
 
 
+@dataclass
 class _ChunkReading:
     """One chunk, from its header to verified tensors in the caller's outbox."""
 
-    def __init__(
-        self,
-        chunk: AnnouncedChunk,
-        buffer: _Buffer,
-        target: Target | None,
-        outbox: Outbox,
-        where: str,
-    ) -> None:
-        self.chunk = chunk
-        self.outbox = outbox
-        self._buffer = buffer
-        self._target = target
-        self._where = where
-        self._num_verified = 0  # tensors that the caller may be using: another attempt skips them
+    chunk: AnnouncedChunk
+    buffer: _Buffer
+    target: Target | None
+    outbox: Outbox
+    where: str
+    num_verified: int = 0  # tensors that the caller may be using: another attempt skips them
 
     def run(self, stream: ChunkStream) -> None:
         """Raises ``ValueError``, or ``ConnectionDropped`` if it may be called once more."""
-        entries = read_header(stream, self.chunk, self._where)
+        entries = read_header(stream, self.chunk, self.where)
         heap: Verified = []
         heap_bytes = 0
         try:
             for index, (entry, place) in enumerate(self._places(entries)):
-                if index < self._num_verified:
+                if index < self.num_verified:
                     _skip(stream, entry.num_bytes)
                     continue
                 self._read_verified(stream, entry, _bytes_of(place))
@@ -189,10 +185,10 @@ class _ChunkReading:
         start = 0
         for entry in entries:
             place = None
-            if self._target is not None:
-                place = self._target(entry.name, entry.dtype, entry.shape)
+            if self.target is not None:
+                place = self.target(entry.name, entry.dtype, entry.shape)
             if place is None:
-                data = self._buffer.of(room) if data is None else data
+                data = self.buffer.of(room) if data is None else data
                 flat = data[start : start + entry.num_bytes].view(entry.dtype)
                 place = flat.view(entry.shape)
                 start += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
@@ -207,19 +203,12 @@ class _ChunkReading:
         actual, expected = digest.hexdigest(), self.chunk.checksums[entry.name]
         if actual != expected:
             raise ValueError(
-                f"{self._where}: tensor {entry.name!r} has hash {actual}, announced was {expected}"
+                f"{self.where}: tensor {entry.name!r} has hash {actual}, announced was {expected}"
             )
-        self._num_verified += 1
+        self.num_verified += 1
 
 
-def _received(outbox: Outbox) -> Iterator[tuple[str, Tensor]]:
-    while (item := outbox.get()) is not None:
-        if isinstance(item, Exception):
-            raise item
-        yield from item
-
-
-def _choose(token: str, root: object, url: object) -> tuple[Source, str]:
+def _choose(token: str, root: object, url: object) -> tuple[FileSource | HttpSource, str]:
     """Source and name of the transport."""
     problems = []
     for transport, place, kind in (("file", root, FileSource), ("http", url, HttpSource)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,8 +36,4 @@ class WeightProof:
         engine = self.weight_transfer_engine
         receiver = engine.opened_receiver()
         result = prove(engine.model, self.vllm_config, receiver, artifact, json.loads(chunks))
-        return {
-            "checksums": result.checksums,
-            "problems": result.problems,
-            "transport": receiver.transport,
-        }
+        return asdict(result) | {"transport": receiver.transport}

@@ -294,6 +294,29 @@ def test_a_failed_proof_with_nothing_journalled_begins_the_batch_again(tmp_path)
             batch.updates[0].drain_ready(1)
 
 
+def test_what_no_batch_has_begun_again_without_stays_in_doubt(tmp_path):
+    """Behind the last look at an open batch: whoever moves the weights on has to ask."""
+    generate = ProvedGenerate()
+    generate.open = set(range(4))
+    with LoopThread() as thread:
+        rollouts = attempt(thread, tmp_path, 0, generate)
+        batch = rollouts.begin(served(0), 0)
+        assert set(take(batch.updates[0])) == set(range(4))
+        assert rollouts.in_doubt() == {}
+        withdraw(thread, rollouts, 1)
+        assert rollouts.in_doubt() == {BAD: 1}
+        rollouts.share_withdrawals()
+        assert rollouts.in_doubt() == {}
+        withdraw(thread, rollouts, 2)  # the run stops here, and resumes from before the batch
+        assert rollouts.in_doubt() == {BAD: 2}
+        rollouts.close()
+    with LoopThread() as thread:
+        later = ScriptedGenerate(range(4))
+        resumed = attempt(thread, tmp_path, 1, later).begin(served(1), 0)
+        assert set(take(resumed.updates[0])) == set(range(4))
+        assert asked(later) == {1, 3}  # of the endpoint
+
+
 def test_no_batch_no_withdrawal(tmp_path):
     with LoopThread() as thread:
         rollouts = attempt(thread, tmp_path, 0, ScriptedGenerate(range(4)))

@@ -306,17 +306,23 @@ def test_throughput_does_not_hide_an_interruption_after_a_batch(ends):
     assert trainer.progress.unreported["tokens/packed"] == 2 * (2 + 6)
 
 
-def test_any_other_error_does_not_save():
+@pytest.mark.parametrize(
+    "error", [RuntimeError("broken"), InterruptedRun("batch 0 is certified and in doubt")]
+)
+def test_any_other_error_does_not_save(error):
     events = []
 
     class Broken(FakeSync):
         def publish(self, version):
-            raise RuntimeError("broken")
+            if version.v == 1:
+                raise error
+            return super().publish(version)
 
     trainer, _ = make_trainer(events, weight_sync=Broken(events))
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises(RuntimeError) as raised:
         trainer.fit()
-    assert "save" not in events
+    assert raised.value is error
+    assert "certify 0" in events and "save" not in events
 
 
 def test_what_became_of_each_group_is_recorded():

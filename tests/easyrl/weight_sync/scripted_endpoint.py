@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from easyrl.inference_client.client import WorkerProof
-from easyrl.inference_client.errors import RequestRejected
 from easyrl.inference_client.transfer.artifact import Chunk
-from easyrl.weight_sync.target import WeightStream
+from easyrl.weight_sync.target import Target
 
 URL = "http://endpoint"
 VERSION, UPDATING = "run:0:1", "run:0:1:updating"
@@ -54,7 +53,6 @@ class ScriptedClient:
 
     async def abandon_weight_update(self) -> None:
         await self._called("abandon")
-        raise RequestRejected(URL, "abandoned")  # as servers answer it
 
     async def finish_weight_update(self, version) -> None:
         await self._called("finish")
@@ -97,8 +95,8 @@ def chunk(number: int) -> Chunk:
     return Chunk(f"chunk-{number}", {f"weight-{number}": "00"}, 4)
 
 
-def stream(num_chunks: int, *, complete: bool = True) -> WeightStream:
-    weights = WeightStream("run-0-1", "run:0:1")
+def stream(num_chunks: int, *, complete: bool = True) -> Target:
+    weights = Target("run:0:1")
     for number in range(num_chunks):
         weights.add(chunk(number))
     if complete:

@@ -11,11 +11,10 @@ from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
 from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
-from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import Reconciler
-from easyrl.weight_sync.target import MOST_CHUNKS, Target
+from easyrl.weight_sync.reconcile import FanOut, Reconciler
+from easyrl.weight_sync.target import MOST_CHUNKS
 from tests.easyrl.weight_sync.scripted_endpoint import (
     PUSH,
     UPDATING,
@@ -82,11 +81,16 @@ class Parts:
         self.canary = ScriptedCanary(self.client)
         self.prover = Prover(self.canary, tolerance=0.1, reads_bits=True)
         self.reconciler = Reconciler(self.pool, WeightPusher(Announcer()), self.prover)
-        self.weights = stream(1)
-        self.target = Target(self.weights, SAID)
+        self.target = stream(1)
 
     def reconcile(self):
-        return self.reconciler.reconcile(self.endpoint, self.weights, self.target.expect)
+        self.target.expected = SAID
+        return self.reconciler.reconcile(self.endpoint, self.target, self.target.known)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("easyrl.weight_sync.push.RETRY_PAUSES_S", (0.001,) * 4)
 
 
 def test_pause_updating_push_prove_canary_stamp():
@@ -120,6 +124,54 @@ def test_what_fails_half_way_serves_under_no_version_and_is_pushed_again(broken)
         wanted = [name for name, stamp in client.stamps[first_touch:] if stamp == VERSION]
         # "ask" and what follows its refusal: until the stamp is taken away again
         assert wanted == (["ask", "stamp", "ask"] if broken == "ask" else ["ask"])
+
+    asyncio.run(story())
+
+
+def test_a_stamp_that_cannot_be_taken_back_at_once_is_taken_back_later(caplog):
+    async def story():
+        parts = Parts({"ask": failing(EndpointError(URL, "restarted"))})
+        client = parts.client
+        good = client.set_weight_version
+
+        async def broken(version, timeout_s=None):
+            if version == UPDATING and client.version == VERSION and broken.times:
+                broken.times -= 1
+                raise EndpointUnavailable(URL, "connection lost")
+            await good(version, timeout_s)
+
+        broken.times = 1
+        client.set_weight_version = broken
+        await parts.reconcile()
+        assert client.version == VERSION and broken.times == 0
+        assert f"taking the stamp {VERSION} back failed: connection lost" in caplog.text
+
+    asyncio.run(story())
+
+
+def test_who_keeps_a_stamp_that_it_does_not_deserve_is_gone_and_not_served(caplog):
+    """Not excluded for good, nor pushed to under the good stamp: it comes back by a repair."""
+
+    async def story():
+        parts = Parts({"ask": failing(EndpointError(URL, "restarted"))})
+        client = parts.client
+        good = client.set_weight_version
+
+        async def broken(version, timeout_s=None):
+            if version == UPDATING and client.version == VERSION:
+                raise EndpointUnavailable(URL, "connection lost")
+            await good(version, timeout_s)
+
+        client.set_weight_version = broken
+        with pytest.raises(EndpointUnavailable, match=f"stamp {VERSION} back.*connection lost"):
+            await parts.reconcile()
+        assert parts.endpoint.confirmed_version is None and parts.pool.events == ["quarantine"]
+        assert client.calls.count("update") == 1
+        assert "restarted" in caplog.text and "connection lost" in caplog.text
+        client.set_weight_version = good
+        client.calls.clear()
+        await parts.reconcile()  # what it stamps proves nothing
+        assert client.calls == [*AGAIN, *PROVED, *STAMPED]
 
     asyncio.run(story())
 
@@ -176,10 +228,10 @@ def test_a_restart_just_before_the_stamp_is_noticed():
 def test_a_reconciliation_that_is_cancelled_gives_up_before_the_next():
     async def story():
         parts = Parts({"update": asyncio.Event().wait})
-        client, parts.weights = parts.client, stream(MOST_CHUNKS + 1)
+        client, parts.target = parts.client, stream(MOST_CHUNKS + 1)
         old = asyncio.ensure_future(parts.reconcile())
         await until(lambda: bool(client.chunks))
-        parts.weights = stream(1)
+        parts.target = stream(1)
         new = asyncio.ensure_future(parts.reconcile())
         await asyncio.sleep(0.05)
         assert client.calls == PUSH[:5]  # the new one waits
@@ -348,7 +400,7 @@ def test_the_trainer_is_asked_when_all_wait_for_it_or_have_ended():
         (first, second), fan_out, _ = two_endpoints()
         gate = asyncio.Event()
         second.script["update"] = gate.wait
-        await fan_out.start()
+        running = asyncio.ensure_future(fan_out.run())
         asking = asyncio.ensure_future(fan_out.questions())
         await until(lambda: "sample" in first.calls)
         await asyncio.sleep(0.01)
@@ -362,7 +414,7 @@ def test_the_trainer_is_asked_when_all_wait_for_it_or_have_ended():
         assert samples.keys() == {second.url}
         await fan_out.answer({second.url: SAID})
         assert await fan_out.questions() == {}
-        outcomes = await fan_out.outcomes()
+        outcomes = await running
         assert outcomes.keys() == {first.url, second.url}
         assert all(isinstance(outcome, Shown) for outcome in outcomes.values())
         assert first.version == second.version == VERSION
@@ -373,13 +425,13 @@ def test_the_trainer_is_asked_when_all_wait_for_it_or_have_ended():
 def test_one_that_goes_down_while_it_waits_for_the_trainer_holds_nobody_up():
     async def story():
         (first, second), fan_out, endpoints = two_endpoints()
-        await fan_out.start()
+        running = asyncio.ensure_future(fan_out.run())
         assert len(await fan_out.questions()) == 2
         endpoints[1].down = "2 health probes unanswered"
         await asyncio.sleep(0.3)
         await fan_out.answer(dict.fromkeys([first.url, second.url], SAID))
         assert await fan_out.questions() == {}
-        outcomes = await fan_out.outcomes()
+        outcomes = await running
         assert isinstance(outcomes[first.url], Shown)
         assert isinstance(outcomes[second.url], EndpointUnavailable)
         assert second.version == UPDATING

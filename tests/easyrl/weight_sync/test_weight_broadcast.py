@@ -19,8 +19,12 @@ from torch import Tensor
 from easyrl.inference_client.transfer.artifact import write_artifact
 from easyrl.inference_client.transfer.broadcast import EndpointRoutes, WeightMeta
 from easyrl.schema import PolicyVersion
-from easyrl.weight_sync.broadcasting import MOST_FAILURES, address_towards_all
-from easyrl.weight_sync.tee import TeeClosed, TensorTee
+from easyrl.weight_sync.broadcasting import (
+    MOST_FAILURES,
+    TeeClosed,
+    TensorTee,
+    address_towards_all,
+)
 from tests.easyrl.weight_sync.test_weight_repair import on_all, thread_collectives
 from tests.easyrl.weight_sync.weight_sync_parts import (
     Hanging,

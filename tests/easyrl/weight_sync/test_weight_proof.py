@@ -16,9 +16,8 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Completion, Prompt, VersionSpan
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
-from easyrl.weight_sync.probe import Probe
-from easyrl.weight_sync.proof import ProofFailed, check_canary, check_stamp, prove_weights
-from easyrl.weight_sync.target import WeightStream
+from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, prove_weights
+from easyrl.weight_sync.target import Target
 from tests.recipes import pack_groups
 
 URL = "http://endpoint:8000"
@@ -42,8 +41,8 @@ class Client:
         return self.proofs
 
 
-def weights() -> WeightStream:
-    stream = WeightStream("run-0-1", "run:0:1")
+def weights() -> Target:
+    stream = Target("run:0:1")
     stream.add(Chunk("chunk-0", {"embed": "e0", "layer": "f0"}, 8))
     stream.add(Chunk("chunk-1", {"norm": "a0"}, 4))
     return stream
@@ -134,15 +133,23 @@ def test_nothing_to_compare_and_nan_do_not_agree():
     said = expected(([5], [-1.0]))
     assert said.reading([sample([6], [-1.0])]) == CanaryReading(np.inf, np.inf, 0)
     assert said.reading([sample([5], [np.nan])]).mean == np.inf
-    assert check_canary(CanaryReading(np.nan, 0.0, 1), 1.0) is not None
-    assert check_canary(CanaryReading(0.5, 0.6, 1), 0.5) is None
+    assert CanaryReading(np.nan, 0.0, 1).problem(1.0) is not None
+    assert CanaryReading(0.5, 0.6, 1).problem(0.5) is None
 
 
 def test_samples_of_other_weights_are_refused():
+    responses = [sample([5], [-1.0])]
+
+    class Sampling:
+        async def sample(self, url):
+            return responses
+
+    prover = Prover(Sampling(), tolerance=0.1, reads_bits=True)  # type: ignore[arg-type]
     endpoint = Endpoint(Client([]), 1)
-    check_stamp(endpoint, [sample([5], [-1.0])], "run:0:1")
+    asyncio.run(prover.sample(endpoint, "run:0:1"))
+    responses.append(sample([5], [-1.0], "default"))
     with pytest.raises(ProofFailed, match="tokens of default, not of run:0:1"):
-        check_stamp(endpoint, [sample([5], [-1.0]), sample([5], [-1.0], "default")], "run:0:1")
+        asyncio.run(prover.sample(endpoint, "run:0:1"))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,11 @@ from tests.easyrl.weight_sync.scripted_endpoint import (
 )
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("easyrl.weight_sync.push.RETRY_PAUSES_S", (0.001,) * 4)
+
+
 def push(client, weights, pusher=None):
     pusher = pusher or WeightPusher(Announcer())
     return pusher.push(Endpoint(client, 1), weights)
@@ -84,10 +89,31 @@ def test_a_failure_leaves_the_endpoint_in_order(broken):
     client = ScriptedClient({broken: failing(error, error)})
     with pytest.raises(EndpointUnavailable, match="out of luck"):
         asyncio.run(push(client, stream(1)))
-    assert client.calls[-2:] == ["abandon", "resume"]
+    asked_again = ["resume"] if broken == "resume" else []
+    assert client.calls[-2 - len(asked_again) :] == ["abandon", "resume", *asked_again]
     # nothing puts the old weights back: from the first chunk on, no stamp that requests ask for
     touched = client.calls.index("start") if "start" in client.calls else len(client.calls)
     assert {stamp for _, stamp in client.stamps[touched:]} <= {UPDATING}
+
+
+def test_a_resume_after_a_failure_is_asked_for_again_while_the_endpoint_does_not_answer():
+    lost = [EndpointUnavailable(URL, "connection lost")] * 2
+    client = ScriptedClient(
+        {"update": failing(EndpointError(URL, "out of luck")), "resume": failing(*lost)}
+    )
+    with pytest.raises(EndpointError, match="out of luck"):
+        asyncio.run(push(client, stream(1)))
+    assert client.calls[-4:] == ["abandon", "resume", "resume", "resume"]
+
+
+def test_one_that_may_stay_paused_is_named_in_the_log(caplog):
+    lost = [EndpointUnavailable(URL, "connection lost")] * 9
+    client = ScriptedClient(
+        {"update": failing(EndpointError(URL, "out of luck")), "resume": failing(*lost)}
+    )
+    with pytest.raises(EndpointError, match="out of luck"):
+        asyncio.run(push(client, stream(1)))
+    assert f"{URL}: may stay paused" in caplog.text and "connection lost" in caplog.text
 
 
 def test_an_endpoint_is_told_where_the_weights_are_once_and_again_after_a_failure():

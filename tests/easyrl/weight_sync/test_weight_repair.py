@@ -11,9 +11,9 @@ import pytest
 from easyrl.inference_client.errors import EndpointUnavailable, Outage
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import PolicyVersion
+from easyrl.schema import TEMPORARY_FAILURE, InterruptedRun, PolicyVersion, StopRequested
 from easyrl.weight_sync.publish import NoEndpointServes
-from easyrl.weight_sync.target import Target, WeightStream
+from easyrl.weight_sync.target import Target
 from tests.easyrl.weight_sync.weight_sync_parts import (
     NOWHERE,
     PROVE,
@@ -129,7 +129,7 @@ def test_a_proof_that_fails_in_mid_batch_is_told_with_what_it_puts_in_doubt(
     told = []
     with closing(WrongWhenItReturns(server)) as proxy:
         with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path) as rank:
-            rank.sync.set_on_failed_proof(lambda *about: told.append(about))
+            rank.sync.confirmed.on_failed_proof = lambda *about: told.append(about)
             rank.sync.publish(V0)
             assert rank.generate(str(V0)).result(60).proof == 1
             proxy.move_to(NOWHERE)
@@ -207,6 +207,18 @@ def test_an_outage_ends_after_its_limit(model_dir, server, tmp_path):
             proxy.move_to(NOWHERE)
             with pytest.raises(Outage, match=proxy.url):
                 rank.sync.publish(V1)
+
+
+def test_a_stop_ends_the_waiting_for_an_endpoint(model_dir, server, tmp_path):
+    with closing(Restarting(server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, probe=False) as rank:
+            rank.sync.publish(V0)
+            proxy.move_to(NOWHERE)
+            timer = threading.Timer(0.5, rank.sync.stop.request, ["SIGTERM"])
+            timer.start()
+            with pytest.raises(StopRequested, match="SIGTERM"):
+                rank.sync.publish(V1)
+            timer.join()
 
 
 # ---- two ranks -----------------------------------------------------------------------------------
@@ -331,11 +343,39 @@ def test_no_rank_uses_a_restarted_endpoint_that_rank_zero_has_not_proved(
         assert not ranks[1].pool.endpoints[0].usable(str(V0))
 
 
+@pytest.mark.parametrize("withdrawn", [True, False], ids=["in-time", "too-late"])
+def test_a_proof_that_fails_behind_the_certificate_stops_every_rank(withdrawn, open_ranks, server):
+    """Before the weights move, so that no checkpoint can have the batch."""
+    doubts = {}
+    with closing(WrongWhenItReturns(server)) as proxy:
+        ranks = open_ranks([proxy.url])
+        confirmed = ranks[0].sync.confirmed
+        confirmed.on_failed_proof, confirmed.in_doubt = doubts.__setitem__, lambda: doubts
+        on_all(lambda rank: rank.sync.publish(V0), ranks)
+        proxy.move_to(NOWHERE)
+        wait_until(lambda: "confirmed" not in ranks[0].statuses()[proxy.url])
+        proxy.wrong = True
+        proxy.move_to(server)
+        wait_until(lambda: ranks[0].statuses()[proxy.url] == "confirmed sync:0:0")
+        assert doubts == {proxy.url: 1}
+        num_pushes = len(proxy.given)
+        if withdrawn:
+            doubts.clear()
+        for outcome in on_all(lambda rank: rank.sync.publish(V1), ranks):
+            if withdrawn:
+                assert outcome.served.version == V1
+            else:
+                assert isinstance(outcome, InterruptedRun) and outcome.status == TEMPORARY_FAILURE
+                assert "batch 0 was trained and certified" in str(outcome)
+                assert f"{proxy.url} (since its proof number 1)" in str(outcome)
+                assert len(proxy.given) == num_pushes
+
+
 def test_what_is_excluded_and_why_is_the_same_everywhere(open_ranks, server, second_server):
     with closing(MissesUpdates(second_server)) as proxy:
         ranks = open_ranks([server, proxy.url], probe=False)
         for rank in ranks:
-            rank.sync._engine.train(1e-1)
+            rank.sync.engine.train(1e-1)
         on_all(lambda rank: rank.sync.publish(V0), ranks)
         assert ranks[0].statuses() == ranks[1].statuses()
         assert "serves other weights" in ranks[0].statuses()[proxy.url]
@@ -350,7 +390,7 @@ def test_every_rank_hears_that_nobody_serves(gone, open_ranks, server):
         if gone:
             proxy.move_to(NOWHERE)
         for rank in ranks:
-            rank.sync._engine.train(1e-1)
+            rank.sync.engine.train(1e-1)
         for error in on_all(lambda rank: rank.sync.publish(V1), ranks):
             assert isinstance(error, Outage if gone else NoEndpointServes)
             assert proxy.url in str(error)
@@ -360,7 +400,7 @@ def test_another_rank_waits_only_so_long_for_a_repair(model_dir, server, tmp_pat
     _, other = thread_collectives()
     options = {"collectives": other, "startup_timeout_s": 0.1}
     with weight_sync(None, [server], tmp_path, **options) as rank:
-        target = Target(WeightStream("never-0-0", "never:0:0"), None)
-        rank.thread.run(rank.sync._confirmed.confirm(target, {}))
+        target = Target("never:0:0")
+        rank.thread.run(rank.sync.confirmed.confirm(target, {}))
         with pytest.raises(EndpointUnavailable, match="not never:0:0"):
-            rank.thread.run(rank.sync.repair(rank.pool.endpoints[0]))
+            rank.thread.run(rank.sync.confirmed.repair(rank.pool.endpoints[0]))

@@ -80,7 +80,7 @@ def test_a_mixture_of_two_versions_is_served_as_neither(model_dir, server, tmp_p
             proxy.fails = True
             with pytest.raises(NoEndpointServes, match="out of luck"):
                 rank.sync.publish(V1)
-            for mixed in rank.thread.run(rank.sync._canary.sample(proxy.url)):
+            for mixed in rank.thread.run(rank.sync.canary.sample(proxy.url)):
                 assert stamps(mixed) == {f"{V1}:updating"}
 
 

@@ -25,6 +25,7 @@ from easyrl.models.policy_model import run_micro_batch
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.ranks import Ranks
+from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, Prompt
 from easyrl.weight_sync.canary import Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
@@ -170,6 +171,8 @@ def weight_sync(
                 max_tokens_per_micro_batch=512,
             )
 
+        stop = StopRequest(60.0)
+        opened.callback(stop.close)
         sync = WeightSync(
             config=WeightSyncConfig(directory=directory, **options),
             tolerance=tolerance,
@@ -180,12 +183,13 @@ def weight_sync(
             collectives=collectives or Collectives(Ranks.data_parallel(0, 1)),
             canary=Canary(canary_prompts(prompts, None), 1.0, pack, fetch, 60.0),
             dummy=dummy_micro_batch,
+            stop=stop,
             startup_timeout_s=startup_timeout_s,
             max_outage_s=max_outage_s,
             open_group=open_group,
         )
         opened.callback(sync.close)
-        pool.set_repair(sync.repair)
+        pool.set_repair(sync.confirmed.repair)
         yield Rank(sync, pool, thread)
 
 
