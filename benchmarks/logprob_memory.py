@@ -6,7 +6,7 @@
 One forward and backward from hidden states [T, 1024] through a projection to a vocabulary of
 151,936: log-probabilities and entropies of T labels as values, and the gradients of a weighted sum
 of the log-probabilities (with ``--entropy-gradient`` of the entropies too) in hidden states and
-weight. ``recompute`` is ``linear_logprobs``, ``same_pass`` is ``linear_token_loss``. The other side
+weight. ``recompute`` is ``linear_logprobs``, ``same_pass`` the same with a loss. The other side
 has whole logits in plain autograd, with as few of them alive as that allows: ``log_softmax``, which
 saves its result alone, ``gather``, and the entropy as a dot product of it with its exponential.
 
@@ -37,7 +37,6 @@ from torch import Tensor
 
 from easyrl.kernels.logprobs import row_functions
 from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
-from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
 from easyrl.runtime.machine import pin_process, usable_cpus
 
 METHODS = ("recompute", "same_pass")
@@ -133,7 +132,7 @@ def run(side: str, inputs: Inputs, work: Work) -> tuple[Tensor, Tensor]:
         return losses + by_entropy[rows] * entropy if work.entropy_gradient else losses
 
     if side == "same_pass":
-        loss, logprobs, entropy = linear_token_loss(
+        loss, logprobs, entropy = linear_logprobs(
             inputs.hidden, inputs.weight, inputs.labels, token_loss, chunk_size=work.chunk
         )
     else:

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "inference_client.servers.embedded": "schema runtime.numerics inference_client.transfer"
     " inference_client.vllm_plugin",
     # the model that is trained
-    "recipes": "schema config engines.base kernels.logprobs.linear_token_loss",
+    "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.machine runtime.ranks recipes"

@@ -6,8 +6,6 @@ The model itself is not rewritten: its attention is ours through transformers'
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
@@ -15,8 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.path_gather import gather_tokens
 from easyrl.kernels.attention.segment_layout import SegmentLayout
-from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
-from easyrl.kernels.logprobs.linear_token_loss import TokenLoss, linear_token_loss
+from easyrl.kernels.logprobs.linear_logprob import TokenLoss, linear_logprobs
 from easyrl.schema import MicroBatch
 
 ATTENTION = "easyrl_shared_prompt"
@@ -68,14 +65,15 @@ class LogprobHead(nn.Module):
 
         With ``token_loss`` the sum of its losses comes before them, and alone carries gradient.
         """
-        settings: dict[str, Any] = {
-            "bias": self.bias,
-            "temperature": temperature,
-            "chunk_size": self.chunk_size,
-        }
-        if token_loss is None:
-            return linear_logprobs(hidden, self.weight, label_ids, **settings)
-        return linear_token_loss(hidden, self.weight, label_ids, token_loss, **settings)
+        return linear_logprobs(
+            hidden,
+            self.weight,
+            label_ids,
+            token_loss,
+            bias=self.bias,
+            temperature=temperature,
+            chunk_size=self.chunk_size,
+        )
 
 
 class PolicyModel(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from easyrl.engines.base import MetricSums, TriLogprobs
-from easyrl.kernels.logprobs.linear_token_loss import TokenLoss
+from easyrl.kernels.logprobs.linear_logprob import TokenLoss
 from easyrl.recipes.recipe import Recipe, Terms
 
 if TYPE_CHECKING:

@@ -7,19 +7,14 @@ model that learns badly.
 from __future__ import annotations
 
 import logging
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from easyrl.kernels.attention.attention_agreement import agreement_with_reference
 from easyrl.kernels.attention.segment_layout import SegmentLayout
-from easyrl.kernels.attention.shared_prompt_attention import (
-    BACKENDS,
-    check_shapes,
-    load_backend,
-    shared_prompt_attention,
-)
+from easyrl.kernels.attention.shared_prompt_attention import BACKENDS, load_backend
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +25,6 @@ _TINY_ROW = 256
 _HALF = (torch.float16, torch.bfloat16)
 _AMPERE = (8, 0)
 _REFERENCE = "reference"
-_Shape = Literal["alone", "chain", "group", "tree"]
-_SHAPES: dict[_Shape, str] = {
-    "alone": "segments without parents",
-    "chain": "one segment below another",
-    "group": "several segments below another",
-    "tree": "several levels of segments",
-}
 
 
 class _Use(NamedTuple):
@@ -48,26 +36,19 @@ class _Use(NamedTuple):
     query_heads: int
     key_heads: int
     head_size: int
-    shape: _Shape
+    shape: str
     tiny: bool
-
-    @classmethod
-    def of(cls, backend: str, query: Tensor, key: Tensor, layout: SegmentLayout) -> _Use:
-        heads, size = query.shape[1], query.shape[3]
-        tiny = layout.num_tokens <= _TINY_ROW
-        kind = query.device.type
-        return cls(backend, kind, query.dtype, heads, key.shape[1], size, _shape(layout), tiny)
 
     def __str__(self) -> str:
         return (
             f"attention backend {self.backend} on {self.device} in {self.dtype} with "
             f"{self.query_heads} query and {self.key_heads} key heads of size {self.head_size} "
-            f"({'tiny rows, ' * self.tiny}{_SHAPES[self.shape]})"
+            f"({'tiny rows, ' * self.tiny}{self.shape})"
         )
 
 
 class CheckedAttention:
-    """``shared_prompt_attention`` with the backend that is wanted, checked at its first use.
+    """Shared-prompt attention by the backend that is wanted, checked at its first use.
 
     ``wanted`` is a name in ``BACKENDS`` or ``"auto"``, for the best one of the device, dtype and
     row. At the first use with some dtype, heads and depth of row a backend is compared with the
@@ -96,18 +77,28 @@ class CheckedAttention:
         layout: SegmentLayout,
         scale: float | None = None,
     ) -> Tensor:
-        """Shapes, ``scale`` and the ``ValueError`` are those of ``shared_prompt_attention``."""
-        check_shapes(query, layout)
-        call = (query, key, value, layout, query.shape[-1] ** -0.5 if scale is None else scale)
+        """As ``reference_attention``; ``scale`` is 1/√D unless given.
+
+        Raises ``ValueError`` if ``query`` is not one row of the layout's length.
+        """
+        num_rows, heads, num_tokens, size = query.shape
+        if num_rows != 1 or num_tokens != layout.num_tokens:
+            raise ValueError(
+                f"query is {tuple(query.shape)}, the layout is one row of "
+                f"{layout.num_tokens} tokens: [1, heads, {layout.num_tokens}, head size]"
+            )
+        call = (query, key, value, layout, size**-0.5 if scale is None else scale)
+        device, dtype = query.device, query.dtype
         names: tuple[str, ...] = (self.wanted,)
         if self.wanted == "auto":
-            names = backends_in_order(query.device, query.dtype, query.shape[-1], layout.num_tokens)
+            names = backends_in_order(device, dtype, size, num_tokens)
+        shape, tiny = _shape(layout), num_tokens <= _TINY_ROW
         for name, next_best in zip(names, (*names[1:], None), strict=True):
-            use = _Use.of(name, query, key, layout)
+            use = _Use(name, device.type, dtype, heads, key.shape[1], size, shape, tiny)
             if use not in self._trusted:
                 self._check(use, call, next_best)
             if self._trusted[use]:
-                return shared_prompt_attention(*call, backend=name)
+                return load_backend(name)(*call)
         raise AssertionError("the reference is the last candidate, and always trusted")
 
     def _check(
@@ -145,15 +136,15 @@ class CheckedAttention:
             logger.warning("%s %s; %s is used instead", use, problem, next_best)
 
 
-def _shape(layout: SegmentLayout) -> _Shape:
+def _shape(layout: SegmentLayout) -> str:
     """What a simple row shows says little about one with more parts to it."""
     parents = [parent for _, _, parent in layout.segments if parent >= 0]
     if not parents:
-        return "alone"
+        return "segments without parents"
     if len(set(parents)) == len(parents):
-        return "chain"
+        return "one segment below another"
     flat = all(layout.segments[parent][2] < 0 for parent in parents)
-    return "group" if flat else "tree"
+    return "several segments below another" if flat else "several levels of segments"
 
 
 def backends_in_order(
@@ -162,20 +153,11 @@ def backends_in_order(
     """Best first, the last is the reference. Whether their packages are installed is not looked
     at; the one to use is the first that works. Tiny rows take the reference on every device."""
     if num_tokens <= _TINY_ROW:
-        return ("reference",)
-    match device.type:
-        case "cuda":
-            return (*_of_gpus(device, dtype, head_size), "merged", "reference")
-        case "npu":
-            return ("npu", "merged", "reference")
-        case _:
-            return ("merged", "reference")
-
-
-def _of_gpus(device: torch.device, dtype: torch.dtype, head_size: int) -> tuple[str, ...]:
-    """Limits as the kernels state them; older GPUs lack the instructions of both."""
-    if torch.cuda.get_device_capability(device) < _AMPERE:
-        return ()
-    varlen = dtype in _HALF and head_size <= 256 and head_size % 8 == 0
-    flex = dtype in (*_HALF, torch.float32) and head_size >= 16
-    return ("varlen",) * varlen + ("flex",) * flex
+        return (_REFERENCE,)
+    own: tuple[str, ...] = ("npu",) * (device.type == "npu")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _AMPERE:
+        # Limits as the kernels state them; older GPUs lack the instructions of both.
+        varlen = dtype in _HALF and head_size <= 256 and head_size % 8 == 0
+        flex = dtype in (*_HALF, torch.float32) and head_size >= 16
+        own = ("varlen",) * varlen + ("flex",) * flex
+    return (*own, "merged", _REFERENCE)

@@ -35,7 +35,7 @@ _MOST_COMPILATIONS = 256
 def flex_attention_backend(
     query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
 ) -> Tensor:
-    """As ``shared_prompt_attention``.
+    """As ``reference_attention``.
 
     On a GPU compiled, in float32, bfloat16 or float16, with heads of 16 or more. On a CPU, where
     FlexAttention has no backward pass, the block mask is expanded: for comparison, not for speed.

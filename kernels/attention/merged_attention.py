@@ -29,7 +29,7 @@ _MOST_QUERIES_ON_CPU = 1024
 def merged_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
 ) -> Tensor:
-    """As ``shared_prompt_attention``; differentiable once.
+    """As ``reference_attention``; differentiable once.
 
     The result's memory is that of a [1, T, Hq, D] tensor, as projections want it.
     """

@@ -32,7 +32,7 @@ _MOST_TOKENS = 1_000_000  # likewise, queries or keys
 def npu_attention_backend(
     query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
 ) -> Tensor:
-    """As ``shared_prompt_attention``.
+    """As ``reference_attention``.
 
     Keys and values are copied once for each path they are on, in each pass anew. Rows of more
     segments or keys than the operator takes are split into several calls. Raises ``ImportError``

@@ -1,7 +1,7 @@
 """Attention over a packed row that is a forest of segments: at its simplest, prompt and responses.
 
 A token attends to all tokens of its segment's ancestors, to its own segment up to and including
-itself, and to nothing else. One function, several backends in ``BACKENDS``; ``reference`` runs
+itself, and to nothing else. One signature, several backends in ``BACKENDS``; ``reference`` runs
 everywhere and is what the others are checked against, ``merged`` runs everywhere too, without the
 reference's dense mask.
 
@@ -31,40 +31,8 @@ BACKENDS = {
 }
 
 
-def shared_prompt_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: SegmentLayout,
-    scale: float | None = None,
-    backend: str = "reference",
-) -> Tensor:
-    """Attention of a packed row: ``softmax(scale · q kᵀ)`` over what ``layout`` lets each token
-    see, times v.
-
-    ``query`` [1, Hq, T, D], ``key`` and ``value`` [1, Hkv, T, D], of any floating dtype and on any
-    device; the result is [1, Hq, T, D]. ``scale`` is 1/√D unless given. Differentiable. Raises
-    ``ValueError`` if the row's length is not the layout's or if ``backend`` is not one of
-    ``BACKENDS``.
-    """
-    check_shapes(query, layout)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return load_backend(backend)(query, key, value, layout, scale)
-
-
-def check_shapes(query: Tensor, layout: SegmentLayout) -> None:
-    """Raises ``ValueError`` if ``query`` is not one row of the layout's length."""
-    if query.shape[0] != 1 or query.shape[2] != layout.num_tokens:
-        raise ValueError(
-            f"query is {tuple(query.shape)}, the layout is one row of "
-            f"{layout.num_tokens} tokens: [1, heads, {layout.num_tokens}, head size]"
-        )
-
-
 def load_backend(name: str) -> Backend:
-    """Raises ``ValueError`` for an unknown name, ``ImportError`` if its package is not there."""
-    if name not in BACKENDS:
-        raise ValueError(f"backend {name!r} is unknown; there are {', '.join(BACKENDS)}")
+    """Raises ``ImportError`` if its package is not there."""
     module, function = BACKENDS[name].split(":")
     backend: Backend = getattr(import_module(module), function)
     return backend
@@ -73,7 +41,11 @@ def load_backend(name: str) -> Backend:
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout, scale: float
 ) -> Tensor:
-    """With a dense [T, T] mask, on any device."""
+    """``softmax(scale · q kᵀ)`` over what ``layout`` lets each token see, times v.
+
+    ``query`` [1, Hq, T, D], ``key`` and ``value`` [1, Hkv, T, D]; the result is [1, Hq, T, D]. With
+    a dense [T, T] mask, for any floating dtype, on any device. Differentiable.
+    """
     return F.scaled_dot_product_attention(
         query,
         key,

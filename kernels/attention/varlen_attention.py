@@ -50,7 +50,7 @@ def varlen_attention_backend(
     scale: float,
     kernel: VarlenKernel | None = None,
 ) -> Tensor:
-    """As ``shared_prompt_attention``.
+    """As ``reference_attention``.
 
     ``kernel`` is flash attention unless given. Keys and values are copied once for each path they
     are on, in each pass anew. Deterministic where ``torch.use_deterministic_algorithms`` asks for

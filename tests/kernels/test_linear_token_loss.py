@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
-from easyrl.kernels.logprobs.linear_token_loss import TokenLoss, linear_token_loss
+from easyrl.kernels.logprobs.linear_logprob import TokenLoss, linear_logprobs
 from tests.kernels.memory_recorder import PeakMemory
 from tests.kernels.test_linear_logprob import NUM_TOKENS, VOCAB, inputs, whole
 
@@ -44,7 +43,7 @@ def test_values_and_gradients(
     hidden, weight, bias, labels = inputs()
     used_bias = bias if with_bias else None
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
-    loss, *values = linear_token_loss(
+    loss, *values = linear_logprobs(
         hidden,
         weight,
         labels,
@@ -77,7 +76,7 @@ def test_tied_weight_and_other_uses_add_up() -> None:
         return of_both(*values, slice(0, NUM_TOKENS)).sum()
 
     (got,) = torch.autograd.grad(
-        total(lambda h: linear_token_loss(h, weight, labels, of_both, chunk_size=10)[0]), weight
+        total(lambda h: linear_logprobs(h, weight, labels, of_both, chunk_size=10)[0]), weight
     )
     (expected,) = torch.autograd.grad(total(whole_head), weight)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
@@ -88,10 +87,10 @@ def test_frozen_inputs_get_no_gradient(trained: str) -> None:
     names = ("hidden", "weight", "bias")
     *floats, labels = inputs()
     expected = dict(zip(names, floats, strict=True))
-    loss = linear_token_loss(*floats[:2], labels, of_both, bias=floats[2], chunk_size=10)[0]
+    loss = linear_logprobs(*floats[:2], labels, of_both, bias=floats[2], chunk_size=10)[0]
     (gradient,) = torch.autograd.grad(loss, expected[trained])
     used = [x if name == trained else x.detach() for name, x in expected.items()]
-    loss = linear_token_loss(*used[:2], labels, of_both, bias=used[2], chunk_size=10)[0]
+    loss = linear_logprobs(*used[:2], labels, of_both, bias=used[2], chunk_size=10)[0]
     loss.backward()
     assert expected[trained].grad is not None and torch.equal(expected[trained].grad, gradient)
     assert all(x.grad is None for name, x in expected.items() if name != trained)
@@ -101,7 +100,7 @@ def test_a_frozen_weight_costs_no_memory_for_a_gradient() -> None:
     """As with LoRA."""
     hidden, weight, _, labels = inputs(torch.float32)
     with PeakMemory(hidden, weight, labels, coefficients()) as recorder:
-        loss = linear_token_loss(hidden, weight.detach(), labels, of_both, chunk_size=4)[0]
+        loss = linear_logprobs(hidden, weight.detach(), labels, of_both, chunk_size=4)[0]
         loss.backward()
     assert 4 * VOCAB <= recorder.peak < weight.numel()
 
@@ -113,13 +112,13 @@ def test_without_gradients_only_values() -> None:
         assert not logprobs.requires_grad and not torch.is_grad_enabled()
         return of_both(logprobs, entropy, rows)
 
-    expected = linear_token_loss(hidden, weight, labels, of_both, chunk_size=10)
+    expected = linear_logprobs(hidden, weight, labels, of_both, chunk_size=10)
     with torch.no_grad(), PeakMemory(hidden, weight, labels, coefficients()) as recorder:
-        got = linear_token_loss(hidden, weight, labels, no_gradient, chunk_size=4)
+        got = linear_logprobs(hidden, weight, labels, no_gradient, chunk_size=4)
     assert recorder.peak < weight.numel()
     for first, second in zip(got, expected, strict=True):
         torch.testing.assert_close(first, second.detach(), rtol=1e-12, atol=1e-12)
-    got = linear_token_loss(hidden.detach(), weight.detach(), labels, of_both, chunk_size=10)
+    got = linear_logprobs(hidden.detach(), weight.detach(), labels, of_both, chunk_size=10)
     assert not got[0].requires_grad
 
 
@@ -130,7 +129,7 @@ def test_same_as_recomputing_in_bf16() -> None:
         hidden, weight, bias, labels = inputs(torch.bfloat16, num_tokens=200)
         settings = {"bias": bias, "temperature": 0.7, "chunk_size": 16}
         if same_pass:
-            loss, *got = linear_token_loss(hidden, weight, labels, of_both, **settings)
+            loss, *got = linear_logprobs(hidden, weight, labels, of_both, **settings)
         else:
             got = linear_logprobs(hidden, weight, labels, **settings)
             loss = of_both(*got, slice(0, 200)).sum()
@@ -150,7 +149,7 @@ def test_bf16_weight_gradient_is_rounded_once() -> None:
     gradients = {}
     for chunk_size in (1, 512):
         hidden, weight, _, labels = inputs(torch.bfloat16, num_tokens=512)
-        loss = linear_token_loss(hidden, weight, labels, of_logprobs, chunk_size=chunk_size)[0]
+        loss = linear_logprobs(hidden, weight, labels, of_logprobs, chunk_size=chunk_size)[0]
         (loss / 3).backward()
         assert weight.grad is not None
         gradients[chunk_size] = weight.grad.double()
@@ -166,7 +165,7 @@ def test_two_chunks_of_logits_at_a_time(method: str) -> None:
     rows = slice(0, num_tokens)
     with PeakMemory(hidden, weight, labels, coefficients()) as recorder:
         if method == "same_pass":
-            loss = linear_token_loss(hidden, weight, labels, of_both, chunk_size=chunk_size)[0]
+            loss = linear_logprobs(hidden, weight, labels, of_both, chunk_size=chunk_size)[0]
         elif method == "recompute":
             values = linear_logprobs(hidden, weight, labels, chunk_size=chunk_size)
             loss = of_both(*values, rows).sum()
@@ -191,7 +190,7 @@ def test_broken_losses_go_through() -> None:
             scale[3] = torch.nan
         return scale * logprobs
 
-    loss, logprobs, _ = linear_token_loss(hidden, weight, labels, one_is_broken, chunk_size=10)
+    loss, logprobs, _ = linear_logprobs(hidden, weight, labels, one_is_broken, chunk_size=10)
     loss.backward()
     assert loss.isnan() and logprobs.isfinite().all()
     assert hidden.grad is not None
@@ -200,12 +199,12 @@ def test_broken_losses_go_through() -> None:
     def infinite(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
         return logprobs / 0.0
 
-    assert linear_token_loss(hidden, weight, labels, infinite)[0] == -torch.inf
+    assert linear_logprobs(hidden, weight, labels, infinite)[0] == -torch.inf
 
 
 def test_no_tokens() -> None:
     hidden, weight, _, labels = inputs(num_tokens=0)
-    loss, logprobs, entropy = linear_token_loss(hidden, weight, labels, of_both, chunk_size=8)
+    loss, logprobs, entropy = linear_logprobs(hidden, weight, labels, of_both, chunk_size=8)
     assert loss == 0 and logprobs.shape == entropy.shape == (0,)
     loss.backward()
     assert hidden.grad is not None and hidden.grad.shape == hidden.shape
@@ -224,33 +223,33 @@ def test_wrong_losses_are_refused(enabled: bool) -> None:
     with torch.set_grad_enabled(enabled):
         for message, token_loss in wrong.items():
             with pytest.raises(ValueError, match=message):
-                linear_token_loss(hidden, weight, labels, token_loss, chunk_size=10)
+                linear_logprobs(hidden, weight, labels, token_loss, chunk_size=10)
 
 
 def test_losses_without_gradient_are_refused() -> None:
     hidden, weight, _, labels = inputs()
     with pytest.raises(ValueError, match="depend on none"):
-        linear_token_loss(hidden, weight, labels, lambda logprobs, *_: logprobs.detach())
+        linear_logprobs(hidden, weight, labels, lambda logprobs, *_: logprobs.detach())
 
 
 def test_bad_arguments_are_refused() -> None:
     hidden, weight, _, labels = inputs()
     with pytest.raises(ValueError, match=r"\[N, H\] and int64 \[N\]"):
-        linear_token_loss(hidden, weight, labels[:-1], of_both)
+        linear_logprobs(hidden, weight, labels[:-1], of_both)
     with pytest.raises(ValueError, match="weight"):
-        linear_token_loss(hidden, weight[:, :-1], labels, of_both)
+        linear_logprobs(hidden, weight[:, :-1], labels, of_both)
     with pytest.raises(ValueError, match="bias"):
-        linear_token_loss(hidden, weight, labels, of_both, bias=weight.new_zeros(VOCAB - 1))
+        linear_logprobs(hidden, weight, labels, of_both, bias=weight.new_zeros(VOCAB - 1))
     with pytest.raises(ValueError, match="temperature is -1"):
-        linear_token_loss(hidden, weight, labels, of_both, temperature=-1.0)
+        linear_logprobs(hidden, weight, labels, of_both, temperature=-1.0)
     with pytest.raises(ValueError, match="chunk_size 0"):
-        linear_token_loss(hidden, weight, labels, of_both, chunk_size=0)
+        linear_logprobs(hidden, weight, labels, of_both, chunk_size=0)
 
 
 def test_a_second_backward_is_refused() -> None:
     """The gradients are handed over, not kept."""
     hidden, weight, _, labels = inputs()
-    loss = linear_token_loss(hidden, weight, labels, of_both)[0]
+    loss = linear_logprobs(hidden, weight, labels, of_both)[0]
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="went backward before"):
         loss.backward()

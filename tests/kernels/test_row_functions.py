@@ -15,7 +15,6 @@ from torch import Tensor
 
 from easyrl.kernels.logprobs import row_functions, vocab_softmax
 from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
-from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
 from easyrl.kernels.logprobs.vocab_softmax import RowSums
 
 VOCAB = 9001
@@ -86,7 +85,7 @@ def results(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     found = []
     for same_pass in (True, False):
         if same_pass:
-            loss, *values = linear_token_loss(*leaves, labels, add, chunk_size=6)
+            loss, *values = linear_logprobs(*leaves, labels, add, chunk_size=6)
         else:
             values = [*linear_logprobs(*leaves, labels, chunk_size=6)]
             loss = add(*values, slice(None)).sum()

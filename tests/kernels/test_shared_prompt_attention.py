@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.segment_layout import SegmentLayout
-from easyrl.kernels.attention.shared_prompt_attention import (
-    BACKENDS,
-    load_backend,
-    shared_prompt_attention,
-)
+from easyrl.kernels.attention.shared_prompt_attention import BACKENDS, load_backend
 
 Triples = list[tuple[int, int, int]]
 PROMPT_WITH_RESPONSES: Triples = [(0, 5, -1), (5, 3, 0), (8, 1, 0), (9, 4, 0)]
@@ -86,7 +83,7 @@ def test_output_is_the_definition(
 ) -> None:
     layout = SegmentLayout(segments)
     inputs = random_inputs(layout.num_tokens, dtype, kv_heads=kv_heads)
-    output = shared_prompt_attention(*inputs, layout, backend=backend)
+    output = load_backend(backend)(*inputs, layout, 1 / math.sqrt(8))
     query, key, value = (x.double() for x in inputs)
     expected = attention_by_loop(query, key, value, segments, scale=1 / math.sqrt(8))
     assert output.dtype == dtype
@@ -98,7 +95,7 @@ def test_gradients_and_scale(backend: str) -> None:
     layout = SegmentLayout(TREE_OF_DEPTH_THREE)
     inputs = [x.requires_grad_() for x in random_inputs(layout.num_tokens, torch.float64)]
     weights = torch.randn(1, 4, layout.num_tokens, 8, dtype=torch.float64)
-    output = shared_prompt_attention(*inputs, layout, scale=0.2, backend=backend)
+    output = load_backend(backend)(*inputs, layout, 0.2)
     got = torch.autograd.grad((output * weights).sum(), inputs)
     by_loop = attention_by_loop(*inputs, TREE_OF_DEPTH_THREE, scale=0.2)
     expected = torch.autograd.grad((by_loop * weights).sum(), inputs)
@@ -135,9 +132,9 @@ def test_impossible_forests_are_refused(segments: Triples, message: str) -> None
 def test_wrong_shapes_and_names_are_refused() -> None:
     layout = SegmentLayout(PROMPT_WITH_RESPONSES)
     with pytest.raises(ValueError, match="one row of 13 tokens"):
-        shared_prompt_attention(*random_inputs(12, torch.float32), layout)
+        CheckedAttention()(*random_inputs(12, torch.float32), layout)
     with pytest.raises(ValueError, match="one row of 13 tokens"):
         two_rows = [x.repeat(2, 1, 1, 1) for x in random_inputs(13, torch.float32)]
-        shared_prompt_attention(*two_rows, layout)
-    with pytest.raises(ValueError, match="'flash' is unknown; there are reference"):
-        shared_prompt_attention(*random_inputs(13, torch.float32), layout, backend="flash")
+        CheckedAttention()(*two_rows, layout)
+    with pytest.raises(ValueError, match="'flash'; it is one of auto, reference"):
+        CheckedAttention("flash")

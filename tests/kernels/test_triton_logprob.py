@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from easyrl.kernels.logprobs import row_functions, vocab_softmax
-from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
+from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
 from tests.kernels.test_linear_token_loss import of_both
 
 
@@ -56,7 +56,7 @@ def test_whole_function_with_and_without(dtype: torch.dtype, monkeypatch) -> Non
         leaves = (hidden.requires_grad_(), weight.requires_grad_())
         rows = row_functions.row_functions(weight.t())  # not torch's by a verdict that nobody sees
         assert (rows is vocab_softmax) == (not use_triton)
-        output = linear_token_loss(*leaves, labels, of_both, temperature=0.7, chunk_size=128)
+        output = linear_logprobs(*leaves, labels, of_both, temperature=0.7, chunk_size=128)
         output[0].backward()
         results.append([*(x.detach() for x in output), hidden.grad, weight.grad])
     tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-4

@@ -12,7 +12,6 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
-from easyrl.kernels.logprobs.linear_token_loss import linear_token_loss
 from easyrl.kernels.logprobs.vocab_shard import VocabShard
 from tests.kernels.test_linear_logprob import NUM_TOKENS, VOCAB, inputs, whole
 
@@ -65,7 +64,7 @@ def check_against_whole(
         logprobs, entropy = linear_logprobs(hidden, part, labels, shard=shard, **settings)
         loss = losses(logprobs, entropy, slice(None)).sum()
     else:
-        loss, logprobs, entropy = linear_token_loss(
+        loss, logprobs, entropy = linear_logprobs(
             hidden, part, labels, losses, shard=shard, **settings
         )
     leaves = [hidden, part, *([bias_part] if bias_part is not None else [])]
@@ -91,7 +90,7 @@ def check_hidden_gradient_left_to_the_caller(rank: int) -> None:
     gradients = {}
     for reduce_hidden in (True, False):
         shard, mine = shard_of(rank, reduce_hidden)
-        loss, *_ = linear_token_loss(
+        loss, *_ = linear_logprobs(
             hidden, weight.detach()[mine], labels, losses, shard=shard, chunk_size=16
         )
         (gradients[reduce_hidden],) = torch.autograd.grad(loss, hidden)
@@ -131,4 +130,4 @@ def test_weight_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="301 rows"):
         linear_logprobs(hidden, weight, labels, shard=shard)
     with pytest.raises(ValueError, match="301 rows"):
-        linear_token_loss(hidden, weight, labels, losses, shard=shard)
+        linear_logprobs(hidden, weight, labels, losses, shard=shard)
