@@ -31,9 +31,6 @@ class RowCost:
         pairs = (end * (end + 1) - begin * (begin + 1)) / 2
         return self.per_token * (end - begin) + self.per_pair * pairs
 
-    def labels(self, count: np.ndarray) -> np.ndarray:
-        return self.per_label * count
-
 
 def model_cost(shape: Mapping[str, Any]) -> RowCost:
     """Of a decoder whose sizes have the names that Hugging Face configurations give them.

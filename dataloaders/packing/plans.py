@@ -1,21 +1,34 @@
-"""Packing plans: how drained groups are spread over rows, prompts or all beginnings shared."""
+"""Packing plans: how drained groups are spread over rows, prompts or all beginnings shared.
+
+All rules are functions of their arguments alone. A row keeps to the token budget unless one thing
+alone exceeds it, which then has a row of its own.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from easyrl.dataloaders.packing.cost import RowCost
-from easyrl.dataloaders.packing.partition import Item, Rows, balanced, in_order
 from easyrl.dataloaders.packing.prefix_tree import SharedOrder, lexicographic
 from easyrl.dataloaders.packing.row import TrainedSequence
 
 # What a row takes whatever is in it (weights read, or gathered from other ranks; launches), set to
 # the linear layers' work on this share of a full row's tokens. An assumption: models differ.
 ROW_OVERHEAD = 1 / 8
+
+Rows = list[list[int]]  # of indices; each row in rising order
+
+
+class Item(NamedTuple):
+    """Something that stays in one row and shares nothing with others."""
+
+    num_tokens: int
+    cost: float
 
 
 @dataclass
@@ -32,7 +45,8 @@ class RowPlan(ABC):
         self.lengths = np.array([len(s.token_ids) for s in self.sequences], dtype=np.int64)
         self.prompts = np.array([s.prompt_length for s in self.sequences], dtype=np.int64)
         self.group_of = np.repeat(np.arange(len(self.groups)), [len(g) for g in self.groups])
-        self.num_labels = np.array([len(s.trained) for s in self.sequences], dtype=np.int64)
+        num_labels = np.array([len(s.trained) for s in self.sequences], dtype=np.int64)
+        self.label_costs = self.cost.per_label * num_labels
 
     @abstractmethod
     def rows(self, keep_order: bool) -> Rows:
@@ -55,7 +69,7 @@ class RowPlan(ABC):
         A cut makes the next row begin with what its first sequence shared with the one before it,
         which costs. So squares ask for both: rows of even cost, and cuts where little is shared.
         """
-        labels = self.cost.labels(self.num_labels[order.index])
+        labels = self.label_costs[order.index]
         own_cost = self.cost.tokens(np.zeros_like(order.lengths), order.lengths) + labels
         costs = self.cost.tokens(order.shared, order.lengths) + labels
         # Of a stretch [i, j): what i costs alone, and what each later one adds to its neighbour.
@@ -96,8 +110,8 @@ class RowPlan(ABC):
 
     def cost_of(self, order: SharedOrder) -> float:
         """Of one row that holds all of ``order``."""
-        labels = self.cost.labels(self.num_labels[order.index])
-        return float((self.cost.tokens(order.shared, order.lengths) + labels).sum())
+        costs = self.cost.tokens(order.shared, order.lengths) + self.label_costs[order.index]
+        return float(costs.sum())
 
 
 class PromptRows(RowPlan):
@@ -121,8 +135,7 @@ class PromptRows(RowPlan):
         if self.whole_groups or self.order_of(members).num_tokens <= self.budget:
             return [members.tolist()]
         prompts = self.prompts[members]
-        costs = self.cost.tokens(prompts, self.lengths[members])
-        costs = costs + self.cost.labels(self.num_labels[members])
+        costs = self.cost.tokens(prompts, self.lengths[members]) + self.label_costs[members]
         num_tokens = self.lengths[members] - prompts
         items = [Item(*pair) for pair in zip(num_tokens.tolist(), costs.tolist(), strict=True)]
         room = max(1, self.budget - int(prompts[0]))
@@ -176,3 +189,55 @@ class TreeRows(RowPlan):
         if self.whole_groups:
             return prompt_rows
         return min(self.neighbours(order), prompt_rows, key=self.price)
+
+
+def in_order(items: Sequence[Item], budget: int) -> Rows:
+    """Consecutive items, a row closed when the next one has no room."""
+    rows: Rows = []
+    room = 0
+    for index, item in enumerate(items):
+        if not rows or item.num_tokens > room:
+            rows.append([])
+            room = budget
+        rows[-1].append(index)
+        room -= item.num_tokens
+    return rows
+
+
+def balanced(items: Sequence[Item], budget: int) -> Rows:
+    """Any items together; rows come in the order of their first items.
+
+    For each number of rows from the smallest conceivable on: the costliest item first, always into
+    the cheapest row that has room (LPT: Graham 1969, "Bounds on multiprocessing timing anomalies");
+    where that does not work out, the largest item first, into the first row that has room (first
+    fit decreasing, which needs at most 11/9 of the fewest rows).
+    """
+    too_large = [i for i, item in enumerate(items) if item.num_tokens > budget]
+    others = [i for i, item in enumerate(items) if item.num_tokens <= budget]
+    by_cost = sorted(others, key=lambda i: (-items[i].cost, i))
+    by_size = sorted(others, key=lambda i: (-items[i].num_tokens, i))
+    count = -(-sum(items[i].num_tokens for i in others) // budget)
+    while True:
+        rows = _fill(items, by_cost, budget, count, cheapest=True)
+        rows = rows or _fill(items, by_size, budget, count, cheapest=False)
+        if rows is not None:
+            return sorted([sorted(row) for row in (*rows, *([i] for i in too_large)) if row])
+        count += 1
+
+
+def _fill(
+    items: Sequence[Item], order: Sequence[int], budget: int, count: int, *, cheapest: bool
+) -> Rows | None:
+    """Each item into a row with room, the cheapest or else the first; None if one has no room."""
+    rows: Rows = [[] for _ in range(count)]
+    room, costs = [budget] * count, [0.0] * count
+    for index in order:
+        item = items[index]
+        fitting = [r for r in range(count) if room[r] >= item.num_tokens]
+        if not fitting:
+            return None
+        row = min(fitting, key=lambda r: (costs[r], r)) if cheapest else fitting[0]
+        rows[row].append(index)
+        room[row] -= item.num_tokens
+        costs[row] += item.cost
+    return rows

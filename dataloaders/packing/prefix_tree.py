@@ -84,7 +84,10 @@ class PrefixTree:
         before = np.concatenate([[-1], order.lengths[:-1]])
         # Runs that do not go on behind the token that stands before them in the row.
         branching = np.flatnonzero((self._counts > 0) & (order.shared != before))
-        parents = self._parent_positions(branching)
+        owners = self._owners[branching]
+        # Row positions of the tokens behind which they begin; -1 for roots.
+        parents = self._starts[owners] + order.shared[branching] - 1 - order.shared[owners]
+        parents = np.where(owners < 0, -1, parents)
         begins = np.unique(np.concatenate([self._starts[branching], parents[parents >= 0] + 1]))
         parent_segments = np.arange(len(begins)) - 1
         where = np.searchsorted(begins, self._starts[branching])
@@ -101,12 +104,6 @@ class PrefixTree:
         path = np.array(runs[::-1])  # from the root; each run holds the depths up to the next one's
         run = path[np.searchsorted(self.order.shared[path], depths, side="right") - 1]
         return self._starts[run] + depths - self.order.shared[run]
-
-    def _parent_positions(self, runs: np.ndarray) -> np.ndarray:
-        """Row positions of the tokens behind which ``runs`` begin; -1 for roots."""
-        shared, owners = self.order.shared, self._owners[runs]
-        positions = self._starts[owners] + shared[runs] - 1 - shared[owners]
-        return np.where(owners < 0, -1, positions)
 
 
 def _num_shared(a: np.ndarray, b: np.ndarray) -> int:

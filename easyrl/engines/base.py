@@ -75,14 +75,12 @@ class SavedState(Protocol):
 
     def numel(self, key: str) -> int:
         """Elements of the whole tensor; 0 if there is none of that name."""
-        ...
 
     def read(self, key: str, start: int, numel: int) -> Tensor:
         """Elements ``[start, start + numel)``, on the host.
 
         Raises ``ValueError`` if they are not all there.
         """
-        ...
 
 
 class TrainEngine(Protocol):
@@ -100,7 +98,6 @@ class TrainEngine(Protocol):
         """The weights as they are now are the old policy of the batch's updates, with
         ``updates_per_batch`` above 1; else without effect. All ranks call it before each batch.
         """
-        ...
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         """Accumulates the gradients of the recipe's *sums*; one metrics record per micro-batch.
@@ -108,25 +105,20 @@ class TrainEngine(Protocol):
         Collective when ``lockstep``. Raises ``NonFiniteLossError`` when all backwards are done; the
         gradient is then NaN, and ``optimizer_step`` skips on every rank.
         """
-        ...
 
     def optimizer_step(self, denominator: float) -> StepResult:
         """Divides by ``denominator`` (of all ranks together), clips, steps, clears. Collective."""
-        ...
 
     def discard_gradients(self) -> None:
         """Forgets what was accumulated (a skipped step). Collective."""
-        ...
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
         """What ``forward_backward`` would have the frozen models say of ``micro_batch``, for a
         caller that hands it over in ``MicroBatch.frozen``. Only if ``can_look_ahead``.
         """
-        ...
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """Policy log-probabilities, no gradient, float32 [N], on the CPU. Collective if sharded."""
-        ...
 
     def named_weights(
         self, kind: Literal["full", "adapter"] = "full"
@@ -136,25 +128,21 @@ class TrainEngine(Protocol):
         ``full``: the whole model, an adapter merged into it; ``adapter``: the adapter alone.
         All ranks iterate; tensors are only valid on rank 0 and until the next one is asked for.
         """
-        ...
 
     def perturbed_weights(self) -> AbstractContextManager[None]:
         """Inside, every weight is visibly changed ; afterwards bit-equal to before."""
-        ...
 
     def snapshot(self) -> EngineState:
         """A copy, in host memory, of this rank's share of weights, optimizer and schedule.
 
         Of a step that is over: no gradients. Training may go on at once. All ranks call it.
         """
-        ...
 
     def restore(self, saved: SavedState) -> None:
         """Inverse of ``snapshot``, to the bit, also with another number of ranks. Collective.
 
         Raises ``ValueError`` if the checkpoint does not fit.
         """
-        ...
 
 
 class NonFiniteLossError(FloatingPointError):

@@ -60,7 +60,7 @@ def checkpoint_activations(
 
 
 def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    keep, reuse = create_selective_checkpoint_contexts(_policy)
+    keep, reuse = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
     return _OnlyKept(keep), _OnlyKept(reuse)
 
 
@@ -91,7 +91,3 @@ class _OnlyKept(TorchDispatchMode):
         if str(func) in _KEPT:
             return self._mode.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-def _policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if str(op) in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,9 +8,8 @@ peft is imported where it is needed: that takes seconds, and few runs have adapt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +75,9 @@ def factors(layer: LoraLayer, adapter: str = TRAINED) -> tuple[nn.Parameter, nn.
     return a, b
 
 
-def adapter_parameters(model: nn.Module, adapter: str = TRAINED) -> list[nn.Parameter]:
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
     """``A`` and ``B`` of all layers, in the model's order."""
-    return [p for layer in adapter_layers(model).values() for p in factors(layer, adapter)]
+    return [p for layer in adapter_layers(model).values() for p in factors(layer)]
 
 
 def merged_weight(layer: LoraLayer, weight: Tensor) -> Tensor:
@@ -91,24 +90,6 @@ def merged_weight(layer: LoraLayer, weight: Tensor) -> Tensor:
     return (weight.detach().to(dtype) + (b @ a) * layer.scaling[TRAINED]).to(weight.dtype)
 
 
-@contextmanager
-def adapter_in_use(layers: Sequence[LoraLayer], adapter: str | None) -> Iterator[None]:
-    """Inside, ``layers`` run with ``adapter``, with None as they were before any.
-
-    peft's own switches also set every parameter's ``requires_grad``, which takes 40 ms for 28
-    decoder layers, in each micro-batch.
-    """
-    try:
-        for layer in layers:
-            layer._disable_adapters = adapter is None
-            layer._active_adapter = adapter or TRAINED
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
-            layer._active_adapter = TRAINED
-
-
 def frozen_adapter(engine: nn.Module, policy: PolicyModel, adapter: str | None) -> FrozenModel:
     """The policy's own weights as a frozen model, without a second copy: with another adapter, or
     with None, the model that the run started from.
@@ -117,7 +98,23 @@ def frozen_adapter(engine: nn.Module, policy: PolicyModel, adapter: str | None) 
     ZeRO-3 gathers; there all ranks run it together.
     """
     layers = list(adapter_layers(policy.model).values())
-    return FrozenModel(engine, partial(adapter_in_use, layers, adapter))
+
+    def use(name: str | None) -> None:
+        # peft's own switches also set every parameter's ``requires_grad``, which takes 40 ms for 28
+        # decoder layers, in each micro-batch.
+        for layer in layers:
+            layer._disable_adapters = name is None
+            layer._active_adapter = name or TRAINED
+
+    @contextmanager
+    def in_use() -> Iterator[None]:
+        try:
+            use(adapter)
+            yield
+        finally:
+            use(TRAINED)
+
+    return FrozenModel(engine, in_use)
 
 
 def peft_config(lora: LoraConfig, base_model: Path | None = None) -> peft.LoraConfig:

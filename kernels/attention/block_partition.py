@@ -8,8 +8,10 @@ of a square that is not longer than their own tiles.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from easyrl.kernels.attention.segment_layout import SegmentLayout
 
 
 class Span(NamedTuple):
@@ -33,44 +35,34 @@ class Block(NamedTuple):
 
 
 def partition(
-    segments: Iterable[tuple[int, int, int]],
-    rectangles: Iterable[tuple[int, int, int, int]],
-    longest: int | None = None,
-    most_queries: int | None = None,
+    layout: SegmentLayout, longest: int | None = None, most_queries: int | None = None
 ) -> tuple[Block, ...]:
     """Blocks that hold each visible pair once: first the causal ones, which hold each position
     once as query and once as key, then the rectangles.
 
-    ``segments`` and ``rectangles`` are a ``SegmentLayout``'s. If given, ``longest`` limits the
-    length of a causal block, ``most_queries`` the queries of a rectangle and of a whole batch,
-    unless that is a single causal block.
+    If given, ``longest`` limits the length of a causal block, ``most_queries`` the queries of a
+    rectangle and of a whole batch, unless that is a single causal block.
     """
     triangles: list[tuple[int, int]] = []  # start, length
-    full: list[tuple[int, int, int, int]] = list(rectangles)
-    for start, length, _ in segments:
-        if longest is None:
-            triangles.append((start, length))
-        else:
-            _halve(start, length, longest, triangles, full)
-    by_length: dict[int, list[int]] = defaultdict(list)
+    full: list[tuple[int, int, int, int]] = list(layout.rectangles)
+    for start, length, _ in layout.segments:
+        _halve(start, length, longest or length, triangles, full)
+    # Where the queries of what is of one size, at one distance from its keys, begin.
+    alike: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
     for start, length in triangles:
-        by_length[length].append(start)
-    by_shape: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    pieces = (piece for rectangle in full for piece in _cut(*rectangle, most_queries))
-    for query_start, query_end, key_start, key_end in pieces:
-        shape = (query_end - query_start, key_end - key_start, query_start - key_start)
-        by_shape[shape].append(query_start)
+        alike[length, length, 0, True].append(start)
+    for rectangle in full:
+        for query_start, query_end, key_start, key_end in _cut(*rectangle, most_queries):
+            distance = query_start - key_start
+            kind = (query_end - query_start, key_end - key_start, distance, False)
+            alike[kind].append(query_start)
     blocks = []
-    for length, starts in by_length.items():
-        for first, count, step in _progressions(starts, length, length, most_queries):
-            span = Span(first, length, count, step)
-            blocks.append(Block(span, span, causal=True))
-    for (query_length, key_length, offset), starts in by_shape.items():
-        for first, count, step in _progressions(
-            starts, query_length, max(query_length, key_length), most_queries
-        ):
-            queries = Span(first, query_length, count, step)
-            blocks.append(Block(queries, Span(first - offset, key_length, count, step), False))
+    for (num_queries, num_keys, distance, causal), starts in alike.items():
+        apart = max(num_queries, num_keys)
+        for first, count, step in _progressions(starts, num_queries, apart, most_queries):
+            queries = Span(first, num_queries, count, step)
+            keys = Span(first - distance, num_keys, count, step)
+            blocks.append(Block(queries, keys, causal))
     return tuple(blocks)
 
 

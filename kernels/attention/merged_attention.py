@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from easyrl.kernels.attention import partial_attention
-from easyrl.kernels.attention.block_partition import Span
+from easyrl.kernels.attention.block_partition import Span, partition
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 
 # The CPU kernel computes squares of up to 512 whole, causal or not. Its results are merged faster
@@ -52,7 +52,7 @@ class _MergedAttention(torch.autograd.Function):
         repeats = num_heads // key.shape[1]
         rows = [_by_token(query, repeats), _shared(key, repeats), _shared(value, repeats)]
         merged = [x.unflatten(1, (-1, repeats)) for x in (output, logsumexp)]
-        for block in layout.blocks(*_limits(query.device)):
+        for block in layout.derived(partition, *_limits(query.device)):
             for q, k, v, out, lse in zip(
                 *_calls(rows[:1], block.queries),
                 *_calls(rows[1:], block.keys),
@@ -81,7 +81,7 @@ class _MergedAttention(torch.autograd.Function):
         grads = [_sums_by_token(x) for x in (query, key, value)]  # [T, H, D]
         grad_query = [grads[0].unflatten(1, (-1, repeats))]
         grad_shared = [x.unsqueeze(2).expand(-1, -1, repeats, -1) for x in grads[1:]]
-        for block in ctx.layout.blocks(*_limits(query.device)):
+        for block in ctx.layout.derived(partition, *_limits(query.device)):
             first = block.causal
             for call, (g, q, out, lse, k, v, *sums) in enumerate(
                 zip(
@@ -106,7 +106,7 @@ class _MergedAttention(torch.autograd.Function):
 
 
 def _limits(device: torch.device) -> tuple[int | None, int | None]:
-    """The arguments of ``SegmentLayout.blocks``."""
+    """Of ``partition``."""
     return (_LONGEST_CAUSAL_ON_CPU, _MOST_QUERIES_ON_CPU) if device.type == "cpu" else (None, None)
 
 

@@ -117,23 +117,18 @@ class _Slots:
         self.tensors = list(given)
 
     def put(self, tensor: Tensor) -> int:
-        for slot, known in enumerate(self.tensors):
-            if _is_same(tensor, known):
-                return slot
+        known = [_identity(other) for other in self.tensors]
+        if _identity(tensor) in known:
+            return known.index(_identity(tensor))
         self.tensors.append(tensor)
-        return len(self.tensors) - 1
+        return len(known)
 
     def get(self, slot: int) -> Tensor:
         return self.tensors[slot]
 
 
-def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    return (
-        tensor.data_ptr() == other.data_ptr()
-        and tensor.dtype == other.dtype
-        and tensor.shape == other.shape
-        and tensor.stride() == other.stride()
-    )
+def _identity(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _sum_by_token(grad: Tensor, index: Tensor, num_tokens: int) -> Tensor:

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from easyrl.kernels.attention.block_partition import Block, partition
-
 T = TypeVar("T")
 
 
@@ -98,12 +96,6 @@ class SegmentLayout:
         """The gathered form of the row, its tensors on ``device``."""
         return self.derived(_paths, device)
 
-    def blocks(
-        self, longest: int | None = None, most_queries: int | None = None
-    ) -> tuple[Block, ...]:
-        """The merge form of the row, as ``partition`` cuts it with these limits."""
-        return self.derived(_blocks, longest, most_queries)
-
 
 def _check_segments(segments: Sequence[tuple[int, int, int]]) -> None:
     end = 0
@@ -130,12 +122,6 @@ def _check_segments(segments: Sequence[tuple[int, int, int]]) -> None:
         end = start + length
     if end == 0:
         raise ValueError("a row has at least one segment")
-
-
-def _blocks(
-    layout: SegmentLayout, longest: int | None, most_queries: int | None
-) -> tuple[Block, ...]:
-    return partition(layout.segments, layout.rectangles, longest, most_queries)
 
 
 def _dense_mask(layout: SegmentLayout, device: torch.device) -> Tensor:

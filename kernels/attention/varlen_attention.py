@@ -15,10 +15,10 @@ Shape legend: T tokens of the row, K keys of all paths together, Hq query and Hk
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,14 +32,9 @@ _HEAD_MULTIPLE = 8
 _AMPERE = 8  # major compute capability, the least for flash attention
 _HOPPER = 9
 
-
-class VarlenKernel(Protocol):
-    """Causal attention of each segment over its path, aligned at the bottom right, times ``scale``:
-    ``query`` [T, Hq, D] over ``key`` and ``value`` [K, Hkv, D] gives [T, Hq, D]. Differentiable."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, paths: Paths, scale: float
-    ) -> Tensor: ...
+# Causal attention of each segment over its path, aligned at the bottom right, times a scale: query
+# [T, Hq, D] over key and value [K, Hkv, D] gives [T, Hq, D]. Differentiable.
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Paths, float], Tensor]
 
 
 def varlen_attention_backend(
@@ -60,8 +55,10 @@ def varlen_attention_backend(
     kernel = flash_kernel(query) if kernel is None else kernel
     paths = layout.paths(query.device)
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend = partial(kernel, paths=paths, scale=scale)
-    return attend_over_paths(attend, queries, keys, values, paths.key_index).transpose(0, 1)[None]
+    output = attend_over_paths(
+        lambda q, k, v: kernel(q, k, v, paths, scale), queries, keys, values, paths.key_index
+    )
+    return output.transpose(0, 1)[None]
 
 
 def flash_kernel(query: Tensor) -> VarlenKernel:

@@ -245,14 +245,14 @@ class _LinearTokenLoss(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         loss_sum = logprobs.new_zeros(())
         for rows, logits in head.chunks():
-            logsumexp, *values = head.values(logits, rows)
-            logprobs[rows], entropy[rows] = values
+            logsumexp, logp, h = head.values(logits, rows)
+            logprobs[rows], entropy[rows] = logp, h
             if not any(needed):
-                loss_sum += _checked(token_loss(*values, rows), rows).sum()
+                loss_sum += _checked(token_loss(logp, h, rows), rows).sum()
                 continue
-            chunk_sum, *by_values = _differentiate(token_loss, *values, rows)
+            chunk_sum, by_logprob, by_entropy = _differentiate(token_loss, logp, h, rows)
             loss_sum += chunk_sum
-            gradients.add(logits, rows, logsumexp, values[1], *by_values)
+            gradients.add(logits, rows, logsumexp, h, by_logprob, by_entropy)
         ctx.mark_non_differentiable(logprobs, entropy)
         ctx.set_materialize_grads(False)
         ctx.gradients = gradients

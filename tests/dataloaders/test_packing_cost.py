@@ -50,7 +50,9 @@ def test_row_costs_add_up() -> None:
     (row,) = pack([random_group(np.random.default_rng(0), 6, [4, 9, 1])])
     lengths = np.array([4, 9, 1])
     prompt = cost.tokens(np.array(0), np.array(6))
-    total = prompt + cost.tokens(np.full(3, 6), 6 + lengths).sum() + cost.labels(lengths).sum()
+    total = (
+        prompt + cost.tokens(np.full(3, 6), 6 + lengths).sum() + (cost.per_label * lengths).sum()
+    )
     layout = SegmentLayout(row.segments)
     assert total == 3.0 * 20 + 0.5 * layout.num_pairs + 7.0 * 14
 

@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from easyrl.dataloaders.packing.cost import RowCost
-from easyrl.dataloaders.packing.partition import (
-    Item,
-    Rows,
-    balanced,
-    in_order,
-)
-from easyrl.dataloaders.packing.plans import TreeRows
+from easyrl.dataloaders.packing.plans import Item, Rows, TreeRows, balanced, in_order
 from easyrl.dataloaders.packing.row import TrainedSequence
 from easyrl.schema import SampleKey
 from tests.dataloaders.packed_rows import BUSY

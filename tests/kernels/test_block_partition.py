@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from easyrl.kernels.attention.block_partition import Block, Span
+from easyrl.kernels.attention.block_partition import Block, Span, partition
 from easyrl.kernels.attention.merged_attention import merged_attention
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import reference_attention
@@ -68,7 +68,7 @@ def test_random_rows_and_limits() -> None:
             most_queries = draw.choice([8, 12, 16, 20])
             segments = random_nest(draw, most_queries)
         layout = SegmentLayout(segments)
-        blocks = layout.blocks(longest, most_queries)
+        blocks = partition(layout, longest, most_queries)
         for queries, keys, _ in blocks:
             case = (segments, longest, most_queries, queries, keys)
             assert not overlaps(queries) and not overlaps(keys), case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from easyrl.kernels.attention.block_partition import partition
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from tests.kernels.forests import FORESTS, Triples, random_forest
 
@@ -25,7 +26,7 @@ def test_blocks_hold_every_visible_pair_once(
     seen = torch.zeros(size, size, dtype=torch.int64)
     covered = torch.zeros(size, dtype=torch.int64)
     rectangles_began = False
-    for queries, keys, causal in layout.blocks(longest, most_queries):
+    for queries, keys, causal in partition(layout, longest, most_queries):
         assert queries.number == keys.number
         assert queries.number == 1 or min(queries.step, keys.step) >= 1
         for i in range(queries.number):
@@ -46,26 +47,27 @@ def test_blocks_hold_every_visible_pair_once(
     assert torch.equal(seen, layout.dense_mask(CPU).long())
     assert (covered == 1).all()
     assert layout.num_pairs == int(seen.sum())
-    assert layout.blocks(longest, most_queries) is layout.blocks(longest, most_queries)
+    derived = [layout.derived(partition, longest, most_queries) for _ in range(2)]
+    assert derived[0] is derived[1]
 
 
 @pytest.mark.parametrize("forest", ALL)
 @pytest.mark.parametrize("longest", [None, 1, 4])
 def test_stretches_of_a_batch_do_not_overlap(forest: str, longest: int | None) -> None:
     """Sums are formed in place over each batch."""
-    for queries, keys, _ in SegmentLayout(ALL[forest]).blocks(longest):
+    for queries, keys, _ in partition(SegmentLayout(ALL[forest]), longest):
         for span in (queries, keys):
             assert span.number == 1 or span.step >= span.length
 
 
 def test_equal_responses_are_one_batch() -> None:
     layout = SegmentLayout([(0, 100, -1), *((100 + 8 * i, 8, 0) for i in range(5))])
-    assert [(q.number, q.length, k.length, c) for q, k, c in layout.blocks()] == [
+    assert [(q.number, q.length, k.length, c) for q, k, c in partition(layout)] == [
         (1, 100, 100, True),
         (5, 8, 8, True),
         (1, 40, 100, False),
     ]
-    halved = [(q.number, q.length, k.length, c) for q, k, c in layout.blocks(25)]
+    halved = [(q.number, q.length, k.length, c) for q, k, c in partition(layout, 25)]
     assert halved == [
         (4, 25, 25, True),
         (5, 8, 8, True),
@@ -73,7 +75,7 @@ def test_equal_responses_are_one_batch() -> None:
         (1, 50, 50, False),
         (2, 25, 25, False),
     ]
-    cut = [(q.start, q.number, q.length, k.length, c) for q, k, c in layout.blocks(None, 20)]
+    cut = [(q.start, q.number, q.length, k.length, c) for q, k, c in partition(layout, None, 20)]
     assert cut == [
         (0, 1, 100, 100, True),
         (100, 2, 8, 8, True),

@@ -177,7 +177,9 @@ class DeepSpeedEngine:
 
     def _backward_of_nothing(self, scale: float) -> None:
         """A backward through all parameters whose gradient is ``scale`` times something."""
-        logprobs, _ = self._engine(*_smallest_row(self._device))
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        layout = SegmentLayout([Segment(0, 1, -1)])  # one token that predicts itself
+        logprobs, _ = self._engine(zero, zero, layout, zero, zero)
         self._backward(logprobs.sum() * scale)
 
     def _backwards_of_all_ranks(self) -> int:
@@ -356,12 +358,6 @@ def _initialize(
             config=training_config(config),
         )
     return engine
-
-
-def _smallest_row(device: torch.device) -> tuple[Any, ...]:
-    """Arguments of ``PolicyModel.forward``: one token that predicts itself."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return zero, zero, SegmentLayout([Segment(0, 1, -1)]), zero, zero
 
 
 def _numel(parameter: nn.Parameter) -> int:
