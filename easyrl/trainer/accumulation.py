@@ -65,13 +65,13 @@ class GroupFunctions:
 
     ``trained`` is given groups of this rank and, for scope ``batch``, the rewards of all groups of
     the optimizer step, of all ranks. ``pack_finished`` makes rows of responses whose group need
-    not be complete; its second argument is not looked at.
+    not be complete.
     """
 
     trained: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[TrainedGroup]]
     denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, docs/recipes.md
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
-    pack_finished: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
+    pack_finished: Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
     scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # scores to train with
     scope: Literal["group", "batch"] = "group"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +37,7 @@ MIN_USEFUL = 0.25
 
 CPU = torch.device("cpu")
 Piece = Sequence[FinishedSamples]  # what goes through the models together
-Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
+Pack = Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
 
 
 class OpenGroups(Protocol):
@@ -141,10 +140,7 @@ class LookAhead:
     def _rows(self, chosen: Piece) -> list[MicroBatch]:
         """Packed as groups are; none where no token of theirs is trained."""
         numbers = {samples.prompt.key: list(samples.completions) for samples in chosen}
-        rows = self.pack(
-            [_group_of(samples) for samples in chosen],
-            [np.zeros(len(samples.completions), np.float32) for samples in chosen],
-        )
+        rows = self.pack([_group_of(samples) for samples in chosen])
 
         def of_whole_group(key: SampleKey) -> SampleKey:
             return key._replace(sample=numbers[key.epoch, key.prompt][key.sample])
