@@ -63,14 +63,12 @@ class Inference:
     ) -> Evaluator:
         """Evaluates on ``prompts`` with the same rewards; its events are not the run's own."""
         return Evaluator(
+            config=evaluation,
             prompts=prompts,
             rollouts=self._generator(evaluation.sampling, evaluation.num_samples, None, record),
             is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
             collectives=collectives,
             stop=stop,
-            num_samples=evaluation.num_samples,
-            pass_at=evaluation.pass_at,
-            threshold=evaluation.threshold,
             reward_name=self.config.rewards[0].label,
         )
 

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from easyrl.config.base import ConfigError, Section
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
-from easyrl.config.evaluation import EvaluationConfig
 from easyrl.config.inference import (
     SHARED_MEMORY,
     InferenceConfig,
@@ -20,7 +19,12 @@ from easyrl.config.inference import (
 from easyrl.config.model import LoraConfig, ModelConfig, model_contradictions
 from easyrl.config.recipe import RecipeConfig
 from easyrl.config.rewards import RewardConfig, ScoringConfig, reward_contradictions
-from easyrl.config.rollout import RolloutConfig, SamplingConfig, rollout_contradictions
+from easyrl.config.rollout import (
+    EvaluationConfig,
+    RolloutConfig,
+    SamplingConfig,
+    rollout_contradictions,
+)
 from easyrl.config.run import CheckpointConfig, JournalConfig, RunConfig, WatchdogConfig
 from easyrl.config.trainer import TrainerConfig, trainer_contradictions
 

@@ -24,11 +24,3 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
     )
-
-
-def is_set(section: Section, key: str) -> bool:
-    """Whether ``key`` has another value than its default.
-
-    A value set to its default is never refused: a dumped tree names every key and must load again.
-    """
-    return bool(getattr(section, key) != type(section).model_fields[key].default)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from easyrl.config.base import FilePath, PositiveFloat, PositiveInt, Section, is_set
+from easyrl.config.base import FilePath, PositiveFloat, PositiveInt, Section
 
 
 class LoraConfig(Section):
@@ -44,7 +44,7 @@ class ModelConfig(Section):
 
 def model_contradictions(model: ModelConfig) -> list[str]:
     """Values of the section that do not go together, each with its key and the remedy."""
-    if is_set(model, "checkpoint_every") and model.activation_checkpointing == "none":
+    if model.checkpoint_every > 1 and model.activation_checkpointing == "none":
         return [
             "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
             "model.activation_checkpointing to layer or selective"

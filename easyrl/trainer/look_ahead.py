@@ -125,7 +125,7 @@ class LookAhead:
         chosen = []
         for group in sorted(
             self.open_groups.groups(),
-            key=lambda group: (_useful(group, self.max_tokens), group.num_finished_tokens),
+            key=lambda group: (_useful(group, self.max_tokens), sum(group.finished)),
             reverse=True,
         ):
             if _useful(group, room) < MIN_USEFUL:

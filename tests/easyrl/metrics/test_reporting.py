@@ -72,14 +72,12 @@ def stop():
 
 def make_evaluator(rollouts, collectives, stop, num_prompts=3):
     return Evaluator(
+        config=EvaluationConfig(data={"files": ["held-out.jsonl"]}, num_samples=2, pass_at=[1, 2]),
         prompts=[Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(num_prompts)],
         rollouts=rollouts,
         is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
         collectives=collectives,
         stop=stop,
-        num_samples=2,
-        pass_at=[1, 2],
-        threshold=0.5,
         reward_name="exact",
     )
 
