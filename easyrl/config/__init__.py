@@ -16,9 +16,9 @@ from easyrl.config.inference import (
     WeightSyncConfig,
     endpoint_url,
 )
-from easyrl.config.model import LoraConfig, ModelConfig, model_contradictions
+from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.recipe import RecipeConfig
-from easyrl.config.rewards import RewardConfig, ScoringConfig, reward_contradictions
+from easyrl.config.rewards import RewardConfig, ScoringConfig
 from easyrl.config.rollout import (
     EvaluationConfig,
     RolloutConfig,
@@ -49,12 +49,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        problems = [
-            *rollout_contradictions(self.rollout),
-            *model_contradictions(self.model),
-            *trainer_contradictions(self.trainer, self.model, self.run),
-            *reward_contradictions(self.rewards),
-        ]
+        problems = rollout_contradictions(self.rollout)
+        if self.model.checkpoint_every > 1 and self.model.activation_checkpointing == "none":
+            problems.append(
+                "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
+                "model.activation_checkpointing to layer or selective"
+            )
+        problems += trainer_contradictions(self.trainer, self.model, self.run)
+        labels = [reward.label for reward in self.rewards]
+        if len(set(labels)) != len(labels):
+            problems.append(f"rewards: two are called the same ({labels}); rename a function")
         if problems:
             raise ValueError("\n".join(problems))
         return self

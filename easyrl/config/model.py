@@ -40,13 +40,3 @@ class ModelConfig(Section):
     @property
     def tokenizer_path(self) -> Path:
         return self.tokenizer or self.path
-
-
-def model_contradictions(model: ModelConfig) -> list[str]:
-    """Values of the section that do not go together, each with its key and the remedy."""
-    if model.checkpoint_every > 1 and model.activation_checkpointing == "none":
-        return [
-            "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
-            "model.activation_checkpointing to layer or selective"
-        ]
-    return []

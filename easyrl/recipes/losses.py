@@ -1,8 +1,7 @@
 """A recipe's loss of a micro-batch, as a sum over its trained tokens, and what is counted of it.
 
-Nothing here is a mean: ``MicroBatch.loss_weights`` carries the aggregation and one late scalar per
-optimizer step divides (docs/recipes.md), so that the gradient of a batch does not depend on how its
-groups are spread over micro-batches.
+Nothing here is a mean: one late scalar per optimizer step divides (docs/recipes.md), so that the
+gradient does not depend on how a batch's groups are spread over micro-batches.
 """
 
 from __future__ import annotations

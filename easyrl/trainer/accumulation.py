@@ -61,17 +61,13 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True)
 class GroupFunctions:
-    """The recipe's pure functions of finished groups.
+    """The recipe's pure functions of finished groups."""
 
-    ``trained`` is given groups of this rank and, for scope ``batch``, the rewards of all groups of
-    the optimizer step, of all ranks. ``pack_finished`` makes rows of responses whose group need
-    not be complete.
-    """
-
+    # of groups of this rank and, for scope "batch", rewards of all groups of the optimizer step
     trained: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[TrainedGroup]]
     denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, docs/recipes.md
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
-    pack_finished: Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
+    pack_finished: Callable[[Sequence[RolloutGroup]], list[MicroBatch]]  # need not be complete
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
     scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # scores to train with
     scope: Literal["group", "batch"] = "group"
@@ -113,10 +109,7 @@ class Accumulator:
     skip_without_signal: bool = True
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
-        """Sums of this rank. ``interruption`` in them says why they end early.
-
-        Raises ``OnPolicyViolation``.
-        """
+        """Sums of this rank, up to an interruption. Raises ``OnPolicyViolation``."""
         totals = BatchTotals()
         ahead = None
         if self.look_ahead and self.engine.has_frozen_models:
@@ -174,9 +167,7 @@ class Accumulator:
             totals.interruption = error
 
     def _trained(self, arriving: Iterable[list[RolloutGroup]]) -> Iterator[list[TrainedGroup]]:
-        """The groups of each drain; with scope ``batch`` once the rewards of all ranks are known,
-        collective.
-        """
+        """The groups of each drain; with scope ``batch`` once all rewards are there, collective."""
         if self.functions.scope == "group":
             for usable in arriving:
                 yield self.functions.trained(usable, ())

@@ -228,9 +228,9 @@ class Trainer:
     def _check(
         self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
     ) -> list[GroupOutcome] | None:
-        """Nothing is trained that the certificate would refuse. Raises what the ledger raises.
+        """Nothing is trained that the certificate would refuse: raises what the ledger raises.
 
-        Gives the refused groups of all ranks if the batch is ``whole``. Collective.
+        The refused groups of all ranks if the batch is ``whole``. Collective.
         """
         start = time.monotonic()
         self._raise_if_withdrawn(batch)
