@@ -99,10 +99,9 @@ def rows_per_drain(config: Config) -> int:
     return 1 if is_strict(config) else ROWS_PER_DRAIN
 
 
-def pack_function(config: Config, *, keep_order: bool) -> PackFinished:
+def pack_in_order(config: Config) -> PackFinished:
     """Packs all sampled tokens of groups, for rows that are only given log-probabilities."""
-    pack = _pack_function(config, keep_order=keep_order)
-    return _pack_finished(pack, lambda completion: completion.loss_mask)
+    return _pack_finished(_pack_function(config, keep_order=True), lambda c: c.loss_mask)
 
 
 def _pack_function(config: Config, *, keep_order: bool, whole_groups: bool = False) -> Pack:

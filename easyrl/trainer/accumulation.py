@@ -80,33 +80,21 @@ class OnPolicyViolation(RuntimeError):
 
 @dataclass(frozen=True)
 class Accumulator:
-    """Runs forward and backward for each micro-batch as its groups arrive.
-
-    Args:
-        stop: asks for the end, also while groups are waited for.
-        is_interruption: whether an error ends the batch on all ranks without anything being wrong
-            with the weights: an outage, a stop.
-        max_tokens: packed tokens per micro-batch.
-        synchronous: wait for all groups before training (``mode: sync``).
-        rows_per_drain: of groups that are ready, so many micro-batches' worth are packed together:
-            fuller rows, of more even cost.
-        look_ahead: while no group is complete, run the frozen models on responses that are
-            finished; for an engine that can.
-        skip_without_signal: no forward and backward for groups whose gradient is exactly zero, but
-            for the first one of each endpoint that nothing else is compared of.
-    """
+    """Runs forward and backward for each micro-batch as its groups arrive."""
 
     engine: TrainEngine
     collectives: Collectives
     functions: GroupFunctions
-    stop: StopRequest
-    is_interruption: Callable[[Exception], bool]
+    stop: StopRequest  # asks for the end, also while groups are waited for
+    is_interruption: Callable[[Exception], bool]  # nothing is wrong with the weights: outage, stop
     record: Record
-    max_tokens: int
-    synchronous: bool
+    max_tokens: int  # packed, per micro-batch
+    synchronous: bool  # wait for all groups before training (``mode: sync``)
+    # micro-batches' worth of ready groups that are packed together: fuller rows, of more even cost
     rows_per_drain: int = 1
-    look_ahead: bool = False
-    skip_without_signal: bool = True
+    look_ahead: bool = False  # the frozen models run ahead while no group is complete
+    skip_without_signal: bool = True  # groups whose gradient is exactly zero are not run, but one
+    # of each endpoint that nothing else is compared of
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
         """Sums of this rank, up to an interruption. Raises ``OnPolicyViolation``."""

@@ -12,7 +12,7 @@ from easyrl.build.recipe import (
     ROWS_PER_DRAIN,
     build_accumulator,
     group_functions,
-    pack_function,
+    pack_in_order,
     rows_per_drain,
 )
 from easyrl.config import Config
@@ -131,7 +131,7 @@ def test_the_configuration_chooses_the_packing(tmp_path: Path) -> None:
     group = random_group(np.random.default_rng(0), 3, [5, 5])
     group.completions[1].token_ids[:] = group.completions[0].token_ids
     for packing, num_tokens in (("prompt", 13), ("tree", 8)):
-        pack = pack_function(config(tmp_path, packing=packing), keep_order=True)
+        pack = pack_in_order(config(tmp_path, packing=packing))
         assert [row.num_tokens for row in pack([group])] == [num_tokens]
 
 
@@ -147,7 +147,7 @@ def test_costs_are_those_of_the_model(tmp_path: Path) -> None:
         tiny_config(
             "qwen3", num_key_value_heads=1, head_dim=2, vocab_size=2, **sizes
         ).save_pretrained(model)
-        pack = pack_function(config(model), keep_order=False)
+        pack = group_functions(config(model)).pack_finished
         samples[name] = [[key.sample for key in row.sequences] for row in pack([group])]
     assert samples["attention"] == [[0], [1, 2, 3]]
     assert samples["linear"] == [[0, 3], [1, 2]]
