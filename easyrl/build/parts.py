@@ -115,7 +115,6 @@ def build_parts(
         config.journal.fsync,
         settings=group_settings(config, rejects=rejects),
     )
-    prunes = ranks.is_first and config.journal.keep != "all"
     reference = reference_identity(config, collectives)
     try:
         progress = resume_progress(checkpoints, order, reference) if resume else Progress()
@@ -158,7 +157,7 @@ def build_parts(
         evaluator = inference.evaluator(
             evaluation, held_out, collectives, stop, tokens.counting(ignore)
         )
-        scheduled = ScheduledEvaluation(evaluator, evaluation, max(progress.reported_step, 0))
+        scheduled = ScheduledEvaluation(evaluator, max(progress.reported_step, 0))
     trackers = []
     if ranks.is_first:
         trackers = _open_trackers(config, output, progress.reported_step, num_steps)
@@ -183,7 +182,7 @@ def build_parts(
             collectives,
             every_steps=config.checkpoint.every_steps,
             step=progress.step,
-            journal=journal if prunes else None,
+            journal=journal if ranks.is_first and config.journal.keep != "all" else None,
             reference=reference,
         ),
         reporter=StepReporter(

@@ -1,4 +1,4 @@
-"""Base of every section of the configuration: strictness, types of numbers and paths, the error."""
+"""Base of every section of the configuration: strictness, the type of paths, the error."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
 
 

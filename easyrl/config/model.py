@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from easyrl.config.base import FilePath, PositiveFloat, PositiveInt, Section
+from easyrl.config.base import FilePath, Section
 
 
 class LoraConfig(Section):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from easyrl.config.base import FilePath, PositiveFloat, PositiveInt, Section
+from easyrl.config.base import FilePath, Section
 
 
 class RewardConfig(Section):

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from easyrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from easyrl.config.base import Section
 from easyrl.config.data import DatasetConfig
 
 # Sampling with any other value draws from another distribution than the policy's.

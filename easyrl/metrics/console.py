@@ -33,17 +33,15 @@ class ConsoleView:
         self._total_steps = total_steps
         self._console = Console(file=stream)
         self._rows: list[tuple[int, dict[str, float]]] = []
-        self._last_accuracy: float | None = None
+        self._last_accuracy: dict[str, float] = {}
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(self._table(), console=self._console, auto_refresh=False)
             self._live.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._last_accuracy = metrics.get("eval/accuracy", self._last_accuracy)
-        shown = dict(metrics)
-        if self._last_accuracy is not None:
-            shown["eval/accuracy"] = self._last_accuracy
+        shown = self._last_accuracy | metrics
+        self._last_accuracy = {m: v for m, v in shown.items() if m == "eval/accuracy"}
         if self._live is None:
             cells = [f"{head} {form.format(shown[m])}" for head, m, form in COLUMNS if m in shown]
             line = "  ".join([f"step {self._step(step)}", *cells])

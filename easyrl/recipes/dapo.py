@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from easyrl.config.base import NonNegativeFloat, PositiveFloat
 from easyrl.recipes.estimators import Aggregation
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import RunSettings

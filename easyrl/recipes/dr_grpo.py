@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from easyrl.config.base import NonNegativeFloat
+from pydantic import NonNegativeFloat
+
 from easyrl.recipes.estimators import Aggregation
 from easyrl.recipes.grpo import GRPO
 

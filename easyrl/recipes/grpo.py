@@ -8,10 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from easyrl.config.base import NonNegativeFloat, PositiveFloat
 from easyrl.recipes.estimators import (
     Aggregation,
     aggregation_weights,

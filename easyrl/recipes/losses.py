@@ -6,17 +6,13 @@ gradient does not depend on how a batch's groups are spread over micro-batches.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.kernels.logprobs.linear_token_loss import TokenLoss
 from easyrl.recipes.recipe import Recipe, Terms
-
-if TYPE_CHECKING:
-    from easyrl.schema import FrozenLogprobs, MicroBatch
+from easyrl.schema import FrozenLogprobs, MicroBatch
 
 NUM_FIRST_TOKENS = 4  # of a response, that a different prompt hits most
 

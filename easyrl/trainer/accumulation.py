@@ -6,20 +6,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from easyrl.engines.base import MetricSums, NonFiniteLossError
+from easyrl.engines.base import MetricSums, NonFiniteLossError, TrainEngine
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import FinishedSamples, Key, MicroBatch, RolloutGroup, TrainedGroup
 from easyrl.trainer.look_ahead import LookAhead, OpenGroups
-
-if TYPE_CHECKING:
-    from easyrl.engines.base import TrainEngine
 
 
 class GroupSource(Protocol):

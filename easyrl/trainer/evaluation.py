@@ -23,16 +23,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 class ScheduledEvaluation:
     """Evaluates every so many steps, and at start and end where that is wanted. Collective."""
 
-    def __init__(self, evaluator: Evaluator, schedule: EvaluationConfig, step: int) -> None:
+    def __init__(self, evaluator: Evaluator, step: int) -> None:
         self._evaluator = evaluator
-        self._schedule = schedule
-        self._due = Due(schedule.every_steps, step)
+        self._due = Due(evaluator.config.every_steps, step)
 
     def evaluate(self, step: int, version: PolicyVersion, *, is_last: bool) -> dict[str, float]:
         """Metrics of the endpoints' present weights; none if no evaluation is due."""
+        config = self._evaluator.config
         wanted = self._due.passes(step)
-        wanted |= step == 0 and self._schedule.at_start
-        wanted |= is_last and self._schedule.at_end
+        wanted |= (step == 0 and config.at_start) or (is_last and config.at_end)
         return self._evaluator.evaluate(str(version)) if wanted else {}
 
 

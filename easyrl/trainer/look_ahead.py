@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from easyrl.engines.base import TrainEngine
 from easyrl.metrics.event_log import Record
 from easyrl.schema import (
     FinishedSamples,
@@ -26,9 +27,6 @@ from easyrl.schema import (
     SampleKey,
 )
 from easyrl.trainer.row_split import join_logprobs, restrict, split, split_logprobs
-
-if TYPE_CHECKING:
-    from easyrl.engines.base import TrainEngine
 
 # A piece of work repeats its prompts, unless their groups' last responses are in it. At least this
 # share of its tokens must save work later: it then pays if three quarters of it fall into time in

@@ -384,6 +384,9 @@ def test_a_step_without_evaluation_is_reported_as_it_is():
 
 
 class Counts:
+    def __init__(self, config):
+        self.config = config
+
     def evaluate(self, version):
         return {"eval/accuracy": 1.0}
 
@@ -400,7 +403,7 @@ class Counts:
 )
 def test_an_evaluation_is_due_every_so_many_steps_at_start_and_at_end(schedule, steps, expected):
     config = EvaluationConfig(data={"files": ["held-out.jsonl"]}, **schedule)
-    evaluation = ScheduledEvaluation(Counts(), config, steps[0])
+    evaluation = ScheduledEvaluation(Counts(config), steps[0])
     asked = [
         step for step in steps if evaluation.evaluate(step, VERSION, is_last=step == steps[-1])
     ]
