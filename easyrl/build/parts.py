@@ -31,7 +31,6 @@ from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
-from easyrl.inference_client.errors import is_outage
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.journal import BatchRules, Journal, JournalledRollouts, group_settings
 from easyrl.ledger.ledger import Ledger
@@ -52,7 +51,7 @@ from easyrl.runtime.run_files import METRICS_FILE
 from easyrl.runtime.run_folder import begin_attempt, keep_config, open_event_log, prepare_output
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
-from easyrl.schema import BatchWithdrawn, PeerOutage, Progress, StopRequested
+from easyrl.schema import Progress
 from easyrl.trainer.evaluation import ScheduledEvaluation
 from easyrl.trainer.loop import Trainer
 
@@ -166,13 +165,7 @@ def build_parts(
     trainer = Trainer(
         rollouts=rollouts,
         accumulator=build_accumulator(
-            config,
-            engine,
-            collectives,
-            stop,
-            is_interruption=_is_interruption,
-            record=record,
-            synchronous=config.run.mode == "sync",
+            config, engine, collectives, stop, record=record, synchronous=config.run.mode == "sync"
         ),
         weight_sync=weight_sync,
         ledger=Ledger(
@@ -232,8 +225,3 @@ def _open_trackers(
     if config.run.console:
         trackers.append(ConsoleView(total_steps))
     return trackers
-
-
-def _is_interruption(error: Exception) -> bool:
-    """Whether the run ends for now with sound weights."""
-    return is_outage(error) or isinstance(error, StopRequested | PeerOutage | BatchWithdrawn)

@@ -14,6 +14,7 @@ from easyrl.dataloaders.packing.cost import cost_of_model_at
 from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.base import TrainEngine
+from easyrl.inference_client.errors import is_outage
 from easyrl.metrics.event_log import Record
 from easyrl.recipes.groups import trained_groups, without_advantages
 from easyrl.recipes.loading import load_recipe, run_settings
@@ -21,7 +22,15 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import Completion, MicroBatch, RolloutGroup, TrainedGroup
+from easyrl.schema import (
+    BatchWithdrawn,
+    Completion,
+    MicroBatch,
+    PeerOutage,
+    RolloutGroup,
+    StopRequested,
+    TrainedGroup,
+)
 from easyrl.trainer.accumulation import Accumulator, GroupFunctions
 
 # With groups of a third of a row, takes of 8 rows need 11 % fewer rows than takes of one (simulated
@@ -38,11 +47,10 @@ def build_accumulator(
     collectives: Collectives,
     stop: StopRequest,
     *,
-    is_interruption: Callable[[Exception], bool],
     record: Record,
     synchronous: bool,
 ) -> Accumulator:
-    """What is left to the caller is who may interrupt, who listens, and what is waited for."""
+    """What is left to the caller is who listens, and whether all groups are waited for."""
     return Accumulator(
         engine=engine,
         collectives=collectives,
@@ -57,6 +65,11 @@ def build_accumulator(
         # Which of them is run depends on the endpoint that answered, and decides the last bits.
         skip_without_signal=not is_strict(config),
     )
+
+
+def is_interruption(error: Exception) -> bool:
+    """Whether the run ends for now with sound weights."""
+    return is_outage(error) or isinstance(error, StopRequested | PeerOutage | BatchWithdrawn)
 
 
 def looks_ahead(config: Config, engine: TrainEngine) -> bool:

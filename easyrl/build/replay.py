@@ -107,13 +107,7 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         trainer = Trainer(
             rollouts=rollouts,
             accumulator=build_accumulator(
-                config,
-                engine,
-                collectives,
-                stop,
-                is_interruption=lambda error: False,
-                record=ignore,
-                synchronous=False,
+                config, engine, collectives, stop, record=ignore, synchronous=False
             ),
             weight_sync=weights,
             ledger=NoLedger(),

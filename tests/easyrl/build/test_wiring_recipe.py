@@ -164,7 +164,6 @@ def test_groups_without_signal_are_run_in_strict_mode(
             Engine(stop),  # type: ignore[arg-type]
             Collectives(Ranks.data_parallel(0, 1)),
             stop,
-            is_interruption=lambda error: False,
             record=ignore,
             synchronous=True,
         )
