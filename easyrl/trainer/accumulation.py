@@ -60,7 +60,7 @@ class GroupSource(Protocol):
 class GroupFunctions:
     """The recipe's pure functions of finished groups."""
 
-    # of groups of this rank and, for scope "batch", rewards of all groups of the optimizer step
+    # of this rank's groups and, for scope "batch", rewards of all of the step, of all ranks
     trained: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[TrainedGroup]]
     denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, docs/recipes.md
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
