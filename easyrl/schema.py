@@ -262,11 +262,6 @@ class OpenGroup(NamedTuple):
     finished: tuple[int, ...]  # tokens of each response that has returned and nobody has taken
     num_missing: int  # responses that have not returned
 
-    @property
-    def num_finished_tokens(self) -> int:
-        """Of all responses that could be taken."""
-        return sum(self.finished)
-
     def within(self, max_tokens: int) -> list[int]:
         """Places in ``finished`` of what fits into ``max_tokens``, in order of return."""
         places = []

@@ -60,7 +60,7 @@ def group_functions(
         trained=partial(trained_groups, recipe, run),
         denominator=partial(recipe.denominator, run=run),
         pack=pack,
-        pack_finished=lambda groups, _: pack(
+        pack_finished=lambda groups: pack(
             [without_advantages(g, partial(recipe.trained_tokens, run=run)) for g in groups]
         ),
         dummy=dummy_micro_batch,

@@ -68,8 +68,8 @@ MAY_IMPORT = {
     "trainer.look_ahead": "schema metrics.event_log engines.base trainer.row_split",
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics engines.base"
     " runtime.collectives runtime.stopping trainer.look_ahead",
-    "trainer.loop": "schema metrics.batch_metrics ledger.certificate.records ledger.account"
-    " trainer.accumulation",
+    "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
+    " ledger.account trainer.accumulation",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping",
     # what puts the rooms together, and what a user calls
     "build": "schema config dataloaders engines inference_client ledger metrics recipes rewards"

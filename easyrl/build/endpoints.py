@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from easyrl.build.inference import Inference
-from easyrl.build.recipe import pack_function
+from easyrl.build.recipe import pack_in_order
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
@@ -130,7 +130,7 @@ def build_weight_sync(
         asked,
         config.rollout.temperature,
         # its responses all end at max_tokens; it reads the rows' tokens in their order
-        pack_function(config, keep_order=True),
+        pack_in_order(config),
         inference.fetchers,
         config.weight_sync.timeout_s,
     )

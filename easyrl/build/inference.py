@@ -6,14 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from easyrl.build.recipe import is_interruption
 from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
-from easyrl.inference_client.errors import (
-    NoEndpointError,
-    PromptRejected,
-    RequestRejected,
-    is_outage,
-)
+from easyrl.inference_client.errors import NoEndpointError, PromptRejected, RequestRejected
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.fleet import read_api_key
@@ -27,7 +23,7 @@ from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
 from easyrl.runtime.workers.worker_pool import WorkerPool
-from easyrl.schema import Completion, Prompt, StopRequested
+from easyrl.schema import Completion, Prompt
 from easyrl.trainer.evaluation import Evaluator
 
 
@@ -63,14 +59,12 @@ class Inference:
     ) -> Evaluator:
         """Evaluates on ``prompts`` with the same rewards; its events are not the run's own."""
         return Evaluator(
+            config=evaluation,
             prompts=prompts,
             rollouts=self._generator(evaluation.sampling, evaluation.num_samples, None, record),
-            is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
+            is_interruption=is_interruption,
             collectives=collectives,
             stop=stop,
-            num_samples=evaluation.num_samples,
-            pass_at=evaluation.pass_at,
-            threshold=evaluation.threshold,
             reward_name=self.config.rewards[0].label,
         )
 

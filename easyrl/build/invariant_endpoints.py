@@ -41,9 +41,7 @@ class _Rule:
     give the same request other bits."""
 
     def __init__(self, memory: Path | None) -> None:
-        self._memory = (
-            memory  # keeps the arithmetic for later attempts, which are warned of another
-        )
+        self._memory = memory  # keeps the arithmetic for later attempts
         self._first: tuple[str, str] | None = None  # url and arithmetic
         self._warned: set[str] = set()
 
@@ -53,7 +51,15 @@ class _Rule:
         if served is None:
             return None
         if not served.is_embedded:
-            self._warn(url)
+            if url not in self._warned:
+                self._warned.add(url)
+                logger.warning(
+                    "run.determinism: %s is not an embedded server and does not say whether its "
+                    "responses depend on what else it decodes; if it was not started with "
+                    "VLLM_BATCH_INVARIANT=1 on a device that has it, only the trainer's side is "
+                    "exact, given the journalled rollouts",
+                    url,
+                )
             return None
         if not served.batch_invariant:
             return (
@@ -87,14 +93,3 @@ class _Rule:
                 now,
                 first,
             )
-
-    def _warn(self, url: str) -> None:
-        if url in self._warned:
-            return
-        self._warned.add(url)
-        logger.warning(
-            "run.determinism: %s is not an embedded server and does not say whether its responses "
-            "depend on what else it decodes; if it was not started with VLLM_BATCH_INVARIANT=1 on "
-            "a device that has it, only the trainer's side is exact, given the journalled rollouts",
-            url,
-        )

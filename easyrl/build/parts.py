@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch.distributed as dist
 
-from easyrl.build.accumulation import build_accumulator
-from easyrl.build.data import load_data, load_tokenizer
+from easyrl.build.data import (
+    load_data,
+    load_tokenizer,
+    max_draws,
+    num_epochs,
+    total_steps,
+    trained_before,
+)
 from easyrl.build.endpoints import (
     build_weight_sync,
     follow_membership,
@@ -19,32 +26,32 @@ from easyrl.build.endpoints import (
 from easyrl.build.inference import open_inference
 from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import open_certificate, reference_identity
-from easyrl.build.recipe import accept_function, say_what_cannot_act
-from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
-from easyrl.build.trackers import open_trackers
+from easyrl.build.recipe import accept_function, build_accumulator
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
-from easyrl.inference_client.errors import is_outage
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.journal import BatchRules, Journal, JournalledRollouts, group_settings
 from easyrl.ledger.ledger import Ledger
 from easyrl.ledger.ledger import resume as resume_progress
+from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import ignore
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
-from easyrl.recipes.loading import load_recipe
+from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from easyrl.recipes.loading import load_recipe, notices
 from easyrl.rewards.functions import check_rewards
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict, make_deterministic, remember_arithmetic
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
+from easyrl.runtime.run_files import METRICS_FILE
 from easyrl.runtime.run_folder import begin_attempt, keep_config, open_event_log, prepare_output
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
-from easyrl.schema import BatchWithdrawn, PeerOutage, Progress, StopRequested
+from easyrl.schema import Progress
 from easyrl.trainer.evaluation import ScheduledEvaluation
 from easyrl.trainer.loop import Trainer
 
@@ -63,7 +70,8 @@ def build_parts(
     collectives = Collectives(ranks)
     output = prepare_output(config, collectives, opened, resume=resume)
     if ranks.is_first:
-        say_what_cannot_act(config)
+        for notice in notices(config, load_recipe(config)):
+            logger.warning("%s", notice)
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")
@@ -82,8 +90,8 @@ def build_parts(
     num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
 
     engine = DeepSpeedEngine(config, total_steps=num_steps)
-    notices = Notices(collectives.open_store(), ranks.rank)
-    opened.enter_context(stop.follows_peers(notices))
+    peers = Notices(collectives.open_store(), ranks.rank)
+    opened.enter_context(stop.follows_peers(peers))
     if ranks.is_first:
         remember_arithmetic(config, output)
     tokens = TokenProgress()
@@ -106,7 +114,6 @@ def build_parts(
         config.journal.fsync,
         settings=group_settings(config, rejects=rejects),
     )
-    prunes = ranks.is_first and config.journal.keep != "all"
     reference = reference_identity(config, collectives)
     try:
         progress = resume_progress(checkpoints, order, reference) if resume else Progress()
@@ -149,22 +156,16 @@ def build_parts(
         evaluator = inference.evaluator(
             evaluation, held_out, collectives, stop, tokens.counting(ignore)
         )
-        scheduled = ScheduledEvaluation(evaluator, evaluation, max(progress.reported_step, 0))
-    trackers = (
-        open_trackers(config, output, progress.reported_step, num_steps) if ranks.is_first else []
-    )
+        scheduled = ScheduledEvaluation(evaluator, max(progress.reported_step, 0))
+    trackers = []
+    if ranks.is_first:
+        trackers = _open_trackers(config, output, progress.reported_step, num_steps)
     for tracker in trackers:
         opened.callback(tracker.close)
     trainer = Trainer(
         rollouts=rollouts,
         accumulator=build_accumulator(
-            config,
-            engine,
-            collectives,
-            stop,
-            is_interruption=_is_interruption,
-            record=record,
-            synchronous=config.run.mode == "sync",
+            config, engine, collectives, stop, record=record, synchronous=config.run.mode == "sync"
         ),
         weight_sync=weight_sync,
         ledger=Ledger(
@@ -174,7 +175,7 @@ def build_parts(
             collectives,
             every_steps=config.checkpoint.every_steps,
             step=progress.step,
-            journal=journal if prunes else None,
+            journal=journal if ranks.is_first and config.journal.keep != "all" else None,
             reference=reference,
         ),
         reporter=StepReporter(
@@ -205,12 +206,22 @@ def build_parts(
             in_outage=lambda: inference.pool.in_outage,
             max_outage_s=config.inference.max_outage_s,
             loop=inference.thread.loop,
-            notices=notices,
+            notices=peers,
         )
     )
     return trainer, engine
 
 
-def _is_interruption(error: Exception) -> bool:
-    """Whether the run ends for now with sound weights."""
-    return is_outage(error) or isinstance(error, StopRequested | PeerOutage | BatchWithdrawn)
+def _open_trackers(
+    config: Config, output: Path, from_step: int, total_steps: int | None
+) -> list[Tracker]:
+    """All back ends that the configuration names; their figures go on after ``from_step``."""
+    trackers: list[Tracker] = [JsonlTracker(output / METRICS_FILE, from_step)]
+    if "tensorboard" in config.run.trackers:
+        trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
+    if "wandb" in config.run.trackers:
+        plain = config.model_dump(mode="json")
+        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, plain))
+    if config.run.console:
+        trackers.append(ConsoleView(total_steps))
+    return trackers

@@ -6,16 +6,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from easyrl.build.accumulation import build_accumulator
-from easyrl.build.recipe import rows_per_drain
-from easyrl.build.steps import total_steps
+from easyrl.build.data import total_steps
+from easyrl.build.recipe import build_accumulator, rows_per_drain
 from easyrl.config import Config, ConfigError
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum, weights_digest
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.recorded_run import RecordedRollouts, RecordedRun
-from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import ignore
+from easyrl.metrics.reporter import StepReporter
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import make_deterministic
@@ -69,18 +68,16 @@ class NoLedger:
 
 
 class LastMetrics:
-    """A ``Reporter`` that keeps the last batch's metrics."""
+    """A ``Tracker`` that keeps the last batch's metrics."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
 
-    def compare(self, totals: BatchTotals) -> None:
-        pass
-
-    def report(
-        self, step: int, version: PolicyVersion, metrics: dict[str, float], *, is_last: bool
-    ) -> None:
+    def log(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics = metrics
+
+    def close(self) -> None:
+        pass
 
 
 def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
@@ -91,7 +88,11 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
     """
     make_deterministic(config)
     with ExitStack() as opened:
-        engine = DeepSpeedEngine(config, total_steps=_total_steps(run, v, config))
+        step, position = run.begun(run.attempt_of(v))  # the schedule ends as it did there
+        rejects = load_recipe(config).rejects
+        num_prompts = run.run.num_prompts
+        num_steps = total_steps(config, num_prompts, step=step, position=position, rejects=rejects)
+        engine = DeepSpeedEngine(config, total_steps=num_steps)
         collectives = Collectives(engine.ranks)
         progress = _restore(run, v, engine, collectives)
         first, from_step = progress.closed_batches, progress.step
@@ -100,23 +101,17 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         max_tokens = rows_per_drain(config) * config.trainer.max_tokens_per_micro_batch
         rollouts = RecordedRollouts(run, v, num_updates, max_tokens, engine.ranks)
         weights = HashedWeights(engine, collectives)
-        reporter = LastMetrics()
+        last_metrics = LastMetrics()
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)
         trainer = Trainer(
             rollouts=rollouts,
             accumulator=build_accumulator(
-                config,
-                engine,
-                collectives,
-                stop,
-                is_interruption=lambda error: False,
-                record=ignore,
-                synchronous=False,
+                config, engine, collectives, stop, record=ignore, synchronous=False
             ),
             weight_sync=weights,
             ledger=NoLedger(),
-            reporter=reporter,
+            reporter=StepReporter(lambda: 0.0, engine.ranks.world_size, trackers=[last_metrics]),
             first_version=PolicyVersion(run.run.run, 0, 0),
             groups_per_update=run.run.batch_size // num_updates,
             updates_per_batch=num_updates,
@@ -128,7 +123,7 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         first=first,
         last=v,
         from_step=from_step,
-        metrics=reporter.metrics,
+        metrics=last_metrics.metrics,
         weights=weights.digests,
         ranks=engine.ranks,
         in_prompt_order=frozenset(rollouts.in_prompt_order),
@@ -152,10 +147,3 @@ def _restore(
     # The digest is compared with the certificate's, not with the checkpoint's: the replay may have
     # other settings.
     return replace(progress, reported_step=progress.step, unreported={}, weights="")
-
-
-def _total_steps(run: RecordedRun, v: int, config: Config) -> int | None:
-    """Where the schedule ends, as it did in the attempt that trained batch ``v``."""
-    step, position = run.begun(run.attempt_of(v))
-    rejects = load_recipe(config).rejects
-    return total_steps(config, run.run.num_prompts, step=step, position=position, rejects=rejects)

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from easyrl.config.base import ConfigError, Section
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
-from easyrl.config.evaluation import EvaluationConfig
 from easyrl.config.inference import (
     SHARED_MEMORY,
     InferenceConfig,
@@ -17,10 +16,15 @@ from easyrl.config.inference import (
     WeightSyncConfig,
     endpoint_url,
 )
-from easyrl.config.model import LoraConfig, ModelConfig, model_contradictions
+from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.recipe import RecipeConfig
-from easyrl.config.rewards import RewardConfig, ScoringConfig, reward_contradictions
-from easyrl.config.rollout import RolloutConfig, SamplingConfig, rollout_contradictions
+from easyrl.config.rewards import RewardConfig, ScoringConfig
+from easyrl.config.rollout import (
+    EvaluationConfig,
+    RolloutConfig,
+    SamplingConfig,
+    rollout_contradictions,
+)
 from easyrl.config.run import CheckpointConfig, JournalConfig, RunConfig, WatchdogConfig
 from easyrl.config.trainer import TrainerConfig, trainer_contradictions
 
@@ -45,12 +49,16 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        problems = [
-            *rollout_contradictions(self.rollout),
-            *model_contradictions(self.model),
-            *trainer_contradictions(self.trainer, self.model, self.run),
-            *reward_contradictions(self.rewards),
-        ]
+        problems = rollout_contradictions(self.rollout)
+        if self.model.checkpoint_every > 1 and self.model.activation_checkpointing == "none":
+            problems.append(
+                "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
+                "model.activation_checkpointing to layer or selective"
+            )
+        problems += trainer_contradictions(self.trainer, self.model, self.run)
+        labels = [reward.label for reward in self.rewards]
+        if len(set(labels)) != len(labels):
+            problems.append(f"rewards: two are called the same ({labels}); rename a function")
         if problems:
             raise ValueError("\n".join(problems))
         return self

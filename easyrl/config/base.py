@@ -1,4 +1,4 @@
-"""Base of every section of the configuration: strictness, types of numbers and paths, the error."""
+"""Base of every section of the configuration: strictness, the type of paths, the error."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(Path.expanduser)]
 
 
@@ -24,11 +20,3 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
     )
-
-
-def is_set(section: Section, key: str) -> bool:
-    """Whether ``key`` has another value than its default.
-
-    A value set to its default is never refused: a dumped tree names every key and must load again.
-    """
-    return bool(getattr(section, key) != type(section).model_fields[key].default)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from easyrl.config.base import FilePath, PositiveInt, Section
+from easyrl.config.base import FilePath, Section
 
 
 class FieldsConfig(Section):

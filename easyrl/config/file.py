@@ -102,13 +102,9 @@ def _describe(problem: Any) -> str:
     own_key = re.match(r"(\w+): ", message)
     if problem["type"] == "value_error" and own_key:
         location, message = (*location, own_key[1]), message[own_key.end() :]
-    return f"  {_dotted(location)}: {message}"
-
-
-def _dotted(location: Sequence[str | int]) -> str:
-    """``("rewards", 0, "file")`` as ``rewards[0].file``, the way overrides write it."""
+    # ("rewards", 0, "file") as rewards[0].file, the way overrides write it
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return "".join(parts).removeprefix(".")
+    return f"  {''.join(parts).removeprefix('.')}: {message}"
 
 
 def _known_keys(location: Sequence[Any]) -> list[str]:

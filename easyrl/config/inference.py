@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from easyrl.config.base import FilePath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from easyrl.config.base import FilePath, Section
 
 # Memory that trainer and endpoints of one host share; elsewhere than on Linux a folder on disk.
 SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())

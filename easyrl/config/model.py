@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from easyrl.config.base import FilePath, PositiveFloat, PositiveInt, Section, is_set
+from easyrl.config.base import FilePath, Section
 
 
 class LoraConfig(Section):
@@ -40,13 +40,3 @@ class ModelConfig(Section):
     @property
     def tokenizer_path(self) -> Path:
         return self.tokenizer or self.path
-
-
-def model_contradictions(model: ModelConfig) -> list[str]:
-    """Values of the section that do not go together, each with its key and the remedy."""
-    if is_set(model, "checkpoint_every") and model.activation_checkpointing == "none":
-        return [
-            "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
-            "model.activation_checkpointing to layer or selective"
-        ]
-    return []

@@ -30,18 +30,15 @@ class RecipeConfig(Section):
         return dict(self.model_extra or {})
 
 
+_OWN_KEYS = """
+    advantage aggregation clip_eps_low clip_eps_high kl_coef kl_estimator kl_in_reward_coef
+    entropy_coef importance_correction importance_cap
+"""
 MOVED = {
     "objective": {
         "old_policy": "trainer.old_policy",
         "shuffle_rewards": "scoring.shuffle_rewards",
-        **{
-            key: f"recipe.{key}"
-            for key in (
-                *("advantage", "aggregation", "clip_eps_low", "clip_eps_high", "kl_coef"),
-                *("kl_estimator", "kl_in_reward_coef", "entropy_coef"),
-                *("importance_correction", "importance_cap"),
-            )
-        },
+        **{key: f"recipe.{key}" for key in _OWN_KEYS.split()},
     },
     "rollout": {
         "truncated": "recipe.mask_truncated=true (truncated: mask) or scoring.truncated_reward "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from easyrl.config.base import FilePath, PositiveFloat, PositiveInt, Section
+from easyrl.config.base import FilePath, Section
 
 
 class RewardConfig(Section):
@@ -42,11 +41,3 @@ class ScoringConfig(Section):
     max_reward_retries: PositiveInt = 2  # calls after the first, with on_reward_error: retry
     truncated_reward: float | None = None  # of a response cut off at max_tokens; null: as scored
     shuffle_rewards: bool = False  # control experiment: permute rewards inside each group
-
-
-def reward_contradictions(rewards: Sequence[RewardConfig]) -> list[str]:
-    """Rewards that do not go together, with the remedy."""
-    labels = [reward.label for reward in rewards]
-    if len(set(labels)) != len(labels):
-        return [f"rewards: two are called the same ({labels}); rename a function"]
-    return []

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import field_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
-from easyrl.config.base import FilePath, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from easyrl.config.base import FilePath, Section
 
 
 class RunConfig(Section):

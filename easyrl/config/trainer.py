@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from easyrl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from easyrl.config.base import Section
 from easyrl.config.model import ModelConfig
 from easyrl.config.run import RunConfig
 

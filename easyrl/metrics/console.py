@@ -1,8 +1,10 @@
-"""The live view: one row per step while the run goes on."""
+"""What a person sees of a run: a row per step while it goes on, the reward curve at its end."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -31,19 +33,19 @@ class ConsoleView:
         self._total_steps = total_steps
         self._console = Console(file=stream)
         self._rows: list[tuple[int, dict[str, float]]] = []
-        self._last_accuracy: float | None = None
+        self._last_accuracy: dict[str, float] = {}
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(self._table(), console=self._console, auto_refresh=False)
             self._live.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._last_accuracy = metrics.get("eval/accuracy", self._last_accuracy)
-        shown = dict(metrics)
-        if self._last_accuracy is not None:
-            shown["eval/accuracy"] = self._last_accuracy
+        shown = self._last_accuracy | metrics
+        self._last_accuracy = {m: v for m, v in shown.items() if m == "eval/accuracy"}
         if self._live is None:
-            print(self._line(step, shown), file=self._console.file, flush=True)
+            cells = [f"{head} {form.format(shown[m])}" for head, m, form in COLUMNS if m in shown]
+            line = "  ".join([f"step {self._step(step)}", *cells])
+            print(line, file=self._console.file, flush=True)
             return
         self._rows = [*self._rows, (step, shown)][-ROWS_SHOWN:]
         self._live.update(self._table(), refresh=True)
@@ -51,11 +53,6 @@ class ConsoleView:
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
-
-    def _line(self, step: int, metrics: dict[str, float]) -> str:
-        cells = [f"step {self._step(step)}"]
-        cells += [f"{head} {form.format(metrics[m])}" for head, m, form in COLUMNS if m in metrics]
-        return "  ".join(cells)
 
     def _table(self) -> Table:
         table = Table("step", *(heading for heading, _, _ in COLUMNS))
@@ -67,3 +64,26 @@ class ConsoleView:
     def _step(self, step: int) -> str:
         """With the run's last one, where that is known."""
         return str(step) if self._total_steps is None else f"{step}/{self._total_steps}"
+
+
+def plot_reward_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
+    """Draws mean reward per step, and held-out accuracy where it was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    rewards = [(m["step"], m["reward/mean"]) for m in metrics if "reward/mean" in m]
+    accuracy = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
+    if rewards:
+        axes.plot(*zip(*rewards, strict=True), label="training reward (mean of batch)")
+    if accuracy:
+        axes.plot(*zip(*accuracy, strict=True), "o-", label="held-out accuracy")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
-
-class Record(Protocol):
-    """How parts report an event; ``EventLog.record`` and ``ignore`` fit."""
-
-    def __call__(self, event: str, **fields: Any) -> None: ...
+Record = Callable[..., None]  # (event, **fields): how parts report one
 
 
 def ignore(event: str, **fields: Any) -> None:

@@ -21,12 +21,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from easyrl.config import Config
+from easyrl.config import Config
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from easyrl.recipes.estimators import Aggregation
-from easyrl.recipes.grpo import GRPO, NonNegative, Positive
+from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import RunSettings
 from easyrl.schema import RolloutGroup
 
@@ -33,10 +33,10 @@ class DAPO(GRPO):
     """
 
     aggregation: Aggregation = "token"
-    clip_eps_high: Positive = 0.28
-    kl_coef: NonNegative = 0.0
+    clip_eps_high: PositiveFloat = 0.28
+    kl_coef: NonNegativeFloat = 0.0
     overlong_buffer: Annotated[float, Field(ge=0, le=1)] = 0.2  # L_cache / L_max; 0: no punishment
-    overlong_penalty: NonNegative = 1.0  # of a response of L_max tokens
+    overlong_penalty: NonNegativeFloat = 1.0  # of a response of L_max tokens
     dynamic_sampling: bool = True
 
     @property

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import NonNegativeFloat
+
 from easyrl.recipes.estimators import Aggregation
-from easyrl.recipes.grpo import GRPO, NonNegative
+from easyrl.recipes.grpo import GRPO
 
 
 @dataclass(frozen=True)
@@ -23,4 +25,4 @@ class DrGRPO(GRPO):
 
     advantage: Literal["group_std", "group_mean"] = "group_mean"
     aggregation: Aggregation = "constant"
-    kl_coef: NonNegative = 0.0
+    kl_coef: NonNegativeFloat = 0.0

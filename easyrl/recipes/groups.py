@@ -22,14 +22,11 @@ def trained_groups(
     ``ValueError`` if what the recipe returns does not fit the groups.
     """
     if recipe.scope == "batch":
-        inputs = AdvantageInputs(tuple(batch_rewards))
-        advantages = list(recipe.advantages(groups, run, inputs))
+        advantages = list(recipe.advantages(groups, run, AdvantageInputs(tuple(batch_rewards))))
     else:
-        advantages = [
-            own
-            for group in groups
-            for own in recipe.advantages([group], run, AdvantageInputs((group.rewards,)))
-        ]
+        advantages = []
+        for group in groups:
+            advantages += recipe.advantages([group], run, AdvantageInputs((group.rewards,)))
     if len(advantages) != len(groups):
         name = type(recipe).__name__
         raise ValueError(f"{name}.advantages gave {len(advantages)} for {len(groups)}")

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from easyrl.recipes.estimators import (
@@ -33,9 +33,6 @@ from easyrl.recipes.recipe import (
 )
 from easyrl.schema import Completion, RolloutGroup
 
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-
 
 def _no_k1(value: object) -> object:
     if value == "k1":
@@ -58,11 +55,11 @@ class GRPO(Recipe):
 
     advantage: Literal["group_std", "group_mean"] = "group_std"  # divide by the std, or only centre
     aggregation: Aggregation = "sequence"  # weights of the tokens (``aggregation.py``)
-    clip_eps_low: Positive = 0.2
-    clip_eps_high: Positive = 0.2  # DAPO §3.1 has it larger than the lower one
-    kl_coef: NonNegative = 0.04  # of the KL to the reference in the loss; 0: no reference is kept
+    clip_eps_low: PositiveFloat = 0.2
+    clip_eps_high: PositiveFloat = 0.2  # DAPO §3.1 has it larger than the lower one
+    kl_coef: NonNegativeFloat = 0.04  # of the KL to the reference in the loss; 0: without one
     kl_estimator: Annotated[Literal["k3", "k2"], BeforeValidator(_no_k1)] = "k3"
-    kl_in_reward_coef: NonNegative = 0.0  # of the KL as a reward of each token (PPO's way)
+    kl_in_reward_coef: NonNegativeFloat = 0.0  # of the KL as a reward of each token (PPO's way)
     entropy_coef: float = 0.0
     importance_correction: Literal["none", "truncated", "masked"] = "none"  # of the trainer's over
     # the inference engine's probability: TIS caps the ratio, masked IS drops tokens outside

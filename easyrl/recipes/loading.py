@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from blake3 import blake3
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ValidationError, create_model
 
 from easyrl.config import Config, ConfigError, RecipeConfig
+from easyrl.config.base import Section
 from easyrl.config.trainer import no_look_ahead
 from easyrl.recipes.dapo import DAPO
 from easyrl.recipes.dr_grpo import DrGRPO
@@ -21,7 +22,6 @@ from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import Recipe, RunSettings
 
 BUILT_IN: dict[str, type[Recipe]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO}
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
 def load_recipe(config: Config) -> Recipe:
@@ -133,7 +133,7 @@ def _recipe(section: RecipeConfig) -> Recipe:
     hints = get_type_hints(cls, include_extras=True)
     keys: dict[str, Any] = {f.name: (hints[f.name], f) for f in fields(cls)}
     # pydantic takes no mapping for a strict dataclass
-    model = create_model(cls.__name__, __config__=_STRICT, **keys)
+    model = create_model(cls.__name__, __base__=Section, **keys)
     try:
         values = model.model_validate(section.settings)
     except ValidationError as error:

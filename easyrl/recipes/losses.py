@@ -1,13 +1,10 @@
 """A recipe's loss of a micro-batch, as a sum over its trained tokens, and what is counted of it.
 
-Nothing here is a mean: ``MicroBatch.loss_weights`` carries the aggregation and one late scalar per
-optimizer step divides (docs/recipes.md), so that the gradient of a batch does not depend on how its
-groups are spread over micro-batches.
+Nothing here is a mean: one late scalar per optimizer step divides (docs/recipes.md), so that the
+gradient does not depend on how a batch's groups are spread over micro-batches.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +12,7 @@ from torch import Tensor
 from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.kernels.logprobs.linear_logprob import TokenLoss
 from easyrl.recipes.recipe import Recipe, Terms
-
-if TYPE_CHECKING:
-    from easyrl.schema import FrozenLogprobs, MicroBatch
+from easyrl.schema import FrozenLogprobs, MicroBatch
 
 NUM_FIRST_TOKENS = 4  # of a response, that a different prompt hits most
 

@@ -6,20 +6,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from easyrl.engines.base import MetricSums, NonFiniteLossError
+from easyrl.engines.base import MetricSums, NonFiniteLossError, TrainEngine
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import FinishedSamples, Key, MicroBatch, RolloutGroup, TrainedGroup
 from easyrl.trainer.look_ahead import LookAhead, OpenGroups
-
-if TYPE_CHECKING:
-    from easyrl.engines.base import TrainEngine
 
 
 class GroupSource(Protocol):
@@ -61,17 +58,13 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True)
 class GroupFunctions:
-    """The recipe's pure functions of finished groups.
+    """The recipe's pure functions of finished groups."""
 
-    ``trained`` is given groups of this rank and, for scope ``batch``, the rewards of all groups of
-    the optimizer step, of all ranks. ``pack_finished`` makes rows of responses whose group need
-    not be complete; its second argument is not looked at.
-    """
-
+    # of this rank's groups and, for scope "batch", rewards of all of the step, of all ranks
     trained: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[TrainedGroup]]
     denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, docs/recipes.md
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
-    pack_finished: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
+    pack_finished: Callable[[Sequence[RolloutGroup]], list[MicroBatch]]  # need not be complete
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
     scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # scores to train with
     scope: Literal["group", "batch"] = "group"
@@ -84,39 +77,24 @@ class OnPolicyViolation(RuntimeError):
 
 @dataclass(frozen=True)
 class Accumulator:
-    """Runs forward and backward for each micro-batch as its groups arrive.
-
-    Args:
-        stop: asks for the end, also while groups are waited for.
-        is_interruption: whether an error ends the batch on all ranks without anything being wrong
-            with the weights: an outage, a stop.
-        max_tokens: packed tokens per micro-batch.
-        synchronous: wait for all groups before training (``mode: sync``).
-        rows_per_drain: of groups that are ready, so many micro-batches' worth are packed together:
-            fuller rows, of more even cost.
-        look_ahead: while no group is complete, run the frozen models on responses that are
-            finished; for an engine that can.
-        skip_without_signal: no forward and backward for groups whose gradient is exactly zero, but
-            for the first one of each endpoint that nothing else is compared of.
-    """
+    """Runs forward and backward for each micro-batch as its groups arrive."""
 
     engine: TrainEngine
     collectives: Collectives
     functions: GroupFunctions
-    stop: StopRequest
-    is_interruption: Callable[[Exception], bool]
+    stop: StopRequest  # asks for the end, also while groups are waited for
+    is_interruption: Callable[[Exception], bool]  # nothing is wrong with the weights: outage, stop
     record: Record
-    max_tokens: int
-    synchronous: bool
+    max_tokens: int  # packed, per micro-batch
+    synchronous: bool  # wait for all groups before training (``mode: sync``)
+    # micro-batches' worth of ready groups that are packed together: fuller rows, of more even cost
     rows_per_drain: int = 1
-    look_ahead: bool = False
-    skip_without_signal: bool = True
+    look_ahead: bool = False  # the frozen models run ahead while no group is complete
+    skip_without_signal: bool = True  # groups whose gradient is exactly zero are not run, but one
+    # of each endpoint that nothing else is compared of
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
-        """Sums of this rank. ``interruption`` in them says why they end early.
-
-        Raises ``OnPolicyViolation``.
-        """
+        """Sums of this rank, up to an interruption. Raises ``OnPolicyViolation``."""
         totals = BatchTotals()
         ahead = None
         if self.look_ahead and self.engine.has_frozen_models:
@@ -174,9 +152,7 @@ class Accumulator:
             totals.interruption = error
 
     def _trained(self, arriving: Iterable[list[RolloutGroup]]) -> Iterator[list[TrainedGroup]]:
-        """The groups of each drain; with scope ``batch`` once the rewards of all ranks are known,
-        collective.
-        """
+        """The groups of each drain; with scope ``batch`` once all rewards are there, collective."""
         if self.functions.scope == "group":
             for usable in arriving:
                 yield self.functions.trained(usable, ())

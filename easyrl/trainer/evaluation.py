@@ -23,16 +23,15 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 class ScheduledEvaluation:
     """Evaluates every so many steps, and at start and end where that is wanted. Collective."""
 
-    def __init__(self, evaluator: Evaluator, schedule: EvaluationConfig, step: int) -> None:
+    def __init__(self, evaluator: Evaluator, step: int) -> None:
         self._evaluator = evaluator
-        self._schedule = schedule
-        self._due = Due(schedule.every_steps, step)
+        self._due = Due(evaluator.config.every_steps, step)
 
     def evaluate(self, step: int, version: PolicyVersion, *, is_last: bool) -> dict[str, float]:
         """Metrics of the endpoints' present weights; none if no evaluation is due."""
+        config = self._evaluator.config
         wanted = self._due.passes(step)
-        wanted |= step == 0 and self._schedule.at_start
-        wanted |= is_last and self._schedule.at_end
+        wanted |= (step == 0 and config.at_start) or (is_last and config.at_end)
         return self._evaluator.evaluate(str(version)) if wanted else {}
 
 
@@ -52,16 +51,14 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Samples every held-out prompt ``num_samples`` times and counts the correct responses."""
+    """Samples every held-out prompt several times and counts the correct responses."""
 
+    config: EvaluationConfig
     prompts: Sequence[Prompt]
     rollouts: Rollouts
     is_interruption: Callable[[Exception], bool]  # nothing is wrong: an outage, a stop
     collectives: Collectives
     stop: StopRequest
-    num_samples: int
-    pass_at: Sequence[int]
-    threshold: float
     reward_name: str  # the component that decides
 
     def evaluate(self, version: str | None) -> dict[str, float]:
@@ -77,7 +74,7 @@ class Evaluator:
             with self.stop.wakes(groups.interrupt):
                 for group in groups:
                     scores = [score.components[self.reward_name] for score in group.scores]
-                    correct.append(sum(score >= self.threshold for score in scores))
+                    correct.append(sum(score >= self.config.threshold for score in scores))
         except Exception as error:
             groups.close()
             if not self.is_interruption(error):
@@ -86,9 +83,10 @@ class Evaluator:
         self.collectives.end_together(interruption)
         everyone = [c for rank in self.collectives.all_gather(correct) for c in rank]
         num_prompts = len(everyone)
-        accuracy = sum(everyone) / (num_prompts * self.num_samples)
-        metrics = {"eval/accuracy": accuracy, f"eval/avg@{self.num_samples}": accuracy}
-        for k in self.pass_at:
-            total = fsum(pass_at_k(self.num_samples, c, k) for c in everyone)  # in any order
+        num_samples = self.config.num_samples
+        accuracy = sum(everyone) / (num_prompts * num_samples)
+        metrics = {"eval/accuracy": accuracy, f"eval/avg@{num_samples}": accuracy}
+        for k in self.config.pass_at:
+            total = fsum(pass_at_k(num_samples, c, k) for c in everyone)  # in any order
             metrics[f"eval/pass@{k}"] = total / num_prompts
         return metrics

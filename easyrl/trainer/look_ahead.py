@@ -1,8 +1,8 @@
 """What an idle trainer does: it runs the frozen models on responses whose group is not complete.
 
-Reference and old policy do not change while a batch is open, and a token's log-probability depends
-on the tokens before it alone. So what they say of a finished response can be computed before its
-group is there, and is the same up to rounding: rows of another shape are summed in another order.
+They do not change while a batch is open, and a token's log-probability depends on the tokens before
+it alone: computed early it is the same up to rounding, as rows of another shape are summed in
+another order.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from easyrl.engines.base import TrainEngine
 from easyrl.metrics.event_log import Record
 from easyrl.schema import (
     FinishedSamples,
@@ -28,9 +28,6 @@ from easyrl.schema import (
 )
 from easyrl.trainer.row_split import join_logprobs, restrict, split, split_logprobs
 
-if TYPE_CHECKING:
-    from easyrl.engines.base import TrainEngine
-
 # A piece of work repeats its prompts, unless their groups' last responses are in it. At least this
 # share of its tokens must save work later: it then pays if three quarters of it fall into time in
 # which the trainer would have waited, and a trainer that waits at all mostly waits for long.
@@ -38,7 +35,7 @@ MIN_USEFUL = 0.25
 
 CPU = torch.device("cpu")
 Piece = Sequence[FinishedSamples]  # what goes through the models together
-Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
+Pack = Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
 
 
 class OpenGroups(Protocol):
@@ -52,8 +49,8 @@ class OpenGroups(Protocol):
 class LookAhead:
     """Log-probabilities of the frozen models for one update's groups, before these are complete.
 
-    One object for each update: its old policy is not that of the next, and nothing of an earlier
-    update or batch can be met in it. Belongs to the trainer's thread.
+    One object for each update, whose old policy is not that of the next. Belongs to the trainer's
+    thread.
 
     Which responses are computed ahead, in which pieces, is a matter of the clock and decides the
     last bits of what the models say of them. A piece alone is a function of its responses: who
@@ -67,9 +64,7 @@ class LookAhead:
     record: Record  # receives the events ``look_ahead_start`` and ``look_ahead_end``
     note: Callable[[Piece], object]  # told of each piece before the groups that use it are taken
     work_s: float = 0.0  # that the frozen models ran
-    # Trained tokens of the rows so far that had been computed ahead when their row came; not those
-    # of responses whose row is still to come.
-    num_tokens: int = 0
+    num_tokens: int = 0  # trained ones that had been computed ahead when their row came
 
     def __post_init__(self) -> None:
         # Of each response its trained tokens, int64 [N], and what is said of them, on the host.
@@ -87,8 +82,7 @@ class LookAhead:
         rows = self._rows(piece)
         for row in rows:
             self.record("look_ahead_start", num_tokens=row.num_tokens)
-            # The copy waits for the device, so that this returns when the work is done and not
-            # when it is launched: a group may be complete by then.
+            # The copy waits for the device: a group may be complete when the work is done.
             said = split_logprobs(row, self.engine.frozen_logprobs(row).to(CPU))
             labels = split(row, row.label_ids)
             self._known |= {key: (labels[key], frozen) for key, frozen in said.items()}
@@ -124,11 +118,9 @@ class LookAhead:
         """Responses for one row, from the groups that waste least first."""
         room = self.max_tokens
         chosen = []
-        for group in sorted(
-            self.open_groups.groups(),
-            key=lambda group: (_useful(group, self.max_tokens), group.num_finished_tokens),
-            reverse=True,
-        ):
+        groups = self.open_groups.groups()
+        groups.sort(key=lambda g: (_useful(g, self.max_tokens), sum(g.finished)), reverse=True)
+        for group in groups:
             if _useful(group, room) < MIN_USEFUL:
                 continue
             samples = self.open_groups.take(group.key, room - group.num_prompt_tokens)
@@ -139,11 +131,10 @@ class LookAhead:
         return chosen
 
     def _rows(self, chosen: Piece) -> list[MicroBatch]:
-        """Packed as groups are; none where no token of theirs is trained."""
+        """Packed as if they were whole groups; none where no token of theirs is trained."""
         numbers = {samples.prompt.key: list(samples.completions) for samples in chosen}
         rows = self.pack(
-            [_group_of(samples) for samples in chosen],
-            [np.zeros(len(samples.completions), np.float32) for samples in chosen],
+            [RolloutGroup(s.prompt, tuple(s.completions.values()), (), "", 0, 0) for s in chosen]
         )
 
         def of_whole_group(key: SampleKey) -> SampleKey:
@@ -161,15 +152,3 @@ def _useful(group: OpenGroup, room: int) -> float:
     if group.num_missing == 0 and len(fitting) == len(group.finished):
         return 1.0  # the prompt is not needed again either
     return response_tokens / (response_tokens + group.num_prompt_tokens)
-
-
-def _group_of(samples: FinishedSamples) -> RolloutGroup:
-    """As if the finished responses were the whole group."""
-    return RolloutGroup(
-        prompt=samples.prompt,
-        completions=tuple(samples.completions.values()),
-        scores=(),
-        policy_version="",
-        dispatched_s=0.0,
-        completed_s=0.0,
-    )

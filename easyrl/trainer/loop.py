@@ -16,6 +16,7 @@ import msgspec
 from easyrl.ledger.account import batch_account
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
+from easyrl.metrics.reporter import StepReporter
 from easyrl.schema import (
     TEMPORARY_FAILURE,
     BatchWithdrawn,
@@ -90,17 +91,6 @@ class Ledger(Protocol):
     def end(self, progress: Progress, weights: str) -> None: ...
 
 
-class Reporter(Protocol):
-    """Evaluation, and where the metrics go (``StepReporter``)."""
-
-    def compare(self, totals: BatchTotals) -> None:
-        """Sees the sums of each batch's first update, of all ranks."""
-
-    def report(
-        self, step: int, version: PolicyVersion, metrics: dict[str, float], *, is_last: bool
-    ) -> None: ...
-
-
 class TooManyBadSteps(RuntimeError):
     """Loss or gradient was not finite for ``trainer.max_bad_steps`` steps."""
 
@@ -123,7 +113,7 @@ class Trainer:
     accumulator: Accumulator
     weight_sync: Publisher
     ledger: Ledger  # writes down what was trained before it counts as trained
-    reporter: Reporter
+    reporter: StepReporter
     first_version: PolicyVersion
     groups_per_update: int  # B / k, of all ranks; only an update that ends its batch may have fewer
     updates_per_batch: int = 1  # k, optimizer steps on each batch, each on its slice of the groups
@@ -238,9 +228,9 @@ class Trainer:
     def _check(
         self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
     ) -> list[GroupOutcome] | None:
-        """Nothing is trained that the certificate would refuse. Raises what the ledger raises.
+        """Nothing is trained that the certificate would refuse: raises what the ledger raises.
 
-        Gives the refused groups of all ranks if the batch is ``whole``. Collective.
+        The refused groups of all ranks if the batch is ``whole``. Collective.
         """
         start = time.monotonic()
         self._raise_if_withdrawn(batch)

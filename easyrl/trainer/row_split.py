@@ -70,9 +70,8 @@ def join_logprobs(row: MicroBatch, parts: Mapping[SampleKey, FrozenLogprobs]) ->
         there = [values for values in logprobs if values is not None]
         if not there:
             return None
-        assert len(there) == len(logprobs)
         whole = torch.cat(there)
-        assert len(whole) == row.num_loss_tokens
+        assert len(there) == len(logprobs) and len(whole) == row.num_loss_tokens
         return whole
 
     return FrozenLogprobs(

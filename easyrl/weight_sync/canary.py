@@ -14,7 +14,7 @@ from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.runtime.collectives import Collectives
 from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Score
 
-Pack = Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[MicroBatch]]
+Pack = Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
 Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 
 CANARY_TOKENS = 2  # generated per prompt; every sync waits for so many decode steps
@@ -153,7 +153,7 @@ class Canary:
                 for responses in distinct.values()
                 for prompt, completion in zip(self.prompts, responses, strict=True)
             ]
-            rows = self.pack(groups, [np.zeros(1, dtype=np.float32)] * len(groups))
+            rows = self.pack(groups)
         num_rows = collectives.broadcast(len(rows))
         outputs = [
             engine.logprobs(row).numpy() for row in rows or (dummy() for _ in range(num_rows))

@@ -70,7 +70,7 @@ def test_a_response_is_there_once_and_only_while_its_group_is_open():
         samples = stream.open_samples
         assert samples.groups() == [] and taken(samples, 0) == []
         generate.release(thread, (0, 2), (1, 0), (0, 1))
-        wait_until(lambda: sum(group.num_finished_tokens for group in samples.groups()) == 18)
+        wait_until(lambda: sum(sum(group.finished) for group in samples.groups()) == 18)
         assert sorted(samples.groups()) == [
             OpenGroup((0, 0), 4, (7, 6), num_missing=1),
             OpenGroup((0, 1), 4, (5,), num_missing=2),
@@ -89,7 +89,7 @@ def test_what_is_taken_fits():
         samples.add(prompt(0), sample, completion("v", length))
     [group] = samples.groups()
     assert group.within(8) == [1, 2] and group.within(100) == [0, 1, 2, 3]
-    assert group.num_finished_tokens == 18 and group.within(1) == []
+    assert sum(group.finished) == 18 and group.within(1) == []
     found = samples.take((0, 0), 8)
     assert found is not None and list(found.completions) == [1, 2]
     assert samples.groups() == [OpenGroup((0, 0), 4, (9, 2), num_missing=0)]

@@ -8,8 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from easyrl.build.accumulation import build_accumulator
-from easyrl.build.recipe import ROWS_PER_DRAIN, group_functions, pack_function, rows_per_drain
+from easyrl.build.recipe import (
+    ROWS_PER_DRAIN,
+    build_accumulator,
+    group_functions,
+    pack_in_order,
+    rows_per_drain,
+)
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.metrics.event_log import ignore
@@ -125,16 +130,14 @@ def test_a_stop_does_not_wait_for_the_rest_of_a_take(tmp_path: Path) -> None:
 def test_the_configuration_chooses_the_packing(tmp_path: Path) -> None:
     group = random_group(np.random.default_rng(0), 3, [5, 5])
     group.completions[1].token_ids[:] = group.completions[0].token_ids
-    advantages = [np.zeros(2, dtype=np.float32)]
     for packing, num_tokens in (("prompt", 13), ("tree", 8)):
-        pack = pack_function(config(tmp_path, packing=packing), keep_order=True)
-        assert [row.num_tokens for row in pack([group], advantages)] == [num_tokens]
+        pack = pack_in_order(config(tmp_path, packing=packing))
+        assert [row.num_tokens for row in pack([group])] == [num_tokens]
 
 
 def test_costs_are_those_of_the_model(tmp_path: Path) -> None:
     """A long response costs more than two short ones with much attention, else less."""
     group = random_group(np.random.default_rng(0), 1, [7, 4, 4, 4])
-    advantages = [np.zeros(4, dtype=np.float32)]
     samples = {}
     for name, sizes in {
         "attention": {"num_attention_heads": 512, "hidden_size": 2, "intermediate_size": 1},
@@ -144,8 +147,8 @@ def test_costs_are_those_of_the_model(tmp_path: Path) -> None:
         tiny_config(
             "qwen3", num_key_value_heads=1, head_dim=2, vocab_size=2, **sizes
         ).save_pretrained(model)
-        pack = pack_function(config(model), keep_order=False)
-        samples[name] = [[key.sample for key in row.sequences] for row in pack([group], advantages)]
+        pack = group_functions(config(model)).pack_finished
+        samples[name] = [[key.sample for key in row.sequences] for row in pack([group])]
     assert samples["attention"] == [[0], [1, 2, 3]]
     assert samples["linear"] == [[0, 3], [1, 2]]
 
@@ -161,7 +164,6 @@ def test_groups_without_signal_are_run_in_strict_mode(
             Engine(stop),  # type: ignore[arg-type]
             Collectives(Ranks.data_parallel(0, 1)),
             stop,
-            is_interruption=lambda error: False,
             record=ignore,
             synchronous=True,
         )

@@ -13,9 +13,8 @@ import pytest
 from easyrl.config import EvaluationConfig
 from easyrl.inference_client.errors import Outage, is_outage
 from easyrl.metrics.batch_metrics import BatchTotals
-from easyrl.metrics.console import ConsoleView
+from easyrl.metrics.console import ConsoleView, plot_reward_curve
 from easyrl.metrics.event_log import EventLog, read_events
-from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, WandbTracker, read_metrics
 from easyrl.runtime.collectives import Collectives
@@ -72,14 +71,12 @@ def stop():
 
 def make_evaluator(rollouts, collectives, stop, num_prompts=3):
     return Evaluator(
+        config=EvaluationConfig(data={"files": ["held-out.jsonl"]}, num_samples=2, pass_at=[1, 2]),
         prompts=[Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(num_prompts)],
         rollouts=rollouts,
         is_interruption=lambda e: is_outage(e) or isinstance(e, StopRequested),
         collectives=collectives,
         stop=stop,
-        num_samples=2,
-        pass_at=[1, 2],
-        threshold=0.5,
         reward_name="exact",
     )
 
@@ -387,6 +384,9 @@ def test_a_step_without_evaluation_is_reported_as_it_is():
 
 
 class Counts:
+    def __init__(self, config):
+        self.config = config
+
     def evaluate(self, version):
         return {"eval/accuracy": 1.0}
 
@@ -403,7 +403,7 @@ class Counts:
 )
 def test_an_evaluation_is_due_every_so_many_steps_at_start_and_at_end(schedule, steps, expected):
     config = EvaluationConfig(data={"files": ["held-out.jsonl"]}, **schedule)
-    evaluation = ScheduledEvaluation(Counts(), config, steps[0])
+    evaluation = ScheduledEvaluation(Counts(config), steps[0])
     asked = [
         step for step in steps if evaluation.evaluate(step, VERSION, is_last=step == steps[-1])
     ]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.build.accumulation import looks_ahead
+from easyrl.build.recipe import looks_ahead
 from easyrl.config import Config, TrainerConfig
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.dataloaders.producer.group_stream import GroupStream
@@ -103,10 +103,9 @@ def make(
     note: Callable[[Any], object] = lambda piece: None,
     **settings: Any,
 ) -> LookAhead:
-    def packed(
-        groups: Sequence[RolloutGroup], advantages: Sequence[np.ndarray]
-    ) -> list[MicroBatch]:
-        return pack(groups, advantages, budget=max_tokens, **settings)
+    def packed(groups: Sequence[RolloutGroup]) -> list[MicroBatch]:
+        zeros = [np.zeros(len(group.completions), np.float32) for group in groups]
+        return pack(groups, zeros, budget=max_tokens, **settings)
 
     return LookAhead(
         cast(Any, engine), packed, samples, max_tokens=max_tokens, record=ignore, note=note

@@ -188,10 +188,10 @@ class CountingEngine:
 
 
 def canary(mask_truncated: bool = False) -> Canary:
-    def pack(groups, advantages):
+    def pack(groups):
         return pack_groups(
             groups,
-            advantages,
+            [np.zeros(1, dtype=np.float32)] * len(groups),
             aggregation="token",
             max_tokens=4,
             mask_truncated=mask_truncated,

@@ -161,10 +161,10 @@ def weight_sync(
         thread.run(pool.wait_until_healthy())
         prompts = [Prompt(i, np.arange(6, 16, dtype=np.int32) % 10 + 8, "", None) for i in range(8)]
 
-        def pack(groups, advantages):
+        def pack(groups):
             return pack_groups(
                 groups,
-                advantages,
+                [np.zeros(1, dtype=np.float32)] * len(groups),
                 aggregation="token",
                 max_tokens=16,
                 mask_truncated=mask_truncated,
