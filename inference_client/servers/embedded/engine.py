@@ -90,8 +90,8 @@ class EmbeddedEngine:
         self._drained: list[Future[None]] = []  # of pauses that wait for the running ones
         self._failure: BaseException | None = None
         self._closing = False
-        self._lock = threading.Lock()  # of _num_queued and of being open
-        self._num_queued = 0
+        self._lock = threading.Lock()  # of num_waiting and of being open
+        self.num_waiting = 0  # samples
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
         self._thread.start()
 
@@ -105,10 +105,6 @@ class EmbeddedEngine:
     def num_running(self) -> int:
         return len(self._batch.sequences)
 
-    @property
-    def num_waiting(self) -> int:
-        return self._num_queued
-
     def submit(self, request: GenerationRequest) -> Future[list[Sequence]]:
         """Queues a request.
 
@@ -118,12 +114,12 @@ class EmbeddedEngine:
         self._check(request)
         with self._lock:
             self._check_alive()
-            if self._num_queued + request.params.n > self._max_queue:
+            if self.num_waiting + request.params.n > self._max_queue:
                 raise UnavailableError(
-                    f"{self._num_queued} samples are waiting, the queue holds {self._max_queue} "
+                    f"{self.num_waiting} samples are waiting, the queue holds {self._max_queue} "
                     "(--max-queue); try again later"
                 )
-            self._num_queued += request.params.n
+            self.num_waiting += request.params.n
             request.future.set_running_or_notify_cancel()  # ends by abort(), never by cancel()
             self._inbox.put(lambda: self._enqueue(request))
         return request.future
@@ -285,7 +281,7 @@ class EmbeddedEngine:
             count = min(len(self._waiting), self._batch.num_free)
             sequences = [self._waiting.popleft() for _ in range(count)]
             with self._lock:
-                self._num_queued -= count
+                self.num_waiting -= count
             self._batch.add(sequences, self.weights.version)
         finished = self._batch.step()
         self.stats.busy_s += time.perf_counter() - start_s
@@ -323,7 +319,7 @@ class EmbeddedEngine:
         waiting = {sequence for sequence in sequences if sequence.row < 0}
         self._waiting = deque(s for s in self._waiting if s not in waiting)
         with self._lock:
-            self._num_queued -= len(waiting)
+            self.num_waiting -= len(waiting)
         self._batch.remove([sequence for sequence in sequences if sequence.row >= 0])
         for sequence in sequences:
             sequence.finish_reason = "abort"
