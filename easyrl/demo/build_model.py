@@ -1,10 +1,6 @@
 """Builds the demo's tokenizer and model, a small Qwen3 that has seen three habits of answering.
 
 ``python -m easyrl.demo.build_model --output DIR [--tied|--untied] [--seed N]``
-
-The supervised warm start leaves a model that imitates its mixed corpus: it guesses, adds columns
-without the carries, or adds them carefully, each as often as it was shown, and makes slips besides.
-Which of these pays is for the reinforcement learning to find out.
 """
 
 from __future__ import annotations

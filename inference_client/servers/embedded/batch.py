@@ -22,7 +22,6 @@ from easyrl.inference_client.servers.embedded.requests import EngineStats, Seque
 from easyrl.inference_client.servers.embedded.rows import Records, RowTable, TokenCounts
 from easyrl.inference_client.servers.embedded.sampling import (
     Feature,
-    LogprobsMode,
     apply_min_p,
     apply_top_k_top_p,
     forbid_early_stop,
@@ -37,19 +36,14 @@ class RunningBatch:
     """Up to ``max_num_seqs`` sequences in the middle of their generation."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        logprobs_mode: LogprobsMode,
+        self, model: PreTrainedModel, *, max_num_seqs: int, max_model_len: int, raw_logprobs: bool
     ) -> None:
         self.sequences: list[Sequence] = []  # by row
         self.stats = EngineStats()
         self._model = model
         self._device, config = model.device, model.config.get_text_config()
         self._max_num_seqs = max_num_seqs
-        self._raw_logprobs = logprobs_mode == "raw_logprobs"
+        self._raw_logprobs = raw_logprobs
         self._cache = SlotCache(config.num_hidden_layers, max_num_seqs, max_model_len)
         self._rows = RowTable(max_num_seqs, self._device)
         self._records = Records(max_num_seqs, self._device)

@@ -78,7 +78,7 @@ class EmbeddedEngine:
             self._model,
             max_num_seqs=1 if batch_invariant else max_num_seqs,
             max_model_len=self.max_model_len,
-            logprobs_mode=logprobs_mode,
+            raw_logprobs=logprobs_mode == "raw_logprobs",
         )
         self.stats = self._batch.stats
         self._max_queue = max_queue
@@ -251,8 +251,13 @@ class EmbeddedEngine:
         try:
             while not self._closing:
                 self._take_inbox()
-                if not self._closing and not self._refuse_if_broken() and self._can_generate:
+                if self._closing or not self._can_generate:
+                    continue
+                if self.weights.broken is None:
                     self._work()
+                else:
+                    self._fail_requests(f"{self.weights.broken}; send a complete one")
+                    self._abort(list(self._owner))
         except BaseException as error:  # whoever waits for a future must hear of it
             self._failure = error
             raise
@@ -340,18 +345,10 @@ class EmbeddedEngine:
                 drained.set_result(None)
             self._drained.clear()
 
-    def _refuse_if_broken(self) -> bool:
-        """With unusable weights, whoever wants tokens now gets an error."""
-        reason = self.weights.broken
-        if reason is None or not self._can_generate:
-            return False
-        self._fail_requests(UnavailableError(f"{reason}; send a complete one"))
-        self._abort(list(self._owner))
-        return True
-
-    def _fail_requests(self, error: Exception) -> None:
+    def _fail_requests(self, why: str) -> None:
+        """Whoever wants tokens now gets an error."""
         for request in set(self._owner.values()):
-            request.future.set_exception(error)
+            request.future.set_exception(UnavailableError(why))
 
     def _end_everything(self) -> None:
         with self._lock:
@@ -361,6 +358,6 @@ class EmbeddedEngine:
         if self._failure is None:
             self._abort(list(self._owner))
         else:
-            self._fail_requests(UnavailableError(f"engine failed: {self._failure!r}"))
+            self._fail_requests(f"engine failed: {self._failure!r}")
         for drained in self._drained:
             drained.set_result(None)
