@@ -18,14 +18,10 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from easyrl.inference_client.servers.embedded.batch import RunningBatch
-from easyrl.inference_client.servers.embedded.loading import (
-    context_length,
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-)
 from easyrl.inference_client.servers.embedded.requests import (
     BadRequestError,
     GenerationRequest,
@@ -35,9 +31,11 @@ from easyrl.inference_client.servers.embedded.requests import (
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode, UniformStream
 from easyrl.inference_client.servers.embedded.text import StopStrings
 from easyrl.inference_client.servers.embedded.weights import ServedWeights
-from easyrl.runtime.numerics import arithmetic
+from easyrl.runtime.numerics import arithmetic, own_memory
 
 PauseMode = Literal["abort", "wait", "keep"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 T = TypeVar("T")
 
 
@@ -65,14 +63,14 @@ class EmbeddedEngine:
         seed: int = 0,
         batch_invariant: bool = False,
     ) -> None:
-        self._model = load_model(model, dtype, device)
-        self.tokenizer = load_tokenizer(model)
+        self._model = _load_model(model, dtype, device)
+        self.tokenizer = _load_tokenizer(model)
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
-        self.max_model_len = context_length(self._model, max_model_len)
+        self.max_model_len = _context_length(self._model, max_model_len)
         self.max_num_seqs = max_num_seqs
         self.batch_invariant = batch_invariant
         self.arithmetic = arithmetic(device)
-        self._eos_token_ids = eos_token_ids(self._model, self.tokenizer)
+        self._eos_token_ids = _eos_token_ids(self._model, self.tokenizer)
         self.weights = ServedWeights(self._model, self._call, self._take_new_weights)
         self._batch = RunningBatch(
             self._model,
@@ -361,3 +359,50 @@ class EmbeddedEngine:
             self._fail_requests(f"engine failed: {self._failure!r}")
         for drained in self._drained:
             drained.set_result(None)
+
+
+def _load_model(path: Path, dtype: str, device: str) -> PreTrainedModel:
+    """The model in ``path``, for inference only.
+
+    Raises ``ValueError`` if there is none, or its attention is not plain causal.
+    """
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path}: not a model directory, config.json is missing")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, is {dtype!r}")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
+    )
+    config = model.config.get_text_config()
+    kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(f"{path}: only full causal attention is served, the model has {kinds}")
+    model.requires_grad_(False).eval()
+    own_memory(model)
+    return model.to(torch.device(device))  # type: ignore[arg-type]
+
+
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _context_length(model: PreTrainedModel, wanted: int | None) -> int:
+    limit = int(model.config.get_text_config().max_position_embeddings)
+    if wanted is None:
+        return limit
+    if not 1 < wanted <= limit:
+        raise ValueError(f"max_model_len: must be from 2 to the model's {limit}, is {wanted}")
+    return wanted
+
+
+def _eos_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[int, ...]:
+    """Of tokenizer, config and generation config; the first is the primary one, as in vLLM."""
+    found: list[int] = []
+    for source in (tokenizer, model.config.get_text_config(), model.generation_config):
+        ids = None if source is None else source.eos_token_id
+        found += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return tuple(dict.fromkeys(found))

@@ -17,8 +17,7 @@ import torch
 import typer
 from aiohttp import web
 
-from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
-from easyrl.inference_client.servers.embedded.loading import DTYPES
+from easyrl.inference_client.servers.embedded.engine import DTYPES, EmbeddedEngine
 from easyrl.inference_client.servers.embedded.requests import UnavailableError
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode
