@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -47,9 +47,7 @@ def add_command(run_dir: RunDir, url: Url) -> None:
 
     with _refusals():
         url = _checked_url(url)
-        _wanted(run_dir)
-        change_wanted(run_dir, change)
-        _print(f"{url} is added: it is given the weights, then used{_unless_running(run_dir)}")
+        _change(run_dir, change, f"{url} is added: it is given the weights, then used")
 
 
 @endpoints_commands.command("remove")
@@ -73,9 +71,7 @@ def remove_command(
 
     with _refusals():
         url = _checked_url(url)
-        _wanted(run_dir)
-        change_wanted(run_dir, change)
-        _print(f"{url} is removed: what it has in flight finishes{_unless_running(run_dir)}")
+        _change(run_dir, change, f"{url} is removed: what it has in flight finishes")
 
 
 @endpoints_commands.command("list")
@@ -126,11 +122,13 @@ def _describe_run(state: RunState | None) -> str:
     return f"NOT RUNNING, last seen {ago} ago"
 
 
-def _unless_running(run_dir: Path) -> str:
+def _change(run_dir: Path, change: Callable[[Wanted], Wanted], what: str) -> None:
+    _wanted(run_dir)
+    change_wanted(run_dir, change)
     state = _state(run_dir)
-    if state is None or state.is_alive:
-        return ""
-    return "; but the run is not running, and its next start takes inference.endpoints"
+    if state is not None and not state.is_alive:
+        what += "; but the run is not running, and its next start takes inference.endpoints"
+    _print(what)
 
 
 def _checked_url(url: str) -> str:

@@ -18,16 +18,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from io import TextIOWrapper
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from easyrl.config import Config
 from easyrl.config.file import load_config
-from easyrl.demo.accuracy import held_out_accuracy
 from easyrl.demo.build_model import build_model
 from easyrl.demo.servers import Engine, start_server, vllm_python
-from easyrl.demo.task import write_splits
+from easyrl.demo.task import END_THINK, write_splits
 from easyrl.inference_client.servers.managed.server_process import ServerStartError
 from easyrl.metrics.trackers import read_metrics
 from easyrl.recipes.loading import load_recipe
@@ -36,14 +37,7 @@ from easyrl.runtime.machine import pin_process, usable_cpus
 CONFIG = "configs/demo.yaml"
 PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve
 CERTIFICATE_TIMES = ("time/certificate_s", "time/journal_s")
-OWN_KEYS = (
-    "run.output_dir=",
-    "model.path=",
-    "data.files=",
-    "evaluation.data.files=",
-    "inference.endpoints=",
-    "checkpoint.export_at_end=",
-)
+ACCURACY_BATCH_SIZE = 250
 
 
 def main() -> int:
@@ -52,16 +46,17 @@ def main() -> int:
     # in order with the trainer's lines, in a log too
     cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     data = run_dir / "data"
-    overrides = [
-        f"run.output_dir={run_dir}",
-        f"model.path={run_dir / 'base_model'}",
-        f"data.files=[{data / 'train.jsonl'}]",
-        f"evaluation.data.files=[{data / 'heldout.jsonl'}]",
-        *arguments.overrides,
-    ]
+    own = {
+        "run.output_dir": run_dir,
+        "model.path": run_dir / "base_model",
+        "data.files": f"[{data / 'train.jsonl'}]",
+        "evaluation.data.files": f"[{data / 'heldout.jsonl'}]",
+    }
+    overrides = [*(f"{key}={value}" for key, value in own.items()), *arguments.overrides]
+    own_keys = (*own, "inference.endpoints", "checkpoint.export_at_end")
     try:
         for override in arguments.overrides:
-            if override.startswith(OWN_KEYS):
+            if override.startswith(tuple(f"{key}=" for key in own_keys)):
                 raise ValueError(f"{override}: the demo sets this key itself")
         if arguments.engine == "vllm":
             vllm_python()  # before the minute of the warm start
@@ -124,6 +119,47 @@ def _set_up(config: Config, run_dir: Path) -> tuple[Path, Path]:
     build_model(model, seed=config.run.seed)
     print(f"warm start took {time.monotonic() - start:.0f} s")
     return model, heldout
+
+
+@torch.no_grad()
+def held_out_accuracy(model_dir: Path, heldout: Path, seed: int, max_tokens: int) -> float:
+    """Share of ``heldout``'s problems answered right by one response sampled at temperature 1.
+
+    With plain ``transformers`` and nothing of EasyRL's own. Sampled, not greedy: the reward is an
+    expectation under sampling, and greedy decoding would show a policy that merely got sharper as
+    one that got better.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, local_files_only=True)
+    model.eval()
+    records = [json.loads(line) for line in heldout.read_text().splitlines()]
+    torch.manual_seed(seed)
+    correct = 0
+    for start in range(0, len(records), ACCURACY_BATCH_SIZE):
+        batch = records[start : start + ACCURACY_BATCH_SIZE]
+        inputs: Any = tokenizer.apply_chat_template(
+            [[{"role": "user", "content": record["prompt"]}] for record in batch],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max_tokens,
+        )
+        responses = output[:, inputs["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        correct += sum(
+            text.rpartition(END_THINK)[2].strip() == record["answer"]
+            for text, record in zip(texts, batch, strict=True)
+        )
+    return correct / len(records)
 
 
 def _train(

@@ -1,10 +1,6 @@
 """Builds the demo's tokenizer and model, a small Qwen3 that has seen three habits of answering.
 
 ``python -m easyrl.demo.build_model --output DIR [--tied|--untied] [--seed N]``
-
-The supervised warm start leaves a model that imitates its mixed corpus: it guesses, adds columns
-without the carries, or adds them carefully, each as often as it was shown, and makes slips besides.
-Which of these pays is for the reinforcement learning to find out.
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 import typer
@@ -23,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from easyrl.demo.task import END_THINK, THINK, warm_start_examples
 
+Rows = dict[str, torch.Tensor]  # input_ids and labels, both int64 [B, T]
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 20
 IGNORED = -100  # label of positions without a loss, as transformers has it
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
@@ -33,13 +30,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-class Rows(NamedTuple):
-    """Examples padded on the right; a causal model needs no mask for pads that come last."""
-
-    input_ids: torch.Tensor  # int64 [B, T]
-    labels: torch.Tensor  # int64 [B, T]
 
 
 def build_model(
@@ -121,10 +111,7 @@ def supervised_batches(
     """Endless batches, the loss on responses only; each in two halves by length, to pad less."""
     examples = warm_start_examples(seed)
     while True:
-        batch = [
-            _encode(tokenizer, question, response)
-            for question, response in itertools.islice(examples, batch_size)
-        ]
+        batch = [_encode(tokenizer, *pair) for pair in itertools.islice(examples, batch_size)]
         batch.sort(key=lambda example: len(example[0]))
         middle = len(batch) // 2
         yield [_pad(tokenizer, half) for half in (batch[:middle], batch[middle:]) if half]
@@ -141,12 +128,14 @@ def _encode(
 
 
 def _pad(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[list[int], int]]) -> Rows:
+    """Padded on the right: a causal model needs no mask for pads that come last."""
     input_ids = [torch.tensor(ids) for ids, _ in examples]
     labels = [torch.tensor([IGNORED] * start + ids[start:]) for ids, start in examples]
-    return Rows(
-        pad_sequence(input_ids, batch_first=True, padding_value=tokenizer.pad_token_id),
-        pad_sequence(labels, batch_first=True, padding_value=IGNORED),
-    )
+    padded = pad_sequence(input_ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+    return {
+        "input_ids": padded,
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+    }
 
 
 def train(model: Qwen3ForCausalLM, batches: Iterator[list[Rows]], num_steps: int) -> None:
@@ -155,16 +144,15 @@ def train(model: Qwen3ForCausalLM, batches: Iterator[list[Rows]], num_steps: int
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda i: min((i + 1) / WARMUP_STEPS, 1 - 0.9 * i / num_steps),
+        optimizer, lambda i: min((i + 1) / WARMUP_STEPS, 1 - 0.9 * i / num_steps)
     )
     model.train()
     start_s = time.monotonic()
     for step, batch in enumerate(itertools.islice(batches, num_steps), 1):
-        num_tokens = sum(int((rows.labels != IGNORED).sum()) for rows in batch)
+        num_tokens = sum(int((rows["labels"] != IGNORED).sum()) for rows in batch)
         mean_loss = 0.0
         for rows in batch:
-            loss = model(**rows._asdict(), num_items_in_batch=num_tokens).loss
+            loss = model(**rows, num_items_in_batch=num_tokens).loss
             loss.backward()
             mean_loss += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -26,8 +26,7 @@ THINK, END_THINK = "<think>", "</think>"
 NUM_WARM_START_OPERANDS, NUM_TRAIN_OPERANDS = 400, 300  # of 900; the other 200 are held out
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """``first + second``, both with three digits."""
 
     first: int
@@ -57,12 +56,8 @@ def split_operands() -> OperandSplit:
     """
     numbers = list(range(100, 1000))
     random.Random("easyrl demo operands").shuffle(numbers)
-    train_end = NUM_WARM_START_OPERANDS + NUM_TRAIN_OPERANDS
-    return OperandSplit(
-        warm_start=tuple(sorted(numbers[:NUM_WARM_START_OPERANDS])),
-        train=tuple(sorted(numbers[NUM_WARM_START_OPERANDS:train_end])),
-        heldout=tuple(sorted(numbers[train_end:])),
-    )
+    ends = (0, NUM_WARM_START_OPERANDS, NUM_WARM_START_OPERANDS + NUM_TRAIN_OPERANDS, len(numbers))
+    return OperandSplit(*(tuple(sorted(numbers[start:end])) for start, end in pairwise(ends)))
 
 
 def draw_problems(numbers: tuple[int, ...], count: int, rng: random.Random) -> list[Problem]:

@@ -279,12 +279,13 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(engine: EmbeddedEngine) -
     settings = dict(seed=2, max_tokens=60, ignore_eos=True, stop=("never!", stop))
     cut = run(engine, text, **settings)
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-    assert cut.text == decoded[:end]
+    assert cut.stop_strings is not None and cut.stop_strings.text == decoded[:end]
     kept = engine.tokenizer.decode(cut.token_ids, skip_special_tokens=True)
     assert kept == decoded[: end + 2]
     assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
     included = run(engine, text, include_stop_str_in_output=True, **settings)
-    assert included.text == decoded[: end + 2]
+    assert included.stop_strings is not None
+    assert included.stop_strings.text == decoded[: end + 2]
 
 
 def test_repetition_penalty_equals_generate(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from easyrl.inference_client.servers.embedded.text import INCOMPLETE, IncrementalText
+from easyrl.inference_client.servers.embedded.sampling import SamplingParams
+from easyrl.inference_client.servers.embedded.text import INCOMPLETE, StopStrings
 from tests.tiny_tokenizer import tiny_tokenizer
 
 TEXT = "añb 😀 c 你好 d" * 3
@@ -29,18 +31,26 @@ def tokenizer(request) -> PreTrainedTokenizerFast:
     return request.param()
 
 
+def texts(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
+    """After each token."""
+    strings = StopStrings(tokenizer, SamplingParams())
+    shown = []
+    for token_id in ids:
+        assert strings.append(token_id) is None
+        shown.append(strings.text)
+    return shown
+
+
 def test_the_pieces_of_a_text_are_the_text(tokenizer):
-    text = IncrementalText(tokenizer, skip_special_tokens=True)
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    pieces = [text.append(token_id) for token_id in ids]
-    assert "".join(pieces) == text.text == tokenizer.decode(ids)
-    assert not any(INCOMPLETE in piece for piece in pieces)
+    shown = texts(tokenizer, ids)
+    assert shown[-1] == tokenizer.decode(ids)
+    assert not any(INCOMPLETE in text for text in shown)
 
 
 def test_tokens_that_are_no_text_are_taken(tokenizer):
     """Sampled at random: most bytes are no character, and none of it may raise."""
     choose = random.Random(0)
     for _ in range(200):
-        text = IncrementalText(tokenizer, skip_special_tokens=True)
-        ids = [choose.randrange(256) for _ in range(40)]
-        assert "".join(text.append(token_id) for token_id in ids) == text.text
+        shown = texts(tokenizer, [choose.randrange(256) for _ in range(40)])
+        assert all(later.startswith(text) for text, later in pairwise(shown))

@@ -22,7 +22,6 @@ from easyrl.inference_client.servers.embedded.requests import EngineStats, Seque
 from easyrl.inference_client.servers.embedded.rows import Records, RowTable, TokenCounts
 from easyrl.inference_client.servers.embedded.sampling import (
     Feature,
-    LogprobsMode,
     apply_min_p,
     apply_top_k_top_p,
     forbid_early_stop,
@@ -37,26 +36,18 @@ class RunningBatch:
     """Up to ``max_num_seqs`` sequences in the middle of their generation."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        logprobs_mode: LogprobsMode,
+        self, model: PreTrainedModel, *, max_num_seqs: int, max_model_len: int, raw_logprobs: bool
     ) -> None:
         self.sequences: list[Sequence] = []  # by row
         self.stats = EngineStats()
         self._model = model
-        self._device = model.device
+        self._device, config = model.device, model.config.get_text_config()
         self._max_num_seqs = max_num_seqs
-        self._raw_logprobs = logprobs_mode == "raw_logprobs"
-        self._cache = SlotCache(
-            model.config.get_text_config().num_hidden_layers, max_num_seqs, max_model_len
-        )
+        self._raw_logprobs = raw_logprobs
+        self._cache = SlotCache(config.num_hidden_layers, max_num_seqs, max_model_len)
         self._rows = RowTable(max_num_seqs, self._device)
         self._records = Records(max_num_seqs, self._device)
-        vocab_size = int(model.config.get_text_config().vocab_size)
-        self._penalized = TokenCounts(max_num_seqs, vocab_size, self._device)
+        self._penalized = TokenCounts(max_num_seqs, int(config.vocab_size), self._device)
         self._feature_counts: Counter[Feature] = Counter()
         self._same_prompt: dict[bytes, list[Sequence]] = {}  # whose keys and values may be copied
         self._longest = 0  # no running sequence holds more positions
@@ -235,13 +226,9 @@ class RunningBatch:
                 holders.remove(sequence)
             if not holders:
                 self._same_prompt.pop(sequence.prompt_key, None)
-        self._compact(finished)
-
-    def _compact(self, finished: list[Sequence]) -> None:
-        """The last rows move into the freed ones."""
         num_left = len(self.sequences) - len(finished)
         freed = {sequence.row for sequence in finished}
-        targets = [row for row in freed if row < num_left]
+        targets = [row for row in freed if row < num_left]  # the last rows move into these
         sources = [row for row in range(num_left, len(self.sequences)) if row not in freed]
         if targets:
             target, source = self._index(targets), self._index(sources)

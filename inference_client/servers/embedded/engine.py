@@ -18,14 +18,10 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from easyrl.inference_client.servers.embedded.batch import RunningBatch
-from easyrl.inference_client.servers.embedded.loading import (
-    context_length,
-    eos_token_ids,
-    load_model,
-    load_tokenizer,
-)
 from easyrl.inference_client.servers.embedded.requests import (
     BadRequestError,
     GenerationRequest,
@@ -35,9 +31,11 @@ from easyrl.inference_client.servers.embedded.requests import (
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode, UniformStream
 from easyrl.inference_client.servers.embedded.text import StopStrings
 from easyrl.inference_client.servers.embedded.weights import ServedWeights
-from easyrl.runtime.numerics import arithmetic
+from easyrl.runtime.numerics import arithmetic, own_memory
 
 PauseMode = Literal["abort", "wait", "keep"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
 T = TypeVar("T")
 
 
@@ -65,20 +63,20 @@ class EmbeddedEngine:
         seed: int = 0,
         batch_invariant: bool = False,
     ) -> None:
-        self._model = load_model(model, dtype, device)
-        self.tokenizer = load_tokenizer(model)
+        self._model = _load_model(model, dtype, device)
+        self.tokenizer = _load_tokenizer(model)
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
-        self.max_model_len = context_length(self._model, max_model_len)
+        self.max_model_len = _context_length(self._model, max_model_len)
         self.max_num_seqs = max_num_seqs
         self.batch_invariant = batch_invariant
         self.arithmetic = arithmetic(device)
-        self._eos_token_ids = eos_token_ids(self._model, self.tokenizer)
+        self._eos_token_ids = _eos_token_ids(self._model, self.tokenizer)
         self.weights = ServedWeights(self._model, self._call, self._take_new_weights)
         self._batch = RunningBatch(
             self._model,
             max_num_seqs=1 if batch_invariant else max_num_seqs,
             max_model_len=self.max_model_len,
-            logprobs_mode=logprobs_mode,
+            raw_logprobs=logprobs_mode == "raw_logprobs",
         )
         self.stats = self._batch.stats
         self._max_queue = max_queue
@@ -90,8 +88,8 @@ class EmbeddedEngine:
         self._drained: list[Future[None]] = []  # of pauses that wait for the running ones
         self._failure: BaseException | None = None
         self._closing = False
-        self._lock = threading.Lock()  # of _num_queued and of being open
-        self._num_queued = 0
+        self._lock = threading.Lock()  # of num_waiting and of being open
+        self.num_waiting = 0  # samples
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
         self._thread.start()
 
@@ -105,10 +103,6 @@ class EmbeddedEngine:
     def num_running(self) -> int:
         return len(self._batch.sequences)
 
-    @property
-    def num_waiting(self) -> int:
-        return self._num_queued
-
     def submit(self, request: GenerationRequest) -> Future[list[Sequence]]:
         """Queues a request.
 
@@ -118,12 +112,12 @@ class EmbeddedEngine:
         self._check(request)
         with self._lock:
             self._check_alive()
-            if self._num_queued + request.params.n > self._max_queue:
+            if self.num_waiting + request.params.n > self._max_queue:
                 raise UnavailableError(
-                    f"{self._num_queued} samples are waiting, the queue holds {self._max_queue} "
+                    f"{self.num_waiting} samples are waiting, the queue holds {self._max_queue} "
                     "(--max-queue); try again later"
                 )
-            self._num_queued += request.params.n
+            self.num_waiting += request.params.n
             request.future.set_running_or_notify_cancel()  # ends by abort(), never by cancel()
             self._inbox.put(lambda: self._enqueue(request))
         return request.future
@@ -255,8 +249,13 @@ class EmbeddedEngine:
         try:
             while not self._closing:
                 self._take_inbox()
-                if not self._closing and not self._refuse_if_broken() and self._can_generate:
+                if self._closing or not self._can_generate:
+                    continue
+                if self.weights.broken is None:
                     self._work()
+                else:
+                    self._fail_requests(f"{self.weights.broken}; send a complete one")
+                    self._abort(list(self._owner))
         except BaseException as error:  # whoever waits for a future must hear of it
             self._failure = error
             raise
@@ -285,7 +284,7 @@ class EmbeddedEngine:
             count = min(len(self._waiting), self._batch.num_free)
             sequences = [self._waiting.popleft() for _ in range(count)]
             with self._lock:
-                self._num_queued -= count
+                self.num_waiting -= count
             self._batch.add(sequences, self.weights.version)
         finished = self._batch.step()
         self.stats.busy_s += time.perf_counter() - start_s
@@ -323,7 +322,7 @@ class EmbeddedEngine:
         waiting = {sequence for sequence in sequences if sequence.row < 0}
         self._waiting = deque(s for s in self._waiting if s not in waiting)
         with self._lock:
-            self._num_queued -= len(waiting)
+            self.num_waiting -= len(waiting)
         self._batch.remove([sequence for sequence in sequences if sequence.row >= 0])
         for sequence in sequences:
             sequence.finish_reason = "abort"
@@ -344,18 +343,10 @@ class EmbeddedEngine:
                 drained.set_result(None)
             self._drained.clear()
 
-    def _refuse_if_broken(self) -> bool:
-        """With unusable weights, whoever wants tokens now gets an error."""
-        reason = self.weights.broken
-        if reason is None or not self._can_generate:
-            return False
-        self._fail_requests(UnavailableError(f"{reason}; send a complete one"))
-        self._abort(list(self._owner))
-        return True
-
-    def _fail_requests(self, error: Exception) -> None:
+    def _fail_requests(self, why: str) -> None:
+        """Whoever wants tokens now gets an error."""
         for request in set(self._owner.values()):
-            request.future.set_exception(error)
+            request.future.set_exception(UnavailableError(why))
 
     def _end_everything(self) -> None:
         with self._lock:
@@ -365,6 +356,53 @@ class EmbeddedEngine:
         if self._failure is None:
             self._abort(list(self._owner))
         else:
-            self._fail_requests(UnavailableError(f"engine failed: {self._failure!r}"))
+            self._fail_requests(f"engine failed: {self._failure!r}")
         for drained in self._drained:
             drained.set_result(None)
+
+
+def _load_model(path: Path, dtype: str, device: str) -> PreTrainedModel:
+    """The model in ``path``, for inference only.
+
+    Raises ``ValueError`` if there is none, or its attention is not plain causal.
+    """
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path}: not a model directory, config.json is missing")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, is {dtype!r}")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
+    )
+    config = model.config.get_text_config()
+    kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(f"{path}: only full causal attention is served, the model has {kinds}")
+    model.requires_grad_(False).eval()
+    own_memory(model)
+    return model.to(torch.device(device))  # type: ignore[arg-type]
+
+
+def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _context_length(model: PreTrainedModel, wanted: int | None) -> int:
+    limit = int(model.config.get_text_config().max_position_embeddings)
+    if wanted is None:
+        return limit
+    if not 1 < wanted <= limit:
+        raise ValueError(f"max_model_len: must be from 2 to the model's {limit}, is {wanted}")
+    return wanted
+
+
+def _eos_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[int, ...]:
+    """Of tokenizer, config and generation config; the first is the primary one, as in vLLM."""
+    found: list[int] = []
+    for source in (tokenizer, model.config.get_text_config(), model.generation_config):
+        ids = None if source is None else source.eos_token_id
+        found += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return tuple(dict.fromkeys(found))

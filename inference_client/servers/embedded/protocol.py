@@ -230,8 +230,8 @@ def completion_response(
 
 
 def _text(sample: Sequence, engine: EmbeddedEngine) -> str:
-    if sample.text is not None:
-        return sample.text
+    if sample.stop_strings is not None and isinstance(sample.stop_reason, str):
+        return sample.stop_strings.text  # up to the stop string that ended it
     if engine.tokenizer is None:
         return ""
     token_ids, params = sample.token_ids, sample.params

@@ -13,8 +13,6 @@ from easyrl.inference_client.servers.embedded.sampling import Feature, SamplingP
 from easyrl.inference_client.servers.embedded.text import StopStrings
 from easyrl.schema import VersionSpan
 
-FinishReason = Literal["stop", "length", "abort"]
-
 
 class BadRequestError(ValueError):
     """The request cannot be served as it is; ``param`` is the field at fault."""
@@ -56,7 +54,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)  # of the sampled tokens
     top_logprobs: list[TopLogprobs] = field(default_factory=list)  # per token, if asked for
     version_starts: list[tuple[str, int]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: int | str | None = None  # None: end of sequence, length or abort
 
     def __post_init__(self) -> None:
@@ -79,13 +77,6 @@ class Sequence:
             for (version, start), (_, end) in pairwise(bounds)
             if end > start
         )
-
-    @property
-    def text(self) -> str | None:
-        """Up to the stop string that ended it; None if none did."""
-        if self.stop_strings is None or not isinstance(self.stop_reason, str):
-            return None
-        return self.stop_strings.text
 
 
 @dataclass(eq=False, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from easyrl.inference_client.servers.embedded.requests import Sequence
 
@@ -95,9 +96,9 @@ class Records:
         if count <= self._length:
             return
         more = self._length  # doubles
-        self._tokens = torch.nn.functional.pad(self._tokens, (0, more))
-        self._logprobs = torch.nn.functional.pad(self._logprobs, (0, more))
-        self._uniforms = torch.nn.functional.pad(self._uniforms, (0, more))
+        self._tokens, self._logprobs, self._uniforms = (
+            pad(table, (0, more)) for table in (self._tokens, self._logprobs, self._uniforms)
+        )
         for sequence in running:
             self._uniforms[sequence.record, -more:] = torch.from_numpy(sequence.uniforms.draw(more))
 
@@ -138,7 +139,7 @@ class TokenCounts:
 def _with_row(table: Tensor, row: int, values: tuple[int, ...]) -> Tensor:
     """The table with ``values`` in ``row``, made wider if they do not fit."""
     if len(values) > table.shape[1]:
-        table = torch.nn.functional.pad(table, (0, len(values) - table.shape[1]), value=PADDING)
+        table = pad(table, (0, len(values) - table.shape[1]), value=PADDING)
     table[row] = PADDING
     table[row, : len(values)] = torch.tensor(values, dtype=table.dtype)
     return table

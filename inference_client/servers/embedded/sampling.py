@@ -122,10 +122,8 @@ class UniformStream:
         return (bits * 2.0**-24).astype(np.float32)
 
 
-def penalize(
-    logits: Tensor, counts: Tensor, in_prompt: Tensor, penalties: Tensor
-) -> Tensor:  # float32 [B, V]
-    """Repetition, frequency and presence penalties.
+def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, penalties: Tensor) -> Tensor:
+    """Repetition, frequency and presence penalties; float32 [B, V].
 
     Args:
         logits: float32 [B, V].

@@ -17,17 +17,14 @@ import torch
 import typer
 from aiohttp import web
 
-from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
-from easyrl.inference_client.servers.embedded.loading import DTYPES
+from easyrl.inference_client.servers.embedded.engine import DTYPES, EmbeddedEngine
 from easyrl.inference_client.servers.embedded.requests import UnavailableError
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode
 
 
-async def start_site(
-    app: web.Application, host: str, port: int
-) -> tuple[web.AppRunner, str]:  # runner, URL
-    """Listens; port 0 takes a free one. ``runner.cleanup()`` stops."""
+async def start_site(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
+    """Listens, at the URL that is given back; port 0: a free one. ``runner.cleanup()`` stops."""
     # a client that hangs up cancels its handler, and with it its request
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=5)
     await runner.setup()
@@ -88,27 +85,25 @@ def serve(
         batch_invariant=batch_invariant,
     )
     app = EmbeddedServer(engine, served_model_name or str(model)).app(api_key)
+
+    async def serve_until_signal() -> None:
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopped.set)
+        runner, url = await start_site(app, host, port)
+        gc.collect()
+        gc.freeze()  # what imports left behind; walking it held every request up for 0.2 s
+        print(f"easyrl serve: {model} ready at {url}", flush=True)
+        await stopped.wait()
+        with contextlib.suppress(UnavailableError):  # then there is nothing to abort
+            await asyncio.wrap_future(engine.pause("abort"))
+        await runner.cleanup()
+
     try:
-        asyncio.run(_serve_until_signal(app, engine, host, port, f"easyrl serve: {model}"))
+        asyncio.run(serve_until_signal())
     finally:
         engine.close()
-
-
-async def _serve_until_signal(
-    app: web.Application, engine: EmbeddedEngine, host: str, port: int, what: str
-) -> None:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    runner, url = await start_site(app, host, port)
-    gc.collect()
-    gc.freeze()  # what imports left behind; walking it held every request up for 0.2 s
-    print(f"{what} ready at {url}", flush=True)
-    await stopped.wait()
-    with contextlib.suppress(UnavailableError):  # then there is nothing to abort
-        await asyncio.wrap_future(engine.pause("abort"))
-    await runner.cleanup()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

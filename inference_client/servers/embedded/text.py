@@ -20,8 +20,8 @@ def decode(
     return text
 
 
-class IncrementalText:
-    """Decodes token by token, without decoding everything again.
+class StopStrings:
+    """One sequence's text, decoded token by token, and its stop strings in it.
 
     A token's text depends on its left neighbour only (a leading space, the bytes of one character),
     so each step decodes from the last token where the text was complete, twice: with and without
@@ -29,45 +29,21 @@ class IncrementalText:
     of a vocabulary with byte fallback, and takes fast tokenizers only.)
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
         self.text = ""
-        self._decode = partial(decode, tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decode = partial(decode, tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._params = params
         self._token_ids: list[int] = []
         self._context_start = 0
         self._unread_start = 0
-
-    def append(self, token_id: int) -> str:
-        """Adds a token; returns the text that it completed, maybe empty."""
-        self._token_ids.append(token_id)
-        context = self._decode(self._token_ids[self._context_start : self._unread_start])
-        extended = self._decode(self._token_ids[self._context_start :])
-        if len(extended) <= len(context) or extended.endswith(INCOMPLETE):
-            return ""
-        self._context_start = self._unread_start
-        self._unread_start = len(self._token_ids)
-        new = extended[len(context) :]
-        self.text += new
-        return new
-
-
-class StopStrings:
-    """Watches one sequence for its stop strings."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> None:
-        self._text = IncrementalText(tokenizer, params.skip_special_tokens)
-        self._params = params
-        self._tokens_to_skip = params.min_tokens
         self._searched_from = 0  # text of the first min_tokens tokens cannot stop
-
-    @property
-    def text(self) -> str:
-        return self._text.text
 
     def append(self, token_id: int) -> str | None:
         """Adds a token; returns the stop string that is now complete, and cuts the text there."""
-        new = self._text.append(token_id)
-        self._tokens_to_skip -= 1
-        if self._tokens_to_skip >= 1:
+        self._token_ids.append(token_id)
+        new = self._completed_text()
+        self.text += new
+        if len(self._token_ids) < self._params.min_tokens:
             self._searched_from = len(self.text)
             return None
         found = []
@@ -78,5 +54,15 @@ class StopStrings:
         if not found:
             return None
         end, position, string = min(found, key=lambda hit: hit[0])
-        self._text.text = self.text[: end if self._params.include_stop_str_in_output else position]
+        self.text = self.text[: end if self._params.include_stop_str_in_output else position]
         return string
+
+    def _completed_text(self) -> str:
+        """Of the newest token; empty if it is a part of a character."""
+        context = self._decode(self._token_ids[self._context_start : self._unread_start])
+        extended = self._decode(self._token_ids[self._context_start :])
+        if len(extended) <= len(context) or extended.endswith(INCOMPLETE):
+            return ""
+        self._context_start = self._unread_start
+        self._unread_start = len(self._token_ids)
+        return extended[len(context) :]

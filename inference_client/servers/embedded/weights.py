@@ -167,16 +167,15 @@ class ServedWeights:
             proof = ServedProof(self._known_receiver().transport)
             served = self._checksums()
             for name in served.keys() | expected.keys():
-                if name not in served:
-                    problem = "the served model has no weight of this name"
-                elif name not in expected:
-                    problem = "is served, but the artifact does not hold it"
-                elif served[name] != expected[name]:
-                    problem = f"served hash {served[name]}, the artifact's {expected[name]}"
+                ours, theirs = served.get(name), expected.get(name)
+                if ours is None:
+                    proof.problems[name] = "the served model has no weight of this name"
+                elif theirs is None:
+                    proof.problems[name] = "is served, but the artifact does not hold it"
+                elif ours != theirs:
+                    proof.problems[name] = f"served hash {ours}, the artifact's {theirs}"
                 else:
-                    proof.checksums[name] = served[name]
-                    continue
-                proof.problems[name] = problem
+                    proof.checksums[name] = ours
             return proof
 
         return self._thread.submit(run)

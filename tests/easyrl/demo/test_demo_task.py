@@ -164,9 +164,7 @@ def test_warm_start_learns_and_repeats(tmp_path):
 
     rows = next(supervised_batches(build_tokenizer(), 99, BATCH_SIZE))[0]
     with torch.no_grad():
-        before, after = (
-            model(input_ids=rows.input_ids, labels=rows.labels).loss.item() for model in (start, a)
-        )
+        before, after = (model(**rows).loss.item() for model in (start, a))
     assert before > math.log(build_tokenizer().vocab_size) * 0.7  # near the uniform distribution
     assert after < before * 0.7
 
@@ -174,9 +172,9 @@ def test_warm_start_learns_and_repeats(tmp_path):
 def test_loss_is_on_responses_and_their_end_only():
     tokenizer = build_tokenizer()
     batch = next(supervised_batches(tokenizer, 0, BATCH_SIZE))
-    assert sum(len(rows.input_ids) for rows in batch) == BATCH_SIZE
+    assert sum(len(rows["input_ids"]) for rows in batch) == BATCH_SIZE
     for rows in batch:
-        for input_ids, labels in zip(rows.input_ids, rows.labels, strict=True):
+        for input_ids, labels in zip(*rows.values(), strict=True):
             trained = labels != IGNORED
             assert torch.equal(input_ids[trained], labels[trained])
             response = tokenizer.decode(labels[trained])
