@@ -103,9 +103,9 @@ def _load_function(file: Path, name: str) -> RewardFunction:
     return function
 
 
-def call(function: RewardFunction, *args: Any, **kwargs: Any) -> Any:
+def call(function: RewardFunction, *args: Any) -> Any:
     """Calls a plain or an ``async`` function, in this process, to its end."""
-    result = function(*args, **kwargs)
+    result = function(*args)
     return asyncio.run(_await(result)) if inspect.isawaitable(result) else result
 
 

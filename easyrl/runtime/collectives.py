@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from enum import IntEnum
 from typing import Any, TypeVar
 
 import orjson
@@ -22,14 +21,7 @@ T = TypeVar("T")
 LONGEST_WAIT = timedelta(days=7)  # a rank may wait hours for the slowest group of another
 STORE_TIMEOUT = timedelta(seconds=30)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
-
-
-class Status(IntEnum):
-    """What a rank has for the next round of micro-batches (docs/architecture.md)."""
-
-    WORK = 0
-    FINISHED = 1
-    FAILED = 2
+WORK, FINISHED, FAILED = range(3)  # what a rank has for the next round (docs/architecture.md)
 
 
 class PeerFailed(RuntimeError):
@@ -116,14 +108,14 @@ class Collectives:
         while True:
             try:
                 item = next(work, None)
-                status = Status.FINISHED if item is None else Status.WORK
+                status = FINISHED if item is None else WORK
             except BaseException:
-                self.all_gather(Status.FAILED)
+                self.all_gather(FAILED)
                 raise
             statuses = self.all_gather(status)
-            if Status.FAILED in statuses:
-                raise PeerFailed(f"rank {statuses.index(Status.FAILED)} failed")
-            if all(s == Status.FINISHED for s in statuses):
+            if FAILED in statuses:
+                raise PeerFailed(f"rank {statuses.index(FAILED)} failed")
+            if set(statuses) == {FINISHED}:
                 return
             yield dummy() if item is None else item
 

@@ -16,8 +16,7 @@ from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import MalformedResponse
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.machine import allow_open_files
-from easyrl.runtime.workers.child_process import FrameSplitter, frame
-from easyrl.runtime.workers.failure import Failure
+from easyrl.runtime.workers.child_process import Failure, FrameSplitter, frame
 from easyrl.schema import Completion, VersionSpan
 
 ENTRY = f"{__name__}:fetcher_main"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -109,7 +109,8 @@ class EndpointPool(Fleet):
         while True:
             endpoint = await self._dispatcher.place(group, avoid)
             try:
-                return await self._attempt(endpoint, prompt_token_ids, sampling, seed, group)
+                response = self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
+                return await self._attempt(endpoint, group, response)
             except RequestRejected:
                 raise
             except EndpointError as error:
@@ -120,20 +121,15 @@ class EndpointPool(Fleet):
                 avoid = endpoint
 
     async def _attempt(
-        self,
-        endpoint: Endpoint,
-        prompt_token_ids: np.ndarray,
-        sampling: SamplingConfig,
-        seed: int,
-        group: GroupAssignment,
+        self, endpoint: Endpoint, group: GroupAssignment, response: Awaitable[Completion]
     ) -> Completion:
-        """Asks ``endpoint``, at which a place is taken, and gives the place back."""
+        """Waits for ``endpoint``, at which a place is taken, and gives the place back."""
         task = asyncio.current_task()
         assert task is not None
         attempt = Attempt(task)
         endpoint.attempts.add(attempt)
         try:
-            completion = await self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
+            completion = await response
             self._check_stamps(endpoint, completion, group.version)
         except asyncio.CancelledError:
             if attempt.aborted is None or task.uncancel() > 0:

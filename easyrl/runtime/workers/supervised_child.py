@@ -60,7 +60,8 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
     @property
     def alive(self) -> bool:
         """Whether the process runs and can be sent messages."""
-        return self._transport is not None and self.child is not None and self.child.alive()
+        child = self.child
+        return self._transport is not None and child is not None and child.process.poll() is None
 
     def send(self, payload: bytes) -> None:
         """To the present process; lost without one."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
-from easyrl.runtime.workers.failure import Failure
+from easyrl.runtime.workers.child_process import Failure
 from easyrl.runtime.workers.supervised_child import SupervisedChild
 from easyrl.runtime.workers.worker_process import ENTRY, main_script
 
