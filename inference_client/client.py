@@ -1,8 +1,7 @@
 """One inference endpoint: the routes for rollouts and weights (vLLM 0.32, ``easyrl serve``).
 
 The server needs ``--enable-scale-out`` for ``/inference/v1/generate`` and
-``VLLM_SERVER_DEV_MODE=1`` for the routes that touch weights. Bodies of generations are passed on as
-bytes: decoding them is a worker's job.
+``VLLM_SERVER_DEV_MODE=1`` for the routes that touch weights.
 """
 
 from __future__ import annotations
@@ -72,8 +71,6 @@ class EndpointClient:
 
     Args:
         url: without a trailing slash.
-        session: belongs to the caller, and to the loop that the methods are awaited in.
-        api_key: sent as bearer token on every route.
         timeout_s: for every route but ``generate``, which has none, and ``health``.
     """
 
@@ -110,7 +107,6 @@ class EndpointClient:
         return await self._request("POST", GENERATE, body)
 
     async def health(self) -> None:
-        """Returns if the server says that it is healthy."""
         await self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
 
     async def served_model(self) -> ServedModel:
@@ -183,10 +179,7 @@ class EndpointClient:
     ) -> list[WorkerProof]:
         """What each worker serves, compared bit by bit with the artefact of that name.
 
-        Args:
-            chunks: as in ``update_weights``; all of the artefact.
-
-        ``problems`` of a proof are the workers' to tell and raise nothing here.
+        ``chunks`` as in ``update_weights``, all of the artefact. ``problems`` raise nothing here.
         """
         kwargs = {"artifact": artifact, "chunks": orjson.dumps(chunks).decode()}
         body = {"method": PROVE_WEIGHTS, "kwargs": kwargs}
@@ -201,7 +194,6 @@ class EndpointClient:
         return proofs
 
     async def abort_requests(self) -> None:
-        """Aborts everything in flight."""
         await self._request("POST", "/abort_requests", {})
 
     async def _require_stop_strings(self, token_ids: np.ndarray | Sequence[int]) -> None:

@@ -71,10 +71,7 @@ def load_reward(reward: RewardConfig) -> RewardFunction:
 
 
 def _load_function(file: Path, name: str) -> RewardFunction:
-    """Imports ``file`` and returns its function ``name``; its folder is appended to ``sys.path``.
-
-    Raises ``ImportError`` with what the file raised, ``ValueError`` if the function is not there.
-    """
+    """Imports ``file``, its folder appended to ``sys.path``, and returns its function ``name``."""
     file = file.resolve()
     # Two files of the same name must not share a module; dataclasses and pickle want it registered.
     module_name = f"easyrl_reward_{hashlib.sha1(str(file).encode()).hexdigest()[:12]}"

@@ -1,6 +1,6 @@
 """The worker process's side: it holds the reward functions and a tokenizer, and scores token ids.
 
-Light on purpose (no torch): every worker imports it, and a killed worker is replaced by a new one.
+Light on purpose (no torch): every worker imports it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ def initialize(
 def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) -> list[float]:
     """Calls reward ``index`` on the responses ``token_ids`` (int32 [R] each) of one prompt.
 
-    One reward per call, so that each has its own time limit in the pool.
     Raises ``RewardFunctionError``, which also stands for exceptions that cannot be pickled.
     """
     assert _decode is not None, "initialize() has not run in this process"

@@ -83,9 +83,8 @@ class Collectives:
     def end_together(self, error: Exception | None) -> None:
         """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
 
-        A stop goes first: the run ends well then, whatever else has happened; then an outage, then
-        a withdrawal. A rank raises its own, the others ``StopRequested``, ``PeerOutage`` or
-        ``BatchWithdrawn`` with what the first one said.
+        A stop goes first, then an outage, then a withdrawal. A rank raises its own, the others
+        ``StopRequested``, ``PeerOutage`` or ``BatchWithdrawn`` with what the first one said.
         """
         mine = None if error is None else [_kind(error), str(error)]
         told = [
@@ -102,8 +101,8 @@ class Collectives:
     def in_lockstep(self, work: Iterator[T], dummy: Callable[[], T]) -> Iterator[T]:
         """Yields equally often on all ranks: own work while there is some, then ``dummy()``.
 
-        Ranks agree before each item, so that a rank without work still joins the collectives of the
-        others, and all stop together. Raises ``PeerFailed`` if another rank's ``work`` raised.
+        So a rank without work still joins the collectives of the others. Raises ``PeerFailed`` if
+        another rank's ``work`` raised.
         """
         while True:
             try:
@@ -128,11 +127,8 @@ class Collectives:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         except BaseException:
-            self._abandon_group()
+            # The group's destructor joins a thread that waits for the other ranks, which Gloo's
+            # abort() and shutdown() do not wake: the process would not end. Keep it for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise
         work.wait()  # raises what went wrong
-
-    def _abandon_group(self) -> None:
-        # Its destructor joins a thread that still waits for the other ranks, and the process would
-        # not end. Gloo's abort() and shutdown() do not wake that thread: keep the group for ever.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))

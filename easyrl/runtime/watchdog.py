@@ -26,10 +26,7 @@ NOTICE = "stuck"
 
 
 class TokenProgress:
-    """Counts what is generated and trained on this rank, from the events that say so.
-
-    Each figure is written by one thread: the producer's, the trainer's.
-    """
+    """Counts what is generated and trained on this rank, from the events that say so."""
 
     def __init__(self) -> None:
         self.generated = 0

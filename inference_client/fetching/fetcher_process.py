@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import pickle
 import socket
 from typing import Any, TypeAlias
@@ -28,8 +29,7 @@ DELIVERY_DELAY = 0.02
 MAX_DELIVERY_DELAY_S = 0.1
 
 
-# What the trainer's process and a fetcher tell each other: lists of these, as MessagePack. Arrays
-# travel as their bytes: nothing is done per token.
+# What the trainer's process and a fetcher tell each other: lists of these, as MessagePack.
 
 
 class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
@@ -92,15 +92,12 @@ def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> F
     subclasses of ``EndpointError``, and ``ValueError`` if the server cannot do what ``sampling``
     asks. Cancelling closes the connection, upon which the server aborts the request.
     """
-    clients: dict[str, EndpointClient] = {}
+    client = functools.cache(lambda url: EndpointClient(url, session, api_key=api_key))
 
     async def fetch(
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
-        client = clients.get(url)
-        if client is None:
-            client = clients[url] = EndpointClient(url, session, api_key=api_key)
-        body = await client.generate(prompt_token_ids, sampling, seed)
+        body = await client(url).generate(prompt_token_ids, sampling, seed)
         completions = parse_generate_response(body, url, len(prompt_token_ids))
         if len(completions) != 1:
             raise MalformedResponse(url, f"{len(completions)} choices, asked for 1")
@@ -145,7 +142,6 @@ class _Fetcher:
         self._beat()
 
     def _beat(self) -> None:
-        """Says that this process lives; it need not have anything to say."""
         self._send([])
         self._loop.call_later(HEARTBEAT_S, self._beat)
 

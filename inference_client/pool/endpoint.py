@@ -60,7 +60,6 @@ class Endpoint:
 
     @property
     def is_up(self) -> bool:
-        """It answers, as far as we know."""
         return self.down is None and self.excluded is None and not self.leaving
 
     @property

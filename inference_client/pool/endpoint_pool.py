@@ -1,7 +1,6 @@
 """The endpoints together: requests go to one that has confirmed their version, retries elsewhere.
 
-Everything here runs on one asyncio loop (the producer's). How requests are sent is the caller's
-``fetch``; who goes where is ``dispatch.py``'s, who is up ``fleet.py``'s.
+Who goes where is ``dispatch.py``'s, who is up ``fleet.py``'s.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ class EndpointPool(Fleet):
     """All inference endpoints; they may come and go.
 
     Args:
-        config: limits and time-outs, and the URLs unless ``urls`` are given.
         fetch: sends one request and decodes the answer; cancelling it aborts the request.
-        urls: of the endpoints at the start, without trailing slashes.
+        urls: of the endpoints at the start, without trailing slashes; default: the configuration's.
         num_shares: processes that share the endpoints (trainer ranks); ``max_inflight`` is divided
             by it.
         update_timeout_s: for each answer to a request that touches weights.
@@ -70,12 +68,8 @@ class EndpointPool(Fleet):
     ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
 
-        Waits for room at an endpoint, shorter groups first (``inference.dispatch``). Raises
-        ``NoEndpointError``.
-
-        Args:
-            expected_tokens: of a response, probably.
-            priority: lower ones go before any others: the update of the batch that trains it.
+        Waits for room at an endpoint, lower ``priority`` first (the update of the batch that trains
+        it), then shorter groups (``inference.dispatch``). Raises ``NoEndpointError``.
         """
         first = expected_tokens if self._config.dispatch == "shortest_first" else 0.0
         rank = (priority, first, next(self._orders))

@@ -52,10 +52,9 @@ def read_api_key(config: InferenceConfig) -> str | None:
 class Fleet:
     """Endpoints that come and go, each asked every ``health_interval_s`` what it serves.
 
-    Consumes: ``/weight_info``. Waits for: answers, with a limit. Is unblocked by: them. Produces:
-    endpoints that are up or *down*, and a repair for each that is up without the current weights.
-    A busy endpoint is never timed out because it is slow: it has to leave probes unanswered, or to
-    make no progress at all for ``progress_timeout_s``.
+    It is up or *down* by its answers, and repaired if it is up without the current weights. A busy
+    endpoint is never timed out because it is slow: it has to leave probes unanswered, or to make no
+    progress at all for ``progress_timeout_s``.
 
     Everything but reading happens on the loop in which ``start`` was awaited.
     """
@@ -94,9 +93,8 @@ class Fleet:
     async def wait_until_healthy(self, grace_s: float = 5.0) -> None:
         """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
 
-        Those that come later are taken in when they do. Raises ``NoEndpointError`` with what each
-        answered if there is none after ``startup_timeout_s``, and ``RequestRejected`` at once if
-        one refuses us (a wrong API key).
+        Raises ``NoEndpointError`` with what each answered if there is none after
+        ``startup_timeout_s``, and ``RequestRejected`` at once if one refuses us (a wrong API key).
         """
         limit_s = self._config.startup_timeout_s
         try:
@@ -171,7 +169,6 @@ class Fleet:
         self._forget_if_done(endpoint)
 
     def _forget_if_done(self, endpoint: Endpoint) -> None:
-        """Forgets a removed endpoint that has nothing in flight."""
         if endpoint.leaving and endpoint.num_inflight == 0 and endpoint in self.endpoints:
             self._forget(endpoint)
 
@@ -240,10 +237,7 @@ class Fleet:
         self._dispatcher.changed(endpoint)
 
     def quarantine(self, endpoint: Endpoint, reason: str) -> None:
-        """``endpoint`` failed a proof: it is not used until ``confirm``.
-
-        Its requests in flight are sent to the others.
-        """
+        """``endpoint`` failed a proof: not used until ``confirm``, its requests go elsewhere."""
         endpoint.confirmed_version = None
         endpoint.lost_confirmation = reason
         endpoint.abort_attempts(EndpointUnavailable(endpoint.url, f"quarantined: {reason}"))
@@ -317,7 +311,6 @@ class Fleet:
                 self._look_in(endpoint, max(0.0, began_s + delay_s - time.monotonic()))
 
     async def _look(self, endpoint: Endpoint) -> None:
-        """Asks one endpoint; what follows from the answer is done before it returns."""
         confirmed, current = endpoint.confirmed_version, self._current_version
         num_failures = endpoint.num_failures
         try:

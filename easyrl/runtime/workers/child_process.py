@@ -60,10 +60,8 @@ class Child:
 def start_child(entry: str, environment: Mapping[str, str] | None = None) -> Child:
     """Starts an interpreter that runs ``entry`` (``module:function``) with its socket as argument.
 
-    ``environment`` is added to this process's own.
-
-    On Linux the kernel kills the child when the *thread* that called this ends: call it from one
-    that lives as long as the child is needed.
+    ``environment`` is added to this process's own. On Linux the kernel kills the child when the
+    *thread* that called this ends: call it from one that lives as long as the child is needed.
     """
     ours, theirs = socket.socketpair()
     with theirs:  # the child's is the only one afterwards, so that its death reads as end of file

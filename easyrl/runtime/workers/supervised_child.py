@@ -18,10 +18,7 @@ RECEIVE_BYTES = 2**18
 class SupervisedChild(asyncio.BufferedProtocol, ABC):
     """One process at a time, one after another, and the connection to it.
 
-    Args:
-        entry: what the processes run (see ``start_child``).
-        greeting: the first message to each of them.
-        environment: added to this process's own.
+    ``greeting`` is the first message to each of them; see ``start_child`` for the others.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Processes that can be killed when a task hangs: rewards run here.
 
-Nothing is shared between workers, so that a killed one cannot hold a lock that another needs, and a
-death is known at once and belongs to exactly one task.
+Nothing is shared between workers: a death belongs to exactly one task.
 """
 
 from __future__ import annotations
@@ -36,10 +35,8 @@ class WorkerPool:
     a task lives in it; then the script needs its ``if __name__ == "__main__":``). ``close`` leaves
     no process behind; on Linux neither does a parent that is killed.
 
-    Args:
-        num_workers: processes; each runs one task at a time.
-        initializer: called with ``initargs`` in each new process before its first task. If it
-            raises, the tasks raise its exception.
+    ``initializer`` is called with ``initargs`` in each new process before its first task. If it
+    raises, the tasks raise its exception.
     """
 
     def __init__(
@@ -139,7 +136,6 @@ class _Worker(SupervisedChild):
             self._deadline = loop.call_later(task.timeout_s, self._on_deadline, task)
 
     def finish(self, error: BaseException | None, value: Any = None) -> None:
-        """Answers the task."""
         task, self.task = self.task, None
         if self._deadline is not None:
             self._deadline.cancel()
@@ -178,8 +174,7 @@ class _Worker(SupervisedChild):
         self.finish(WorkerTimeout(f"{what}; its worker process was killed"))
 
 
-def _nothing() -> None:
-    """The initializer where none is given."""
+def _nothing() -> None: ...
 
 
 def _name(function: Callable[..., object]) -> str:

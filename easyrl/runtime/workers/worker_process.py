@@ -24,9 +24,8 @@ def worker_main(connection: socket.socket) -> None:
     """What a worker process runs: answers its tasks until the other end goes away.
 
     The first message is a pickled ``(main_script, initializer)``, answered by an empty one when the
-    initializer has run; each further one is a task, answered by the pickled result or ``Failure``.
-    A task, and the initializer, is a pickled ``(function, args)``. If the initializer failed, every
-    task is answered by its failure.
+    initializer has run; each further one is a task, answered by the pickled result or ``Failure``,
+    the initializer's if that failed. Both are a pickled ``(function, args)``.
     """
     messages = _received(connection)
     # A ConnectionError: the parent went away, there is nobody to tell.
