@@ -58,8 +58,6 @@ class FetcherPool:
     """
 
     def __init__(self, num_fetchers: int, api_key: str | None = None) -> None:
-        if num_fetchers < 1:
-            raise ValueError(f"num_fetchers: {num_fetchers}, needs at least 1")
         self._fetchers = [_Fetcher(api_key) for _ in range(num_fetchers)]
         self._running = False
 

@@ -175,14 +175,11 @@ class _Fetcher:
             del self._tasks[order.number]
         now_s = self._loop.time()
         self._outbox.append(reply)
-        self._deliver_by(now_s + min(DELIVERY_DELAY * (now_s - start_s), MAX_DELIVERY_DELAY_S))
-
-    def _deliver_by(self, due_s: float) -> None:
-        if self._delivery is not None:
-            if self._delivery.when() <= due_s:
-                return
-            self._delivery.cancel()
-        self._delivery = self._loop.call_at(due_s, self._deliver)
+        due_s = now_s + min(DELIVERY_DELAY * (now_s - start_s), MAX_DELIVERY_DELAY_S)
+        if self._delivery is None or due_s < self._delivery.when():
+            if self._delivery is not None:
+                self._delivery.cancel()
+            self._delivery = self._loop.call_at(due_s, self._deliver)
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []

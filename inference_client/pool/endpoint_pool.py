@@ -22,7 +22,7 @@ from easyrl.inference_client.errors import (
     RequestRejected,
     WrongVersion,
 )
-from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
+from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
@@ -120,22 +120,22 @@ class EndpointPool(Fleet):
         """Waits for ``endpoint``, at which a place is taken, and gives the place back."""
         task = asyncio.current_task()
         assert task is not None
-        attempt = Attempt(task)
-        endpoint.attempts.add(attempt)
+        endpoint.attempts[task] = None
         try:
             completion = await response
             self._check_stamps(endpoint, completion, group.version)
         except asyncio.CancelledError:
-            if attempt.aborted is None or task.uncancel() > 0:
+            aborted = endpoint.attempts[task]
+            if aborted is None or task.uncancel() > 0:
                 raise  # somebody else's cancellation
-            raise attempt.aborted from None
+            raise aborted from None
         except (RequestRejected, WrongVersion):
             raise
         except EndpointError as error:
             self.set_aside(endpoint, error)  # before its place is given to somebody else
             raise
         finally:
-            endpoint.attempts.discard(attempt)
+            del endpoint.attempts[task]
             self._dispatcher.release(endpoint, group.sample_tokens)
             self._forget_if_done(endpoint)
         endpoint.answered()

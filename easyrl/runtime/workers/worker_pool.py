@@ -45,8 +45,6 @@ class WorkerPool:
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
     ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers: {num_workers}, needs at least 1")
         greeting = main_script(), pickle.dumps((initializer or _nothing, initargs))
         self._workers = [_Worker(pickle.dumps(greeting), self) for _ in range(num_workers)]
         self._waiting: deque[_Task] = deque()
