@@ -31,8 +31,7 @@ def check_rewards(rewards: Sequence[RewardConfig]) -> None:
     Raises ``ConfigError`` naming ``rewards[i].file``, ``.function`` or ``.kwargs``.
     """
     for index, reward in enumerate(rewards):
-        problem = _problem(reward)
-        if problem is not None:
+        if (problem := _problem(reward)) is not None:
             raise ConfigError(f"rewards[{index}].{problem}")
 
 

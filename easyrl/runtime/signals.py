@@ -62,13 +62,10 @@ class RunSignals:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def end(self, status: int, within_s: float) -> None:
-        """The main thread unwinds with ``status``; if it does not, the process ends. Any thread.
-
-        Not installed: the process is somebody else's, its main thread is sent Ctrl-C.
-        """
+        """The main thread unwinds with ``status``; if it does not, the process ends. Any thread."""
         main_thread = threading.main_thread().ident
         assert main_thread is not None
-        if not self._is_installed:
+        if not self._is_installed:  # the process is somebody else's
             signal.pthread_kill(main_thread, signal.SIGINT)
             return
         self._raise = SystemExit(status)

@@ -128,7 +128,7 @@ class Dispatcher:
         elif stuck and self._outage is None:
             self._outage = asyncio.get_running_loop().create_task(self._end_outage())
 
-    def no_endpoint(self, version: str | None) -> NoEndpointError:
+    def no_endpoint(self, version: str | None = None) -> NoEndpointError:
         """Names each endpoint and why it is not usable."""
         what = "" if version is None else f" for version {version}"
         return NoEndpointError(f"no usable endpoint{what}:{status_lines(self.endpoints, version)}")

@@ -263,12 +263,10 @@ class Fleet:
         def is_over() -> bool:
             return self._dispatcher.all_excluded() or any(e.is_up for e in self.endpoints)
 
-        in_time = await wait_out(
-            is_over, timeout_s, lambda: str(self._dispatcher.no_endpoint(None))
-        )
+        in_time = await wait_out(is_over, timeout_s, lambda: str(self._dispatcher.no_endpoint()))
         live = [endpoint for endpoint in self.endpoints if endpoint.is_up]
         if not live:
-            problem = self._dispatcher.no_endpoint(None)
+            problem = self._dispatcher.no_endpoint()
             raise problem if in_time else Outage(f"{problem}\nfor {timeout_s:g} s")
         return live
 
