@@ -1,8 +1,7 @@
 """One inference endpoint: the routes for rollouts and weights (vLLM 0.32, ``easyrl serve``).
 
 The server needs ``--enable-scale-out`` for ``/inference/v1/generate`` and
-``VLLM_SERVER_DEV_MODE=1`` for the routes that touch weights. Bodies of generations are passed on as
-bytes: decoding them is a worker's job.
+``VLLM_SERVER_DEV_MODE=1`` for the routes that touch weights.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from easyrl.schema import Completion
 
 # url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
 Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
+Body = Mapping[str, Any] | None  # of a request, JSON-able
 
 GENERATE = "/inference/v1/generate"
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
@@ -71,8 +71,6 @@ class EndpointClient:
 
     Args:
         url: without a trailing slash.
-        session: belongs to the caller, and to the loop that the methods are awaited in.
-        api_key: sent as bearer token on every route.
         timeout_s: for every route but ``generate``, which has none, and ``health``.
     """
 
@@ -92,11 +90,7 @@ class EndpointClient:
         self._applies_stop_strings = False
 
     async def generate(
-        self,
-        token_ids: np.ndarray | Sequence[int],
-        sampling: SamplingConfig,
-        seed: int,
-        n: int = 1,
+        self, token_ids: np.ndarray | Sequence[int], sampling: SamplingConfig, seed: int, n: int = 1
     ) -> bytes:
         """The raw body of ``n`` responses to one prompt, for ``parse_generate_response``.
 
@@ -113,7 +107,6 @@ class EndpointClient:
         return await self._request("POST", GENERATE, body)
 
     async def health(self) -> None:
-        """Returns if the server says that it is healthy."""
         await self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
 
     async def served_model(self) -> ServedModel:
@@ -132,7 +125,7 @@ class EndpointClient:
 
     async def weight_version(self, timeout_s: float | None = None) -> str:
         """The version of the weights it serves; ``"default"`` after a (re)start."""
-        return await self._field("weight_version", str, "GET", "/weight_info", timeout_s=timeout_s)
+        return await self._field("weight_version", str, "GET", "/weight_info", None, timeout_s)
 
     async def num_tokens_made(self, timeout_s: float) -> float | None:
         """Prompt and response tokens since its start; None if it does not tell."""
@@ -186,10 +179,7 @@ class EndpointClient:
     ) -> list[WorkerProof]:
         """What each worker serves, compared bit by bit with the artefact of that name.
 
-        Args:
-            chunks: as in ``update_weights``; all of the artefact.
-
-        ``problems`` of a proof are the workers' to tell and raise nothing here.
+        ``chunks`` as in ``update_weights``, all of the artefact. ``problems`` raise nothing here.
         """
         kwargs = {"artifact": artifact, "chunks": orjson.dumps(chunks).decode()}
         body = {"method": PROVE_WEIGHTS, "kwargs": kwargs}
@@ -204,7 +194,6 @@ class EndpointClient:
         return proofs
 
     async def abort_requests(self) -> None:
-        """Aborts everything in flight."""
         await self._request("POST", "/abort_requests", {})
 
     async def _require_stop_strings(self, token_ids: np.ndarray | Sequence[int]) -> None:
@@ -219,27 +208,15 @@ class EndpointClient:
                 f"use stop_token_ids, or start it with a tokenizer. It answered: {error}"
             ) from None
 
-    async def _field(
-        self,
-        name: str,
-        kind: type,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        answer = await self._json(method, path, body, timeout_s)
+    async def _field(self, name: str, kind: type, method: str, path: str, *asked: Any) -> Any:
+        answer = await self._json(method, path, *asked)
         value = answer.get(name)
         if not isinstance(value, kind):
             raise MalformedResponse(self.url, f"{method} {path} answered without {name}: {answer}")
         return value
 
     async def _json(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        self, method: str, path: str, body: Body = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
         content = await self._request(method, path, body, timeout_s)
         try:
@@ -252,11 +229,7 @@ class EndpointClient:
         return answer
 
     async def _request(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        self, method: str, path: str, body: Body = None, timeout_s: float | None = None
     ) -> bytes:
         limit_s = timeout_s if timeout_s is not None or path == GENERATE else self._timeout_s
         answer, content = await self._answer(method, path, body, limit_s)
@@ -274,7 +247,7 @@ class EndpointClient:
         raise RequestRejected(self.url, reason + hint)
 
     async def _answer(
-        self, method: str, path: str, body: Mapping[str, Any] | None, limit_s: float | None
+        self, method: str, path: str, body: Body, limit_s: float | None
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:

@@ -64,21 +64,18 @@ def parse_generate_response(body: bytes, url: str, prompt_length: int) -> list[C
     """
     try:
         response = _decode(body)
-        return _completions(response, url, prompt_length)
+        num_prompt_tokens = response.usage.prompt_tokens
+        if num_prompt_tokens != prompt_length:
+            used = f"used {num_prompt_tokens} prompt tokens of {prompt_length}"
+            raise MalformedResponse(url, used)
+        choices = sorted(response.choices, key=_index)
+        if [choice.index for choice in choices] != list(range(len(choices))) or not choices:
+            raise MalformedResponse(url, f"choices {[choice.index for choice in choices]}")
+        return [_completion(choice, url) for choice in choices]
     except (msgspec.ValidationError, OverflowError) as error:
         raise MalformedResponse(url, f"unexpected shape of the response: {error}") from None
     except msgspec.DecodeError as error:
         raise MalformedResponse(url, f"not JSON ({len(body)} bytes, truncated?): {error}") from None
-
-
-def _completions(response: _Response, url: str, prompt_length: int) -> list[Completion]:
-    num_prompt_tokens = response.usage.prompt_tokens
-    if num_prompt_tokens != prompt_length:
-        raise MalformedResponse(url, f"used {num_prompt_tokens} prompt tokens of {prompt_length}")
-    choices = sorted(response.choices, key=_index)
-    if [choice.index for choice in choices] != list(range(len(choices))) or not choices:
-        raise MalformedResponse(url, f"choices {[choice.index for choice in choices]}")
-    return [_completion(choice, url) for choice in choices]
 
 
 def _completion(choice: _Choice, url: str) -> Completion:

@@ -113,8 +113,7 @@ class _LeftOut:
 class PromptOrder:
     """The prompts of a run in the order in which they are drawn: position → prompt.
 
-    Positions go through ``epochs`` passes of ``dataset``, or through as many as are asked for.
-    Each epoch has its own order, a function of ``seed`` and the epoch only.
+    Each of the ``epochs`` (None: endless) has its own order, a function of ``seed`` and it only.
     """
 
     def __init__(

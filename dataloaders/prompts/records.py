@@ -1,7 +1,6 @@
 """Records out of files: .jsonl, .json arrays and .parquet, each with its file and line.
 
-A record that cannot be read is a value here (``Record.problem``): the caller decides whether one
-bad line ends the run. A file that cannot be read raises ``ValueError`` with its name and a remedy.
+A record that cannot be read is a value: the caller decides whether one bad line ends the run.
 """
 
 from __future__ import annotations

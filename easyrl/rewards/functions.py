@@ -31,8 +31,7 @@ def check_rewards(rewards: Sequence[RewardConfig]) -> None:
     Raises ``ConfigError`` naming ``rewards[i].file``, ``.function`` or ``.kwargs``.
     """
     for index, reward in enumerate(rewards):
-        problem = _problem(reward)
-        if problem is not None:
+        if (problem := _problem(reward)) is not None:
             raise ConfigError(f"rewards[{index}].{problem}")
 
 
@@ -71,10 +70,7 @@ def load_reward(reward: RewardConfig) -> RewardFunction:
 
 
 def _load_function(file: Path, name: str) -> RewardFunction:
-    """Imports ``file`` and returns its function ``name``; its folder is appended to ``sys.path``.
-
-    Raises ``ImportError`` with what the file raised, ``ValueError`` if the function is not there.
-    """
+    """Imports ``file``, its folder appended to ``sys.path``, and returns its function ``name``."""
     file = file.resolve()
     # Two files of the same name must not share a module; dataclasses and pickle want it registered.
     module_name = f"easyrl_reward_{hashlib.sha1(str(file).encode()).hexdigest()[:12]}"
@@ -103,9 +99,9 @@ def _load_function(file: Path, name: str) -> RewardFunction:
     return function
 
 
-def call(function: RewardFunction, *args: Any, **kwargs: Any) -> Any:
+def call(function: RewardFunction, *args: Any) -> Any:
     """Calls a plain or an ``async`` function, in this process, to its end."""
-    result = function(*args, **kwargs)
+    result = function(*args)
     return asyncio.run(_await(result)) if inspect.isawaitable(result) else result
 
 

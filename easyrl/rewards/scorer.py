@@ -31,9 +31,6 @@ class SampleScores:
 class Scorer:
     """Scores responses as they return, and groups when they are complete.
 
-    Consumes: prompts with their completions. Waits for: the worker processes. Unblocked by: their
-    results, or the end of a reward's ``timeout_s``. Produces: one ``Score`` per response.
-
     The pool's workers must have run ``rewards.worker.initialize`` with the same ``rewards``.
     """
 
@@ -42,14 +39,10 @@ class Scorer:
     workers: WorkerPool
     _: KW_ONLY
     truncated_reward: float | None = None  # of a response cut off at its longest; None: as scored
-    num_failed: Counter[str] = field(default_factory=Counter)  # calls that raised or timed out,
-    # by reward
+    num_failed: Counter[str] = field(default_factory=Counter)  # calls, by reward
 
     async def score_sample(self, prompt: Prompt, completion: Completion) -> SampleScores:
-        """Rewards that need one response.
-
-        Raises ``RewardError`` if ``on_reward_error`` is not zero.
-        """
+        """Rewards that need one response. Raises ``RewardError``."""
         (scores,) = await self._run("sample", prompt, [completion])
         return scores
 
@@ -59,10 +52,7 @@ class Scorer:
         completions: Sequence[Completion],
         sample_scores: Sequence[SampleScores],
     ) -> tuple[Score, ...]:
-        """Rewards that need the whole group, then the weighted sums; one ``Score`` per completion.
-
-        Raises ``RewardError`` if ``on_reward_error`` is not zero.
-        """
+        """Rewards that need the whole group, then the weighted sums. Raises ``RewardError``."""
         group_scores = await self._run("group", prompt, completions)
         scores = []
         for completion, *parts in zip(completions, sample_scores, group_scores, strict=True):

@@ -1,6 +1,6 @@
 """The worker process's side: it holds the reward functions and a tokenizer, and scores token ids.
 
-Light on purpose (no torch): every worker imports it, and a killed worker is replaced by a new one.
+Light on purpose (no torch): every worker imports it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,38 +26,30 @@ from easyrl.schema import Prompt
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    rewards: Sequence[RewardConfig]
-    functions: Sequence[RewardFunction]
-    decode: Decode
-
-
-_state: _State | None = None  # one per worker process
+# of this worker process
+_functions: list[RewardFunction] = []
+_decode: Decode | None = None
 
 
 def initialize(
     rewards: Sequence[RewardConfig], tokenizer_dir: Path, skip_special_tokens: bool = True
 ) -> None:
     """Prepares this process for ``score_reward``. Raises what ``load_reward`` raises."""
-    global _state
+    global _functions, _decode
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core already
-    functions = [load_reward(reward) for reward in rewards]
-    _state = _State(list(rewards), functions, _load_decoder(tokenizer_dir, skip_special_tokens))
+    _functions = [partial(load_reward(reward), **reward.kwargs) for reward in rewards]
+    _decode = _load_decoder(tokenizer_dir, skip_special_tokens)
 
 
 def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) -> list[float]:
     """Calls reward ``index`` on the responses ``token_ids`` (int32 [R] each) of one prompt.
 
-    One reward per call, so that each has its own time limit in the pool.
     Raises ``RewardFunctionError``, which also stands for exceptions that cannot be pickled.
     """
-    assert _state is not None, "initialize() has not run in this process"
-    reward = _state.rewards[index]
-    texts = _state.decode(token_ids)
+    assert _decode is not None, "initialize() has not run in this process"
+    texts = _decode(token_ids)
     try:
-        result = call(_state.functions[index], prompt, texts, list(token_ids), **reward.kwargs)
-        return validated(result, len(texts))
+        return validated(call(_functions[index], prompt, texts, list(token_ids)), len(texts))
     except (Exception, SystemExit) as error:  # users' code may raise anything; one type goes home
         where = "".join(traceback.format_tb(error.__traceback__)[1:])
         raise RewardFunctionError(f"{type(error).__name__}: {error}\n{where}".rstrip()) from None

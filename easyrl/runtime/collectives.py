@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from enum import IntEnum
 from typing import Any, TypeVar
 
 import orjson
@@ -22,14 +21,7 @@ T = TypeVar("T")
 LONGEST_WAIT = timedelta(days=7)  # a rank may wait hours for the slowest group of another
 STORE_TIMEOUT = timedelta(seconds=30)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
-
-
-class Status(IntEnum):
-    """What a rank has for the next round of micro-batches (docs/architecture.md)."""
-
-    WORK = 0
-    FINISHED = 1
-    FAILED = 2
+WORK, FINISHED, FAILED = range(3)  # what a rank has for the next round (docs/architecture.md)
 
 
 class PeerFailed(RuntimeError):
@@ -91,9 +83,8 @@ class Collectives:
     def end_together(self, error: Exception | None) -> None:
         """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
 
-        A stop goes first: the run ends well then, whatever else has happened; then an outage, then
-        a withdrawal. A rank raises its own, the others ``StopRequested``, ``PeerOutage`` or
-        ``BatchWithdrawn`` with what the first one said.
+        A stop goes first, then an outage, then a withdrawal. A rank raises its own, the others
+        ``StopRequested``, ``PeerOutage`` or ``BatchWithdrawn`` with what the first one said.
         """
         mine = None if error is None else [_kind(error), str(error)]
         told = [
@@ -110,20 +101,20 @@ class Collectives:
     def in_lockstep(self, work: Iterator[T], dummy: Callable[[], T]) -> Iterator[T]:
         """Yields equally often on all ranks: own work while there is some, then ``dummy()``.
 
-        Ranks agree before each item, so that a rank without work still joins the collectives of the
-        others, and all stop together. Raises ``PeerFailed`` if another rank's ``work`` raised.
+        So a rank without work still joins the collectives of the others. Raises ``PeerFailed`` if
+        another rank's ``work`` raised.
         """
         while True:
             try:
                 item = next(work, None)
-                status = Status.FINISHED if item is None else Status.WORK
+                status = FINISHED if item is None else WORK
             except BaseException:
-                self.all_gather(Status.FAILED)
+                self.all_gather(FAILED)
                 raise
             statuses = self.all_gather(status)
-            if Status.FAILED in statuses:
-                raise PeerFailed(f"rank {statuses.index(Status.FAILED)} failed")
-            if all(s == Status.FINISHED for s in statuses):
+            if FAILED in statuses:
+                raise PeerFailed(f"rank {statuses.index(FAILED)} failed")
+            if set(statuses) == {FINISHED}:
                 return
             yield dummy() if item is None else item
 
@@ -136,11 +127,8 @@ class Collectives:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         except BaseException:
-            self._abandon_group()
+            # The group's destructor joins a thread that waits for the other ranks, which Gloo's
+            # abort() and shutdown() do not wake: the process would not end. Keep it for ever.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise
         work.wait()  # raises what went wrong
-
-    def _abandon_group(self) -> None:
-        # Its destructor joins a thread that still waits for the other ranks, and the process would
-        # not end. Gloo's abort() and shutdown() do not wake that thread: keep the group for ever.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))

@@ -1,8 +1,8 @@
 """``run.determinism: strict``: the same seed and configuration give the same bits.
 
-What has to hold for it: every rank computes in a fixed order (here), each response depends on its
-prompt and its seed alone (``build/invariant_endpoints.py``), micro-batches are cut by
-prompt order alone (``GroupStream``), and ranks have fixed shares of the prompts.
+Every rank computes in a fixed order (here), each response depends on its prompt and its seed alone
+(``build/invariant_endpoints.py``), micro-batches are cut by prompt order alone (``GroupStream``),
+and ranks have fixed shares of the prompts.
 """
 
 from __future__ import annotations
@@ -79,10 +79,7 @@ def _checked_environment() -> int:
 
 
 def remember_arithmetic(config: Config, output: Path) -> None:
-    """Warns where an attempt of the run computes otherwise than the first one did; rank 0 only.
-
-    Nothing is wrong then, but its bits are other ones than those of a run that was not interrupted.
-    """
+    """Warns where an attempt of the run computes otherwise than the first one did; rank 0 only."""
     if not is_strict(config):
         return
     mine = arithmetic()

@@ -19,7 +19,9 @@ class LoopThread:
 
     def __init__(self, name: str = "easyrl-producer") -> None:
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name=name, daemon=True
+        )
         self._thread.start()
         self._ready.wait()
 
@@ -47,10 +49,6 @@ class LoopThread:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _main(self) -> None:
-        # asyncio.run cancels the remaining tasks and waits for them before it returns.
-        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 class Notices:
     """A board that every rank reads; one notice of each kind, the last one written.
 
-    Its first rank keeps it: when that has ended nothing is told any more, and nothing raised.
+    When rank 0, which keeps it, has ended nothing is told any more, and nothing raised.
     """
 
     def __init__(self, store: Store | None, rank: int) -> None:

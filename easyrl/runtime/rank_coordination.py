@@ -62,10 +62,7 @@ class SharedBatch:
 
 
 class RankCoordination:
-    """Opens what several ranks share of each batch. All ranks call every method.
-
-    What a batch leaves is removed when the next but one begins: every rank has read it by then.
-    """
+    """Opens what several ranks share of each batch. All ranks call every method."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -73,13 +70,11 @@ class RankCoordination:
         self._open: list[SharedBatch] = []
 
     def open_batch(self, name: str) -> SharedBatch:
-        """For the batch ``name``, the same on all ranks."""
         assert self._store is not None, "one rank shares nothing"
-        if len(self._open) == 2:
+        if len(self._open) == 2:  # every rank has read what the first of them left
             self._open.pop(0).forget()
         self._open.append(SharedBatch(self._store, name, self._collectives.ranks.rank))
         return self._open[-1]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON-able ``value``, in rank order."""
         return self._collectives.all_gather(value)

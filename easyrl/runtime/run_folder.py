@@ -64,9 +64,7 @@ def begin_attempt(config: Config, output: Path, collectives: Collectives) -> Pol
     """Which run and which of its attempts this is, with v 0. Collective.
 
     The run is its name and a hash of the folder that it began in, so that runs of one name share
-    neither versions nor files; a folder that was moved since keeps its run. Attempts are counted,
-    so that no two share a version. Raises ``ConfigError`` on every rank if the count cannot be
-    read.
+    neither versions nor files. Raises ``ConfigError`` on every rank if the count cannot be read.
     """
 
     def count() -> tuple[str, int]:
@@ -85,10 +83,7 @@ def begin_attempt(config: Config, output: Path, collectives: Collectives) -> Pol
 
 
 def keep_config(config: Config, output: Path, attempt: int) -> None:
-    """Keeps the configuration as resolved, for the attempt and as the newest; rank 0 only.
-
-    Only of an attempt that is in the certificate: one that was refused has trained nothing.
-    """
+    """Keeps the configuration of an attempt that is in the certificate; rank 0 only."""
     text = dump_config(config)
     write_durably(output / attempt_config_file(attempt), text)
     write_durably(output / CONFIG_FILE, text)
@@ -109,8 +104,8 @@ def open_event_log(
 def locked_folder(folder: Path, patience_s: float) -> Iterator[None]:
     """Inside, ``folder`` is this process's; it is given up when the process ends in whatever way.
 
-    The kernel holds the lock for the open file, which no child process inherits. The file stays
-    behind: if it was removed, two processes could each hold a lock on a file of its name.
+    The file stays behind: if it was removed, two processes could each hold a lock on one of its
+    name.
 
     Raises ``ConfigError`` naming the other process if it holds the folder longer than
     ``patience_s``, and ``OSError`` where nothing can be written.
@@ -128,19 +123,15 @@ def _take(folder: Path, descriptor: int, patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
     told = False
     while not _is_taken(folder, descriptor):
+        in_use = f"{folder} is in use by {_holder(descriptor)}"
         if time.monotonic() >= deadline:
             raise ConfigError(
-                f"run.output_dir: {folder} is in use by {_holder(descriptor)}, for more than "
-                f"the {patience_s:g} s (trainer.grace_s) that this one has waited; end it, or "
-                "name another folder"
+                f"run.output_dir: {in_use}, for more than the {patience_s:g} s (trainer.grace_s) "
+                "that this one has waited; end it, or name another folder"
             )
         if not told:
-            logger.warning(
-                "%s is in use by %s; waiting up to %g s (trainer.grace_s) for its end",
-                folder,
-                _holder(descriptor),
-                patience_s,
-            )
+            waits = f"waiting up to {patience_s:g} s (trainer.grace_s) for its end"
+            logger.warning("%s; %s", in_use, waits)
             told = True
         time.sleep(LOCK_POLL_S)
 
@@ -202,8 +193,7 @@ def _read_attempt(file: Path) -> tuple[str, int]:
 def _on_rank_zero(collectives: Collectives, work: Callable[[], T]) -> T:
     """What ``work()`` of rank 0 returns, a JSON-able value. Collective.
 
-    Raises what it raises; the other ranks raise ``ConfigError`` for ``ConfigError`` and ``OSError``
-    of rank 0.
+    Raises what it raises, on the other ranks a ``ConfigError``.
     """
     if collectives.ranks.rank != 0:
         problem, value = collectives.broadcast(None)

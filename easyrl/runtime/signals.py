@@ -52,7 +52,6 @@ class RunSignals:
             signal.signal(number, self._handle)
 
     def begin_training(self) -> None:
-        """From now on there is something to save."""
         self._is_training = True
 
     def terminate(self, reason: str) -> None:
@@ -63,13 +62,10 @@ class RunSignals:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def end(self, status: int, within_s: float) -> None:
-        """The main thread unwinds with ``status``; if it does not, the process ends. Any thread.
-
-        Not installed: the process is somebody else's, its main thread is sent Ctrl-C.
-        """
+        """The main thread unwinds with ``status``; if it does not, the process ends. Any thread."""
         main_thread = threading.main_thread().ident
         assert main_thread is not None
-        if not self._is_installed:
+        if not self._is_installed:  # the process is somebody else's
             signal.pthread_kill(main_thread, signal.SIGINT)
             return
         self._raise = SystemExit(status)
@@ -112,20 +108,14 @@ class RunSignals:
 
 
 def end_with_launcher(terminate: Callable[[str], object]) -> None:
-    """Calls ``terminate`` with the reason when the ``deepspeed`` command that started us has ended.
-
-    Does nothing in a process that the launcher did not start.
+    """Calls ``terminate`` with the reason when the ``deepspeed`` command that started us, if one
+    did, has ended.
     """
     launcher = psutil.Process().parent()
     if launcher is None or LAUNCHER_MODULE not in launcher.cmdline():
         return
-    watch = threading.Thread(
-        target=_watch,
-        args=(launcher, launcher.ppid(), terminate),
-        name="easyrl-launcher-watch",
-        daemon=True,
-    )
-    watch.start()
+    args = (launcher, launcher.ppid(), terminate)
+    threading.Thread(target=_watch, args=args, name="easyrl-launcher-watch", daemon=True).start()
 
 
 def _is_orphaned_to(command_pid: int) -> bool:

@@ -31,8 +31,7 @@ def end_with_stacks(reason: str) -> None:
 class StopRequest:
     """Somebody may ask this run to save and end; whoever waits long registers to be woken.
 
-    Calls those who registered with ``wakes``, and ``give_up`` if the run has not ended ``grace_s``
-    seconds later.
+    Calls ``give_up`` if the run has not ended ``grace_s`` seconds later.
     """
 
     def __init__(
@@ -88,8 +87,7 @@ class StopRequest:
     def follows_peers(self, notices: Notices) -> Iterator[None]:
         """Inside, a rank that is asked tells the others, which stop with it.
 
-        To be left before the process ends: the interpreter's end aborts it (status -6) if it has a
-        thread inside the store.
+        To be left before the process ends, which is aborted with a thread inside the store.
         """
         left = threading.Event()
         follower = threading.Thread(

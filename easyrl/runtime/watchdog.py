@@ -26,10 +26,7 @@ NOTICE = "stuck"
 
 
 class TokenProgress:
-    """Counts what is generated and trained on this rank, from the events that say so.
-
-    Each figure is written by one thread: the producer's, the trainer's.
-    """
+    """Counts what is generated and trained on this rank, from the events that say so."""
 
     def __init__(self) -> None:
         self.generated = 0
@@ -88,11 +85,9 @@ class ProgressWindow:
 class Watchdog:
     """Watches the tokens of this rank while the context is open.
 
-    A window without enough of them: a report in the log, of the other ranks too, then ``end``.
-
-    An outage does not count as standing still: the pool says so in the log and ends the run after
-    ``max_outage_s``; only for longer than that it counts. Code in C that never lets Python's
-    threads run stops this one too: then faulthandler's ends the process, with status 1.
+    A window without enough of them: a report in the log, of the other ranks too, then ``end``. An
+    outage counts only when it is longer than the pool's ``max_outage_s``. Code in C that never lets
+    Python's threads run stops this one too: then faulthandler's ends the process, with status 1.
     """
 
     config: WatchdogConfig

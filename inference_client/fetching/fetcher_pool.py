@@ -52,19 +52,12 @@ class FetcherDied(RuntimeError):
 class FetcherPool:
     """A ``Fetch`` (see ``local_fetch``) by ``num_fetchers`` processes.
 
-    A fetcher that dies or hangs is replaced and its requests are sent again, with the same seeds:
-    that is no endpoint's fault. ``FetcherDied`` is raised by a request that had it happen
-    ``MAX_DEATHS`` times. ``close`` leaves no process behind; on Linux neither does a parent that is
-    killed.
-
-    Args:
-        num_fetchers: processes; a request goes to the one with the fewest in flight.
-        api_key: sent to every endpoint as bearer token.
+    A fetcher that dies or hangs is replaced and its requests are sent again, with the same seeds;
+    one that had it happen ``MAX_DEATHS`` times raises ``FetcherDied``. ``close`` leaves no process
+    behind; on Linux neither does a parent that is killed.
     """
 
     def __init__(self, num_fetchers: int, api_key: str | None = None) -> None:
-        if num_fetchers < 1:
-            raise ValueError(f"num_fetchers: {num_fetchers}, needs at least 1")
         self._fetchers = [_Fetcher(api_key) for _ in range(num_fetchers)]
         self._running = False
 
@@ -165,7 +158,6 @@ class _Fetcher(SupervisedChild):
             asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_silence, child)
 
     def on_end(self, how: str) -> None:
-        """Has another process do what this one had to, at once or with the next request."""
         log.warning("a fetcher process ended: %s; %d requests wait", how, len(self.requests))
         for number, request in list(self.requests.items()):
             request.num_deaths += 1

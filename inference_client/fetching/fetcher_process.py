@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import pickle
 import socket
 from typing import Any, TypeAlias
@@ -16,8 +17,7 @@ from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import MalformedResponse
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.machine import allow_open_files
-from easyrl.runtime.workers.child_process import FrameSplitter, frame
-from easyrl.runtime.workers.failure import Failure
+from easyrl.runtime.workers.child_process import Failure, FrameSplitter, frame
 from easyrl.schema import Completion, VersionSpan
 
 ENTRY = f"{__name__}:fetcher_main"
@@ -29,8 +29,7 @@ DELIVERY_DELAY = 0.02
 MAX_DELIVERY_DELAY_S = 0.1
 
 
-# What the trainer's process and a fetcher tell each other: lists of these, as MessagePack. Arrays
-# travel as their bytes: nothing is done per token.
+# What the trainer's process and a fetcher tell each other: lists of these, as MessagePack.
 
 
 class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
@@ -93,15 +92,12 @@ def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> F
     subclasses of ``EndpointError``, and ``ValueError`` if the server cannot do what ``sampling``
     asks. Cancelling closes the connection, upon which the server aborts the request.
     """
-    clients: dict[str, EndpointClient] = {}
+    client = functools.cache(lambda url: EndpointClient(url, session, api_key=api_key))
 
     async def fetch(
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
-        client = clients.get(url)
-        if client is None:
-            client = clients[url] = EndpointClient(url, session, api_key=api_key)
-        body = await client.generate(prompt_token_ids, sampling, seed)
+        body = await client(url).generate(prompt_token_ids, sampling, seed)
         completions = parse_generate_response(body, url, len(prompt_token_ids))
         if len(completions) != 1:
             raise MalformedResponse(url, f"{len(completions)} choices, asked for 1")
@@ -146,7 +142,6 @@ class _Fetcher:
         self._beat()
 
     def _beat(self) -> None:
-        """Says that this process lives; it need not have anything to say."""
         self._send([])
         self._loop.call_later(HEARTBEAT_S, self._beat)
 
@@ -180,14 +175,11 @@ class _Fetcher:
             del self._tasks[order.number]
         now_s = self._loop.time()
         self._outbox.append(reply)
-        self._deliver_by(now_s + min(DELIVERY_DELAY * (now_s - start_s), MAX_DELIVERY_DELAY_S))
-
-    def _deliver_by(self, due_s: float) -> None:
-        if self._delivery is not None:
-            if self._delivery.when() <= due_s:
-                return
-            self._delivery.cancel()
-        self._delivery = self._loop.call_at(due_s, self._deliver)
+        due_s = now_s + min(DELIVERY_DELAY * (now_s - start_s), MAX_DELIVERY_DELAY_S)
+        if self._delivery is None or due_s < self._delivery.when():
+            if self._delivery is not None:
+                self._delivery.cancel()
+            self._delivery = self._loop.call_at(due_s, self._deliver)
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []

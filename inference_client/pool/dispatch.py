@@ -1,17 +1,22 @@
-"""Choice of the next request and its endpoint: by outstanding tokens, short groups first.
-
-What goes first before all: the groups of the batch's earlier update.
-"""
+"""Choice of the next request and its endpoint, and the end of those that wait in vain."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import time
 from collections.abc import Callable, Sequence
 
+from easyrl.inference_client.errors import NoEndpointError, Outage
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
+
+log = logging.getLogger(__name__)
+
+SAY_INTERVAL_S = 30.0
+POLL_S = 0.1
 
 
 class Dispatcher:
@@ -24,13 +29,14 @@ class Dispatcher:
     shortest of all goes first, not the first that asked, and none before a group of an earlier
     update (``GroupAssignment.rank``).
 
-    Args:
-        begun_to_wait: called when somebody has: maybe no endpoint is usable.
+    Waiting for which no endpoint is usable ends with ``Outage`` after ``max_outage_s``, with
+    ``NoEndpointError`` at once when there is nothing to hope for: every endpoint failed its proof.
     """
 
-    def __init__(self, begun_to_wait: Callable[[], None]) -> None:
+    def __init__(self, max_outage_s: float) -> None:
         self.endpoints: Sequence[Endpoint] = ()  # replaced, never changed
-        self._begun_to_wait = begun_to_wait
+        self._max_outage_s = max_outage_s
+        self._outage: asyncio.Task[None] | None = None  # ends those who wait during it
         self._lines: dict[str | None, WaitingLine] = {}  # by version
         self._numbers = itertools.count()
         self._turns_are_due = False
@@ -41,7 +47,7 @@ class Dispatcher:
         line = self._line(group.version)
         line.add_group(waiting)
         self._give_turns_soon()
-        self._begun_to_wait()
+        self.look_for_outage()
         try:
             await waiting.place
         except asyncio.CancelledError:
@@ -69,7 +75,7 @@ class Dispatcher:
         waiting = self._waiting(group, avoid)
         line = self._line(group.version)
         line.add(waiting)
-        self._begun_to_wait()
+        self.look_for_outage()
         try:
             endpoint = await waiting.place
         except asyncio.CancelledError:
@@ -96,6 +102,7 @@ class Dispatcher:
         for other in self.endpoints:
             self._fill(other)
         self._give_turns_soon()
+        self.look_for_outage()
 
     def waiting_versions(self) -> list[str | None]:
         return [version for version, line in self._lines.items() if line]
@@ -104,6 +111,55 @@ class Dispatcher:
         """Ends the waiting of all that need ``version``."""
         if (line := self._lines.pop(version, None)) is not None:
             line.fail(error)
+
+    # ---- outages ---------------------------------------------------------------------------------
+
+    @property
+    def in_outage(self) -> bool:
+        """Somebody waits while nobody can answer."""
+        return self._outage is not None
+
+    def look_for_outage(self) -> None:
+        """Call it when somebody waits, or an endpoint has changed."""
+        stuck = self._stuck_versions()
+        if stuck and self.all_excluded():
+            for version in stuck:
+                self.fail(version, self.no_endpoint(version))
+        elif stuck and self._outage is None:
+            self._outage = asyncio.get_running_loop().create_task(self._end_outage())
+
+    def no_endpoint(self, version: str | None = None) -> NoEndpointError:
+        """Names each endpoint and why it is not usable."""
+        what = "" if version is None else f" for version {version}"
+        return NoEndpointError(f"no usable endpoint{what}:{status_lines(self.endpoints, version)}")
+
+    def all_excluded(self) -> bool:
+        return bool(self.endpoints) and all(e.excluded is not None for e in self.endpoints)
+
+    async def close(self) -> None:
+        if self._outage is not None:
+            self._outage.cancel()
+            await asyncio.gather(self._outage, return_exceptions=True)
+
+    def _stuck_versions(self) -> list[str | None]:
+        return [v for v in self.waiting_versions() if not any(e.usable(v) for e in self.endpoints)]
+
+    async def _end_outage(self) -> None:
+        try:
+            is_over = await wait_out(
+                lambda: not self._stuck_versions(),
+                self._max_outage_s,
+                lambda: str(self.no_endpoint(next(iter(self._stuck_versions()), None))),
+                goes_on=lambda: any(endpoint.repairing for endpoint in self.endpoints),
+            )
+        finally:
+            self._outage = None
+        for version in [] if is_over else self._stuck_versions():
+            limit = f"for {self._max_outage_s:g} s (inference.max_outage_s)"
+            self.fail(version, Outage(f"{self.no_endpoint(version)}\n{limit}"))
+        self.look_for_outage()  # somebody may have begun to wait since
+
+    # ---- who goes where --------------------------------------------------------------------------
 
     def _waiting(self, group: GroupAssignment, avoid: Endpoint | None = None) -> Waiting:
         place: asyncio.Future[Endpoint | None] = asyncio.get_running_loop().create_future()
@@ -178,3 +234,39 @@ class Dispatcher:
 
 def _load(endpoint: Endpoint) -> tuple[int, int]:
     return endpoint.outstanding_tokens, endpoint.num_requests
+
+
+async def wait_out(
+    is_over: Callable[[], bool],
+    limit_s: float,
+    describe: Callable[[], str],
+    *,
+    goes_on: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Waits until ``is_over``; False if it is not after ``limit_s``.
+
+    Logs what ``describe`` says once, then every 30 s, with the seconds left. While ``goes_on``
+    (something that will end the outage is under way) the limit does not end the waiting.
+    """
+    if is_over():
+        return True
+    start_s = said_s = time.monotonic()
+    log.warning("%s\nwaiting for one to return, for %.0f s at most", describe(), limit_s)
+    while not is_over():
+        now_s = time.monotonic()
+        left_s = start_s + limit_s - now_s
+        if left_s <= 0 and not goes_on():
+            return False
+        if now_s - said_s >= SAY_INTERVAL_S:
+            said_s = now_s
+            log.warning("%s\nstill waiting, for %.0f s at most", describe(), max(left_s, 0.0))
+        await asyncio.sleep(min(POLL_S, left_s) if left_s > 0 else POLL_S)
+    log.warning("an endpoint is there again after %.1f s", time.monotonic() - start_s)
+    return True
+
+
+def status_lines(endpoints: Sequence[Endpoint], version: str | None) -> str:
+    """A line for each endpoint: how it is, seen from ``version``."""
+    if not endpoints:
+        return " there is none; add one with easyrl endpoints add"
+    return "".join(f"\n  {e.url}: {e.status(version)}" for e in endpoints)

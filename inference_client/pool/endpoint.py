@@ -4,23 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 from easyrl.inference_client.client import EndpointClient, ServedModel
 from easyrl.inference_client.errors import EndpointError, RequestRejected
-
-
-@dataclass(eq=False, slots=True)
-class Attempt:
-    """A request in flight. ``abort`` ends it from outside, as a failure of the endpoint."""
-
-    task: asyncio.Task
-    aborted: EndpointError | None = None
-
-    def abort(self, error: EndpointError) -> None:
-        if self.aborted is None:
-            self.aborted = error
-            self.task.cancel()
 
 
 class Endpoint:
@@ -43,7 +29,8 @@ class Endpoint:
         self.lost_confirmation: str | None = None  # why it has to prove its weights again
         self.repairing = False
         self.leaving = False  # removed: what is in flight finishes, nothing new comes
-        self.attempts: set[Attempt] = set()  # in flight
+        # in flight, and what has aborted it from outside, as a failure of the endpoint
+        self.attempts: dict[asyncio.Task, EndpointError | None] = {}
         self.num_inflight = 0
         self.num_reserved = 0  # places for samples of groups that are just being sent here
         self.outstanding_tokens = 0  # expected of what is in flight or reserved
@@ -60,7 +47,6 @@ class Endpoint:
 
     @property
     def is_up(self) -> bool:
-        """It answers, as far as we know."""
         return self.down is None and self.excluded is None and not self.leaving
 
     @property
@@ -114,8 +100,10 @@ class Endpoint:
 
     def abort_attempts(self, error: EndpointError) -> None:
         """What is in flight fails here, and goes elsewhere."""
-        for attempt in list(self.attempts):
-            attempt.abort(error)
+        for task, aborted in self.attempts.items():
+            if aborted is None:
+                self.attempts[task] = error
+                task.cancel()
 
     def idle_s(self) -> float:
         """Seconds since the start in which nothing was in flight."""

@@ -157,8 +157,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
 class MembershipFollower:
     """Keeps a rank's endpoints as the wanted list says.
 
-    Consumes: ``endpoints.json``. Waits for: changes, by asking every ``poll_s``. Is unblocked by:
-    them. Produces: ``add`` and ``remove`` of the rank's endpoints, and the state file if it
+    Asks for changes of ``endpoints.json`` every ``poll_s``, and writes the state file if it
     ``writes_state``. An unreadable file changes nothing and is told once.
     """
 
@@ -173,11 +172,11 @@ class MembershipFollower:
     _following: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def start(self) -> None:
-        """Follows from now on; on the loop of the endpoints."""
+        """On the loop of the endpoints."""
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def close(self) -> None:
-        """Stops, and notes that the run has ended. Safe to call twice."""
+        """Notes that the run has ended. Safe to call twice."""
         if self._following is None:
             return
         self._following.cancel()

@@ -1,14 +1,13 @@
 """The endpoints together: requests go to one that has confirmed their version, retries elsewhere.
 
-Everything here runs on one asyncio loop (the producer's). How requests are sent is the caller's
-``fetch``; who goes where is ``dispatch.py``'s, who is up ``fleet.py``'s.
+Who goes where is ``dispatch.py``'s, who is up ``fleet.py``'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from easyrl.inference_client.errors import (
     RequestRejected,
     WrongVersion,
 )
-from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
+from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
@@ -34,9 +33,8 @@ class EndpointPool(Fleet):
     """All inference endpoints; they may come and go.
 
     Args:
-        config: limits and time-outs, and the URLs unless ``urls`` are given.
         fetch: sends one request and decodes the answer; cancelling it aborts the request.
-        urls: of the endpoints at the start, without trailing slashes.
+        urls: of the endpoints at the start, without trailing slashes; default: the configuration's.
         num_shares: processes that share the endpoints (trainer ranks); ``max_inflight`` is divided
             by it.
         update_timeout_s: for each answer to a request that touches weights.
@@ -70,12 +68,8 @@ class EndpointPool(Fleet):
     ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
 
-        Waits for room at an endpoint, shorter groups first (``inference.dispatch``). Raises
-        ``NoEndpointError``.
-
-        Args:
-            expected_tokens: of a response, probably.
-            priority: lower ones go before any others: the update of the batch that trains it.
+        Waits for room at an endpoint, lower ``priority`` first (the update of the batch that trains
+        it), then shorter groups (``inference.dispatch``). Raises ``NoEndpointError``.
         """
         first = expected_tokens if self._config.dispatch == "shortest_first" else 0.0
         rank = (priority, first, next(self._orders))
@@ -109,7 +103,8 @@ class EndpointPool(Fleet):
         while True:
             endpoint = await self._dispatcher.place(group, avoid)
             try:
-                return await self._attempt(endpoint, prompt_token_ids, sampling, seed, group)
+                response = self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
+                return await self._attempt(endpoint, group, response)
             except RequestRejected:
                 raise
             except EndpointError as error:
@@ -120,32 +115,27 @@ class EndpointPool(Fleet):
                 avoid = endpoint
 
     async def _attempt(
-        self,
-        endpoint: Endpoint,
-        prompt_token_ids: np.ndarray,
-        sampling: SamplingConfig,
-        seed: int,
-        group: GroupAssignment,
+        self, endpoint: Endpoint, group: GroupAssignment, response: Awaitable[Completion]
     ) -> Completion:
-        """Asks ``endpoint``, at which a place is taken, and gives the place back."""
+        """Waits for ``endpoint``, at which a place is taken, and gives the place back."""
         task = asyncio.current_task()
         assert task is not None
-        attempt = Attempt(task)
-        endpoint.attempts.add(attempt)
+        endpoint.attempts[task] = None
         try:
-            completion = await self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
+            completion = await response
             self._check_stamps(endpoint, completion, group.version)
         except asyncio.CancelledError:
-            if attempt.aborted is None or task.uncancel() > 0:
+            aborted = endpoint.attempts[task]
+            if aborted is None or task.uncancel() > 0:
                 raise  # somebody else's cancellation
-            raise attempt.aborted from None
+            raise aborted from None
         except (RequestRejected, WrongVersion):
             raise
         except EndpointError as error:
             self.set_aside(endpoint, error)  # before its place is given to somebody else
             raise
         finally:
-            endpoint.attempts.discard(attempt)
+            del endpoint.attempts[task]
             self._dispatcher.release(endpoint, group.sample_tokens)
             self._forget_if_done(endpoint)
         endpoint.answered()

@@ -21,9 +21,8 @@ from easyrl.inference_client.errors import (
     Outage,
     RequestRejected,
 )
-from easyrl.inference_client.pool.dispatch import Dispatcher
+from easyrl.inference_client.pool.dispatch import Dispatcher, status_lines, wait_out
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.outage import OutageWatch, status_lines, wait_out
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +52,9 @@ def read_api_key(config: InferenceConfig) -> str | None:
 class Fleet:
     """Endpoints that come and go, each asked every ``health_interval_s`` what it serves.
 
-    Consumes: ``/weight_info``. Waits for: answers, with a limit. Is unblocked by: them. Produces:
-    endpoints that are up or *down*, and a repair for each that is up without the current weights.
-    A busy endpoint is never timed out because it is slow: it has to leave probes unanswered, or to
-    make no progress at all for ``progress_timeout_s``.
+    It is up or *down* by its answers, and repaired if it is up without the current weights. A busy
+    endpoint is never timed out because it is slow: it has to leave probes unanswered, or to make no
+    progress at all for ``progress_timeout_s``.
 
     Everything but reading happens on the loop in which ``start`` was awaited.
     """
@@ -74,8 +72,7 @@ class Fleet:
         self._interval_s = min(config.health_interval_s, config.progress_timeout_s / 4)
         twice_s = max(MIN_PROBE_TIMEOUT_S, 2 * config.health_interval_s)
         self.probe_timeout_s = min(MAX_PROBE_TIMEOUT_S, twice_s)
-        self._dispatcher = Dispatcher(lambda: self._outage.look())
-        self._outage = OutageWatch(self._dispatcher, config.max_outage_s)
+        self._dispatcher = Dispatcher(config.max_outage_s)
         self._session: aiohttp.ClientSession | None = None  # for everything but generations
         self._current_version: str | None = None  # last confirmed; None while the weights move
         self._num_proofs: Counter[str] = Counter()  # good ones, by URL: it may leave and come back
@@ -96,9 +93,8 @@ class Fleet:
     async def wait_until_healthy(self, grace_s: float = 5.0) -> None:
         """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
 
-        Those that come later are taken in when they do. Raises ``NoEndpointError`` with what each
-        answered if there is none after ``startup_timeout_s``, and ``RequestRejected`` at once if
-        one refuses us (a wrong API key).
+        Raises ``NoEndpointError`` with what each answered if there is none after
+        ``startup_timeout_s``, and ``RequestRejected`` at once if one refuses us (a wrong API key).
         """
         limit_s = self._config.startup_timeout_s
         try:
@@ -132,7 +128,7 @@ class Fleet:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        await self._outage.close()
+        await self._dispatcher.close()
         if self._session is not None:
             await self._session.close()
 
@@ -155,7 +151,7 @@ class Fleet:
         )
         endpoint = Endpoint(client, self._max_inflight)
         endpoint.down = "no answer yet"
-        self._set_endpoints([*self.endpoints, endpoint])
+        self.endpoints = self._dispatcher.endpoints = [*self.endpoints, endpoint]
         self._look_in(endpoint, 0.0)
         return endpoint
 
@@ -169,11 +165,10 @@ class Fleet:
         if endpoint is None:
             raise ValueError(f"{url} is no endpoint of this run")
         endpoint.leaving = True
-        self._changed(endpoint)
+        self._dispatcher.changed(endpoint)
         self._forget_if_done(endpoint)
 
     def _forget_if_done(self, endpoint: Endpoint) -> None:
-        """Forgets a removed endpoint that has nothing in flight."""
         if endpoint.leaving and endpoint.num_inflight == 0 and endpoint in self.endpoints:
             self._forget(endpoint)
 
@@ -183,17 +178,9 @@ class Fleet:
     def _forget(self, endpoint: Endpoint) -> None:
         if (timer := self._timers.pop(endpoint, None)) is not None:
             timer.cancel()
-        self._set_endpoints([other for other in self.endpoints if other is not endpoint])
-        self._outage.look()
-
-    def _set_endpoints(self, endpoints: list[Endpoint]) -> None:
-        self.endpoints = endpoints
-        self._dispatcher.endpoints = endpoints
-
-    def _changed(self, endpoint: Endpoint) -> None:
-        """``endpoint`` has become usable, or unusable."""
-        self._dispatcher.changed(endpoint)
-        self._outage.look()
+        others = [other for other in self.endpoints if other is not endpoint]
+        self.endpoints = self._dispatcher.endpoints = others
+        self._dispatcher.look_for_outage()
 
     # ---- what others find out --------------------------------------------------------------------
 
@@ -209,7 +196,7 @@ class Fleet:
         endpoint.lost_confirmation = None
         endpoint.down = None
         endpoint.num_unanswered = endpoint.num_consecutive_failures = 0
-        self._changed(endpoint)
+        self._dispatcher.changed(endpoint)
 
     def withdraw_confirmations(self) -> None:
         """The weights are about to move: no endpoint serves a known version."""
@@ -219,7 +206,7 @@ class Fleet:
             endpoint.lost_confirmation = None
         for version in self._dispatcher.waiting_versions():
             if version is not None:  # would wait for what never comes back
-                self._dispatcher.fail(version, self._outage.no_endpoint(version))
+                self._dispatcher.fail(version, self._dispatcher.no_endpoint(version))
 
     def set_aside(self, endpoint: Endpoint, error: EndpointError) -> None:
         """Sends it nothing for a while, longer each time in a row, then asks it how it is."""
@@ -237,7 +224,7 @@ class Fleet:
             endpoint.confirmed_version = None
             endpoint.lost_confirmation = f"was down: {error.reason}"
         self._look_in(endpoint, _back_off(self.back_off_s, num_in_a_row))
-        self._changed(endpoint)
+        self._dispatcher.changed(endpoint)
 
     def _lose_confirmation(self, endpoint: Endpoint, version: str, reason: str) -> None:
         """It was seen to serve something else than ``version``, which it had confirmed."""
@@ -247,24 +234,21 @@ class Fleet:
         endpoint.confirmed_version = None
         endpoint.lost_confirmation = reason
         self._start_repair(endpoint)
-        self._changed(endpoint)
+        self._dispatcher.changed(endpoint)
 
     def quarantine(self, endpoint: Endpoint, reason: str) -> None:
-        """``endpoint`` failed a proof: it is not used until ``confirm``.
-
-        Its requests in flight are sent to the others.
-        """
+        """``endpoint`` failed a proof: not used until ``confirm``, its requests go elsewhere."""
         endpoint.confirmed_version = None
         endpoint.lost_confirmation = reason
         endpoint.abort_attempts(EndpointUnavailable(endpoint.url, f"quarantined: {reason}"))
-        self._changed(endpoint)
+        self._dispatcher.changed(endpoint)
 
     def exclude(self, endpoint: Endpoint, reason: str) -> None:
         """``endpoint`` failed its proof and gets no more requests until it is removed and added."""
         log.warning("%s is excluded: %s", endpoint.url, reason)
         endpoint.excluded = reason
         endpoint.abort_attempts(EndpointUnavailable(endpoint.url, f"excluded: {reason}"))
-        self._changed(endpoint)
+        self._dispatcher.changed(endpoint)
 
     def set_admission(self, admission: Admission) -> None:
         """Asked of each endpoint that answers; one that it gives a reason for is excluded."""
@@ -277,19 +261,19 @@ class Fleet:
         """
 
         def is_over() -> bool:
-            return self._outage.all_excluded() or any(e.is_up for e in self.endpoints)
+            return self._dispatcher.all_excluded() or any(e.is_up for e in self.endpoints)
 
-        in_time = await wait_out(is_over, timeout_s, lambda: str(self._outage.no_endpoint(None)))
+        in_time = await wait_out(is_over, timeout_s, lambda: str(self._dispatcher.no_endpoint()))
         live = [endpoint for endpoint in self.endpoints if endpoint.is_up]
         if not live:
-            problem = self._outage.no_endpoint(None)
+            problem = self._dispatcher.no_endpoint()
             raise problem if in_time else Outage(f"{problem}\nfor {timeout_s:g} s")
         return live
 
     @property
     def in_outage(self) -> bool:
         """Nobody is up, or nobody can answer those who wait; it ends after ``max_outage_s``."""
-        return self._outage.is_on or not any(endpoint.is_up for endpoint in self.endpoints)
+        return self._dispatcher.in_outage or not any(endpoint.is_up for endpoint in self.endpoints)
 
     @property
     def _context_len(self) -> int | None:
@@ -325,7 +309,6 @@ class Fleet:
                 self._look_in(endpoint, max(0.0, began_s + delay_s - time.monotonic()))
 
     async def _look(self, endpoint: Endpoint) -> None:
-        """Asks one endpoint; what follows from the answer is done before it returns."""
         confirmed, current = endpoint.confirmed_version, self._current_version
         num_failures = endpoint.num_failures
         try:
@@ -348,7 +331,7 @@ class Fleet:
                 self._lose_confirmation(endpoint, confirmed, f"serves {served}")
             elif confirmed != current:
                 self._start_repair(endpoint)
-        self._changed(endpoint)
+        self._dispatcher.changed(endpoint)
 
     async def _served_version(self, endpoint: Endpoint) -> str | None:
         """None if it does not tell, which only matters where weights are moved."""
@@ -424,7 +407,7 @@ class Fleet:
                 self.exclude(endpoint, reason)
         finally:
             endpoint.repairing = False
-            self._changed(endpoint)
+            self._dispatcher.changed(endpoint)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -15,8 +15,7 @@ DATASET_WINDOW = 1024
 class ExpectedLengths:
     """Running means of response lengths in tokens, per prompt and of one dataset.
 
-    A prompt that was never answered is expected to take the dataset's mean, before the first
-    response half of ``max_tokens``. Only order and spread hang on it, never a result.
+    Without one of the prompt the dataset's mean, without any response half of ``max_tokens``.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -28,10 +27,8 @@ class ExpectedLengths:
         return self._by_prompt.get(index, self._dataset)[0]
 
     def saw(self, index: int, num_tokens: int) -> None:
-        """A response to prompt ``index`` had ``num_tokens`` tokens."""
-        self._by_prompt[index] = _moved(
-            self._by_prompt.get(index, (0.0, 0)), num_tokens, PROMPT_WINDOW
-        )
+        before = self._by_prompt.get(index, (0.0, 0))
+        self._by_prompt[index] = _moved(before, num_tokens, PROMPT_WINDOW)
         self._dataset = _moved(self._dataset, num_tokens, DATASET_WINDOW)
 
 
@@ -48,7 +45,6 @@ class GroupAssignment:
     num_reserved: int = field(default=0, init=False)  # places held at ``endpoint``
 
     def reserve(self, endpoint: Endpoint) -> None:
-        """Its samples are about to go to ``endpoint``."""
         self.endpoint = endpoint
         self.num_reserved = self.num_samples
         endpoint.num_reserved += self.num_reserved

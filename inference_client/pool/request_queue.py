@@ -37,8 +37,7 @@ class WaitingLine:
 
     A heap for each endpoint that samples wait for because it holds their prompt, one for each that
     samples avoid, one for those that take any. A single heap would let a sample that waits for a
-    full endpoint hold up all behind it. Every operation costs O(endpoints + log samples) at most,
-    and O(log samples) for an endpoint that has samples of its own.
+    full endpoint hold up all behind it. Every operation costs O(endpoints + log samples) at most.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,6 @@ class WaitingLine:
         return self._pop_first(list(self._home.values()))
 
     def next_group(self) -> Waiting | None:
-        """Takes the first group."""
         return self._pop_first([self._groups])
 
     def forsake(self, endpoint: Endpoint) -> None:
@@ -101,7 +99,6 @@ class WaitingLine:
                 self.num_samples -= 1
 
     def fail(self, error: Exception) -> None:
-        """Ends the waiting of all."""
         for heap in (self._any, *self._home.values(), *self._avoiding.values(), self._groups):
             while (waiting := self._first(heap)) is not None:
                 self.remove(waiting)

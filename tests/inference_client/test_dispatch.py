@@ -30,7 +30,7 @@ def endpoints(count: int, max_inflight: int = 8) -> list[Endpoint]:
 
 
 def dispatcher(group: list[Endpoint]) -> Dispatcher:
-    made = Dispatcher(lambda: None)
+    made = Dispatcher(max_outage_s=60.0)
     made.endpoints = group
     return made
 

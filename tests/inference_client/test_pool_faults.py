@@ -293,7 +293,7 @@ async def test_when_all_are_dead_requests_wait_and_go_on_when_one_returns(caplog
 async def test_an_outage_that_lasts_is_told_every_half_minute_and_then_ends_the_waiting(
     caplog, monkeypatch
 ):
-    monkeypatch.setattr("easyrl.inference_client.pool.outage.SAY_INTERVAL_S", 0.2)
+    monkeypatch.setattr("easyrl.inference_client.pool.dispatch.SAY_INTERVAL_S", 0.2)
     (server,) = servers(1)
     async with pool_of(server, max_outage_s=0.7) as pool:
         await server.stop()

@@ -12,10 +12,12 @@ import contextlib
 import ctypes
 import importlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,9 +38,6 @@ class Child:
 
     process: subprocess.Popen
     socket: socket.socket
-
-    def alive(self) -> bool:
-        return self.process.poll() is None
 
     def kill(self) -> None:
         """With all that it started; returns when it is gone. The socket stays open."""
@@ -61,10 +60,8 @@ class Child:
 def start_child(entry: str, environment: Mapping[str, str] | None = None) -> Child:
     """Starts an interpreter that runs ``entry`` (``module:function``) with its socket as argument.
 
-    ``environment`` is added to this process's own.
-
-    On Linux the kernel kills the child when the *thread* that called this ends: call it from one
-    that lives as long as the child is needed.
+    ``environment`` is added to this process's own. On Linux the kernel kills the child when the
+    *thread* that called this ends: call it from one that lives as long as the child is needed.
     """
     ours, theirs = socket.socketpair()
     with theirs:  # the child's is the only one afterwards, so that its death reads as end of file
@@ -127,3 +124,43 @@ class FrameSplitter:
             start = end
         del buffer[:start]
         return payloads
+
+
+# -- exceptions, with their traceback --------------------------------------------------------
+
+
+class RemoteTraceback(Exception):
+    """The child's traceback, as the cause of the exception that it raised."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception that can be pickled whatever its class."""
+
+    pickled: bytes | None  # apart, since not every exception survives it
+    description: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Of an exception that is being handled."""
+        pickled = None
+        with contextlib.suppress(Exception):
+            pickled = pickle.dumps(error)
+        return cls(pickled, f"{type(error).__name__}: {error}", traceback.format_exc())
+
+    def exception(self) -> Exception:
+        """The exception, or a ``RuntimeError`` that describes it."""
+        error: BaseException | None = None
+        if self.pickled is not None:
+            # The class may exist in the child only (a user's reward file), or refuse its own args.
+            with contextlib.suppress(Exception):
+                error = pickle.loads(self.pickled)
+        # A SystemExit of a child must not end this process; a StopIteration cannot be awaited.
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
+            error = RuntimeError(self.description)
+        error.__cause__ = RemoteTraceback(self.traceback)
+        return error

@@ -18,10 +18,7 @@ RECEIVE_BYTES = 2**18
 class SupervisedChild(asyncio.BufferedProtocol, ABC):
     """One process at a time, one after another, and the connection to it.
 
-    Args:
-        entry: what the processes run (see ``start_child``).
-        greeting: the first message to each of them.
-        environment: added to this process's own.
+    ``greeting`` is the first message to each of them; see ``start_child`` for the others.
     """
 
     def __init__(
@@ -60,7 +57,8 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
     @property
     def alive(self) -> bool:
         """Whether the process runs and can be sent messages."""
-        return self._transport is not None and self.child is not None and self.child.alive()
+        child = self.child
+        return self._transport is not None and child is not None and child.process.poll() is None
 
     def send(self, payload: bytes) -> None:
         """To the present process; lost without one."""

@@ -1,7 +1,6 @@
 """Processes that can be killed when a task hangs: rewards run here.
 
-Nothing is shared between workers, so that a killed one cannot hold a lock that another needs, and a
-death is known at once and belongs to exactly one task.
+Nothing is shared between workers: a death belongs to exactly one task.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
-from easyrl.runtime.workers.failure import Failure
+from easyrl.runtime.workers.child_process import Failure
 from easyrl.runtime.workers.supervised_child import SupervisedChild
 from easyrl.runtime.workers.worker_process import ENTRY, main_script
 
@@ -36,10 +35,8 @@ class WorkerPool:
     a task lives in it; then the script needs its ``if __name__ == "__main__":``). ``close`` leaves
     no process behind; on Linux neither does a parent that is killed.
 
-    Args:
-        num_workers: processes; each runs one task at a time.
-        initializer: called with ``initargs`` in each new process before its first task. If it
-            raises, the tasks raise its exception.
+    ``initializer`` is called with ``initargs`` in each new process before its first task. If it
+    raises, the tasks raise its exception.
     """
 
     def __init__(
@@ -48,8 +45,6 @@ class WorkerPool:
         initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
     ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers: {num_workers}, needs at least 1")
         greeting = main_script(), pickle.dumps((initializer or _nothing, initargs))
         self._workers = [_Worker(pickle.dumps(greeting), self) for _ in range(num_workers)]
         self._waiting: deque[_Task] = deque()
@@ -139,7 +134,6 @@ class _Worker(SupervisedChild):
             self._deadline = loop.call_later(task.timeout_s, self._on_deadline, task)
 
     def finish(self, error: BaseException | None, value: Any = None) -> None:
-        """Answers the task."""
         task, self.task = self.task, None
         if self._deadline is not None:
             self._deadline.cancel()
@@ -178,8 +172,7 @@ class _Worker(SupervisedChild):
         self.finish(WorkerTimeout(f"{what}; its worker process was killed"))
 
 
-def _nothing() -> None:
-    """The initializer where none is given."""
+def _nothing() -> None: ...
 
 
 def _name(function: Callable[..., object]) -> str:

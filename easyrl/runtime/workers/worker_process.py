@@ -8,8 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from multiprocessing import spawn
 
-from easyrl.runtime.workers.child_process import FrameSplitter, frame
-from easyrl.runtime.workers.failure import Failure
+from easyrl.runtime.workers.child_process import Failure, FrameSplitter, frame
 
 ENTRY = f"{__name__}:worker_main"
 RECEIVE_BYTES = 2**16  # more would be mapped and unmapped by each call, which costs 15 µs
@@ -25,9 +24,8 @@ def worker_main(connection: socket.socket) -> None:
     """What a worker process runs: answers its tasks until the other end goes away.
 
     The first message is a pickled ``(main_script, initializer)``, answered by an empty one when the
-    initializer has run; each further one is a task, answered by the pickled result or ``Failure``.
-    A task, and the initializer, is a pickled ``(function, args)``. If the initializer failed, every
-    task is answered by its failure.
+    initializer has run; each further one is a task, answered by the pickled result or ``Failure``,
+    the initializer's if that failed. Both are a pickled ``(function, args)``.
     """
     messages = _received(connection)
     # A ConnectionError: the parent went away, there is nobody to tell.

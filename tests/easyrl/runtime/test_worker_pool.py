@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from easyrl.runtime.workers import supervised_child
-from easyrl.runtime.workers.failure import RemoteTraceback
+from easyrl.runtime.workers.child_process import RemoteTraceback
 from easyrl.runtime.workers.worker_pool import (
     WorkerDied,
     WorkerPool,

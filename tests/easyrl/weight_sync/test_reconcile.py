@@ -7,7 +7,7 @@ import pytest
 
 from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
-from easyrl.inference_client.pool.endpoint import Attempt, Endpoint
+from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
@@ -263,12 +263,12 @@ class MidBatch(Parts):
         await self.confirmed.withdraw()
         await self.confirmed.confirm(self.target, {URL: None})
         self.in_flight = asyncio.ensure_future(asyncio.Event().wait())
-        self.attempt = Attempt(self.in_flight)
-        self.endpoint.attempts.add(self.attempt)
+        self.endpoint.attempts[self.in_flight] = None
         self.client.calls.clear()
 
     def tell(self, url: str, proof: int) -> None:
-        assert self.attempt.aborted is not None and self.endpoint.confirmed_version is None
+        assert self.endpoint.attempts[self.in_flight] is not None
+        assert self.endpoint.confirmed_version is None
         self.told.append((url, proof))
 
     async def return_(self) -> None:
