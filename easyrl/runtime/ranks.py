@@ -9,14 +9,16 @@ from dataclasses import dataclass
 class Ranks:
     """One process's place in the run (docs/architecture.md).
 
-    Every rank computes. With data parallelism alone every rank is the *head* of its model-parallel
-    group: it runs a producer for a share of the prompts.
+    Every rank computes. The *head* of each model-parallel group runs a producer for the group's
+    share of the prompts and hands micro-batches to its peers; with data parallelism alone every
+    rank is one.
     """
 
     rank: int  # among all processes
     world_size: int
     dp_rank: int  # of the model-parallel group, among all of them
     dp_size: int
+    is_head: bool = True
 
     @classmethod
     def data_parallel(cls, rank: int = 0, world_size: int = 1) -> Ranks:
