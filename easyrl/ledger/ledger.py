@@ -10,7 +10,7 @@ from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.ledger.journal import Journal
+from easyrl.ledger.journal.batch import Journal
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
 from easyrl.runtime.schedule import Due

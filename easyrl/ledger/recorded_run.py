@@ -12,10 +12,9 @@ from easyrl.dataloaders.producer.group_stream import GroupStream, ReadyGroup, pa
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import BatchRecord
-from easyrl.ledger.journal import read_batch
 from easyrl.ledger.journal.codec import DrainRecord
 from easyrl.ledger.journal.earlier_attempts import num_groups
-from easyrl.ledger.journal.reading import batch_folder, read_drains
+from easyrl.ledger.journal.reading import batch_folder, read_batch, read_drains
 from easyrl.ledger.traces import JOURNAL_FOLDER
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.ranks import Ranks
@@ -115,9 +114,9 @@ class RecordedRun:
         """
         trained = {g.key: g.digest for g in self.batch(v).groups if g.key in keys}
         found = {
-            each.key: each.group
-            for each in read_batch(self._journal, v)
-            if trained.get(each.key) == each.digest
+            group.prompt.key: group
+            for group in read_batch(self._journal, v)
+            if trained.get(group.prompt.key) == group.digest
         }
         if missing := sorted(keys - found.keys()):
             epoch, index = missing[0]

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from blake3 import blake3
+
+from easyrl.config import Config
 from easyrl.dataloaders.producer.group_stream import Piece
 from easyrl.ledger.journal.codec import (
     DrainRecord,
@@ -26,7 +29,7 @@ from easyrl.ledger.journal.earlier_attempts import (
     read_earlier_attempts,
     usable_drains,
 )
-from easyrl.ledger.journal.reading import batch_folder, file_name
+from easyrl.ledger.journal.reading import batch_folder, file_name, journalled_batches
 from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError, RecordWriter
 from easyrl.schema import BatchWithdrawn, Key, Prompt, RolloutGroup, ServedWeights
 
@@ -237,10 +240,34 @@ class Journal:
         """
         for left in self.directory.glob(f"*{PRUNED}"):  # also by an attempt that died here
             _remove(left)
-        for folder in sorted(self.directory.glob("batch-*")):
-            number = folder.name.removeprefix("batch-")
-            if number.isdecimal() and int(number) < before_v:
-                _remove(folder)
+        for v in journalled_batches(self.directory):
+            if v < before_v:
+                _remove(batch_folder(self.directory, v))
+
+
+def group_settings(config: Config, *, rejects: bool) -> str:
+    """Digest of sampling, seed and rewards, 32 hex digits; with the contents of reward files.
+
+    A run that is resumed with others generates the open batch's groups again. What only decides
+    what happens after a failure is not in it, nor a recipe that ``rejects`` no group.
+    """
+    digest = blake3()
+    parts = [
+        config.rollout.model_dump_json(exclude={"queue_size"}),
+        str(config.run.seed),
+        str(config.scoring.truncated_reward),
+        *(reward.model_dump_json() for reward in config.rewards),
+    ]
+    for part in parts:
+        digest.update(part.encode() + b"\n")
+    if rejects:
+        digest.update(config.recipe.model_dump_json().encode() + b"\n")
+        if config.recipe.file is not None:
+            digest.update(config.recipe.file.read_bytes())
+    for reward in config.rewards:
+        if reward.file is not None:
+            digest.update(reward.file.read_bytes())
+    return digest.hexdigest(length=16)
 
 
 def _remove(folder: Path) -> None:

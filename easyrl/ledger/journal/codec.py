@@ -27,7 +27,7 @@ class Header(_Struct):
     """The first record of a file: what all of its groups are made by."""
 
     weights: str
-    settings: str  # of sampling and rewards (``settings.py``)
+    settings: str  # of sampling and rewards (``group_settings``)
     version: str  # run:attempt:v
 
 

@@ -11,17 +11,11 @@ from easyrl.dataloaders.producer.draws import Draws, SharedDecisions
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerator, accept_all
+from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.journal.batch import BatchJournal, Journal, Production
 from easyrl.ledger.journal.earlier_attempts import StoredRecord
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Prompt, ServedWeights
-
-
-class Order(Protocol):
-    """Position → prompt (``PromptOrder``)."""
-
-    def num_left(self, position: int) -> int | None: ...
-    def prompt(self, position: int) -> Prompt: ...
 
 
 class Coordination(Protocol):
@@ -58,7 +52,7 @@ class JournalledRollouts:
 
     generator: RolloutGenerator
     journal: Journal
-    order: Order
+    order: PromptOrder
     rules: BatchRules
     ranks: Ranks
     coordination: Coordination
