@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from easyrl.ledger.certificate.errors import CertificateError, located
@@ -18,23 +19,16 @@ from easyrl.schema import Completion, GroupOutcome, Key, PolicyVersion, RolloutG
 AcceptOf = Callable[[AttemptRecord], Callable[[RolloutGroup], str | None] | None]
 
 
+@dataclass
 class JournalEvidence:
-    """Compares batches with the journal, which a live run may be pruning meanwhile.
+    """Compares batches with the journal, which a live run may be pruning meanwhile."""
 
-    Args:
-        attempts: of the run, by number.
-        accept_of: no function where what an attempt's recipe decides cannot be known.
-    """
-
-    def __init__(
-        self, run_dir: Path, attempts: Mapping[int, AttemptRecord], accept_of: AcceptOf
-    ) -> None:
-        self._run_dir = run_dir
-        self._attempts = attempts
-        self._accept_of = accept_of
-        self.num_replayed = 0  # decisions: groups whose outcome follows from the journal
-        self.num_pruned = 0  # batches that it does not go back to, as it may
-        self.num_unjournalled = 0  # groups that were never in it
+    run_dir: Path
+    attempts: Mapping[int, AttemptRecord]  # of the run, by number
+    accept_of: AcceptOf  # no function where what an attempt's recipe decides cannot be known
+    num_replayed: int = 0  # decisions: groups whose outcome follows from the journal
+    num_pruned: int = 0  # batches that it does not go back to, as it may
+    num_unjournalled: int = 0  # groups that were never in it
 
     def examine(self, record: BatchRecord) -> None:
         """Raises ``CertificateError`` naming prompt and file where the two differ."""
@@ -42,13 +36,13 @@ class JournalEvidence:
         self.num_unjournalled += len(record.groups) - len(trained_on)
         if not trained_on:
             return
-        folder = batch_folder(self._run_dir / JOURNAL_FOLDER, record.batch)
+        folder = batch_folder(self.run_dir / JOURNAL_FOLDER, record.batch)
         try:
             self._find(folder, record, trained_on)
         except CertificateError:
             if folder.is_dir():
                 raise
-            refuse_missing_journal(self._run_dir, record.batch)  # it may have gone meanwhile
+            refuse_missing_journal(self.run_dir, record.batch)  # it may have gone meanwhile
             self.num_pruned += 1
 
     def _find(
@@ -110,8 +104,8 @@ class JournalEvidence:
 
     def _replay(self, record: BatchRecord, found: RolloutGroup) -> None:
         """The recipe decides again."""
-        attempt = self._attempts[PolicyVersion.parse(record.version).attempt]
-        accept = self._accept_of(attempt)
+        attempt = self.attempts[PolicyVersion.parse(record.version).attempt]
+        accept = self.accept_of(attempt)
         if accept is None:
             return
         if found.excluded is None:
