@@ -5,44 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
-from easyrl.dataloaders.producer.draws import Draws, SharedDecisions
+from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerator, accept_all
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.journal.batch import BatchJournal, Journal, Production
 from easyrl.ledger.journal.earlier_attempts import StoredRecord
+from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Prompt, ServedWeights
 
 
-class Coordination(Protocol):
-    """How the ranks of a batch hear of each other (``RankCoordination``)."""
-
-    def open_batch(self, name: str) -> SharedDecisions: ...  # the same name on all ranks
-    def gather(self, value: Any) -> list[Any]: ...  # every rank's JSON-able value; collective
-
-
 @dataclass(frozen=True)
 class BatchRules:
-    """How batches are made up (docs/on_policy.md).
+    """How batches are made up (docs/on_policy.md)."""
 
-    Attributes:
-        batch_size: B, accepted groups.
-        num_updates: k, optimizer steps on each batch.
-        max_draws: prompts that one batch may draw at most.
-        accept: a group's reason to be replaced, or None.
-        in_prompt_order: strict mode: position p belongs to data-parallel rank p mod n, and groups
-            come in the order of their prompts; else a rank with room claims the next position, and
-            what an earlier attempt drained at once is drained so again.
-    """
-
-    batch_size: int
-    num_updates: int = 1
-    max_draws: int | None = None
-    accept: Accept = accept_all
+    batch_size: int  # B, accepted groups
+    num_updates: int = 1  # k, optimizer steps on each batch
+    max_draws: int | None = None  # prompts that one batch may draw at most
+    accept: Accept = accept_all  # a group's reason to be replaced, or None
+    # Strict mode: position p belongs to data-parallel rank p mod n, and groups come in the order of
+    # their prompts; else a rank with room claims the next position, and what an earlier attempt
+    # drained at once is drained so again.
     in_prompt_order: bool = False
 
 
@@ -55,7 +41,7 @@ class JournalledRollouts:
     order: PromptOrder
     rules: BatchRules
     ranks: Ranks
-    coordination: Coordination
+    coordination: RankCoordination
     # Told of the endpoints, on every rank, before the batch begins again: it must not use them.
     on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
     _batch: BatchJournal | None = field(default=None, init=False)

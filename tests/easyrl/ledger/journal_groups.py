@@ -10,7 +10,7 @@ from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.ledger.journal.batch import Journal
 from easyrl.ledger.journal.codec import GroupRecord
 from easyrl.ledger.journal.reading import batch_folder, journal_files, read_batch, read_file
-from easyrl.ledger.journal.rollouts import BatchRules, Coordination, JournalledRollouts
+from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
@@ -53,7 +53,7 @@ def rollouts_of(
     prompts: Sequence[Prompt],
     *,
     ranks: Ranks | None = None,
-    coordination: Coordination | None = None,
+    coordination: RankCoordination | None = None,
     **rules: Any,
 ) -> JournalledRollouts:
     """An attempt's; ``rules`` are those of ``BatchRules``, by default all prompts in one batch."""
