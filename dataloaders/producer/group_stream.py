@@ -6,7 +6,7 @@ import queue
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.schema import FinishedSamples, Key, RolloutGroup
@@ -49,10 +49,6 @@ class ReadyGroup(NamedTuple):
     is_recovered: bool = False  # finished in an earlier attempt
 
 
-class _End:
-    """Nothing comes behind it: all groups are on the queue."""
-
-
 Idle = Callable[[], bool]  # does one piece of other work; False if there was none
 
 
@@ -77,8 +73,8 @@ class GroupStream:
         self._cancel = cancel
         self._in_prompt_order = in_prompt_order
         self._free_memory = free_memory
-        # None only wakes the consumer
-        self._ready = queue.SimpleQueue[ReadyGroup | _End | BaseException | None]()
+        # None only wakes the consumer; True: all groups are on the queue
+        self._ready = queue.SimpleQueue[ReadyGroup | Literal[True] | BaseException | None]()
         self._has_more = True  # behind what is off the queue
         # off the queue and not handed out, in order of arrival
         self._here: OrderedDict[Key, ReadyGroup] = OrderedDict()
@@ -111,7 +107,7 @@ class GroupStream:
 
     def end(self, error: BaseException | None = None) -> None:
         """All groups were put; or the producer has ended with ``error``, and who waits raises."""
-        self._ready.put(_End() if error is None else error)
+        self._ready.put(True if error is None else error)
 
     # ---- the consumer's side ---------------------------------------------------------------------
 
@@ -242,7 +238,7 @@ class GroupStream:
             self._failure.__cause__ = item
         elif isinstance(item, ReadyGroup):
             self._here[item.key] = item
-        elif isinstance(item, _End):
+        elif item is True:
             self._has_more = False
         self._raise_if_ended()
         return True

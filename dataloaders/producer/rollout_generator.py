@@ -28,10 +28,6 @@ BeginGroup = Callable[[Prompt, str | None, int], AbstractAsyncContextManager[Sam
 Accept = Callable[[RolloutGroup], str | None]
 
 
-def accept_all(group: RolloutGroup) -> None:
-    """The ``Accept`` of a recipe that rejects nothing."""
-
-
 class Scorer(Protocol):
     """Scores each response as it returns, and the group when it is complete."""
 
@@ -105,7 +101,7 @@ class RolloutGenerator:
         *,
         store: GroupStore | None = None,
         recovered: Sequence[tuple[int, StoredGroup]] = (),
-        accept: Accept = accept_all,
+        accept: Accept = lambda group: None,
         hands_out_refused: bool = False,
     ) -> OpenBatch:
         """Starts a batch whose members are found while it runs; returns at once.
@@ -115,7 +111,6 @@ class RolloutGenerator:
             prompt_at: the prompt at a position of the batch.
             store: keeps each group before it counts; asked for each prompt before it is generated.
             recovered: positions that ``draws`` counts as decided already, with this rank's groups.
-            accept: a group's reason to be replaced by the next prompt, or None.
             hands_out_refused: excluded groups too go to the streams.
         """
         batch = OpenBatch(

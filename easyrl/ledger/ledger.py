@@ -64,10 +64,7 @@ class Ledger:
         self._due = Due(self.every_steps, step)
 
     def check(self, account: BatchRecord, *, whole: bool) -> None:
-        """Whether ``account`` may be trained on; ``whole``: the batch is over.
-
-        Raises ``CertificateError`` naming batch, prompt or endpoint.
-        """
+        """Whether ``account`` may be trained on (``Certificate.check``)."""
         if self.certificate is not None:
             self.certificate.check(account, whole=whole)
 

@@ -189,15 +189,10 @@ class RecordedRollouts:
                 update = number * self.num_updates // self.run.run.batch_size
                 mine[update].append(group.key)
         groups = self.run.groups(v, frozenset(key for keys in mine for key in keys))
-        refused = [
-            group
-            for group in record.groups
-            if not group.accepted and group.rank % ranks.dp_size == ranks.dp_rank
-        ]
+        refused = [g for g in record.groups
+                   if not g.accepted and g.rank % ranks.dp_size == ranks.dp_rank]  # fmt: skip
         updates = [self._stream(record, keys, groups) for keys in mine]
-        return RecordedBatch(
-            updates, refused, record.accepted_versions, record.discarded, membership=record
-        )
+        return RecordedBatch(updates, refused, record.accepted_versions, record.discarded, record)
 
     def sync(self) -> None:
         pass

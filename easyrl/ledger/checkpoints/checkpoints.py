@@ -20,12 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from easyrl.engines.base import EngineState, TrainEngine
-from easyrl.ledger.checkpoints.folder import (
-    CheckpointFolder,
-    Damaged,
-    problems_of,
-    read_manifest,
-)
+from easyrl.ledger.checkpoints.folder import CheckpointFolder, Damaged, problems_of, read_manifest
 from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.collectives import Collectives
@@ -95,17 +90,12 @@ class Checkpoints:
             writing.result()
 
     def load_latest(self, *, at_most: int | None = None) -> dict[str, Any] | None:
-        """Restores engine and random state from the newest good checkpoint. Collective.
+        """Restores engine and random state from the newest good checkpoint; its ``state``, or None.
 
-        Damaged ones are skipped with a warning that names the file. The random state is restored if
-        the number of ranks is that of the checkpoint.
-
-        Args:
-            at_most: of this step or an earlier one.
-        Returns:
-            The saved ``state``; None if there is no checkpoint.
-        Raises:
-            ValueError: all are damaged, or the newest good one does not fit the engine.
+        Of step ``at_most`` or an earlier one. Collective. Damaged ones are skipped with a warning
+        that names the file. The random state is restored if the number of ranks is that of the
+        checkpoint. Raises ``ValueError`` if all are damaged, or the newest good one does not fit
+        the engine.
         """
         steps = [s for s in self.folder.steps() if at_most is None or s <= at_most]
         steps = self.collectives.broadcast(steps)
@@ -198,9 +188,7 @@ class Checkpoints:
             result = work()
         except OSError as error:
             problem = error
-        outcomes = self._between_writers.all_gather(
-            [None if problem is None else str(problem), result]
-        )
+        outcomes = self._between_writers.all_gather([problem and str(problem), result])
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
         if failed:
             good = self.folder.steps()
@@ -216,13 +204,12 @@ class Checkpoints:
     def _checked(self, folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         """The manifest and what is wrong with the checkpoint; each rank reads some of its files."""
         rank, num_ranks = self.collectives.ranks.rank, self.collectives.ranks.world_size
-        record, problems = None, []
+        record = None
         try:
             record = read_manifest(folder)
+            problems = problems_of(folder, record, sorted(record["files"])[rank::num_ranks])
         except Damaged as error:
             problems = [str(error)]
-        else:
-            problems = problems_of(folder, record, sorted(record["files"])[rank::num_ranks])
         return record, sorted({p for found in self.collectives.all_gather(problems) for p in found})
 
     def _restore(self, folder: Path, record: dict[str, Any]) -> None:

@@ -23,13 +23,19 @@ from easyrl.ledger.journal.codec import (
     token_digest,
 )
 from easyrl.ledger.journal.earlier_attempts import (
+    Share,
     StoredRecord,
     is_withdrawn,
     longest,
     read_earlier_attempts,
     usable_drains,
 )
-from easyrl.ledger.journal.reading import batch_folder, file_name, journalled_batches
+from easyrl.ledger.journal.reading import (
+    JournalFile,
+    batch_folder,
+    file_name,
+    journalled_batches,
+)
 from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError, RecordWriter
 from easyrl.schema import BatchWithdrawn, Key, Prompt, RolloutGroup, ServedWeights
 
@@ -53,10 +59,10 @@ class BatchJournal:
         self.discarded = frozenset(earlier.made_otherwise - earlier.finished.keys())
         self._finished = earlier.finished
         self._drains = earlier.drains
-        self._path = folder / file_name(served.version.attempt, journal.rank)
+        path = folder / file_name(served.version.attempt, journal.rank)
+        self._own = Share(JournalFile(served.version.attempt, journal.rank, path))
         self._lock = threading.Lock()
         self._writer: RecordWriter | None = None
-        self._added: dict[Key, StoredRecord] = {}
         self._in_doubt: list[tuple[str, int]] = []  # endpoint and proof, withdrawn since it began
         self._closed = False
 
@@ -66,7 +72,7 @@ class BatchJournal:
 
         Raises ``JournalError`` if it was another prompt then.
         """
-        if (added := self._added.get(prompt.key)) is not None:
+        if (added := self._own.groups.get(prompt.key)) is not None:
             return added
         finished = self._finished.get(prompt.key)
         if finished is None:
@@ -98,12 +104,12 @@ class BatchJournal:
             for endpoint, proof in self._in_doubt:
                 if is_withdrawn(record.made_by, endpoint, proof):
                     raise BatchWithdrawn(f"{endpoint} failed its proof")
-            assert key not in self._added, f"{key} was journalled before"
+            assert key not in self._own.groups, f"{key} was journalled before"
             assert key not in self._finished, f"{key} was journalled in an earlier attempt"
             place = self._open_writer().append(payload)
             if self._journal.fsync == "group":
                 self._open_writer().sync()
-            stored = self._added[key] = replace(
+            stored = self._own.groups[key] = replace(
                 StoredRecord.of(record, place, self._journal.rank),
                 prompt=group.prompt,
                 times_s=(group.dispatched_s, group.completed_s),
@@ -112,24 +118,17 @@ class BatchJournal:
 
     def withdraw(self, endpoint: str, proof: int) -> int:
         """Groups with a completion that ``endpoint`` has made since its proof number ``proof`` are
-        not those of these weights: they are generated again, once the batch has begun again. Their
-        number.
+        not those of these weights: they are generated again, once the batch has begun again.
 
-        Raises ``JournalError``.
+        Their number. Raises ``JournalError``.
         """
         with self._lock:
-            withdrawn = [
-                key
-                for key, stored in self._added.items()
-                if is_withdrawn(stored.made_by, endpoint, proof)
-            ]
             self._in_doubt.append((endpoint, proof))
-            for key in withdrawn:
-                del self._added[key]
+            num_withdrawn = self._own.withdraw(endpoint, proof)
             # Also without a group: it tells that this rank knew of it (``earlier_attempts``).
             record = WithdrawalRecord(endpoint, proof, self.num_restarts)
             self._open_writer().append(encode(record))
-        return len(withdrawn)
+        return num_withdrawn
 
     def begin_again(self) -> None:
         """The groups that are left are handed out anew, in any order; the others are produced."""
@@ -142,7 +141,7 @@ class BatchJournal:
     def added(self) -> list[StoredRecord]:
         """What this attempt has journalled, without what was withdrawn."""
         with self._lock:
-            return list(self._added.values())
+            return list(self._own.groups.values())
 
     def add_drain(
         self, update: int, keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()
@@ -181,7 +180,7 @@ class BatchJournal:
 
     def _open_writer(self) -> RecordWriter:
         if self._writer is None:  # here and not before: making files takes long
-            self._writer = RecordWriter(self._path, durable=self._journal.fsync != "never")
+            self._writer = RecordWriter(self._own.file.path, durable=self._journal.fsync != "never")
             header = Header(self.served.digest, self._journal.settings, str(self.served.version))
             self._writer.append(encode(header))
         return self._writer

@@ -116,12 +116,16 @@ class Share:
                 # Again only if it was withdrawn, or an attempt did not see an earlier one's.
                 self.groups[record.key] = StoredRecord.of(record, place, self.file.rank)
 
-    def withdraw(self, endpoint: str, proof: int) -> None:
-        """Drops the groups with a completion that ``endpoint`` made since its ``proof``."""
-        for key, group in list(self.groups.items()):
-            if is_withdrawn(group.made_by, endpoint, proof):
-                del self.groups[key]
-                self.withdrawn[key] = endpoint
+    def withdraw(self, endpoint: str, proof: int) -> int:
+        """Drops the groups with a completion that ``endpoint`` made since its ``proof``.
+
+        Their number.
+        """
+        keys = [key for key, g in self.groups.items() if is_withdrawn(g.made_by, endpoint, proof)]
+        for key in keys:
+            del self.groups[key]
+            self.withdrawn[key] = endpoint
+        return len(keys)
 
 
 def withdraw_untold(shares: Sequence[Share]) -> None:

@@ -129,10 +129,9 @@ def _decoded(
             record = decode_any(payload)
         except CodecError as error:
             raise JournalError(f"{file.path}: byte {place.offset}: {error}") from error
-        if not isinstance(record, GroupRecord):
-            yield place, record
-            continue
-        if (record.version, record.weights) != (header.version, header.weights):
+        if isinstance(record, GroupRecord) and (
+            (record.version, record.weights) != (header.version, header.weights)
+        ):
             raise JournalError(
                 f"{file.path}: byte {place.offset}: this group is of version {record.version} and "
                 f"of weights {record.weights[:12]}, its file of {header.version} and "

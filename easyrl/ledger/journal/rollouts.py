@@ -9,7 +9,7 @@ from functools import partial
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_batch import OpenBatch
-from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerator, accept_all
+from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerator
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.journal.batch import BatchJournal, Journal, Production
 from easyrl.ledger.journal.earlier_attempts import StoredRecord
@@ -25,7 +25,7 @@ class BatchRules:
     batch_size: int  # B, accepted groups
     num_updates: int = 1  # k, optimizer steps on each batch
     max_draws: int | None = None  # prompts that one batch may draw at most
-    accept: Accept = accept_all  # a group's reason to be replaced, or None
+    accept: Accept = lambda group: None
     # Strict mode: position p belongs to data-parallel rank p mod n, and groups come in the order of
     # their prompts; else a rank with room claims the next position, and what an earlier attempt
     # drained at once is drained so again.
