@@ -67,8 +67,7 @@ class BatchJournal:
         self._closed = False
 
     def find(self, prompt: Prompt) -> StoredRecord | None:
-        """The prompt's group if it was finished before, by these very weights: in an earlier
-        attempt, or before the batch began again.
+        """The prompt's group if these weights made it in an earlier attempt, or since.
 
         Raises ``JournalError`` if it was another prompt then.
         """
@@ -117,10 +116,10 @@ class BatchJournal:
         return replace(group, digest=place.digest.hex()), stored
 
     def withdraw(self, endpoint: str, proof: int) -> int:
-        """Groups with a completion that ``endpoint`` has made since its proof number ``proof`` are
-        not those of these weights: they are generated again, once the batch has begun again.
+        """Drops the groups with a completion that ``endpoint`` made since its ``proof``.
 
-        Their number. Raises ``JournalError``.
+        They are generated again once the batch has begun again. Their number. Raises
+        ``JournalError``.
         """
         with self._lock:
             self._in_doubt.append((endpoint, proof))
@@ -187,10 +186,7 @@ class BatchJournal:
 
 
 class Production:
-    """A ``GroupStore`` for what is produced until the batch begins again.
-
-    A group that is being written when its producer is cancelled is not taken for one of the next.
-    """
+    """A ``GroupStore`` until the batch begins again: a group that comes later is refused."""
 
     def __init__(self, journal: BatchJournal) -> None:
         self._journal = journal

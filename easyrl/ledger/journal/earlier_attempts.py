@@ -117,10 +117,7 @@ class Share:
                 self.groups[record.key] = StoredRecord.of(record, place, self.file.rank)
 
     def withdraw(self, endpoint: str, proof: int) -> int:
-        """Drops the groups with a completion that ``endpoint`` made since its ``proof``.
-
-        Their number.
-        """
+        """Drops what ``endpoint`` had a part in since its ``proof``; the number of groups."""
         keys = [key for key, g in self.groups.items() if is_withdrawn(g.made_by, endpoint, proof)]
         for key in keys:
             del self.groups[key]

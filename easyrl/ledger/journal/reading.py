@@ -13,8 +13,8 @@ from easyrl.ledger.journal.codec import (
     GroupRecord,
     Header,
     WithdrawalRecord,
+    decode,
     decode_any,
-    decode_header,
     to_group,
 )
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_records
@@ -110,7 +110,7 @@ def read_file(
     if first is None:
         return None, iter(())
     try:
-        header = decode_header(first[1])
+        header = decode(Header, first[1], "a journal's header")
         version = PolicyVersion.parse(header.version)
     except ValueError as error:
         raise JournalError(f"{file.path}: byte {first[0].offset}: {error}") from error

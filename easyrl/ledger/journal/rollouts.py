@@ -122,11 +122,8 @@ class JournalledRollouts:
         )
         mine, kept = self._decide_known(membership, journal, prompt_at)
         # A group that was lost since then may have shifted those behind it to another update.
-        updates = {
-            prompt_at(p).key: membership.update_of(p)
-            for p, stored in mine.items()
-            if not stored.refused
-        }
+        updates = {prompt_at(p).key: membership.update_of(p)
+                   for p, stored in mine.items() if not stored.refused}  # fmt: skip
         draws = Draws(membership)
         if ranks.dp_size > 1:
             draws = Draws(
@@ -156,10 +153,7 @@ class JournalledRollouts:
         return batch
 
     def sync(self) -> None:
-        """The open batch's groups outlive the machine going down, unless the policy is never.
-
-        Raises ``JournalError``.
-        """
+        """The open batch's groups are on the disk (``BatchJournal.sync``)."""
         if self._batch is not None:
             self._batch.sync()
 
