@@ -64,7 +64,7 @@ class Ledger:
         self._due = Due(self.every_steps, step)
 
     def check(self, account: BatchRecord, *, whole: bool) -> None:
-        """Whether ``account`` may be trained on (``Certificate.check``)."""
+        """``Certificate.check``: whether it may be trained on. Raises ``CertificateError``."""
         if self.certificate is not None:
             self.certificate.check(account, whole=whole)
 

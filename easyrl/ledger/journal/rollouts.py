@@ -153,7 +153,7 @@ class JournalledRollouts:
         return batch
 
     def sync(self) -> None:
-        """The open batch's groups are on the disk (``BatchJournal.sync``)."""
+        """``BatchJournal.sync`` of the open batch. Raises ``JournalError``."""
         if self._batch is not None:
             self._batch.sync()
 
