@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "runtime": "schema config metrics.event_log",
     "ledger.format": "",
     "ledger.journal": "ledger.format schema config runtime.durable_files runtime.ranks"
-    " dataloaders.producer",
+    " runtime.rank_coordination dataloaders.producer dataloaders.prompts.dataset",
     "ledger.checkpoints": "ledger.format config engines.base metrics.event_log"
     " runtime.collectives runtime.durable_files models.lora inference_client.transfer.artifact",
     "ledger.certificate": "ledger.format schema runtime.durable_files"

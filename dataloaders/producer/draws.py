@@ -38,25 +38,19 @@ class SharedDecisions(Protocol):
 
 
 class Draws:
-    """Hands out the positions that this rank draws, in their order.
-
-    Args:
-        membership: of the batch; positions that the journal knows are decided in it already.
-        shared: the other ranks; None: there are none.
-        fixed: (rank, number of ranks): position p belongs to rank p mod n. None: a rank with room
-            claims the next position that nobody has.
-        room: groups of this rank that may be open at a time; the claim of a further one waits.
-        kept: positions that nobody claims, and whether they are this rank's: the batch had drawn
-            them before it began again, and may do so once more.
-    """
+    """Hands out the positions that this rank draws, in their order."""
 
     def __init__(
         self,
-        membership: BatchMembership,
-        shared: SharedDecisions | None = None,
+        membership: BatchMembership,  # positions that the journal knows are decided in it already
+        shared: SharedDecisions | None = None,  # the other ranks; None: there are none
         *,
+        # (rank, number of ranks): position p belongs to rank p mod n. None: a rank with room claims
+        # the next position that nobody has.
         fixed: tuple[int, int] | None = None,
-        room: int | None = None,
+        room: int | None = None,  # groups of this rank that may be open at a time
+        # positions that nobody claims, and whether they are this rank's: the batch had drawn them
+        # before it began again, and may do so once more
         kept: Mapping[int, bool] | None = None,
     ) -> None:
         self.membership = membership

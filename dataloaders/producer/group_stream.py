@@ -6,7 +6,7 @@ import queue
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from easyrl.dataloaders.producer.open_samples import OpenSamples
 from easyrl.schema import FinishedSamples, Key, RolloutGroup
@@ -49,10 +49,6 @@ class ReadyGroup(NamedTuple):
     is_recovered: bool = False  # finished in an earlier attempt
 
 
-class _End:
-    """Nothing comes behind it: all groups are on the queue."""
-
-
 Idle = Callable[[], bool]  # does one piece of other work; False if there was none
 
 
@@ -64,36 +60,21 @@ class GroupStream:
     response of ``open_samples`` where there is other work to do with it. Produces: every group
     exactly once, then stops.
     Raises ``ProducerError`` if the producer failed, and what a store raises for a damaged group.
-
-    Args:
-        cancel: gives up the groups that are not finished.
-        num_generations: G, responses per prompt.
-        in_prompt_order: groups are put in that order; ``drain_ready`` waits for each next one.
-        free_memory: a group that was in memory no longer waits.
-
-    Attributes:
-        open_samples: finished responses of groups that are not complete.
-        recovered: keys of the groups that an earlier attempt has finished, of those that were put.
-        accepted_versions: those a token of its groups may be stamped with.
-        past_drains: what an earlier attempt drained at once: it is handed out first, and so again.
-        on_drain: is told the keys and ``max_tokens`` of each drain, and what was computed ahead
-            since the one before; what it raises, ``drain_ready`` does.
     """
 
     def __init__(
         self,
-        cancel: Callable[[], object],
+        cancel: Callable[[], object],  # gives up the groups that are not finished
         *,
-        num_generations: int = 0,
-        in_prompt_order: bool = False,
-        free_memory: Callable[[], object] = lambda: None,
+        num_generations: int = 0,  # G, responses per prompt
+        in_prompt_order: bool = False,  # groups are put so; ``drain_ready`` waits for each next one
+        free_memory: Callable[[], object] = lambda: None,  # a group in memory no longer waits
     ) -> None:
         self._cancel = cancel
         self._in_prompt_order = in_prompt_order
         self._free_memory = free_memory
-        # None only wakes the consumer
-        self._ready: queue.SimpleQueue[ReadyGroup | _End | BaseException | None]
-        self._ready = queue.SimpleQueue()
+        # None only wakes the consumer; True: all groups are on the queue
+        self._ready = queue.SimpleQueue[ReadyGroup | Literal[True] | BaseException | None]()
         self._has_more = True  # behind what is off the queue
         # off the queue and not handed out, in order of arrival
         self._here: OrderedDict[Key, ReadyGroup] = OrderedDict()
@@ -103,10 +84,14 @@ class GroupStream:
         self._failure: ProducerError | None = None
         self._interruption: BaseException | None = None
         self._ahead: list[Piece] = []  # since the last drain
+        # finished responses of groups that are not complete
         self.open_samples = OpenSamples(num_generations, wake=lambda: self._ready.put(None))
-        self.recovered: set[Key] = set()
-        self.accepted_versions: frozenset[str] = frozenset()
+        self.recovered: set[Key] = set()  # put, and finished in an earlier attempt
+        self.accepted_versions: frozenset[str] = frozenset()  # that its tokens may be stamped with
+        # what an earlier attempt drained at once: it is handed out first, and so again
         self.past_drains: deque[PastDrain] = deque()
+        # is told of each drain, and of what was computed ahead since the one before; what it
+        # raises, ``drain_ready`` does
         self.on_drain: Callable[[Sequence[Key], int, Sequence[Piece]], object] = lambda *drain: None
         self.wait_s = 0.0  # time the consumer was blocked
         self.load_s = 0.0  # time the consumer read groups back from the store
@@ -122,7 +107,7 @@ class GroupStream:
 
     def end(self, error: BaseException | None = None) -> None:
         """All groups were put; or the producer has ended with ``error``, and who waits raises."""
-        self._ready.put(_End() if error is None else error)
+        self._ready.put(True if error is None else error)
 
     # ---- the consumer's side ---------------------------------------------------------------------
 
@@ -253,7 +238,7 @@ class GroupStream:
             self._failure.__cause__ = item
         elif isinstance(item, ReadyGroup):
             self._here[item.key] = item
-        elif isinstance(item, _End):
+        elif item is True:
             self._has_more = False
         self._raise_if_ended()
         return True

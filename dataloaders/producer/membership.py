@@ -9,35 +9,28 @@ accepted groups.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import KW_ONLY, dataclass
 
 from easyrl.schema import EndedBy
 
 
+@dataclass(eq=False)
 class BatchMembership:
     """The rule, for one batch. Knows neither prompts, ranks nor threads.
 
-    Args:
-        batch_size: B, accepted groups.
-        num_updates: k, optimizer steps on the batch; update j takes the accepted groups number
-            ``j B / k`` to ``(j + 1) B / k - 1`` of the order.
-        num_left: prompts that the order still has; None: it goes on for ever.
-        max_draws: prompts that the batch may draw at most.
+    Update j takes the accepted groups number ``j B / k`` to ``(j + 1) B / k - 1`` of the order.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        num_updates: int = 1,
-        *,
-        num_left: int | None = None,
-        max_draws: int | None = None,
-    ) -> None:
-        assert batch_size % num_updates == 0
-        self.num_updates = num_updates
-        self._batch_size = batch_size
-        self._update_size = batch_size // num_updates
-        self._limits = [n for n in (num_left, max_draws) if n is not None]
-        self._num_left = num_left
+    batch_size: int  # B, accepted groups
+    num_updates: int = 1  # k, optimizer steps on the batch
+    _: KW_ONLY
+    num_left: int | None = None  # prompts that the order still has; None: it goes on for ever
+    max_draws: int | None = None  # prompts that the batch may draw at most
+
+    def __post_init__(self) -> None:
+        assert self.batch_size % self.num_updates == 0
+        self._update_size = self.batch_size // self.num_updates
+        self._limits = [n for n in (self.num_left, self.max_draws) if n is not None]
         self._outcomes: dict[int, bool] = {}
         self._decided: list[int] = []  # positions, ascending
         self._replaced: list[int] = []  # of these the refused ones: R
@@ -64,7 +57,7 @@ class BatchMembership:
     @property
     def bound(self) -> int:
         """Positions below it may be drawn: B + R, unless the order or ``max_draws`` ends before."""
-        return min([self._batch_size + len(self._replaced), *self._limits])
+        return min([self.batch_size + len(self._replaced), *self._limits])
 
     @property
     def complete(self) -> bool:
@@ -79,9 +72,9 @@ class BatchMembership:
     def ended_by(self) -> EndedBy:
         """Of a complete batch: what ended it."""
         assert self.complete
-        if self.num_accepted == self._batch_size:
+        if self.num_accepted == self.batch_size:
             return "accepted"
-        return "data" if self.bound == self._num_left else "max_draws"
+        return "data" if self.bound == self.num_left else "max_draws"
 
     def update_of(self, position: int) -> int | None:
         """The update that takes the group of ``position``, if accepted; None: not certain yet.

@@ -29,38 +29,23 @@ from easyrl.schema import (
 
 
 class OpenBatch:
-    """A batch in the making. Its methods belong to the producer's loop, ``close`` to any.
-
-    Args:
-        num_in_memory: groups that may wait in memory; what is stored and finds no room there is
-            read back when it is handed out.
-        hands_out_refused: excluded groups too go to the streams.
-
-    Attributes:
-        updates: the groups of each optimizer step.
-        membership: of all ranks; complete when the streams have ended.
-        refused: outcomes of this rank's rejected and excluded groups; whole when the streams end.
-        accepted_versions: those a token of this batch may be stamped with.
-        discarded: prompts whose stored groups are of other weights or settings, or were withdrawn,
-            and are generated again.
-        withdrawn: why groups of it were taken back.
-    """
+    """A batch in the making. Its methods belong to the producer's loop, ``close`` to any."""
 
     def __init__(
         self,
         draws: Draws,
         num_generations: int,
-        num_in_memory: int,
+        num_in_memory: int,  # groups; what is stored and finds no room is read back when wanted
         *,
         in_prompt_order: bool,
-        hands_out_refused: bool,
+        hands_out_refused: bool,  # excluded groups too go to the streams
     ) -> None:
         self.hands_out_refused = hands_out_refused
-        self.membership = draws.membership
+        self.membership = draws.membership  # of all ranks; complete when the streams have ended
         self._draws = draws
         self._in_prompt_order = in_prompt_order
         self._room = threading.Semaphore(num_in_memory)
-        self.updates = [
+        self.updates = [  # the groups of each optimizer step
             GroupStream(
                 self._cancel,
                 num_generations=num_generations,
@@ -69,10 +54,11 @@ class OpenBatch:
             )
             for _ in range(draws.membership.num_updates)
         ]
-        self.refused: list[GroupOutcome] = []
-        self.accepted_versions: frozenset[str] = frozenset()
+        self.refused: list[GroupOutcome] = []  # this rank's; whole when the streams end
+        self.accepted_versions: frozenset[str] = frozenset()  # that its tokens may be stamped with
+        # prompts whose stored groups were made otherwise or withdrawn: they are generated again
         self.discarded: frozenset[Key] = frozenset()
-        self.withdrawn: str | None = None
+        self.withdrawn: str | None = None  # why groups of it were taken back
         self.producing: concurrent.futures.Future[None] | None = None
         # by position: what waits for its step to be certain, in order of completion
         self._held: dict[int, ReadyGroup] = {}

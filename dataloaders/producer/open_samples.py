@@ -22,38 +22,34 @@ class _Group:
         return OpenGroup(self.prompt.key, len(self.prompt.token_ids), lengths, self.num_missing)
 
 
+@dataclass
 class OpenSamples:
     """What of one stream's groups is finished while the group is not.
 
     Consumes: responses from the producer, as they return. Waits for: nothing. Produces: each of
     them once, as long as its group is open; a consumer that never asks costs one entry of a
     dictionary for each. Holds nothing that the producer does not hold anyway. From any thread.
-
-    Args:
-        num_generations: G, responses per prompt.
-        wake: called from the producer's thread when a response has returned and the consumer
-            ``listens``.
     """
 
-    def __init__(self, num_generations: int = 0, wake: Callable[[], object] = lambda: None) -> None:
-        self._num_generations = num_generations
-        self._wake = wake
-        self._lock = threading.Lock()
-        self._groups: dict[Key, _Group] = {}
-        self._listening = False
+    num_generations: int = 0  # G, responses per prompt
+    # from the producer's thread, when a response has returned and the consumer listens
+    wake: Callable[[], object] = lambda: None
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _groups: dict[Key, _Group] = field(default_factory=dict, init=False)
+    _listening: bool = field(default=False, init=False)
 
     # ---- the producer's side ---------------------------------------------------------------------
 
     def add(self, prompt: Prompt, sample: int, completion: Completion) -> None:
         """A response has returned."""
         with self._lock:
-            new = _Group(prompt, self._num_generations)
+            new = _Group(prompt, self.num_generations)
             group = self._groups.setdefault(prompt.key, new)
             group.finished[sample] = completion
             group.num_missing -= 1
             wake, self._listening = self._listening, False
         if wake:
-            self._wake()
+            self.wake()
 
     def close_group(self, prompt: Prompt) -> None:
         """The group is complete or given up."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.group_stream import GroupStream, StoredGroup
@@ -26,10 +26,6 @@ Sample = Callable[[int], Awaitable[Completion]]  # index of the sample → its r
 BeginGroup = Callable[[Prompt, str | None, int], AbstractAsyncContextManager[Sample]]
 # A group's reason to be replaced by the next prompt of the order, or None: it is trained.
 Accept = Callable[[RolloutGroup], str | None]
-
-
-def accept_all(group: RolloutGroup) -> None:
-    """The ``Accept`` of a recipe that rejects nothing."""
 
 
 class Scorer(Protocol):
@@ -55,8 +51,7 @@ class GroupStore(Protocol):
         """Nothing more comes for now: what takes long may be done while the trainer is busy."""
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """What one call of ``produce_batch`` has to bring about."""
 
     draws: Draws
@@ -71,28 +66,21 @@ class _Run:
 class RolloutGenerator:
     """Turns prompts into streams of finished groups, in the background.
 
-    Args:
-        thread: the loop on which requests run.
-        begin_group: its context is left when the group is complete or given up.
-        num_generations: G, responses per prompt.
-        queue_size: finished groups that may wait in memory for the trainer where there is a store:
-            the others are read back when they are wanted. Nothing waits for room.
-        excluded_by: errors of a sample that are its prompt's fault (it is too long): the group has
-            no completions then, and the reason in ``excluded``.
-        in_prompt_order: hand groups out in the order of their prompts, not in that of completion.
-        record: receives the events ``batch_dispatched``, ``response_scored``, ``group_ready``,
-            ``batch_generated`` when all drawn positions of all ranks are decided, and
-            ``group_recovered`` for each group that a store had.
+    Records ``batch_dispatched``, ``response_scored``, ``group_ready``, ``batch_generated`` when all
+    drawn positions of all ranks are decided, and ``group_recovered`` for each group of a store.
     """
 
-    thread: LoopThread
-    begin_group: BeginGroup
+    thread: LoopThread  # its loop runs the requests
+    begin_group: BeginGroup  # its context is left when the group is complete or given up
     scorer: Scorer
     _: KW_ONLY
-    num_generations: int
+    num_generations: int  # G, responses per prompt
+    # finished groups that may wait in memory where there is a store, which has the others
     queue_size: int = 64
+    # errors of a sample that are its prompt's fault (it is too long): the group has no completions
+    # then, and the reason in ``excluded``
     excluded_by: tuple[type[Exception], ...] = ()
-    in_prompt_order: bool = False
+    in_prompt_order: bool = False  # groups are handed out so, not in order of completion
     record: Record = ignore
     # held while a store is written, so that one thread at a time is busy with it
     _disk: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -113,7 +101,7 @@ class RolloutGenerator:
         *,
         store: GroupStore | None = None,
         recovered: Sequence[tuple[int, StoredGroup]] = (),
-        accept: Accept = accept_all,
+        accept: Accept = lambda group: None,
         hands_out_refused: bool = False,
     ) -> OpenBatch:
         """Starts a batch whose members are found while it runs; returns at once.
@@ -123,7 +111,6 @@ class RolloutGenerator:
             prompt_at: the prompt at a position of the batch.
             store: keeps each group before it counts; asked for each prompt before it is generated.
             recovered: positions that ``draws`` counts as decided already, with this rank's groups.
-            accept: a group's reason to be replaced by the next prompt, or None.
             hands_out_refused: excluded groups too go to the streams.
         """
         batch = OpenBatch(

@@ -32,7 +32,8 @@ from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.ledger.journal import BatchRules, Journal, JournalledRollouts, group_settings
+from easyrl.ledger.journal.batch import Journal, group_settings
+from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
 from easyrl.ledger.ledger import Ledger
 from easyrl.ledger.ledger import resume as resume_progress
 from easyrl.metrics.console import ConsoleView

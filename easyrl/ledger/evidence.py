@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord
-from easyrl.ledger.journal import JournalError
-from easyrl.ledger.journal.codec import CodecError, GroupRecord, WithdrawalRecord, to_group
-from easyrl.ledger.journal.earlier_attempts import MadeBy, is_withdrawn
-from easyrl.ledger.journal.reading import JournalFile, batch_folder, journal_files, read_file
+from easyrl.ledger.journal.codec import CodecError, GroupRecord, to_group
+from easyrl.ledger.journal.earlier_attempts import Share, withdraw_untold
+from easyrl.ledger.journal.reading import batch_folder, journal_files, read_file
+from easyrl.ledger.journal.record_file import JournalError
 from easyrl.ledger.traces import JOURNAL_FOLDER, refuse_missing_journal
 from easyrl.schema import Completion, GroupOutcome, Key, PolicyVersion, RolloutGroup
 
@@ -18,23 +19,16 @@ from easyrl.schema import Completion, GroupOutcome, Key, PolicyVersion, RolloutG
 AcceptOf = Callable[[AttemptRecord], Callable[[RolloutGroup], str | None] | None]
 
 
+@dataclass
 class JournalEvidence:
-    """Compares batches with the journal, which a live run may be pruning meanwhile.
+    """Compares batches with the journal, which a live run may be pruning meanwhile."""
 
-    Args:
-        attempts: of the run, by number.
-        accept_of: no function where what an attempt's recipe decides cannot be known.
-    """
-
-    def __init__(
-        self, run_dir: Path, attempts: Mapping[int, AttemptRecord], accept_of: AcceptOf
-    ) -> None:
-        self._run_dir = run_dir
-        self._attempts = attempts
-        self._accept_of = accept_of
-        self.num_replayed = 0  # decisions: groups whose outcome follows from the journal
-        self.num_pruned = 0  # batches that it does not go back to, as it may
-        self.num_unjournalled = 0  # groups that were never in it
+    run_dir: Path
+    attempts: Mapping[int, AttemptRecord]  # of the run, by number
+    accept_of: AcceptOf  # no function where what an attempt's recipe decides cannot be known
+    num_replayed: int = 0  # decisions: groups whose outcome follows from the journal
+    num_pruned: int = 0  # batches that it does not go back to, as it may
+    num_unjournalled: int = 0  # groups that were never in it
 
     def examine(self, record: BatchRecord) -> None:
         """Raises ``CertificateError`` naming prompt and file where the two differ."""
@@ -42,47 +36,41 @@ class JournalEvidence:
         self.num_unjournalled += len(record.groups) - len(trained_on)
         if not trained_on:
             return
-        folder = batch_folder(self._run_dir / JOURNAL_FOLDER, record.batch)
+        folder = batch_folder(self.run_dir / JOURNAL_FOLDER, record.batch)
         try:
             self._find(folder, record, trained_on)
         except CertificateError:
             if folder.is_dir():
                 raise
-            refuse_missing_journal(self._run_dir, record.batch)  # it may have gone meanwhile
+            refuse_missing_journal(self.run_dir, record.batch)  # it may have gone meanwhile
             self.num_pruned += 1
 
     def _find(
         self, folder: Path, record: BatchRecord, trained_on: Mapping[Key, GroupOutcome]
     ) -> None:
         """Every group of ``trained_on`` is there as it was certified, and was not withdrawn."""
-        shares = []
+        shares: list[Share] = []
+        others: dict[Key, tuple[str, str]] = {}  # not trained: digest and file
         try:
             for file in journal_files(folder):
-                shares.append(share := _Share(file))
+                shares.append(share := Share(file))
                 header, entries = read_file(file, record.batch)
                 for place, entry in entries:
-                    if isinstance(entry, WithdrawalRecord):
-                        share.withdrawals.add((entry.endpoint, entry.restart))
-                        share.withdraw(entry.endpoint, entry.proof)
-                    elif isinstance(entry, GroupRecord):
+                    if isinstance(entry, GroupRecord):
                         digest, group = place.digest.hex(), trained_on.get(entry.key)
                         if group is None or group.digest != digest:
-                            share.others[entry.key] = digest
+                            others[entry.key] = digest, file.name
                             continue
                         assert header is not None
-                        with located(key=group.key, file=share.name):
+                        with located(key=group.key, file=file.name):
                             self._compare(record, group, entry, header.weights)
-                        share.standing[entry.key] = entry.made_by
+                    share.add(place, entry)
         except JournalError as error:
             raise CertificateError(str(error)) from error
-        for share in shares:  # what its rank was not told of any more
-            for other in shares:
-                if other.file.attempt == share.file.attempt:
-                    for endpoint, _ in other.withdrawals - share.withdrawals:
-                        share.withdraw(endpoint, 0)
+        withdraw_untold(shares)
         for key, group in trained_on.items():
-            if not any(key in share.standing for share in shares):
-                raise _not_found(group, shares, f"journal/{folder.name}")
+            if not any(key in share.groups for share in shares):
+                raise _not_found(group, shares, others.get(key), f"journal/{folder.name}")
 
     def _compare(
         self, record: BatchRecord, group: GroupOutcome, entry: GroupRecord, weights: str
@@ -116,8 +104,8 @@ class JournalEvidence:
 
     def _replay(self, record: BatchRecord, found: RolloutGroup) -> None:
         """The recipe decides again."""
-        attempt = self._attempts[PolicyVersion.parse(record.version).attempt]
-        accept = self._accept_of(attempt)
+        attempt = self.attempts[PolicyVersion.parse(record.version).attempt]
+        accept = self.accept_of(attempt)
         if accept is None:
             return
         if found.excluded is None:
@@ -130,25 +118,6 @@ class JournalEvidence:
                     f"is {told} in certificate and journal, its recipe says: {replayed}"
                 )
         self.num_replayed += 1
-
-
-class _Share:
-    """What one rank of one attempt left of a batch, and how much of what was trained stands."""
-
-    def __init__(self, file: JournalFile) -> None:
-        self.file = file
-        self.name = f"journal/{file.path.parent.name}/{file.path.name}"  # below the run's folder
-        self.standing: dict[Key, MadeBy] = {}  # trained and not withdrawn
-        self.withdrawn: dict[Key, str] = {}  # trained: by the endpoint that failed its proof
-        self.withdrawals: set[tuple[str, int]] = set()  # endpoint, number of restarts
-        self.others: dict[Key, str] = {}  # not trained: their digests
-
-    def withdraw(self, endpoint: str, proof: int) -> None:
-        """What ``endpoint`` made since its proof number ``proof``, as far as it is there yet."""
-        for key, made_by in list(self.standing.items()):
-            if is_withdrawn(made_by, endpoint, proof):
-                del self.standing[key]
-                self.withdrawn[key] = endpoint
 
 
 def _span_problem(completion: Completion, accepted: list[str]) -> str | None:
@@ -165,16 +134,18 @@ def _span_problem(completion: Completion, accepted: list[str]) -> str | None:
     return None
 
 
-def _not_found(group: GroupOutcome, shares: Sequence[_Share], folder: str) -> CertificateError:
-    """Why no record of ``group`` stands."""
+def _not_found(
+    group: GroupOutcome, shares: Sequence[Share], other: tuple[str, str] | None, folder: str
+) -> CertificateError:
+    """Why no record of ``group`` stands; ``other``: one of its prompt, and the file."""
     key, digest = group.key, str(group.digest)[:12]
     for share in shares:
         if (endpoint := share.withdrawn.get(key)) is not None:
             problem = f"counts, but its record {digest} was withdrawn: its endpoint failed a proof"
-            return CertificateError(problem, key=key, endpoint=endpoint, file=share.name)
-    for share in reversed(shares):
-        if (other := share.others.get(key)) is not None:
-            problem = f"its record is {other[:12]}, trained was {digest}: the journal was changed"
-            return CertificateError(problem, key=key, file=share.name)
+            return CertificateError(problem, key=key, endpoint=endpoint, file=share.file.name)
+    if other is not None:
+        found, file = other
+        problem = f"its record is {found[:12]}, trained was {digest}: the journal was changed"
+        return CertificateError(problem, key=key, file=file)
     problem = f"was trained, and its record {digest} is not in the journal"
     return CertificateError(problem, key=key, file=folder)

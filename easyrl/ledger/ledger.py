@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from pathlib import Path
 
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.ledger.journal import Journal
+from easyrl.ledger.journal.batch import Journal
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
 from easyrl.runtime.schedule import Due
@@ -44,91 +44,70 @@ def resume(checkpoints: Checkpoints, order: PromptOrder, reference: str | None) 
     return Progress(**state["progress"])
 
 
+@dataclass
 class Ledger:
-    """Writes a batch down before it counts. All ranks call every method.
+    """Writes a batch down before it counts. All ranks call every method."""
 
-    Consumes: the account of each batch. Waits for: the disk. Is unblocked by: it. Produces: the
-    certificate's lines, checkpoints.
+    certificate: Certificate | None  # on the first rank
+    checkpoints: Checkpoints
+    order: PromptOrder
+    collectives: Collectives
+    _: KW_ONLY
+    every_steps: int  # between two checkpoints; 0: only where one is asked for
+    step: InitVar[int] = 0  # that the run goes on from
+    # of the rank that removes batches from it that no checkpoint needs; None: nothing is removed
+    journal: Journal | None = None
+    reference: str | None = None  # ``reference_identity``, which a checkpoint has to agree with
+    _saved_step: int = field(default=-1, init=False)  # in this attempt
 
-    Args:
-        certificate: on the first rank; None on the others.
-        every_steps: between two checkpoints; 0: only where one is asked for.
-        step: that the run goes on from.
-        journal: of the rank that removes batches from it that no checkpoint needs; None: nothing is
-            removed.
-        reference: ``reference_identity``, which a checkpoint has to agree with.
-    """
-
-    def __init__(
-        self,
-        certificate: Certificate | None,
-        checkpoints: Checkpoints,
-        order: PromptOrder,
-        collectives: Collectives,
-        *,
-        every_steps: int,
-        step: int = 0,
-        journal: Journal | None = None,
-        reference: str | None = None,
-    ) -> None:
-        self._certificate = certificate
-        self._checkpoints = checkpoints
-        self._order = order
-        self._collectives = collectives
-        self._every_steps = every_steps
-        self._due = Due(every_steps, step)
-        self._journal = journal
-        self._reference = reference
-        self._saved_step = -1  # in this attempt
+    def __post_init__(self, step: int) -> None:
+        self._due = Due(self.every_steps, step)
 
     def check(self, account: BatchRecord, *, whole: bool) -> None:
-        """Whether ``account`` may be trained on; ``whole``: the batch is over.
-
-        Raises ``CertificateError`` naming batch, prompt or endpoint.
-        """
-        if self._certificate is not None:
-            self._certificate.check(account, whole=whole)
+        """``Certificate.check``: whether it may be trained on. Raises ``CertificateError``."""
+        if self.certificate is not None:
+            self.certificate.check(account, whole=whole)
 
     def close_batch(self, account: BatchRecord) -> None:
         """Certifies a batch: its line is on the disk before any rank goes on."""
-        if self._certificate is not None:
-            self._certificate.close_batch(account)
-        self._collectives.all_gather(None)
+        if self.certificate is not None:
+            self.certificate.close_batch(account)
+        self.collectives.all_gather(None)
 
     def save(self, progress: Progress) -> None:
         """Returns when there is a checkpoint of ``progress``."""
         if self._saved_step != progress.step:
             self._save(progress)
-        self._checkpoints.wait()
+        self.checkpoints.wait()
 
     def save_if_due(self, progress: Progress) -> None:
         """Every ``every_steps`` steps; lets go what is not needed any more of the journal."""
         if not self._due.passes(progress.step):
             return
         self._save(progress)
-        oldest = next(self._checkpoints.folder.readable(), None)
-        if self._journal is not None and oldest is not None:
-            self._journal.prune(int(oldest[1]["state"]["journal"]["batch"]))
+        oldest = next(self.checkpoints.folder.readable(), None)
+        if self.journal is not None and oldest is not None:
+            self.journal.prune(int(oldest[1]["state"]["journal"]["batch"]))
 
     def end(self, progress: Progress, weights: str) -> None:
         """The run is complete, and has the weights with this digest.
 
         It can be extended from its last step, if it writes checkpoints at all.
         """
-        if self._every_steps:
+        if self.every_steps:
             self.save(progress)
-        if self._certificate is not None:
-            self._certificate.end(weights)
+        if self.certificate is not None:
+            self.certificate.end(weights)
 
     def _save(self, progress: Progress) -> None:
         """Returns when the state is copied, it may still be being written."""
         state = {
             "progress": asdict(progress),
-            "cursor": self._order.cursor(progress.position),
-            "reference": self._reference,
+            "cursor": self.order.cursor(progress.position),
+            "reference": self.reference,
             "journal": {"batch": progress.closed_batches},  # the first that it needs
         }
-        self._checkpoints.save(progress.step, state)
+        self.checkpoints.save(progress.step, state)
         self._saved_step = progress.step
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ from easyrl.dataloaders.producer.group_stream import GroupStream, ReadyGroup, pa
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import BatchRecord
-from easyrl.ledger.journal import read_batch
 from easyrl.ledger.journal.codec import DrainRecord
 from easyrl.ledger.journal.earlier_attempts import num_groups
-from easyrl.ledger.journal.reading import batch_folder, read_drains
+from easyrl.ledger.journal.reading import batch_folder, read_batch, read_drains
 from easyrl.ledger.traces import JOURNAL_FOLDER
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.ranks import Ranks
@@ -115,9 +114,9 @@ class RecordedRun:
         """
         trained = {g.key: g.digest for g in self.batch(v).groups if g.key in keys}
         found = {
-            each.key: each.group
-            for each in read_batch(self._journal, v)
-            if trained.get(each.key) == each.digest
+            group.prompt.key: group
+            for group in read_batch(self._journal, v)
+            if trained.get(group.prompt.key) == group.digest
         }
         if missing := sorted(keys - found.keys()):
             epoch, index = missing[0]
@@ -158,56 +157,42 @@ class RecordedBatch:
         pass
 
 
+@dataclass
 class RecordedRollouts:
     """``Rollouts`` that hand out journalled groups as they were trained; nothing is generated.
 
     On another number of ranks, or with another ``max_tokens``, in the order of their prompts.
-
-    Args:
-        last: the last batch.
-        num_updates: optimizer steps on each batch.
-        max_tokens: packed, that the trainer will ask for at once.
-    Attributes:
-        in_prompt_order: batches that were handed out so.
     """
 
-    def __init__(
-        self, run: RecordedRun, last: int, num_updates: int, max_tokens: int, ranks: Ranks
-    ) -> None:
-        self._run = run
-        self._last = last
-        self._num_updates = num_updates
-        self._max_tokens = max_tokens
-        self._ranks = ranks
-        self._next = 0  # batch
-        self.in_prompt_order: set[int] = set()
+    run: RecordedRun
+    last: int  # batch
+    num_updates: int  # optimizer steps on each batch
+    max_tokens: int  # packed, that the trainer will ask for at once
+    ranks: Ranks
+    in_prompt_order: set[int] = field(default_factory=set, init=False)  # batches handed out so
+    _next: int = field(default=0, init=False)  # batch
 
     def has_more(self, position: int) -> bool:
-        return self._next <= self._last
+        return self._next <= self.last
 
     def begin(self, served: ServedWeights, position: int) -> RecordedBatch:
         """This rank's groups of the batch, all of them ready."""
         v = served.version.v
         self._next = v + 1
-        record, ranks = self._run.batch(v), self._ranks
+        record, ranks = self.run.batch(v), self.ranks
         accepted = [group for group in record.groups if group.accepted]
         as_recorded = record.num_ranks == ranks.dp_size
-        mine: list[list[Key]] = [[] for _ in range(self._num_updates)]
+        mine: list[list[Key]] = [[] for _ in range(self.num_updates)]
         for number, group in enumerate(accepted):
             rank = group.rank if as_recorded else number % ranks.dp_size
             if rank == ranks.dp_rank:
-                update = number * self._num_updates // self._run.run.batch_size
+                update = number * self.num_updates // self.run.run.batch_size
                 mine[update].append(group.key)
-        groups = self._run.groups(v, frozenset(key for keys in mine for key in keys))
-        refused = [
-            group
-            for group in record.groups
-            if not group.accepted and group.rank % ranks.dp_size == ranks.dp_rank
-        ]
+        groups = self.run.groups(v, frozenset(key for keys in mine for key in keys))
+        refused = [g for g in record.groups
+                   if not g.accepted and g.rank % ranks.dp_size == ranks.dp_rank]  # fmt: skip
         updates = [self._stream(record, keys, groups) for keys in mine]
-        return RecordedBatch(
-            updates, refused, record.accepted_versions, record.discarded, membership=record
-        )
+        return RecordedBatch(updates, refused, record.accepted_versions, record.discarded, record)
 
     def sync(self) -> None:
         pass
@@ -218,8 +203,8 @@ class RecordedRollouts:
     def _stream(
         self, record: BatchRecord, keys: Sequence[Key], groups: Mapping[Key, RolloutGroup]
     ) -> GroupStream:
-        drains = self._run.drains(record.batch, frozenset(keys))
-        if any(drain.max_tokens != self._max_tokens for drain in drains):
+        drains = self.run.drains(record.batch, frozenset(keys))
+        if any(drain.max_tokens != self.max_tokens for drain in drains):
             drains = ()  # another budget is to be tried
         if keys and not drains:
             self.in_prompt_order.add(record.batch)

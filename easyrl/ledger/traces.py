@@ -13,8 +13,14 @@ import msgspec
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.checkpoints.folder import MANIFEST, CheckpointFolder
-from easyrl.ledger.journal import JournalError
-from easyrl.ledger.journal.reading import JournalFile, batch_folder, journal_files, read_file
+from easyrl.ledger.journal.reading import (
+    JournalFile,
+    batch_folder,
+    journal_files,
+    journalled_batches,
+    read_file,
+)
+from easyrl.ledger.journal.record_file import JournalError
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.run_files import METRICS_FILE
 
@@ -68,14 +74,8 @@ class Traces:
                     f"has records, but by the certificate attempt {file.attempt} {known}: "
                     f"{REMOVED}",
                     batch=batch,
-                    file=f"{JOURNAL_FOLDER}/{file.path.parent.name}/{file.path.name}",
+                    file=file.name,
                 )
-
-
-def journalled_batches(directory: Path) -> list[int]:
-    """Batches with a folder in the journal ``directory``, ascending."""
-    names = [folder.name.removeprefix("batch-") for folder in directory.glob("batch-*")]
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def refuse_missing_journal(run_dir: Path, batch: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.random_model import write_prompts, write_random_model
 from easyrl.commands import replay
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
-from easyrl.ledger.journal import Journal
+from easyrl.ledger.journal.batch import Journal
 from easyrl.runtime.machine import free_port
 from tests.end_to_end.trainer_run import ROOT, run_trainer, trainer_command, trainer_environment
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import closing
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from easyrl.engines.base import EngineState, TrainEngine
-from easyrl.ledger.checkpoints.folder import (
-    CheckpointFolder,
-    Damaged,
-    problems_of,
-    read_manifest,
-)
-from easyrl.ledger.checkpoints.random_state import random_state, restore_random_state
+from easyrl.ledger.checkpoints.folder import CheckpointFolder, Damaged, problems_of, read_manifest
 from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.collectives import Collectives
@@ -33,37 +34,27 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; those before it are as they were."""
 
 
+@dataclass
 class Checkpoints:
     """``<directory>/step-N`` (``folder.py``): each rank's share of the state and a manifest.
 
     A context manager: left without an error it waits for what is being written.
-
-    Args:
-        keep: as many stay, the newest.
-        background: write in a thread while training goes on; else ``save`` returns when all is
-            on disk.
-        record: receives ``checkpoint_copied`` and ``checkpoint_written`` with step and seconds.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        keep: int,
-        engine: TrainEngine,
-        collectives: Collectives,
-        background: bool,
-        *,
-        record: Record = ignore,
-    ) -> None:
+    directory: InitVar[Path]
+    keep: int  # as many stay, the newest
+    engine: TrainEngine
+    collectives: Collectives
+    # write in a thread while training goes on; else ``save`` returns when all is on disk
+    background: bool
+    _: KW_ONLY
+    record: Record = ignore  # receives ``checkpoint_copied`` and ``checkpoint_written``
+    _writing: Future[None] | None = field(default=None, init=False)
+
+    def __post_init__(self, directory: Path) -> None:
         self.folder = CheckpointFolder(directory)
-        self._keep = keep
-        self._engine = engine
-        self._collectives = collectives
         # The training's own collectives go on meanwhile, so the writers have a group of their own.
-        self._between_writers = Collectives(collectives.ranks)
-        self._background = background
-        self._writing: Future[None] | None = None
-        self._record = record
+        self._between_writers = Collectives(self.collectives.ranks)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies the run to host memory and begins to write it. All ranks call it.
@@ -74,17 +65,17 @@ class Checkpoints:
         self.wait()
         start = time.monotonic()
         state = json.loads(json.dumps(state))  # as it is now
-        snapshot = self._engine.snapshot()
-        random = random_state()
-        self._record("checkpoint_copied", step=step, seconds=time.monotonic() - start)
-        if not self._background:
-            self._write(step, state, snapshot, random)
+        snapshot = self.engine.snapshot()
+        generators = random_state()
+        self.record("checkpoint_copied", step=step, seconds=time.monotonic() - start)
+        if not self.background:
+            self._write(step, state, snapshot, generators)
             return
         writing = self._writing = Future()
 
         def write() -> None:
             try:
-                self._write(step, state, snapshot, random)
+                self._write(step, state, snapshot, generators)
                 writing.set_result(None)
             except BaseException as error:  # raised where somebody can act on it
                 writing.set_exception(error)
@@ -99,20 +90,15 @@ class Checkpoints:
             writing.result()
 
     def load_latest(self, *, at_most: int | None = None) -> dict[str, Any] | None:
-        """Restores engine and random state from the newest good checkpoint. Collective.
+        """Restores engine and random state from the newest good checkpoint; its ``state``, or None.
 
-        Damaged ones are skipped with a warning that names the file. The random state is restored if
-        the number of ranks is that of the checkpoint.
-
-        Args:
-            at_most: of this step or an earlier one.
-        Returns:
-            The saved ``state``; None if there is no checkpoint.
-        Raises:
-            ValueError: all are damaged, or the newest good one does not fit the engine.
+        Of step ``at_most`` or an earlier one. Collective. Damaged ones are skipped with a warning
+        that names the file. The random state is restored if the number of ranks is that of the
+        checkpoint. Raises ``ValueError`` if all are damaged, or the newest good one does not fit
+        the engine.
         """
         steps = [s for s in self.folder.steps() if at_most is None or s <= at_most]
-        steps = self._collectives.broadcast(steps)
+        steps = self.collectives.broadcast(steps)
         skipped = []
         for step in reversed(steps):
             folder = self.folder.path(step)
@@ -121,7 +107,7 @@ class Checkpoints:
                 self._restore(folder, record)
                 return record["state"]
             skipped += problems
-            if self._collectives.ranks.rank == 0:
+            if self.collectives.ranks.rank == 0:
                 logger.warning("%s is damaged, it is skipped: %s", folder, "; ".join(problems))
         if skipped:
             raise ValueError(
@@ -152,7 +138,7 @@ class Checkpoints:
     # ---- writing: in the thread ------------------------------------------------------------------
 
     def _write(
-        self, step: int, state: dict[str, Any], snapshot: EngineState, random: dict[str, Any]
+        self, step: int, state: dict[str, Any], snapshot: EngineState, generators: dict[str, Any]
     ) -> None:
         """All ranks write, then rank 0 gives the folder its name."""
         start = time.monotonic()
@@ -180,12 +166,12 @@ class Checkpoints:
                         "random_states": random_states,
                     },
                 )
-                self.folder.prune(step, self._keep)
+                self.folder.prune(step, self.keep)
 
         try:
             self._on_all_ranks(step, begin)
             files = self._on_all_ranks(step, write)
-            random_states = self._between_writers.all_gather(random)
+            random_states = self._between_writers.all_gather(generators)
             self._on_all_ranks(step, finish)
         except CheckpointError:
             if rank == 0:
@@ -193,7 +179,7 @@ class Checkpoints:
             raise
         num_bytes = sum(file["num_bytes"] for file in files)
         seconds = time.monotonic() - start
-        self._record("checkpoint_written", step=step, num_bytes=num_bytes, seconds=seconds)
+        self.record("checkpoint_written", step=step, num_bytes=num_bytes, seconds=seconds)
 
     def _on_all_ranks(self, step: int, work: Callable[[], Any]) -> list[Any]:
         """Every rank's result. Raises ``CheckpointError`` on all ranks if one of them fails."""
@@ -202,9 +188,7 @@ class Checkpoints:
             result = work()
         except OSError as error:
             problem = error
-        outcomes = self._between_writers.all_gather(
-            [None if problem is None else str(problem), result]
-        )
+        outcomes = self._between_writers.all_gather([problem and str(problem), result])
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text]
         if failed:
             good = self.folder.steps()
@@ -219,22 +203,56 @@ class Checkpoints:
 
     def _checked(self, folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         """The manifest and what is wrong with the checkpoint; each rank reads some of its files."""
-        rank, num_ranks = self._collectives.ranks.rank, self._collectives.ranks.world_size
-        record, problems = None, []
+        rank, num_ranks = self.collectives.ranks.rank, self.collectives.ranks.world_size
+        record = None
         try:
             record = read_manifest(folder)
+            problems = problems_of(folder, record, sorted(record["files"])[rank::num_ranks])
         except Damaged as error:
             problems = [str(error)]
-        else:
-            problems = problems_of(folder, record, sorted(record["files"])[rank::num_ranks])
-        return record, sorted(
-            {p for found in self._collectives.all_gather(problems) for p in found}
-        )
+        return record, sorted({p for found in self.collectives.all_gather(problems) for p in found})
 
     def _restore(self, folder: Path, record: dict[str, Any]) -> None:
         files = [folder / name for name in sorted(record["files"])]  # in rank order
         with closing(StateReader(files, record["engine"])) as reader:
-            self._engine.restore(reader)
+            self.engine.restore(reader)
         states = record["random_states"]
-        if len(states) == self._collectives.ranks.world_size:
-            restore_random_state(states[self._collectives.ranks.rank])
+        if len(states) == self.collectives.ranks.world_size:
+            restore_random_state(states[self.collectives.ranks.rank])
+
+
+# ---- the state of all generators of this process, as JSON ---------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """State of Python's, NumPy's and torch's generators, the accelerator's included."""
+    version, internal, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": [version, _text(np.array(internal, dtype=np.uint32)), gauss],
+        "numpy": [_text(np.asarray(keys)), int(position), int(has_gauss), float(cached)],
+        "torch": _text(torch.get_rng_state().numpy()),
+    }
+    if torch.accelerator.is_available():
+        state["accelerator"] = _text(torch.get_device_module().get_rng_state().numpy())
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Inverse of ``random_state``; an accelerator that was not there then keeps its own."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(_array(internal, np.uint32).tolist()), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", _array(keys, np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(torch.from_numpy(_array(state["torch"], np.uint8)))
+    if "accelerator" in state and torch.accelerator.is_available():
+        value = torch.from_numpy(_array(state["accelerator"], np.uint8))
+        torch.get_device_module().set_rng_state(value)
+
+
+def _text(values: NDArray[Any]) -> str:
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def _array(text: str, dtype: type) -> NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype).copy()

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ class Damaged(ValueError):
     """A checkpoint cannot be used; the message names the file."""
 
 
+@dataclass(frozen=True)
 class CheckpointFolder:
     """The folder with all checkpoints of a run."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    directory: Path
 
     def steps(self) -> list[int]:
         """Steps with a finished checkpoint, ascending."""
@@ -60,10 +61,7 @@ class CheckpointFolder:
                 continue
 
     def begin(self, step: int) -> None:
-        """An empty folder for the files of ``step``, under a temporary name.
-
-        What earlier ones left unfinished goes.
-        """
+        """An empty folder for ``step``, under a temporary name; what was left unfinished goes."""
         for aside in self.directory.glob(f"step-*{REPLACED}"):
             final = aside.with_name(aside.name.removesuffix(REPLACED))
             if not final.exists():

@@ -5,19 +5,3 @@ the version and the hash of the weights that its groups are made by, then a reco
 one for all that the trainer took together. A later attempt trains what earlier ones finished *for
 the same weights*, in the order in which they did, and asks for the rest.
 """
-
-from easyrl.ledger.journal.batch import Journal
-from easyrl.ledger.journal.reading import JournalledGroup, read_batch
-from easyrl.ledger.journal.record_file import JournalError
-from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
-from easyrl.ledger.journal.settings import group_settings
-
-__all__ = [
-    "BatchRules",
-    "Journal",
-    "JournalError",
-    "JournalledGroup",
-    "JournalledRollouts",
-    "group_settings",
-    "read_batch",
-]

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from blake3 import blake3
+
+from easyrl.config import Config
 from easyrl.dataloaders.producer.group_stream import Piece
 from easyrl.ledger.journal.codec import (
     DrainRecord,
@@ -20,13 +23,19 @@ from easyrl.ledger.journal.codec import (
     token_digest,
 )
 from easyrl.ledger.journal.earlier_attempts import (
+    Share,
     StoredRecord,
     is_withdrawn,
     longest,
     read_earlier_attempts,
     usable_drains,
 )
-from easyrl.ledger.journal.reading import batch_folder, file_name
+from easyrl.ledger.journal.reading import (
+    JournalFile,
+    batch_folder,
+    file_name,
+    journalled_batches,
+)
 from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError, RecordWriter
 from easyrl.schema import BatchWithdrawn, Key, Prompt, RolloutGroup, ServedWeights
 
@@ -36,12 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchJournal:
-    """The journal of one batch, bound to the weights that it is served with. From any thread.
-
-    Attributes:
-        accepted_versions: this attempt's, and those of earlier ones that came to the same weights.
-        discarded: prompts whose groups were made by other weights, or with other settings.
-    """
+    """The journal of one batch, bound to the weights that it is served with. From any thread."""
 
     def __init__(self, journal: Journal, served: ServedWeights) -> None:
         folder = batch_folder(journal.directory, served.version.v)
@@ -49,24 +53,25 @@ class BatchJournal:
         self._journal = journal
         self.served = served
         self.num_restarts = 0
+        # this attempt's, and those of earlier ones that came to the same weights
         self.accepted_versions = frozenset({str(served.version)} | earlier.versions)
+        # prompts whose groups were made by other weights, with other settings, or were withdrawn
         self.discarded = frozenset(earlier.made_otherwise - earlier.finished.keys())
         self._finished = earlier.finished
         self._drains = earlier.drains
-        self._path = folder / file_name(served.version.attempt, journal.rank)
+        path = folder / file_name(served.version.attempt, journal.rank)
+        self._own = Share(JournalFile(served.version.attempt, journal.rank, path))
         self._lock = threading.Lock()
         self._writer: RecordWriter | None = None
-        self._added: dict[Key, StoredRecord] = {}
         self._in_doubt: list[tuple[str, int]] = []  # endpoint and proof, withdrawn since it began
         self._closed = False
 
     def find(self, prompt: Prompt) -> StoredRecord | None:
-        """The prompt's group if it was finished before, by these very weights: in an earlier
-        attempt, or before the batch began again.
+        """The prompt's group if these weights made it in an earlier attempt, or since.
 
         Raises ``JournalError`` if it was another prompt then.
         """
-        if (added := self._added.get(prompt.key)) is not None:
+        if (added := self._own.groups.get(prompt.key)) is not None:
             return added
         finished = self._finished.get(prompt.key)
         if finished is None:
@@ -98,12 +103,12 @@ class BatchJournal:
             for endpoint, proof in self._in_doubt:
                 if is_withdrawn(record.made_by, endpoint, proof):
                     raise BatchWithdrawn(f"{endpoint} failed its proof")
-            assert key not in self._added, f"{key} was journalled before"
+            assert key not in self._own.groups, f"{key} was journalled before"
             assert key not in self._finished, f"{key} was journalled in an earlier attempt"
             place = self._open_writer().append(payload)
             if self._journal.fsync == "group":
                 self._open_writer().sync()
-            stored = self._added[key] = replace(
+            stored = self._own.groups[key] = replace(
                 StoredRecord.of(record, place, self._journal.rank),
                 prompt=group.prompt,
                 times_s=(group.dispatched_s, group.completed_s),
@@ -111,25 +116,18 @@ class BatchJournal:
         return replace(group, digest=place.digest.hex()), stored
 
     def withdraw(self, endpoint: str, proof: int) -> int:
-        """Groups with a completion that ``endpoint`` has made since its proof number ``proof`` are
-        not those of these weights: they are generated again, once the batch has begun again. Their
-        number.
+        """Drops the groups with a completion that ``endpoint`` made since its ``proof``.
 
-        Raises ``JournalError``.
+        They are generated again once the batch has begun again. Their number. Raises
+        ``JournalError``.
         """
         with self._lock:
-            withdrawn = [
-                key
-                for key, stored in self._added.items()
-                if is_withdrawn(stored.made_by, endpoint, proof)
-            ]
             self._in_doubt.append((endpoint, proof))
-            for key in withdrawn:
-                del self._added[key]
+            num_withdrawn = self._own.withdraw(endpoint, proof)
             # Also without a group: it tells that this rank knew of it (``earlier_attempts``).
             record = WithdrawalRecord(endpoint, proof, self.num_restarts)
             self._open_writer().append(encode(record))
-        return len(withdrawn)
+        return num_withdrawn
 
     def begin_again(self) -> None:
         """The groups that are left are handed out anew, in any order; the others are produced."""
@@ -142,7 +140,7 @@ class BatchJournal:
     def added(self) -> list[StoredRecord]:
         """What this attempt has journalled, without what was withdrawn."""
         with self._lock:
-            return list(self._added.values())
+            return list(self._own.groups.values())
 
     def add_drain(
         self, update: int, keys: Sequence[Key], max_tokens: int, ahead: Sequence[Piece] = ()
@@ -181,17 +179,14 @@ class BatchJournal:
 
     def _open_writer(self) -> RecordWriter:
         if self._writer is None:  # here and not before: making files takes long
-            self._writer = RecordWriter(self._path, durable=self._journal.fsync != "never")
+            self._writer = RecordWriter(self._own.file.path, durable=self._journal.fsync != "never")
             header = Header(self.served.digest, self._journal.settings, str(self.served.version))
             self._writer.append(encode(header))
         return self._writer
 
 
 class Production:
-    """A ``GroupStore`` for what is produced until the batch begins again.
-
-    A group that is being written when its producer is cancelled is not taken for one of the next.
-    """
+    """A ``GroupStore`` until the batch begins again: a group that comes later is refused."""
 
     def __init__(self, journal: BatchJournal) -> None:
         self._journal = journal
@@ -205,22 +200,15 @@ class Production:
 
 @dataclass(frozen=True)
 class Journal:
-    """The journal of one rank of one attempt of a run.
+    """The journal of one rank of one attempt of a run."""
 
-    Args:
-        directory: of the run's journal, the same for all ranks and attempts.
-        attempt: how often the run was started before; the attempt of its versions.
-        fsync: after each ``group``, once per ``batch``, or ``never``. A killed process loses
-            nothing with any of them; a machine that goes down may lose what was not written.
-        settings: tells what groups are made with (``group_settings``): those that were made with
-            others are discarded.
-    """
-
-    directory: Path
-    attempt: int
+    directory: Path  # of the run's journal, the same for all ranks and attempts
+    attempt: int  # how often the run was started before; the attempt of its versions
     rank: int
+    # after each group, once per batch, or never: a killed process loses nothing with any of them, a
+    # machine that goes down may lose what was not written
     fsync: FsyncPolicy
-    settings: str = ""
+    settings: str = ""  # ``group_settings``: groups that were made with others are discarded
 
     def open_batch(self, served: ServedWeights) -> BatchJournal:
         """The journal of the batch that is generated by ``served``, with what was left of it.
@@ -237,10 +225,34 @@ class Journal:
         """
         for left in self.directory.glob(f"*{PRUNED}"):  # also by an attempt that died here
             _remove(left)
-        for folder in sorted(self.directory.glob("batch-*")):
-            number = folder.name.removeprefix("batch-")
-            if number.isdecimal() and int(number) < before_v:
-                _remove(folder)
+        for v in journalled_batches(self.directory):
+            if v < before_v:
+                _remove(batch_folder(self.directory, v))
+
+
+def group_settings(config: Config, *, rejects: bool) -> str:
+    """Digest of sampling, seed and rewards, 32 hex digits; with the contents of reward files.
+
+    A run that is resumed with others generates the open batch's groups again. What only decides
+    what happens after a failure is not in it, nor a recipe that ``rejects`` no group.
+    """
+    digest = blake3()
+    parts = [
+        config.rollout.model_dump_json(exclude={"queue_size"}),
+        str(config.run.seed),
+        str(config.scoring.truncated_reward),
+        *(reward.model_dump_json() for reward in config.rewards),
+    ]
+    for part in parts:
+        digest.update(part.encode() + b"\n")
+    if rejects:
+        digest.update(config.recipe.model_dump_json().encode() + b"\n")
+        if config.recipe.file is not None:
+            digest.update(config.recipe.file.read_bytes())
+    for reward in config.rewards:
+        if reward.file is not None:
+            digest.update(reward.file.read_bytes())
+    return digest.hexdigest(length=16)
 
 
 def _remove(folder: Path) -> None:

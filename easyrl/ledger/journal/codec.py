@@ -27,7 +27,7 @@ class Header(_Struct):
     """The first record of a file: what all of its groups are made by."""
 
     weights: str
-    settings: str  # of sampling and rewards (``settings.py``)
+    settings: str  # of sampling and rewards (``group_settings``)
     version: str  # run:attempt:v
 
 
@@ -112,11 +112,6 @@ class WithdrawalRecord(_Struct):
 encode = msgspec.msgpack.encode
 
 
-def decode_header(payload: bytes) -> Header:
-    """Raises ``CodecError``."""
-    return _decoded(Header, payload, "a journal's header")
-
-
 def to_record(group: RolloutGroup, weights: str) -> GroupRecord:
     """``group`` made by the weights of this digest. A pure function of its tokens and scores."""
     return GroupRecord(
@@ -151,17 +146,25 @@ def to_record(group: RolloutGroup, weights: str) -> GroupRecord:
     )
 
 
+def decode(shape: type[T], payload: bytes, what: str) -> T:
+    """``payload`` as a ``shape``. Raises ``CodecError``: it is not ``what``."""
+    try:
+        return msgspec.msgpack.decode(payload, type=shape)
+    except msgspec.MsgspecError as error:
+        raise CodecError(f"not {what}: {error}") from error
+
+
 def decode_record(payload: bytes) -> GroupRecord:
     """Raises ``CodecError``."""
-    return _decoded(GroupRecord, payload, "a group")
+    return decode(GroupRecord, payload, "a group")
 
 
 def decode_any(payload: bytes) -> GroupRecord | DrainRecord | WithdrawalRecord:
     """Whatever may come behind a header. Raises ``CodecError``."""
     if payload.endswith(_DRAIN_END):
-        return _decoded(DrainRecord, payload, "a record of the trainer's")
+        return decode(DrainRecord, payload, "a record of the trainer's")
     if payload.endswith(_WITHDRAWAL_END):
-        return _decoded(WithdrawalRecord, payload, "a record of the trainer's")
+        return decode(WithdrawalRecord, payload, "a record of the trainer's")
     return decode_record(payload)
 
 
@@ -201,13 +204,6 @@ def token_digest(token_ids: bytes) -> bytes:
 
 _DRAIN_END = encode("drain")
 _WITHDRAWAL_END = encode("withdrawal")
-
-
-def _decoded(shape: type[T], payload: bytes, what: str) -> T:
-    try:
-        return msgspec.msgpack.decode(payload, type=shape)
-    except msgspec.MsgspecError as error:
-        raise CodecError(f"not {what}: {error}") from error
 
 
 def _completion(stored: _Completion) -> Completion:

@@ -23,7 +23,13 @@ from easyrl.ledger.journal.codec import (
     to_group,
     token_digest,
 )
-from easyrl.ledger.journal.reading import AnyRecord, journal_files, last_drains, read_file
+from easyrl.ledger.journal.reading import (
+    AnyRecord,
+    JournalFile,
+    journal_files,
+    last_drains,
+    read_file,
+)
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_record
 from easyrl.schema import Key, PolicyVersion, Prompt, RolloutGroup, ServedWeights
 
@@ -89,36 +95,43 @@ class EarlierAttempts:
     drains: list[list[DrainRecord]] = field(default_factory=list)  # of one rank, by attempt
 
 
-@dataclass
-class _Share:
-    """What one rank of one attempt left."""
+class Share:
+    """What one rank of one attempt left of a batch: the groups that stand, and the withdrawn."""
 
-    groups: dict[Key, StoredRecord] = field(default_factory=dict)
-    withdrawn: set[Key] = field(default_factory=set)
-    withdrawals: set[tuple[str, int]] = field(default_factory=set)  # endpoint, number of restarts
-    drains: list[DrainRecord] = field(default_factory=list)
+    def __init__(self, file: JournalFile) -> None:
+        self.file = file
+        self.groups: dict[Key, StoredRecord] = {}
+        self.withdrawn: dict[Key, str] = {}  # the endpoint that failed its proof
+        self.withdrawals: set[tuple[str, int]] = set()  # endpoint, number of restarts
+        self.drains: list[DrainRecord] = []
 
-    def withdraw(self, endpoint: str, proof: int) -> None:
-        """Drops the groups with a completion that ``endpoint`` made since its ``proof``."""
-        for key, group in list(self.groups.items()):
-            if is_withdrawn(group.made_by, endpoint, proof):
-                del self.groups[key]
-                self.withdrawn.add(key)
-
-
-def _read_share(rank: int, records: Iterable[tuple[RecordLocation, AnyRecord]]) -> _Share:
-    share = _Share()
-    for place, record in records:
+    def add(self, place: RecordLocation, record: AnyRecord) -> None:
         match record:
             case DrainRecord():
-                share.drains.append(record)
+                self.drains.append(record)
             case WithdrawalRecord():
-                share.withdrawals.add((record.endpoint, record.restart))
-                share.withdraw(record.endpoint, record.proof)
+                self.withdrawals.add((record.endpoint, record.restart))
+                self.withdraw(record.endpoint, record.proof)
             case GroupRecord():
                 # Again only if it was withdrawn, or an attempt did not see an earlier one's.
-                share.groups[record.key] = StoredRecord.of(record, place, rank)
-    return share
+                self.groups[record.key] = StoredRecord.of(record, place, self.file.rank)
+
+    def withdraw(self, endpoint: str, proof: int) -> int:
+        """Drops what ``endpoint`` had a part in since its ``proof``; the number of groups."""
+        keys = [key for key, g in self.groups.items() if is_withdrawn(g.made_by, endpoint, proof)]
+        for key in keys:
+            del self.groups[key]
+            self.withdrawn[key] = endpoint
+        return len(keys)
+
+
+def withdraw_untold(shares: Sequence[Share]) -> None:
+    """Withdraws what other ranks of an attempt did, and a rank was not told of any more."""
+    for share in shares:
+        for other in shares:
+            if other.file.attempt == share.file.attempt:
+                for endpoint, _ in other.withdrawals - share.withdrawals:
+                    share.withdraw(endpoint, 0)
 
 
 def read_earlier_attempts(
@@ -132,7 +145,7 @@ def read_earlier_attempts(
     earlier = EarlierAttempts()
     version = served.version
     start = time.monotonic()
-    attempts: dict[int, list[_Share]] = {}  # with these weights and settings
+    shares: list[Share] = []  # with these weights and settings
     for file in journal_files(folder):
         if file.attempt > version.attempt:
             raise JournalError(
@@ -151,17 +164,15 @@ def read_earlier_attempts(
             )
             continue
         earlier.versions.add(header.version)
-        share = _read_share(file.rank, records)
-        attempts.setdefault(file.attempt, []).append(share)
+        shares.append(share := Share(file))
+        for place, record in records:
+            share.add(place, record)
         if file.rank == rank:
             earlier.drains.append(last_drains(share.drains))
-    for shares in attempts.values():
-        withdrawals = {each for share in shares for each in share.withdrawals}
-        for share in shares:
-            for endpoint, _ in withdrawals - share.withdrawals:  # this rank was not told any more
-                share.withdraw(endpoint, 0)
-            earlier.finished |= share.groups
-            earlier.made_otherwise |= share.withdrawn
+    withdraw_untold(shares)
+    for share in shares:
+        earlier.finished |= share.groups
+        earlier.made_otherwise.update(share.withdrawn)
     if earlier.finished or earlier.made_otherwise:
         log.info(
             "batch %d: %d journalled groups are of these weights and settings, %d of others "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +13,12 @@ from easyrl.ledger.journal.codec import (
     GroupRecord,
     Header,
     WithdrawalRecord,
+    decode,
     decode_any,
-    decode_header,
     to_group,
 )
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_records
-from easyrl.schema import Key, PolicyVersion, RolloutGroup
+from easyrl.schema import PolicyVersion, RolloutGroup
 
 _FILE = re.compile(r"attempt(\d+)-rank(\d+)\.journal")
 
@@ -33,44 +32,26 @@ class JournalFile(NamedTuple):
     rank: int
     path: Path
 
-
-@dataclass(frozen=True, slots=True)
-class JournalledGroup:
-    """A group as an attempt finished it, and what it was made by."""
-
-    attempt: int
-    rank: int
-    version: str  # run:attempt:v
-    weights: str  # digest, 64 hex digits
-    digest: str  # of the record, 32 hex digits
-    group: RolloutGroup  # its prompt has neither text, answer nor metadata
-
     @property
-    def key(self) -> Key:
-        return self.group.prompt.key
+    def name(self) -> str:
+        """Below the run's folder."""
+        return "/".join(self.path.parts[-3:])
 
 
-def read_batch(directory: Path, v: int) -> Iterator[JournalledGroup]:
+def read_batch(directory: Path, v: int) -> Iterator[RolloutGroup]:
     """Every group of batch ``v`` in the journal ``directory``, by attempt, rank and arrival.
 
-    One at a time, for a batch may be large. A prompt may come several times: of several attempts.
-    Raises ``JournalError`` naming file and byte where something is not as it was written.
+    One at a time, for a batch may be large; their prompts have neither text, answer nor metadata. A
+    prompt may come several times: of several attempts. Raises ``JournalError`` naming file and byte
+    where something is not as it was written.
     """
     for file in journal_files(batch_folder(directory, v)):
-        header, records = read_file(file, v)
-        if header is None:
-            continue
-        for place, record in records:
-            if not isinstance(record, GroupRecord):
-                continue
-            digest = place.digest.hex()
-            try:
-                group = to_group(record, record.prompt(), digest)
-            except CodecError as error:
-                raise JournalError(f"{file.path}: byte {place.offset}: {error}") from error
-            yield JournalledGroup(
-                file.attempt, file.rank, record.version, header.weights, digest, group
-            )
+        for place, record in read_file(file, v)[1]:
+            if isinstance(record, GroupRecord):
+                try:
+                    yield to_group(record, record.prompt(), place.digest.hex())
+                except CodecError as error:
+                    raise JournalError(f"{file.path}: byte {place.offset}: {error}") from error
 
 
 def read_drains(directory: Path, v: int, attempt: int) -> Iterator[list[DrainRecord]]:
@@ -94,6 +75,12 @@ def last_drains(drains: Iterable[DrainRecord]) -> list[DrainRecord]:
 def batch_folder(directory: Path, v: int) -> Path:
     """Where the groups of batch ``v`` are."""
     return directory / f"batch-{v:06d}"
+
+
+def journalled_batches(directory: Path) -> list[int]:
+    """Batches with a folder in the journal ``directory``, ascending."""
+    names = [folder.name.removeprefix("batch-") for folder in directory.glob("batch-*")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def file_name(attempt: int, rank: int) -> str:
@@ -123,7 +110,7 @@ def read_file(
     if first is None:
         return None, iter(())
     try:
-        header = decode_header(first[1])
+        header = decode(Header, first[1], "a journal's header")
         version = PolicyVersion.parse(header.version)
     except ValueError as error:
         raise JournalError(f"{file.path}: byte {first[0].offset}: {error}") from error
@@ -142,10 +129,9 @@ def _decoded(
             record = decode_any(payload)
         except CodecError as error:
             raise JournalError(f"{file.path}: byte {place.offset}: {error}") from error
-        if not isinstance(record, GroupRecord):
-            yield place, record
-            continue
-        if (record.version, record.weights) != (header.version, header.weights):
+        if isinstance(record, GroupRecord) and (
+            (record.version, record.weights) != (header.version, header.weights)
+        ):
             raise JournalError(
                 f"{file.path}: byte {place.offset}: this group is of version {record.version} and "
                 f"of weights {record.weights[:12]}, its file of {header.version} and "

@@ -5,50 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
-from easyrl.dataloaders.producer.draws import Draws, SharedDecisions
+from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_batch import OpenBatch
-from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerator, accept_all
+from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerator
+from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.journal.batch import BatchJournal, Journal, Production
 from easyrl.ledger.journal.earlier_attempts import StoredRecord
+from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Prompt, ServedWeights
 
 
-class Order(Protocol):
-    """Position → prompt (``PromptOrder``)."""
-
-    def num_left(self, position: int) -> int | None: ...
-    def prompt(self, position: int) -> Prompt: ...
-
-
-class Coordination(Protocol):
-    """How the ranks of a batch hear of each other (``RankCoordination``)."""
-
-    def open_batch(self, name: str) -> SharedDecisions: ...  # the same name on all ranks
-    def gather(self, value: Any) -> list[Any]: ...  # every rank's JSON-able value; collective
-
-
 @dataclass(frozen=True)
 class BatchRules:
-    """How batches are made up (docs/on_policy.md).
+    """How batches are made up (docs/on_policy.md)."""
 
-    Attributes:
-        batch_size: B, accepted groups.
-        num_updates: k, optimizer steps on each batch.
-        max_draws: prompts that one batch may draw at most.
-        accept: a group's reason to be replaced, or None.
-        in_prompt_order: strict mode: position p belongs to data-parallel rank p mod n, and groups
-            come in the order of their prompts; else a rank with room claims the next position, and
-            what an earlier attempt drained at once is drained so again.
-    """
-
-    batch_size: int
-    num_updates: int = 1
-    max_draws: int | None = None
-    accept: Accept = accept_all
+    batch_size: int  # B, accepted groups
+    num_updates: int = 1  # k, optimizer steps on each batch
+    max_draws: int | None = None  # prompts that one batch may draw at most
+    accept: Accept = lambda group: None
+    # Strict mode: position p belongs to data-parallel rank p mod n, and groups come in the order of
+    # their prompts; else a rank with room claims the next position, and what an earlier attempt
+    # drained at once is drained so again.
     in_prompt_order: bool = False
 
 
@@ -58,10 +38,10 @@ class JournalledRollouts:
 
     generator: RolloutGenerator
     journal: Journal
-    order: Order
+    order: PromptOrder
     rules: BatchRules
     ranks: Ranks
-    coordination: Coordination
+    coordination: RankCoordination
     # Told of the endpoints, on every rank, before the batch begins again: it must not use them.
     on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
     _batch: BatchJournal | None = field(default=None, init=False)
@@ -142,11 +122,8 @@ class JournalledRollouts:
         )
         mine, kept = self._decide_known(membership, journal, prompt_at)
         # A group that was lost since then may have shifted those behind it to another update.
-        updates = {
-            prompt_at(p).key: membership.update_of(p)
-            for p, stored in mine.items()
-            if not stored.refused
-        }
+        updates = {prompt_at(p).key: membership.update_of(p)
+                   for p, stored in mine.items() if not stored.refused}  # fmt: skip
         draws = Draws(membership)
         if ranks.dp_size > 1:
             draws = Draws(
@@ -176,10 +153,7 @@ class JournalledRollouts:
         return batch
 
     def sync(self) -> None:
-        """The open batch's groups outlive the machine going down, unless the policy is never.
-
-        Raises ``JournalError``.
-        """
+        """``BatchJournal.sync`` of the open batch. Raises ``JournalError``."""
         if self._batch is not None:
             self._batch.sync()
 

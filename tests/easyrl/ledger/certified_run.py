@@ -18,7 +18,7 @@ from easyrl.ledger.certificate.chain import ChainReader, seal
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, Record, RunRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.folder import CheckpointFolder
-from easyrl.ledger.journal import Journal
+from easyrl.ledger.journal.batch import Journal
 from easyrl.ledger.journal.codec import GroupRecord, decode_record
 from easyrl.ledger.journal.reading import batch_folder, journal_files
 from easyrl.ledger.journal.record_file import RecordWriter, read_records

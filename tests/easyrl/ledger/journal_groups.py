@@ -2,24 +2,21 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
-from easyrl.ledger.journal import (
-    BatchRules,
-    Journal,
-    JournalledGroup,
-    JournalledRollouts,
-    read_batch,
-)
-from easyrl.ledger.journal.rollouts import Coordination
+from easyrl.ledger.journal.batch import Journal
+from easyrl.ledger.journal.codec import GroupRecord
+from easyrl.ledger.journal.reading import batch_folder, journal_files, read_batch, read_file
+from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import (
     Completion,
+    Key,
     PolicyVersion,
     Prompt,
     RolloutGroup,
@@ -56,7 +53,7 @@ def rollouts_of(
     prompts: Sequence[Prompt],
     *,
     ranks: Ranks | None = None,
-    coordination: Coordination | None = None,
+    coordination: RankCoordination | None = None,
     **rules: Any,
 ) -> JournalledRollouts:
     """An attempt's; ``rules`` are those of ``BatchRules``, by default all prompts in one batch."""
@@ -153,5 +150,29 @@ def write(directory: Path, groups, attempt: int = 0, rank: int = 0, digest: str 
     return directory / "batch-000003" / f"attempt{attempt}-rank{rank}.journal"
 
 
+class JournalledGroup(NamedTuple):
+    """A group as an attempt finished it, and what it was made by."""
+
+    attempt: int
+    rank: int
+    version: str
+    weights: str
+    digest: str
+    group: RolloutGroup
+
+    @property
+    def key(self) -> Key:
+        return self.group.prompt.key
+
+
 def read(directory: Path) -> list[JournalledGroup]:
-    return list(read_batch(directory, 3))
+    groups = list(read_batch(directory, 3))
+    made_by = [
+        (file.attempt, file.rank, record.version, record.weights, place.digest.hex())
+        for file in journal_files(batch_folder(directory, 3))
+        for place, record in read_file(file, 3)[1]
+        if isinstance(record, GroupRecord)
+    ]
+    return [
+        JournalledGroup(*each, group) for each, group in zip(made_by, groups, strict=False)
+    ]  # a live journal may have grown

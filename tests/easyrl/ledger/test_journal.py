@@ -14,10 +14,9 @@ import msgspec
 import pytest
 
 from easyrl.config import Config
-from easyrl.ledger.journal import Journal, JournalError, group_settings
-from easyrl.ledger.journal.batch import Production
+from easyrl.ledger.journal.batch import Journal, Production, group_settings
 from easyrl.ledger.journal.codec import decode_record
-from easyrl.ledger.journal.record_file import RecordWriter, read_record, read_records
+from easyrl.ledger.journal.record_file import JournalError, RecordWriter, read_record, read_records
 from easyrl.schema import BatchWithdrawn
 from tests.easyrl.ledger.journal_groups import (
     OTHER_WEIGHTS,

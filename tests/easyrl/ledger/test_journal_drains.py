@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.dataloaders.producer.group_stream import GroupStream
-from easyrl.ledger.journal import JournalError
 from easyrl.ledger.journal.codec import (
     CodecError,
     DrainRecord,
@@ -21,6 +20,7 @@ from easyrl.ledger.journal.codec import (
 )
 from easyrl.ledger.journal.earlier_attempts import longest, usable_drains
 from easyrl.ledger.journal.reading import read_drains
+from easyrl.ledger.journal.record_file import JournalError
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import FinishedSamples, Key
 from tests.dataloaders.rollout_parts import completion, generator, prompt

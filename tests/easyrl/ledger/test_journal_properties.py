@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.ledger.journal import JournalError
-from easyrl.ledger.journal.record_file import read_records
+from easyrl.ledger.journal.record_file import JournalError, read_records
 from easyrl.schema import Completion, Prompt, RolloutGroup, Score, VersionSpan
 from tests.easyrl.ledger.journal_groups import (
     OTHER_WEIGHTS,

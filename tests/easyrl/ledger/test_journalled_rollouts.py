@@ -9,8 +9,8 @@ import pytest
 
 from easyrl.dataloaders.producer.group_stream import ProducerError
 from easyrl.dataloaders.producer.open_batch import OpenBatch
-from easyrl.ledger.journal import JournalledRollouts
 from easyrl.ledger.journal.record_file import read_records
+from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.rank_coordination import SharedBatch
 from easyrl.runtime.ranks import Ranks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from easyrl.dataloaders.prompts.dataset import PromptOrder
-from easyrl.ledger.journal import Journal
+from easyrl.ledger.journal.batch import Journal
 from easyrl.ledger.ledger import Ledger, resume
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks

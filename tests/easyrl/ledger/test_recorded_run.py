@@ -13,7 +13,7 @@ from easyrl.build.replay import Replayed
 from easyrl.commands.replay import _reasons
 from easyrl.config import Config
 from easyrl.dataloaders.producer.group_stream import GroupStream
-from easyrl.ledger.journal import Journal
+from easyrl.ledger.journal.batch import Journal
 from easyrl.ledger.journal.codec import DrainRecord, Piece, encode
 from easyrl.ledger.journal.reading import file_name
 from easyrl.ledger.recorded_run import RecordedBatch, RecordedRollouts, RecordedRun

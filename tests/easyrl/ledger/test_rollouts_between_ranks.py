@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from easyrl.dataloaders.producer.group_stream import ProducerError
-from easyrl.ledger.journal import JournalledRollouts
+from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.machine import free_port
