@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -112,8 +112,8 @@ class Measurement:
         with ExitStack() as stack:
             folder = Path(tempfile.mkdtemp(prefix="easyrl-weight-sync-", dir=SHARED_MEMORY))
             stack.callback(shutil.rmtree, folder)
-            self._told = Announcement.create(folder / "easyrl-benchmark", "benchmark")
-            server = stack.enter_context(ChunkServer(self._told.root, self._told.token))
+            self._told = Announcement(folder / "easyrl-benchmark", "benchmark")
+            server = stack.enter_context(closing(ChunkServer(self._told.root, self._told.token)))
             pin_process(server.pid, cpus[:1])
             plain_url = stack.enter_context(plain_file_server(self._told.root, cpus[:1]))
             shapes = {name: tuple(weight.shape) for name, weight in weights.items()}

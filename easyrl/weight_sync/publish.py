@@ -92,10 +92,6 @@ class Delivery:
 class WeightSync:
     """Publishes a version of the weights. Every method is called by all ranks.
 
-    Consumes: the engine's weights. Waits for: the proof of the endpoints that are up. Is unblocked
-    by: their answers. Produces: endpoints confirmed for the version, on every rank's pool;
-    ``confirmed`` keeps them so until the next.
-
     Attributes:
         tolerance: of the canary's mean |Δ log-prob|, nats.
         stop: ends the waiting for an endpoint.
@@ -176,8 +172,7 @@ class WeightSync:
     def _learn_probe(self, version: PolicyVersion) -> float:
         """Pushes visibly changed weights and sees the change; true weights have to follow.
 
-        Once in this attempt of the run: what the trainer says under the changed weights is kept,
-        for endpoints that come later. Returns the seconds it took. Collective.
+        Once in this attempt of the run. Returns the seconds it took. Collective.
         """
         start_s, seconds = time.monotonic(), 0.0
         while self.collectives.broadcast(self.config.probe and self._reconciler.probe is None):

@@ -41,7 +41,7 @@ class WeightStore:
     def begin(self, version: str) -> Target:
         """A version that is going to be written."""
         if self._announcement is None:  # removes what a crashed attempt of this run may have left
-            self._announcement = Announcement.create(self._root, self._run)
+            self._announcement = Announcement(self._root, self._run)
         return Target(version)
 
     def write(

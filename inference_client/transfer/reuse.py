@@ -10,7 +10,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes, is_memory, map_file
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes, map_file
 
 FREE = ".free"  # folder in the root
 
@@ -24,12 +24,7 @@ class ReusedMemory:
     def __init__(self, root: Path) -> None:
         self._free = root / FREE
         self._mapped: dict[int, Bytes] = {}  # by inode
-        self._lock = threading.Lock()
-
-    @staticmethod
-    def of(root: Path) -> ReusedMemory | None:
-        """None if ``root`` is a folder on a disk: only memory is worth it."""
-        return ReusedMemory(root) if is_memory(root) else None
+        self._lock = threading.RLock()
 
     def take(self, file: str, target: Path) -> Bytes | None:
         """Moves a freed file of that name to ``target``; its bytes, to be overwritten."""
@@ -46,9 +41,11 @@ class ReusedMemory:
             return memory
 
     def forget(self, path: Path) -> None:
-        """``path`` has been taken and is not wanted: deletes it."""
+        """Deletes ``path``, if it is there."""
         with self._lock:
-            self._delete(path)
+            if path.exists():
+                self._mapped.pop(path.stat().st_ino, None)
+                path.unlink()
 
     def reclaim(self, directory: Path) -> None:
         """Takes an artifact's chunk files and deletes the rest of it."""
@@ -57,11 +54,6 @@ class ReusedMemory:
                 return
             self._free.mkdir(exist_ok=True)
             for path in directory.glob("chunk-*"):
-                self._delete(self._free / path.name)
+                self.forget(self._free / path.name)
                 path.rename(self._free / path.name)
             shutil.rmtree(directory, ignore_errors=True)
-
-    def _delete(self, path: Path) -> None:
-        if path.exists():
-            self._mapped.pop(path.stat().st_ino, None)
-            path.unlink()

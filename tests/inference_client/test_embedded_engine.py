@@ -408,7 +408,7 @@ def test_a_failed_update_names_the_tensor_and_stops_generation(
             run(engine, prompts(1)[0])
     good = artifact_of(qwen3[0], tmp_path / "good", "v1")
     damaged = [
-        dataclasses.replace(chunk, checksums={n: "0" * 64 for n in chunk.names})
+        dataclasses.replace(chunk, checksums={n: "0" * 64 for n in chunk.checksums})
         for chunk in good.chunks
     ]
     with pytest.raises(ValueError, match="tensor '.*' has hash"):

@@ -34,7 +34,7 @@ def export_model(
     """
     shutil.rmtree(target, ignore_errors=True)
     artifact = write_artifact(iter(weights), target, "export", EXPORT_SHARD_BYTES)
-    weight_map = {name: chunk.file for chunk in artifact.chunks for name in chunk.names}
+    weight_map = {name: chunk.file for chunk in artifact.chunks for name in chunk.checksums}
     index = {"metadata": {}, "weight_map": weight_map}
     for folder in (source, tokenizer):
         for file in folder.iterdir():

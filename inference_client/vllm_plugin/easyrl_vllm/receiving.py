@@ -21,7 +21,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from .chunk_format import AnnouncedChunk, Entry, read_header
+from .chunk_format import Chunk, Entry, read_header
 from .mapping import Bytes
 from .reading import (
     ChunkStream,
@@ -81,7 +81,7 @@ class WeightReceiver:
         tensors or more bytes than announced, and a wrong hash.
         """
         check_component("artifact", artifact)
-        announced = [AnnouncedChunk.parse(chunk) for chunk in chunks]
+        announced = [Chunk.parse(chunk) for chunk in chunks]
         return self._tensors(artifact, announced, target)
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class WeightReceiver:
         self._reader.shutdown(cancel_futures=True)
 
     def _tensors(
-        self, artifact: str, chunks: list[AnnouncedChunk], target: Target | None
+        self, artifact: str, chunks: list[Chunk], target: Target | None
     ) -> Iterator[tuple[str, Tensor]]:
         outboxes = [Outbox() for _ in chunks]
         running: list[Future[None]] = []
@@ -152,7 +152,7 @@ class _Buffer:
 class _ChunkReading:
     """One chunk, from its header to verified tensors in the caller's outbox."""
 
-    chunk: AnnouncedChunk
+    chunk: Chunk
     buffer: _Buffer
     target: Target | None
     outbox: Outbox

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,7 +137,7 @@ def test_chunks_in_any_order(
 def test_over_http(server: PluginServer, trainer: TrainerSide, weights: dict[str, Tensor]) -> None:
     new = changed(weights, 5)
     artifact = trainer.write("over-http", new)
-    with ChunkServer(trainer.root, trainer.token) as chunks:
+    with closing(ChunkServer(trainer.root, trainer.token)) as chunks:
         server.must("/init_weight_transfer_engine", {"init_info": trainer.init_info(chunks.url)})
         server.update(artifact)
         (proof,) = server.prove(artifact)
@@ -320,7 +321,7 @@ def test_a_wrong_token_is_refused(
     assert_refused(answer, "another token")  # vLLM cuts the path out
     artifact = trainer.write("v", weights)
     server.update(artifact)  # the announcement before still holds
-    with ChunkServer(trainer.root, trainer.token) as chunks:
+    with closing(ChunkServer(trainer.root, trainer.token)) as chunks:
         guess = trainer.init_info(chunks.url) | {"token": "guessed"}
         server.post("/init_weight_transfer_engine", {"init_info": guess})
         server.must("/start_weight_update")
