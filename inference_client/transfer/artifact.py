@@ -12,10 +12,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,35 +42,6 @@ def weights_digest(chunks: Iterable[Chunk]) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class WeightArtifact:
-    """A complete set of weights on disk or in shared memory."""
-
-    version: str
-    directory: Path
-    chunks: tuple[Chunk, ...]
-    memory: ReusedMemory | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def name(self) -> str:
-        """A single path component, below the announced root."""
-        return self.directory.name
-
-    @property
-    def checksums(self) -> dict[str, str]:
-        """Of all tensors by name."""
-        return {name: value for chunk in self.chunks for name, value in chunk.checksums.items()}
-
-    def update_info(self, chunks: Sequence[Chunk] | None = None) -> dict[str, Any]:
-        """Body of one ``/update_weights`` call, with all chunks or those given."""
-        chosen = self.chunks if chunks is None else chunks
-        return {"artifact": self.name, "chunks": [chunk.describe() for chunk in chosen]}
-
-    def remove(self) -> None:
-        """Deletes the files, or leaves them for the next artifact; safe to call twice."""
-        _remove(self.directory, self.memory)
-
-
 def tensor_checksum(tensor: Tensor) -> str:
     """blake3 of the tensor's bytes in row-major order, 64 hex digits."""
     return blake3(bytes_of(tensor).data).hexdigest()
@@ -86,20 +55,18 @@ def write_artifact(
     on_chunk: Callable[[Chunk], object] | None = None,
     *,
     memory: ReusedMemory | None = None,
-) -> WeightArtifact:
+) -> list[Chunk]:
     """Writes ``named_weights`` into ``directory``, in the dtypes given.
 
     A tensor goes straight to its file and needs to be valid only until the next one is asked for;
     no second copy of it is held. A chunk has at most ``chunk_bytes`` or one larger tensor.
     ``on_chunk`` hears of each as soon as it can be read. An artifact of the same name is replaced.
     Raises ``ValueError`` if a name comes twice or a dtype cannot be sent, and ``OSError`` naming
-    directory and bytes if it is full; then nothing is left behind.
-
-    Args:
-        memory: files of removed artifacts to write over (``ReusedMemory.of(root)``).
+    directory and bytes if it is full; then nothing is left behind. ``memory``: files of removed
+    artifacts to write over.
     """
     directory = directory.absolute()
-    _remove(directory, memory)
+    remove_artifact(directory, memory)
     directory.mkdir(parents=True)
     chunks: list[Chunk] = []
     try:
@@ -112,9 +79,9 @@ def write_artifact(
         unfinished.write_text(json.dumps(record))
         unfinished.rename(directory / MANIFEST)
     except BaseException:
-        _remove(directory, memory)
+        remove_artifact(directory, memory)
         raise
-    return WeightArtifact(version, directory, tuple(chunks), memory)
+    return chunks
 
 
 def _write_chunks(
@@ -149,7 +116,8 @@ def _write_chunks(
             file.discard()
 
 
-def _remove(directory: Path, memory: ReusedMemory | None) -> None:
+def remove_artifact(directory: Path, memory: ReusedMemory | None) -> None:
+    """Deletes the files, or leaves them for the next artifact; safe to call twice."""
     if memory is not None:
         memory.reclaim(directory)
     else:
@@ -176,10 +144,10 @@ class ChunkFile:
         self._header_bytes = 8  # an upper bound, with the length in front
         self._descriptor: int | None = None
         self._mapped = memory.take(path.name, self._unfinished) if memory is not None else None
-        if self._mapped is not None and len(self._mapped) < HEADER_BYTES:
-            self._leave_mapped()
-        if self._mapped is None and self._descriptor is None:
+        if self._mapped is None:
             self._open()
+        elif len(self._mapped) < HEADER_BYTES:
+            self._leave_mapped()
 
     def has_room_for(self, name: str, weight: Tensor) -> bool:
         """Whether the header can take one more entry."""

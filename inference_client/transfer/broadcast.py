@@ -1,13 +1,11 @@
 """Weights by broadcast between devices: our side of vLLM's trainer engines (``nccl``, ``hccl``).
 
-vLLM's own trainer-side engine opens the group, packs and sends; it is given the weights as a
-``WeightSource`` and all endpoints as one client object. What this adds: several endpoints in one
-group, and versions. Other ranks of the trainer have no part in it.
+vLLM's own trainer-side engine opens the group, packs and sends. What this adds: several endpoints
+in one group, and versions. Other ranks of the trainer have no part in it.
 
-Tested against vLLM 0.32's classes without a GPU: the source, the client and the order of the calls;
-the broadcast itself has not been run. HCCL is untested, written against vllm-ascend's documentation
-and sources: its class is the one that mirrors vLLM's since vllm-ascend's pull request 16960;
-releases before it have static functions instead and are refused.
+Tested against vLLM 0.32's classes without a GPU; the broadcast itself has not been run. HCCL is
+untested, written against vllm-ascend's class since its pull request 16960; releases before it have
+static functions instead and are refused.
 """
 
 from __future__ import annotations

@@ -41,11 +41,8 @@ from easyrl.inference_client.servers.embedded.sampling import (
     inverse_cdf,
     penalize,
 )
-from easyrl.inference_client.transfer.artifact import (
-    WeightArtifact,
-    tensor_checksum,
-    write_artifact,
-)
+from easyrl.inference_client.transfer.artifact import tensor_checksum
+from tests.inference_client.written_artifact import WeightArtifact, write_artifact
 
 VOCAB = 64
 EOS = 63

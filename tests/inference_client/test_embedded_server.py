@@ -25,8 +25,8 @@ from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.server import main, start_site
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from tests.inference_client.written_artifact import write_artifact
 
 EOS = 62
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

@@ -20,14 +20,10 @@ from torch import Tensor
 
 from easyrl.config import SHARED_MEMORY
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import (
-    Chunk,
-    WeightArtifact,
-    tensor_checksum,
-    write_artifact,
-)
+from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum
 from easyrl.inference_client.transfer.reuse import ReusedMemory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import is_memory
+from tests.inference_client.written_artifact import WeightArtifact, write_artifact
 
 WEIGHTS = {
     "embed.weight": torch.randn(16, 8),

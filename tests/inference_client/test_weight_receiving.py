@@ -22,11 +22,11 @@ from torch import Tensor
 
 from easyrl.config import SHARED_MEMORY
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import WeightArtifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from easyrl.inference_client.vllm_plugin.easyrl_vllm import reading, receiving
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import MappedFiles, is_memory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.receiving import WeightReceiver
+from tests.inference_client.written_artifact import WeightArtifact, write_artifact
 
 WEIGHTS = {
     "bf16": torch.randn(700, 1000).to(torch.bfloat16),  # several blocks

@@ -48,7 +48,7 @@ class ChunkStream:
         raise NotImplementedError
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Gives up what it holds."""
 
 
 def check_component(kind: str, name: object) -> str:
@@ -64,9 +64,8 @@ def check_component(kind: str, name: object) -> str:
 class FileSource:
     """Artifacts below ``root``.
 
-    In shared memory the trainer writes new versions into the files of old ones. Such a file is
-    mapped when it is met again, and stays mapped: a copy from it then takes half the time of a
-    read. Raises ``ValueError`` if ``root`` is not where the holder of ``token`` writes.
+    In shared memory the trainer writes new versions into the files of old ones: such a file is
+    mapped (``MappedFiles``). Raises ``ValueError`` if ``root`` is not where the holder of ``token`` writes.
     """
 
     def __init__(self, root: str, token: str) -> None:
@@ -146,9 +145,6 @@ class MemoryStream(ChunkStream):
         self._position = end
         return len(target)
 
-    def close(self) -> None:
-        """The mapping stays."""
-
 
 # ---- HTTP --------------------------------------------------------------------------------------
 
@@ -204,18 +200,13 @@ class HttpSource:
 
     def _get(self, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
         if self._connection.sock is None:
-            self._connect()
+            self._connection.connect()
+            # the kernel's own limit: with Python's, the socket is polled before every read
+            self._connection.sock.settimeout(None)
+            limit = struct.pack("ll", TIMEOUT_S, 0)
+            self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._connection.request("GET", self._path + path, headers=headers)
         return self._connection.getresponse()
-
-    def _connect(self) -> None:
-        self._connection.connect()
-        connected = self._connection.sock
-        assert connected is not None
-        # the kernel's own limit: with Python's, the socket is polled before every read
-        connected.settimeout(None)
-        limit = struct.pack("ll", TIMEOUT_S, 0)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 class HttpStream(ChunkStream):

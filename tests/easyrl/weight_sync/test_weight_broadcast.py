@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.inference_client.transfer.artifact import write_artifact
 from easyrl.inference_client.transfer.broadcast import EndpointsClient, WeightMeta
 from easyrl.schema import PolicyVersion
 from easyrl.weight_sync.broadcasting import (
@@ -35,6 +34,7 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
     wait_until,
     weight_sync,
 )
+from tests.inference_client.written_artifact import write_artifact
 
 V = [PolicyVersion("sync", 0, number) for number in range(5)]
 PROBE0 = "sync:0:0:probe"

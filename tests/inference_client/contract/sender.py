@@ -12,10 +12,10 @@ from torch import Tensor
 
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import WeightArtifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from tests.inference_client.contract.conftest import Server
 from tests.inference_client.contract.served_models import contract_model, named_weights
+from tests.inference_client.written_artifact import WeightArtifact, write_artifact
 
 CHUNK_BYTES = 20_000  # several chunks, some tensors larger than one
 Transport = Literal["file", "http"]
