@@ -151,16 +151,12 @@ class Broadcaster:
             self._failures = 0
         except BaseException as error:
             given_up.set()
-            self._leave_group()  # of no use any more
+            self.close(wait_s=0.0)  # of no use any more
             if isinstance(error, BroadcastFailed):
                 self._failures += 1
                 if self._failures == MOST_FAILURES:
                     logger.error("weight sync: no more broadcasts, %d have failed", MOST_FAILURES)
             raise
-
-    def close(self) -> None:
-        """Leaves the group, waiting for that for a moment only."""
-        self._leave_group(CLOSING_S)
 
     def _open_and_send(
         self, members: dict[str, int], version: str, tee: TensorTee, given_up: threading.Event
@@ -197,8 +193,8 @@ class Broadcaster:
         if (error := sent.exception()) is not None:  # another package's code, whatever it raises
             raise BroadcastFailed(f"{type(error).__name__}: {error}") from error
 
-    def _leave_group(self, wait_s: float = 0.0) -> None:
-        """In a thread: it may hang when it is closed."""
+    def close(self, wait_s: float = CLOSING_S) -> None:
+        """Leaves the group in a thread, where it may hang; waits for that for a moment only."""
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
@@ -251,10 +247,8 @@ def address_towards_all(urls: Sequence[str]) -> str:
 
 
 def _current_device() -> torch.device:
-    if not torch.accelerator.is_available():
+    if (kind := torch.accelerator.current_accelerator(check_available=True)) is None:
         return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 

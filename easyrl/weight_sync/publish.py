@@ -56,10 +56,7 @@ RAISED_EVERYWHERE: dict[str, type[Exception]] = {
 
 @dataclass(slots=True)
 class Delivery:
-    """How one version reached the endpoints. ``passed`` is the same on every rank.
-
-    All else is rank 0's.
-    """
+    """How one version reached the endpoints: rank 0's, but for ``passed``, which all ranks have."""
 
     target: Target | None
     passed: list[str] = field(default_factory=list)  # URLs
@@ -209,9 +206,7 @@ class WeightSync:
             urls = self._live_urls(deadline_s)
             excluded: dict[str, str] = {}
             if delivery.target is not None:
-                excluded = self._fan_out(
-                    urls, delivery.target, delivery, canary, write=not is_written
-                )
+                excluded = self._fan_out(urls, delivery, canary, write=not is_written)
             else:
                 if not is_written:
                     for _ in self.engine.named_weights():
@@ -247,20 +242,15 @@ class WeightSync:
         return urls
 
     def _fan_out(
-        self,
-        urls: Sequence[str],
-        target: Target,
-        delivery: Delivery,
-        canary: bool,
-        *,
-        write: bool,
+        self, urls: Sequence[str], delivery: Delivery, canary: bool, *, write: bool
     ) -> dict[str, str]:
         """Has ``urls`` reconciled, while the weights are written if ``write``. Rank 0.
 
         Returns who failed for good and why.
         """
         endpoints = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
-        broadcaster = self._broadcaster
+        broadcaster, target = self._broadcaster, delivery.target
+        assert target is not None
         tee = broadcaster.begin() if write and broadcaster is not None else None
         fan_out = FanOut(self._reconciler, endpoints, target, canary=canary, tee=tee)
         running = self.thread.submit(fan_out.run())

@@ -117,8 +117,7 @@ class Reconciler:
                         )
                     return shown
                 except EndpointError as error:
-                    is_gone = isinstance(error, EndpointUnavailable)
-                    if is_gone and not await still_answers(endpoint):
+                    if isinstance(error, EndpointUnavailable) and not await still_answers(endpoint):
                         raise
                     logger.warning("weight sync: %s", error)
                     await self._quarantine(endpoint, weights, error)

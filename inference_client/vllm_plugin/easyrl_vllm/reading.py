@@ -64,8 +64,8 @@ def check_component(kind: str, name: object) -> str:
 class FileSource:
     """Artifacts below ``root``.
 
-    In shared memory the trainer writes new versions into the files of old ones: such a file is
-    mapped (``MappedFiles``). Raises ``ValueError`` if ``root`` is not where the holder of ``token`` writes.
+    In shared memory the trainer writes new versions into the files of old ones, which are mapped
+    when they are met again. Raises ``ValueError`` if it is not where ``token``'s holder writes.
     """
 
     def __init__(self, root: str, token: str) -> None:

@@ -23,13 +23,7 @@ from torch import Tensor
 
 from .chunk_format import Chunk, Entry, read_header
 from .mapping import Bytes
-from .reading import (
-    ChunkStream,
-    ConnectionDropped,
-    FileSource,
-    HttpSource,
-    check_component,
-)
+from .reading import ChunkStream, ConnectionDropped, FileSource, HttpSource, check_component
 
 BLOCK_BYTES = 2**19  # read and hashed at a time: stays in the processor's cache
 HANDOVER_BYTES = 4 * 2**20  # verified tensors go to the caller in heaps of about this size
@@ -47,13 +41,8 @@ class WeightReceiver:
 
     ``init_info``: ``{"run": str, "token": str, "root": str | null, "url": str | null}``. The root
     is used where its ``announcement`` holds the hash of the token, which tells that trainer and
-    receiver see the same directory; else the URL.
-
-    Args:
-        init_info: what the trainer sent to ``/init_weight_transfer_engine``.
-        pin_memory: page-locked buffers, for copies to a GPU.
-
-    Raises ``ValueError`` if neither can be used, naming both and why.
+    receiver see the same directory; else the URL. ``pin_memory``: page-locked buffers, for copies
+    to a GPU. Raises ``ValueError`` if neither can be used, naming both and why.
     """
 
     def __init__(self, init_info: Mapping[str, Any], *, pin_memory: bool = False) -> None:
