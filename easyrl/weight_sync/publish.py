@@ -89,6 +89,8 @@ class Delivery:
 class WeightSync:
     """Publishes a version of the weights. Every method is called by all ranks.
 
+    Raises ``ValueError`` if the transport's package is not installed.
+
     Attributes:
         tolerance: of the canary's mean |Δ log-prob|, nats.
         stop: ends the waiting for an endpoint.
@@ -96,8 +98,6 @@ class WeightSync:
         max_outage_s: how long all endpoints may be down.
         api_key: the endpoints' bearer token, for a broadcast's own requests.
         open_group: of a broadcast; default: what the transport says.
-    Raises:
-        ValueError: the transport's package is not installed.
     """
 
     config: WeightSyncConfig

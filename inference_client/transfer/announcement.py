@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from blake3 import blake3
 
-from easyrl.inference_client.transfer.reuse import ReusedMemory
+from easyrl.inference_client.transfer.artifact import ReusedMemory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import is_memory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.reading import ANNOUNCEMENT
 

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -20,11 +21,11 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from easyrl.inference_client.transfer.reuse import ReusedMemory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES, Chunk
-from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes, map_file
 
 MANIFEST = "manifest.json"
+FREE = ".free"  # folder in the root, of files that wait for their next use
 HEADER_BYTES = 2**16  # in front of the tensors, padded with spaces; longer only for one long name
 BLOCK_BYTES = 2**19  # copied and hashed at a time: stays in the processor's cache
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -122,6 +123,52 @@ def remove_artifact(directory: Path, memory: ReusedMemory | None) -> None:
         memory.reclaim(directory)
     else:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+class ReusedMemory:
+    """Chunk files of removed artifacts below ``root``, in shared memory, kept for the next ones.
+
+    Taking fresh pages from the system costs more than twice what writing into known ones does, and
+    a receiver that has such a file mapped reads it at the speed of plain memory. At most one file
+    of each name is kept, so that no more than one artifact's size lies idle.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._free = root / FREE
+        self._mapped: dict[int, Bytes] = {}  # by inode
+        self._lock = threading.RLock()
+
+    def take(self, file: str, target: Path) -> Bytes | None:
+        """Moves a freed file of that name to ``target``; its bytes, to be overwritten."""
+        with self._lock:
+            try:
+                (self._free / file).rename(target)
+            except FileNotFoundError:
+                return None
+            status = target.stat()
+            memory = self._mapped.get(status.st_ino)
+            if memory is None:
+                memory = map_file(target, status.st_size, writable=True)
+                self._mapped[status.st_ino] = memory
+            return memory
+
+    def forget(self, path: Path) -> None:
+        """Deletes ``path``, if it is there."""
+        with self._lock:
+            if path.exists():
+                self._mapped.pop(path.stat().st_ino, None)
+                path.unlink()
+
+    def reclaim(self, directory: Path) -> None:
+        """Takes an artifact's chunk files and deletes the rest of it."""
+        with self._lock:
+            if not directory.is_dir():
+                return
+            self._free.mkdir(exist_ok=True)
+            for path in directory.glob("chunk-*"):
+                self.forget(self._free / path.name)
+                path.rename(self._free / path.name)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 class ChunkFile:

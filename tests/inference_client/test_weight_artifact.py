@@ -20,8 +20,7 @@ from torch import Tensor
 
 from easyrl.config import SHARED_MEMORY
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum
-from easyrl.inference_client.transfer.reuse import ReusedMemory
+from easyrl.inference_client.transfer.artifact import Chunk, ReusedMemory, tensor_checksum
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import is_memory
 from tests.inference_client.written_artifact import WeightArtifact, write_artifact
 

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from easyrl.inference_client.transfer import artifact
-from easyrl.inference_client.transfer.artifact import Chunk
-from easyrl.inference_client.transfer.reuse import ReusedMemory
+from easyrl.inference_client.transfer.artifact import Chunk, ReusedMemory
 
 
 @dataclass(frozen=True)

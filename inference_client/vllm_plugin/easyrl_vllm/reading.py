@@ -15,6 +15,7 @@ import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -201,10 +202,11 @@ class HttpSource:
     def _get(self, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
         if self._connection.sock is None:
             self._connection.connect()
+            connected: Any = self._connection.sock
             # the kernel's own limit: with Python's, the socket is polled before every read
-            self._connection.sock.settimeout(None)
+            connected.settimeout(None)
             limit = struct.pack("ll", TIMEOUT_S, 0)
-            self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._connection.request("GET", self._path + path, headers=headers)
         return self._connection.getresponse()
 
