@@ -15,6 +15,7 @@ from torch import Tensor
 
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from tests.inference_client.vllm.plugin_server import (
+    PLUGIN_PATH,
     Answer,
     Artifact,
     PluginServer,
@@ -48,7 +49,7 @@ def server(
         directory / "log",
         dtype=dtype,
         extension="faulty_worker.FaultyWorker",
-        env={"PYTHONPATH": str(Path(__file__).parent)},
+        env={"PYTHONPATH": PLUGIN_PATH},
     )
     with running(server):
         yield server
