@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,7 +37,7 @@ from torch import Tensor
 from benchmarks.weight_receivers import Plan, receive_weights
 from easyrl.config import SHARED_MEMORY
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import Chunk, WeightArtifact, write_artifact
+from easyrl.inference_client.transfer.artifact import Chunk, remove_artifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from easyrl.runtime.machine import pin_process, usable_cpus
 
@@ -108,12 +108,12 @@ class Measurement:
         self._num_bytes = sum(weight.nbytes for weight in weights.values())
         self._chunk_bytes = chunk_bytes
         self._version = 0
-        self._artifact: WeightArtifact | None = None
+        self._chunks: list[Chunk] = []  # of that version
         with ExitStack() as stack:
             folder = Path(tempfile.mkdtemp(prefix="easyrl-weight-sync-", dir=SHARED_MEMORY))
             stack.callback(shutil.rmtree, folder)
-            self._told = Announcement.create(folder / "easyrl-benchmark", "benchmark")
-            server = stack.enter_context(ChunkServer(self._told.root, self._told.token))
+            self._told = Announcement(folder / "easyrl-benchmark", "benchmark")
+            server = stack.enter_context(closing(ChunkServer(self._told.root, self._told.token)))
             pin_process(server.pid, cpus[:1])
             plain_url = stack.enter_context(plain_file_server(self._told.root, cpus[:1]))
             shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
@@ -152,16 +152,20 @@ class Measurement:
             for name, values in seconds.items()
         }
 
+    @property
+    def _name(self) -> str:
+        return f"v{self._version}"
+
     def _sync(self, transport: str) -> float:
         """From the first byte written to the last received."""
-        old, self._version = self._artifact, self._version + 1
-        name = f"v{self._version}"
+        old, self._version = self._name, self._version + 1
+        name = self._name
 
         def tell(chunk: Chunk) -> None:
             self._send("chunk", transport, name, chunk.describe())
 
         start = time.perf_counter()
-        self._artifact = write_artifact(
+        self._chunks = write_artifact(
             self._weights.items(),
             self._told.root / name,
             name,
@@ -172,23 +176,20 @@ class Measurement:
         self._send("end")
         self._wait()
         elapsed = time.perf_counter() - start
-        if old is not None:
-            old.remove()
+        remove_artifact(self._told.root / old, self._told.memory)
         return elapsed
 
     def _receive(self, transport: str) -> float:
         """A complete artifact, as after a restart."""
-        assert self._artifact is not None
         start = time.perf_counter()
-        for chunk in self._artifact.chunks:
-            self._send("chunk", transport, self._artifact.name, chunk.describe())
+        for chunk in self._chunks:
+            self._send("chunk", transport, self._name, chunk.describe())
         self._send("end")
         self._wait()
         return time.perf_counter() - start
 
     def _all(self, command: str) -> float:
-        assert self._artifact is not None
-        files = [f"{self._artifact.name}/{chunk.file}" for chunk in self._artifact.chunks]
+        files = [f"{self._name}/{chunk.file}" for chunk in self._chunks]
         start = time.perf_counter()
         self._send(command, files)
         self._wait()

@@ -53,7 +53,7 @@ class HashedWeights:
         for name, weight in self._engine.named_weights():
             if self._collectives.ranks.rank == 0:
                 checksums[name] = tensor_checksum(weight)
-        digest = self._collectives.broadcast(weights_digest([Chunk("", checksums, 0)]))
+        digest = self._collectives.broadcast(weights_digest([Chunk("", 0, checksums)]))
         self.digests[version.v] = digest
         return Published(ServedWeights(version, digest), {})
 

@@ -1,7 +1,5 @@
 """Weights by broadcast between devices (``weight_sync.transport: nccl`` or ``hccl``), on rank 0.
 
-Tested with a stand-in for the group: NCCL's and HCCL's own calls have never been run.
-
 vLLM's trainer engine has each rank iterate over the weights inside ``send_weights``. Here only rank
 0 opens and sends, in a thread of its own that is fed by the pass over the weights which every rank
 makes anyway: a broadcast that fails or hangs can be left behind, and no collective of the trainer
@@ -26,10 +24,8 @@ from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.inference_client.transfer.broadcast import (
     BACKENDS,
     Broadcast,
-    EndpointRoutes,
     EndpointsClient,
     WeightMeta,
-    open_broadcast,
 )
 from easyrl.runtime.machine import free_port
 from easyrl.weight_sync.store import NamedWeights, local_address_towards
@@ -39,7 +35,6 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 3  # in a row; after that every version goes by artefact
 WATCH_INTERVAL_S = 0.2  # between looks at what the pool says of an endpoint
 CLOSING_S = 10.0  # for a group to be left at the end of the run
-
 
 OpenGroup = Callable[[Sequence[str], Sequence[WeightMeta]], Broadcast]  # URLs, what will be sent
 
@@ -53,11 +48,7 @@ class TeeClosed(RuntimeError):
 
 
 class TensorTee:
-    """Hands each tensor of the main thread's pass to a sender's thread.
-
-    The pass is a collective of the trainer's ranks. It belongs to the main thread, which therefore
-    goes on to the last tensor whatever becomes of the sender.
-    """
+    """Hands each tensor of the main thread's pass to a sender's thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -86,8 +77,8 @@ class TensorTee:
     def copies(self, device: torch.device) -> NamedWeights:
         """All tensors of the pass on ``device``, for the sender's thread.
 
-        Copied there, on the stream that the sender works on: the allocator gives a tensor's memory
-        to the next one of its stream. Raises ``TeeClosed``.
+        Copied on the stream that the sender works on: the allocator gives a tensor's memory to the
+        next one of its stream. Raises ``TeeClosed``.
         """
         while True:
             with self._changed:
@@ -160,16 +151,12 @@ class Broadcaster:
             self._failures = 0
         except BaseException as error:
             given_up.set()
-            self._leave_group()  # of no use any more
+            self.close(wait_s=0.0)  # of no use any more
             if isinstance(error, BroadcastFailed):
                 self._failures += 1
                 if self._failures == MOST_FAILURES:
                     logger.error("weight sync: no more broadcasts, %d have failed", MOST_FAILURES)
             raise
-
-    def close(self) -> None:
-        """Leaves the group, waiting for that for a moment only."""
-        self._leave_group(CLOSING_S)
 
     def _open_and_send(
         self, members: dict[str, int], version: str, tee: TensorTee, given_up: threading.Event
@@ -206,8 +193,8 @@ class Broadcaster:
         if (error := sent.exception()) is not None:  # another package's code, whatever it raises
             raise BroadcastFailed(f"{type(error).__name__}: {error}") from error
 
-    def _leave_group(self, wait_s: float = 0.0) -> None:
-        """In a thread: it may hang when it is closed."""
+    def close(self, wait_s: float = CLOSING_S) -> None:
+        """Leaves the group in a thread, where it may hang; waits for that for a moment only."""
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
@@ -233,9 +220,9 @@ def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup
         )
 
     def open_group(urls: Sequence[str], metadata: Sequence[WeightMeta]) -> Broadcast:
-        client = EndpointsClient([EndpointRoutes(url, api_key, config.timeout_s) for url in urls])
+        client = EndpointsClient(urls, api_key, config.timeout_s)
         try:
-            return open_broadcast(
+            return Broadcast(
                 transport,
                 metadata,
                 client,
@@ -260,10 +247,8 @@ def address_towards_all(urls: Sequence[str]) -> str:
 
 
 def _current_device() -> torch.device:
-    if not torch.accelerator.is_available():
+    if (kind := torch.accelerator.current_accelerator(check_available=True)) is None:
         return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 

@@ -79,7 +79,8 @@ class Expected:
         """
         differences = []
         for tokens, logprobs, sample in zip(self.token_ids, self.logprobs, samples, strict=True):
-            shared = _common_prefix(tokens, sample.token_ids)
+            length = min(len(tokens), len(sample.token_ids))
+            shared = int(np.cumprod(tokens[:length] == sample.token_ids[:length]).sum())
             differences.append(np.abs(sample.logprobs[:shared] - logprobs[:shared]))
         difference = np.nan_to_num(np.concatenate(differences), nan=np.inf)
         if len(difference) == 0:
@@ -105,7 +106,7 @@ Expect = Callable[[str, Sequence[Completion]], Awaitable[Expected]]
 
 @dataclass(frozen=True)
 class Canary:
-    """Samples from an endpoint, and asks the trainer what it thinks of the samples.
+    """Samples from an endpoint, and asks the trainer about the samples.
 
     Attributes:
         pack: packs groups in the given order, every token trained.
@@ -173,9 +174,3 @@ class Canary:
 
 def _tokens(responses: Sequence[Completion]) -> tuple[bytes, ...]:
     return tuple(completion.token_ids.tobytes() for completion in responses)
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Leading elements that are equal."""
-    length = min(len(a), len(b))
-    return int(np.cumprod(a[:length] == b[:length]).sum())

@@ -11,7 +11,7 @@ from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.schema import Confirmation
 from easyrl.weight_sync.canary import CanaryReading, Expect
-from easyrl.weight_sync.proof import Prover, Shown, is_failed_proof
+from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S, while_up
 from easyrl.weight_sync.reconcile import Reconciler
 from easyrl.weight_sync.target import Target
@@ -126,7 +126,7 @@ class ConfirmedEndpoints:
                     return shown
             except EndpointError as error:
                 version = error.reason
-                if is_failed_proof(error):
+                if isinstance(error, ProofFailed):
                     self.pool.quarantine(endpoint, error.reason)
                     self._proof_failed(endpoint)
             if time.monotonic() >= deadline_s:

@@ -26,16 +26,11 @@ LEAST_VISIBLE = 1e-4  # nats; float32 noise stays below 1e-5, a one-layer model 
 
 
 class ProofFailed(EndpointError):
-    """An endpoint answered, and what it showed is not what it was given."""
+    """An endpoint showed other weights under the version that it was given."""
 
 
-class OtherVersionShown(ProofFailed):
+class OtherVersionShown(EndpointError):
     """It shows another version than it was given: it has restarted, or is given another one."""
-
-
-def is_failed_proof(error: EndpointError) -> bool:
-    """Whether an endpoint showed other weights under the version that it was given."""
-    return isinstance(error, ProofFailed) and not isinstance(error, OtherVersionShown)
 
 
 @dataclass(slots=True)
@@ -56,12 +51,8 @@ class Probe:
 
     It is the proof that nothing is kept beside the weights that can be read back: a second copy of
     a tied head, keys and values of prompts. Its weights are the trainer's at the start of the run,
-    visibly changed, and stay on the host. That costs a second artefact and buys what weights
-    changed on the host could not: the trainer's own log-probabilities under them, taken once. An
-    endpoint that keeps an old copy answers neither as before nor as the trainer, whatever it was
-    started with, and although its weights may be equal to those that it has to serve (a run's first
-    batch). Comparing two answers of the endpoint with each other would only show that *something*
-    has changed. So start-up and mid-batch go one way, the latter without the trainer.
+    changed, and stay on the host; the trainer's log-probabilities under them are taken once. So
+    start-up and mid-batch go one way, the latter without the trainer.
     """
 
     weights: Target
@@ -75,10 +66,9 @@ class Probe:
     def check(self, samples: Sequence[Completion], tolerance: float) -> str | None:
         """What is wrong with an endpoint that was given these weights, in words.
 
-        It has to agree with the trainer and to have moved much further than that from the true
-        weights. Against the noise measured on the same samples, not only against the tolerance:
-        that one is generous (5e-2 nats in bf16), and a small model's log-probabilities move by less
-        than it when its weights change by 5 %.
+        It has to agree with the trainer and to have moved from the true weights much further than
+        the noise measured on the same samples: the tolerance is generous (5e-2 nats in bf16), a
+        small model's log-probabilities move by less when its weights change by 5 %.
         """
         noise = self.changed.reading(samples)
         if problem := noise.problem(tolerance):
@@ -122,7 +112,7 @@ class Prover:
         """Version, checksums and, if ``expect`` can tell what it should show, the canary.
 
         What it shows goes into ``shown``, seconds are added. Raises ``ProofFailed``,
-        ``EndpointError`` without an answer.
+        ``OtherVersionShown``, ``EndpointError`` without an answer.
         """
         start_s = time.monotonic()
         await prove_weights(endpoint, weights, stamp=stamp, bits=self.reads_bits)
@@ -144,7 +134,7 @@ class Prover:
             self.probe_shifts[endpoint.url] = np.inf
 
     async def sample(self, endpoint: Endpoint, stamp: str) -> list[Completion]:
-        """The canary's samples. Raises ``ProofFailed`` if not all tokens carry ``stamp``."""
+        """The canary's samples. Raises ``OtherVersionShown`` if not all tokens carry ``stamp``."""
         samples = await self.canary.sample(endpoint.url)
         stamped = {span.version for sample in samples for span in sample.version_spans}
         if stamped != {stamp}:  # made by other weights: it may have restarted
@@ -156,7 +146,8 @@ class Prover:
 async def prove_weights(endpoint: Endpoint, weights: Target, *, stamp: str, bits: bool) -> None:
     """``stamp`` and, if ``bits`` are asked for, the checksum of every tensor in every worker.
 
-    Raises ``ProofFailed`` naming the first wrong tensor, ``EndpointError`` without an answer.
+    Raises ``ProofFailed`` naming the first wrong tensor, ``OtherVersionShown``, ``EndpointError``
+    without an answer.
     """
     shown = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
     if shown != stamp:

@@ -56,10 +56,7 @@ RAISED_EVERYWHERE: dict[str, type[Exception]] = {
 
 @dataclass(slots=True)
 class Delivery:
-    """How one version reached the endpoints. ``passed`` is the same on every rank.
-
-    All else is rank 0's.
-    """
+    """How one version reached the endpoints: rank 0's, but for ``passed``, which all ranks have."""
 
     target: Target | None
     passed: list[str] = field(default_factory=list)  # URLs
@@ -92,9 +89,7 @@ class Delivery:
 class WeightSync:
     """Publishes a version of the weights. Every method is called by all ranks.
 
-    Consumes: the engine's weights. Waits for: the proof of the endpoints that are up. Is unblocked
-    by: their answers. Produces: endpoints confirmed for the version, on every rank's pool;
-    ``confirmed`` keeps them so until the next.
+    Raises ``ValueError`` if the transport's package is not installed.
 
     Attributes:
         tolerance: of the canary's mean |Δ log-prob|, nats.
@@ -103,8 +98,6 @@ class WeightSync:
         max_outage_s: how long all endpoints may be down.
         api_key: the endpoints' bearer token, for a broadcast's own requests.
         open_group: of a broadcast; default: what the transport says.
-    Raises:
-        ValueError: the transport's package is not installed.
     """
 
     config: WeightSyncConfig
@@ -176,8 +169,7 @@ class WeightSync:
     def _learn_probe(self, version: PolicyVersion) -> float:
         """Pushes visibly changed weights and sees the change; true weights have to follow.
 
-        Once in this attempt of the run: what the trainer says under the changed weights is kept,
-        for endpoints that come later. Returns the seconds it took. Collective.
+        Once in this attempt of the run. Returns the seconds it took. Collective.
         """
         start_s, seconds = time.monotonic(), 0.0
         while self.collectives.broadcast(self.config.probe and self._reconciler.probe is None):
@@ -214,9 +206,7 @@ class WeightSync:
             urls = self._live_urls(deadline_s)
             excluded: dict[str, str] = {}
             if delivery.target is not None:
-                excluded = self._fan_out(
-                    urls, delivery.target, delivery, canary, write=not is_written
-                )
+                excluded = self._fan_out(urls, delivery, canary, write=not is_written)
             else:
                 if not is_written:
                     for _ in self.engine.named_weights():
@@ -252,20 +242,15 @@ class WeightSync:
         return urls
 
     def _fan_out(
-        self,
-        urls: Sequence[str],
-        target: Target,
-        delivery: Delivery,
-        canary: bool,
-        *,
-        write: bool,
+        self, urls: Sequence[str], delivery: Delivery, canary: bool, *, write: bool
     ) -> dict[str, str]:
         """Has ``urls`` reconciled, while the weights are written if ``write``. Rank 0.
 
         Returns who failed for good and why.
         """
         endpoints = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
-        broadcaster = self._broadcaster
+        broadcaster, target = self._broadcaster, delivery.target
+        assert target is not None
         tee = broadcaster.begin() if write and broadcaster is not None else None
         fan_out = FanOut(self._reconciler, endpoints, target, canary=canary, tee=tee)
         running = self.thread.submit(fan_out.run())

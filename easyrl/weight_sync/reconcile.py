@@ -2,11 +2,10 @@
 
     pause → stamp "updating" → push → resume → prove → canary → stamp the version
 
-What fails is taken out of use (*quarantine*), pushed again, proved again, then excluded. Publishing
-a version, pushing it again, an endpoint that was away, has restarted or is new: all come here. One
-that still has the weights (it was only away, or a broadcast brought them) is not pushed to, it
-proves them. The stamp of the version comes last, so no other process takes for served what has not
-been proved.
+What fails is taken out of use (*quarantine*), pushed again, proved again, then excluded. One that
+still has the weights (it was only away, or a broadcast brought them) is not pushed to, it proves
+them. The stamp of the version comes last, so no other process takes for served what has not been
+proved.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.schema import Completion
 from easyrl.weight_sync.broadcasting import BroadcastFailed, TensorTee
 from easyrl.weight_sync.canary import Expect, Expected
-from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown, is_failed_proof
+from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher, still_answers, while_up
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
-PUSH_ATTEMPTS = 2  # pushed, proved, pushed again, proved again, then excluded
+PUSH_ATTEMPTS = 2
 
 
 @dataclass
@@ -118,8 +117,7 @@ class Reconciler:
                         )
                     return shown
                 except EndpointError as error:
-                    is_gone = isinstance(error, EndpointUnavailable)
-                    if is_gone and not await still_answers(endpoint):
+                    if isinstance(error, EndpointUnavailable) and not await still_answers(endpoint):
                         raise
                     logger.warning("weight sync: %s", error)
                     await self._quarantine(endpoint, weights, error)
@@ -130,7 +128,7 @@ class Reconciler:
         """It gets no request, and what it has in flight goes elsewhere, until it is confirmed."""
         self.prover.probe_shifts.pop(endpoint.url, None)  # it has to show the probe again
         self.pool.quarantine(endpoint, error.reason)
-        if is_failed_proof(error):
+        if isinstance(error, ProofFailed):
             self.on_failed_proof(endpoint)
         await self.pusher.disown(endpoint, weights)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import WeightArtifact, write_artifact
+from easyrl.inference_client.transfer.artifact import remove_artifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from easyrl.weight_sync.target import Target
 
@@ -34,14 +34,13 @@ class WeightStore:
         self._root = config.directory / f"easyrl-{run_name}"
         self._announcement: Announcement | None = None
         self._servers: dict[str, ChunkServer] = {}  # by the address they listen at
-        self._artifacts: dict[str, WeightArtifact] = {}  # by name
         self._lock = threading.Lock()
         self._has_warned = False  # that nothing can be streamed
 
     def begin(self, version: str) -> Target:
         """A version that is going to be written."""
         if self._announcement is None:  # removes what a crashed attempt of this run may have left
-            self._announcement = Announcement.create(self._root, self._run)
+            self._announcement = Announcement(self._root, self._run)
         return Target(version)
 
     def write(
@@ -49,9 +48,9 @@ class WeightStore:
     ) -> None:
         """Each chunk joins ``target`` on ``loop`` once it is there."""
         assert self._announcement is not None
-        self._artifacts[target.name] = write_artifact(
+        write_artifact(
             named_weights,
-            self._root / target.name,
+            self._announcement.root / target.name,
             target.version,
             self._config.chunk_bytes,
             on_chunk=lambda chunk: loop.call_soon_threadsafe(target.add, chunk),
@@ -61,8 +60,8 @@ class WeightStore:
 
     def discard(self, target: Target | None) -> None:
         """Removes a version that nobody serves any more."""
-        if target is not None and (artifact := self._artifacts.pop(target.name, None)) is not None:
-            artifact.remove()
+        if target is not None and self._announcement is not None:
+            remove_artifact(self._announcement.root / target.name, self._announcement.memory)
 
     async def init_info(self, url: str) -> dict[str, Any]:
         """What the endpoint at ``url`` is told: the folder, an address to stream from, or both.

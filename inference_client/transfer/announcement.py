@@ -14,44 +14,37 @@ import fcntl
 import secrets
 import shutil
 import socket
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from blake3 import blake3
 
-from easyrl.inference_client.transfer.reuse import ReusedMemory
+from easyrl.inference_client.transfer.artifact import ReusedMemory
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import is_memory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.reading import ANNOUNCEMENT
 
 OWNER = "owner"  # file in the root
 ROOTS = "easyrl-*"  # names of runs' roots
 
 
-@dataclass(frozen=True, slots=True)
 class Announcement:
-    """Where one run's artifacts are."""
+    """Where one run's artifacts are: makes ``root``, empty, and announces it with a new token.
 
-    root: Path
-    run: str
-    token: str = field(repr=False)
-    memory: ReusedMemory | None = None  # for ``write_artifact`` below the root
-    owner: IO[str] | None = field(default=None, repr=False)  # holds the lock
+    Roots beside it that killed trainers of this host left are removed. ``memory`` is for
+    ``write_artifact`` below the root. Raises ``OSError`` if it cannot be written.
+    """
 
-    @classmethod
-    def create(cls, root: Path, run: str) -> Announcement:
-        """Makes ``root``, empty, and announces it with a new token.
-
-        Roots beside it that killed trainers of this host left are removed. Raises ``OSError`` if
-        it cannot be written.
-        """
-        root = root.absolute()
-        shutil.rmtree(root, ignore_errors=True)
-        _remove_abandoned(root.parent)
-        root.mkdir(parents=True)
-        owner = _own(root)
-        token = secrets.token_urlsafe(32)
-        (root / ANNOUNCEMENT).write_text(blake3(token.encode()).hexdigest())
-        return cls(root, run, token, ReusedMemory.of(root), owner)
+    def __init__(self, root: Path, run: str) -> None:
+        self.root = root.absolute()
+        self.run = run
+        shutil.rmtree(self.root, ignore_errors=True)
+        _remove_abandoned(self.root.parent)
+        self.root.mkdir(parents=True)
+        self._owner = _own(self.root)
+        self.token = secrets.token_urlsafe(32)
+        (self.root / ANNOUNCEMENT).write_text(blake3(self.token.encode()).hexdigest())
+        # of folders, only those in memory are worth it
+        self.memory = ReusedMemory(self.root) if is_memory(self.root) else None
 
     def init_info(self, transport: str = "auto", url: str | None = None) -> dict[str, Any]:
         """Body of ``/init_weight_transfer_engine``.
@@ -74,8 +67,7 @@ class Announcement:
     def remove(self) -> None:
         """Deletes the root with all artifacts; safe to call twice."""
         shutil.rmtree(self.root, ignore_errors=True)
-        if self.owner is not None:
-            self.owner.close()
+        self._owner.close()
 
 
 def _own(root: Path) -> IO[str]:

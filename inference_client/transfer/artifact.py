@@ -8,37 +8,27 @@ travel as safetensors (no pickle), and the blake3 hash of each one's bytes trave
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+import torch
 from blake3 import blake3
 from torch import Tensor
 
-from easyrl.inference_client.transfer.chunk_file import ChunkFile, bytes_of
-from easyrl.inference_client.transfer.reuse import ReusedMemory
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES, Chunk
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes, map_file
 
 MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One safetensors file of an artifact."""
-
-    file: str  # name inside the artifact's directory
-    checksums: dict[str, str]  # name as ``save_pretrained`` writes it -> blake3, 64 hex digits
-    num_bytes: int  # of the tensors in it
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.checksums)
-
-    def describe(self) -> dict[str, Any]:
-        """As the receiver wants to be told of it."""
-        return {"file": self.file, "num_bytes": self.num_bytes, "checksums": self.checksums}
+FREE = ".free"  # folder in the root, of files that wait for their next use
+HEADER_BYTES = 2**16  # in front of the tensors, padded with spaces; longer only for one long name
+BLOCK_BYTES = 2**19  # copied and hashed at a time: stays in the processor's cache
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def weights_digest(chunks: Iterable[Chunk]) -> str:
@@ -51,39 +41,6 @@ def weights_digest(chunks: Iterable[Chunk]) -> str:
     for name in sorted(checksums):
         digest.update(f"{name}\0{checksums[name]}\n".encode())
     return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class WeightArtifact:
-    """A complete set of weights on disk or in shared memory."""
-
-    version: str
-    directory: Path
-    chunks: tuple[Chunk, ...]
-    memory: ReusedMemory | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def name(self) -> str:
-        """A single path component, below the announced root."""
-        return self.directory.name
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(chunk.num_bytes for chunk in self.chunks)
-
-    @property
-    def checksums(self) -> dict[str, str]:
-        """Of all tensors by name."""
-        return {name: value for chunk in self.chunks for name, value in chunk.checksums.items()}
-
-    def update_info(self, chunks: Sequence[Chunk] | None = None) -> dict[str, Any]:
-        """Body of one ``/update_weights`` call, with all chunks or those given."""
-        chosen = self.chunks if chunks is None else chunks
-        return {"artifact": self.name, "chunks": [chunk.describe() for chunk in chosen]}
-
-    def remove(self) -> None:
-        """Deletes the files, or leaves them for the next artifact; safe to call twice."""
-        _remove(self.directory, self.memory)
 
 
 def tensor_checksum(tensor: Tensor) -> str:
@@ -99,20 +56,18 @@ def write_artifact(
     on_chunk: Callable[[Chunk], object] | None = None,
     *,
     memory: ReusedMemory | None = None,
-) -> WeightArtifact:
+) -> list[Chunk]:
     """Writes ``named_weights`` into ``directory``, in the dtypes given.
 
     A tensor goes straight to its file and needs to be valid only until the next one is asked for;
     no second copy of it is held. A chunk has at most ``chunk_bytes`` or one larger tensor.
     ``on_chunk`` hears of each as soon as it can be read. An artifact of the same name is replaced.
     Raises ``ValueError`` if a name comes twice or a dtype cannot be sent, and ``OSError`` naming
-    directory and bytes if it is full; then nothing is left behind.
-
-    Args:
-        memory: files of removed artifacts to write over (``ReusedMemory.of(root)``).
+    directory and bytes if it is full; then nothing is left behind. ``memory``: files of removed
+    artifacts to write over.
     """
     directory = directory.absolute()
-    _remove(directory, memory)
+    remove_artifact(directory, memory)
     directory.mkdir(parents=True)
     chunks: list[Chunk] = []
     try:
@@ -125,9 +80,9 @@ def write_artifact(
         unfinished.write_text(json.dumps(record))
         unfinished.rename(directory / MANIFEST)
     except BaseException:
-        _remove(directory, memory)
+        remove_artifact(directory, memory)
         raise
-    return WeightArtifact(version, directory, tuple(chunks), memory)
+    return chunks
 
 
 def _write_chunks(
@@ -148,27 +103,201 @@ def _write_chunks(
             if file is not None:
                 too_large = file.num_bytes + weight.nbytes > chunk_bytes
                 if too_large or not file.has_room_for(name, weight):
-                    yield _finished(file)
+                    yield file.finish()
                     file = None
             if file is None:
                 file = ChunkFile(directory / f"chunk-{num_chunks:05d}.safetensors", memory)
                 num_chunks += 1
             file.append(name, weight)
         if file is not None:
-            yield _finished(file)
+            yield file.finish()
             file = None
     finally:
         if file is not None:
             file.discard()
 
 
-def _finished(file: ChunkFile) -> Chunk:
-    file.finish()
-    return Chunk(file.path.name, file.checksums, file.num_bytes)
-
-
-def _remove(directory: Path, memory: ReusedMemory | None) -> None:
+def remove_artifact(directory: Path, memory: ReusedMemory | None) -> None:
+    """Deletes the files, or leaves them for the next artifact; safe to call twice."""
     if memory is not None:
         memory.reclaim(directory)
     else:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+class ReusedMemory:
+    """Chunk files of removed artifacts below ``root``, in shared memory, kept for the next ones.
+
+    Taking fresh pages from the system costs more than twice what writing into known ones does, and
+    a receiver that has such a file mapped reads it at the speed of plain memory. At most one file
+    of each name is kept, so that no more than one artifact's size lies idle.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._free = root / FREE
+        self._mapped: dict[int, Bytes] = {}  # by inode
+        self._lock = threading.RLock()
+
+    def take(self, file: str, target: Path) -> Bytes | None:
+        """Moves a freed file of that name to ``target``; its bytes, to be overwritten."""
+        with self._lock:
+            try:
+                (self._free / file).rename(target)
+            except FileNotFoundError:
+                return None
+            status = target.stat()
+            memory = self._mapped.get(status.st_ino)
+            if memory is None:
+                memory = map_file(target, status.st_size, writable=True)
+                self._mapped[status.st_ino] = memory
+            return memory
+
+    def forget(self, path: Path) -> None:
+        """Deletes ``path``, if it is there."""
+        with self._lock:
+            if path.exists():
+                self._mapped.pop(path.stat().st_ino, None)
+                path.unlink()
+
+    def reclaim(self, directory: Path) -> None:
+        """Takes an artifact's chunk files and deletes the rest of it."""
+        with self._lock:
+            if not directory.is_dir():
+                return
+            self._free.mkdir(exist_ok=True)
+            for path in directory.glob("chunk-*"):
+                self.forget(self._free / path.name)
+                path.rename(self._free / path.name)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+class ChunkFile:
+    """One file of an artifact: takes tensors, copied once, then appears under its name.
+
+    The header's room is left free in front, so that a tensor is written as soon as it comes.
+
+    Args:
+        path: of the finished file; it does not exist before ``finish``.
+        memory: where a file to write over may be had.
+    """
+
+    def __init__(self, path: Path, memory: ReusedMemory | None) -> None:
+        self._checksums: dict[str, str] = {}
+        self.num_bytes = 0  # of the tensors
+        self._path = path
+        self._unfinished = path.with_name(f".{path.name}.part")
+        self._memory = memory
+        self._header: dict[str, object] = {}
+        self._header_bytes = 8  # an upper bound, with the length in front
+        self._descriptor: int | None = None
+        self._mapped = memory.take(path.name, self._unfinished) if memory is not None else None
+        if self._mapped is None:
+            self._open()
+        elif len(self._mapped) < HEADER_BYTES:
+            self._leave_mapped()
+
+    def has_room_for(self, name: str, weight: Tensor) -> bool:
+        """Whether the header can take one more entry."""
+        return self._header_bytes + len(_json(_entry(name, weight, 2**50))) <= HEADER_BYTES
+
+    def append(self, name: str, weight: Tensor) -> None:
+        """Copies and hashes one tensor.
+
+        Raises ``ValueError`` for a dtype that cannot be sent, ``OSError`` if the disk is full.
+        """
+        if weight.dtype not in DTYPE_NAMES:
+            raise ValueError(f"weight {name!r}: {weight.dtype} cannot be sent")
+        if not self.has_room_for(name, weight):
+            raise ValueError(f"weight {name[:100]!r}...: a name of {len(name)} letters is too long")
+        entry = _entry(name, weight, self.num_bytes)
+        self._header |= entry
+        self._header_bytes += len(_json(entry))
+        source = bytes_of(weight)
+        digest = blake3()
+        for start in range(0, len(source), BLOCK_BYTES):
+            block = source[start : start + BLOCK_BYTES]
+            self._put(block)
+            digest.update(block.data)
+        self._checksums[name] = digest.hexdigest()
+
+    def finish(self) -> Chunk:
+        """The file is complete and can be read. Raises ``OSError`` if the disk is full."""
+        if self._mapped is not None and len(self._mapped) != HEADER_BYTES + self.num_bytes:
+            self._leave_mapped()
+        text = _json(self._header).ljust(HEADER_BYTES - 8)
+        header = (HEADER_BYTES - 8).to_bytes(8, "little") + text
+        if self._mapped is not None:
+            self._mapped[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
+        else:
+            assert self._descriptor is not None
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            self._write(np.frombuffer(header, np.uint8))
+        self._close()
+        self._unfinished.rename(self._path)
+        return Chunk(self._path.name, self.num_bytes, self._checksums)
+
+    def discard(self) -> None:
+        """Gives up what was written."""
+        self._close()
+        if self._memory is not None:
+            self._memory.forget(self._unfinished)
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _put(self, block: Bytes) -> None:
+        start = HEADER_BYTES + self.num_bytes
+        end = start + len(block)
+        if self._mapped is not None and end > len(self._mapped):
+            self._leave_mapped()
+        if self._mapped is not None:
+            np.copyto(self._mapped[start:end], block)
+        else:
+            self._write(block)
+        self.num_bytes += len(block)
+
+    def _leave_mapped(self) -> None:
+        """The old file's size does not fit (another model): goes on in a fresh one."""
+        assert self._mapped is not None and self._memory is not None
+        written = self._mapped[HEADER_BYTES : HEADER_BYTES + self.num_bytes]
+        self._mapped = None
+        self._memory.forget(self._unfinished)
+        self._open()
+        self._write(written)
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        os.lseek(self._descriptor, HEADER_BYTES, os.SEEK_SET)
+
+    def _write(self, block: Bytes) -> None:
+        assert self._descriptor is not None
+        while len(block):
+            try:
+                block = block[os.write(self._descriptor, block.data) :]
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                message = f"no space for {len(block)} more bytes of weights ({error.strerror})"
+                raise OSError(error.errno, message, str(self._path.parent)) from None
+
+
+def _entry(name: str, weight: Tensor, start: int) -> dict[str, object]:
+    """Of the header, for a tensor whose bytes begin at ``start``."""
+    record = {
+        "dtype": DTYPE_NAMES[weight.dtype],
+        "shape": list(weight.shape),
+        "data_offsets": [start, start + weight.nbytes],
+    }
+    return {name: record}
+
+
+def _json(header: dict[str, object]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def bytes_of(weight: Tensor) -> Bytes:
+    """Row-major bytes on the CPU; those of the tensor itself where they lie there like that."""
+    flat = weight.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy()

@@ -1,13 +1,11 @@
 """Weights by broadcast between devices: our side of vLLM's trainer engines (``nccl``, ``hccl``).
 
-vLLM's own trainer-side engine opens the group, packs and sends; it is given the weights as a
-``WeightSource`` and all endpoints as one client object. What this adds: several endpoints in one
-group, and versions. Other ranks of the trainer have no part in it.
+vLLM's own trainer-side engine opens the group, packs and sends. What this adds: several endpoints
+in one group, and versions. Other ranks of the trainer have no part in it.
 
-Tested against vLLM 0.32's classes without a GPU: the source, the client and the order of the calls;
-the broadcast itself has not been run. HCCL is untested, written against vllm-ascend's documentation
-and sources: its class is the one that mirrors vLLM's since vllm-ascend's pull request 16960;
-releases before it have static functions instead and are refused.
+Tested against vLLM 0.32's classes without a GPU; the broadcast itself has not been run. HCCL is
+untested, written against vllm-ascend's class since its pull request 16960; releases before it have
+static functions instead and are refused.
 """
 
 from __future__ import annotations
@@ -49,110 +47,123 @@ class WeightMeta:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class EndpointRoutes:
-    """One endpoint over HTTP, from any thread.
+class EndpointsClient:
+    """All endpoints at once, as vLLM's ``VLLMWeightSyncClient``: each has its ranks in one group.
+
+    Raises ``RuntimeError`` naming the endpoints that failed.
 
     Args:
-        url: of the server.
+        urls: of the servers.
         api_key: bearer token.
         timeout_s: of one call, a whole broadcast included.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
-        self.url = url
+    def __init__(self, urls: Sequence[str], api_key: str | None, timeout_s: float) -> None:
+        self.weight_version: str | None = None  # taken by the endpoints at the end of an update
+        self._urls = urls
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def post(self, route: str, body: Mapping[str, Any]) -> None:
-        """Raises ``RuntimeError`` naming the endpoint."""
-        self._call("POST", route, json.dumps(body).encode())
-
-    def world_size(self) -> int:
-        """Number of its workers, each a rank of the group."""
-        return int(json.loads(self._call("GET", "/get_world_size", None))["world_size"])
-
-    def _call(self, method: str, route: str, body: bytes | None) -> bytes:
-        request = urllib.request.Request(self.url + route, body, self._headers, method=method)
-        try:
-            with self._opener.open(request, timeout=self._timeout_s) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            text = error.read(500).decode(errors="replace")
-            raise RuntimeError(f"{self.url}{route}: status {error.code}: {text}") from None
-        except OSError as error:
-            raise RuntimeError(f"{self.url}{route}: {error}") from None
-
-
-class EndpointsClient:
-    """All endpoints at once, as vLLM's ``VLLMWeightSyncClient``: each has its ranks in one group.
-
-    Raises ``RuntimeError`` naming the endpoints that failed.
-    """
-
-    def __init__(self, endpoints: Sequence[EndpointRoutes]) -> None:
-        self.weight_version: str | None = None  # taken by the endpoints at the end of an update
-        self._endpoints = endpoints
-        self._threads = ThreadPoolExecutor(len(endpoints), "easyrl-broadcast")
-        sizes = self._on_all(lambda endpoint, _: endpoint.world_size())
+        self._threads = ThreadPoolExecutor(len(urls), "easyrl-broadcast")
+        answers = self._on_all(lambda url, _: self._call(url, "GET", "/get_world_size", None))
+        sizes = [int(json.loads(answer)["world_size"]) for answer in answers]  # workers, all ranks
         self._first_ranks = [sum(sizes[:index]) for index in range(len(sizes))]
         self.num_workers = sum(sizes)
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """``rank_offset`` in ``init_info`` is the first endpoint's first rank."""
 
-        def init(endpoint: EndpointRoutes, index: int) -> None:
+        def body(index: int) -> dict[str, Any]:
             offset = init_info["rank_offset"] + self._first_ranks[index]
-            body = {"init_info": {**init_info, "rank_offset": offset}}
-            endpoint.post("/init_weight_transfer_engine", body)
+            return {"init_info": {**init_info, "rank_offset": offset}}
 
-        self._on_all(init)
+        self._post("/init_weight_transfer_engine", body)
 
     def start_weight_update(self) -> None:
-        self._on_all(lambda endpoint, _: endpoint.post("/start_weight_update", {}))
+        self._post("/start_weight_update", lambda _: {})
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        body = {"update_info": update_info}
-        self._on_all(lambda endpoint, _: endpoint.post("/update_weights", body))
+        self._post("/update_weights", lambda _: {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        body = {"weight_version": weight_version or self.weight_version}
-        self._on_all(lambda endpoint, _: endpoint.post("/finish_weight_update", body))
+        version = weight_version or self.weight_version
+        self._post("/finish_weight_update", lambda _: {"weight_version": version})
 
     def close(self) -> None:
         """Does not wait for a call that hangs in a broadcast."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _on_all(self, call: Callable[[EndpointRoutes, int], Any]) -> list[Any]:
-        futures = [
-            self._threads.submit(call, endpoint, index)
-            for index, endpoint in enumerate(self._endpoints)
-        ]
+    def _post(self, route: str, body: Callable[[int], Mapping[str, Any]]) -> None:
+        self._on_all(lambda url, i: self._call(url, "POST", route, json.dumps(body(i)).encode()))
+
+    def _on_all(self, call: Callable[[str, int], bytes]) -> list[bytes]:
+        futures = [self._threads.submit(call, url, index) for index, url in enumerate(self._urls)]
         problems = [str(error) for future in futures if (error := future.exception())]
         if problems:
             raise RuntimeError("; ".join(problems))
         return [future.result() for future in futures]
 
+    def _call(self, url: str, method: str, route: str, body: bytes | None) -> bytes:
+        request = urllib.request.Request(url + route, body, self._headers, method=method)
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as response:
+                return response.read()
+        except urllib.error.HTTPError as error:
+            text = error.read(500).decode(errors="replace")
+            raise RuntimeError(f"{url}{route}: status {error.code}: {text}") from None
+        except OSError as error:
+            raise RuntimeError(f"{url}{route}: {error}") from None
+
 
 class Broadcast:
-    """One group of the trainer's rank 0 and all workers; to vLLM its own ``WeightSource``.
+    """One NCCL or HCCL group of the trainer's rank 0 and all workers; to vLLM its ``WeightSource``.
+
+    Opened on rank 0; the calling thread's current device is the sender's.
 
     Args:
-        engine_class: vLLM's trainer engine of the backend.
-        init_info: its init info, for rank 0.
         metadata: of all tensors in the order in which they will come.
-        client: of all endpoints; belongs to the group from here on.
+        client: of all endpoints, which were started with backend ``easyrl_nccl`` (or ``_hccl``);
+            belongs to the group from here on.
+        master_address, master_port: of rank 0, as the endpoints reach it; a free port.
+        buffer_bytes: of each of the two packed buffers on the sender's and receivers' devices.
+
+    Raises ``ValueError`` if the package is not installed here or is too old, ``RuntimeError`` if an
+    endpoint refuses.
     """
 
     def __init__(
         self,
-        engine_class: Any,
-        init_info: Any,
+        transport: str,
         metadata: Sequence[WeightMeta],
         client: EndpointsClient,
+        *,
+        master_address: str,
+        master_port: int,
+        buffer_bytes: int,
     ) -> None:
+        module, prefix, needed = BACKENDS[transport]
+        try:
+            from vllm.distributed.weight_transfer.base import WeightSource
+
+            backend = importlib.import_module(module)
+            engine_class = getattr(backend, f"{prefix}TrainerWeightTransferEngine")
+            init_info_class = getattr(backend, f"{prefix}TrainerInitInfo")
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"weight_sync.transport: {transport} needs {needed} in the trainer's environment "
+                f"({error}); install it, or use transport auto"
+            ) from None
+        WeightSource.register(Broadcast)
+        init_info = init_info_class(
+            rank=0,
+            master_address=master_address,
+            master_port=master_port,
+            world_size=1 + client.num_workers,
+            packed_buffer_size_bytes=buffer_bytes,
+            **({"packed": True} if transport == "hccl" else {}),
+        )
         self._metadata = list(metadata)
         self._tensors: Iterable[tuple[str, Tensor]] = ()  # of the next pass
         self._client = client
@@ -178,49 +189,3 @@ class Broadcast:
         """Leaves the group; a ``send`` that hangs in another thread is aborted."""
         self._engine.shutdown()
         self._client.close()
-
-
-def open_broadcast(
-    transport: str,
-    metadata: Sequence[WeightMeta],
-    client: EndpointsClient,
-    *,
-    master_address: str,
-    master_port: int,
-    buffer_bytes: int,
-) -> Broadcast:
-    """Joins the trainer's rank 0 and the endpoints in one NCCL or HCCL group; called on rank 0.
-
-    The calling thread's current device is the sender's.
-
-    Args:
-        metadata: of what will be sent.
-        client: of all endpoints, which were started with backend ``easyrl_nccl`` (or ``_hccl``).
-        master_address, master_port: of rank 0, as the endpoints reach it; a free port.
-        buffer_bytes: of each of the two packed buffers on the sender's and receivers' devices.
-
-    Raises ``ValueError`` if the package is not installed here or is too old, ``RuntimeError`` if an
-    endpoint refuses.
-    """
-    module, prefix, needed = BACKENDS[transport]
-    try:
-        from vllm.distributed.weight_transfer.base import WeightSource
-
-        backend = importlib.import_module(module)
-        engine_class = getattr(backend, f"{prefix}TrainerWeightTransferEngine")
-        init_info_class = getattr(backend, f"{prefix}TrainerInitInfo")
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"weight_sync.transport: {transport} needs {needed} in the trainer's environment "
-            f"({error}); install it, or use transport auto"
-        ) from None
-    WeightSource.register(Broadcast)
-    init_info = init_info_class(
-        rank=0,
-        master_address=master_address,
-        master_port=master_port,
-        world_size=1 + client.num_workers,
-        packed_buffer_size_bytes=buffer_bytes,
-        **({"packed": True} if transport == "hccl" else {}),
-    )
-    return Broadcast(engine_class, init_info, metadata, client)

@@ -22,7 +22,7 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 START_TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 600  # of a connection: longer than most batches
@@ -32,7 +32,7 @@ CHUNK_PATH = re.compile(r"/([A-Za-z0-9_][A-Za-z0-9_.:-]*)/(chunk-\d{5,}\.safeten
 
 
 class ChunkServer:
-    """Starts the process; a context manager.
+    """Starts the process.
 
     Args:
         root: folder of the artifacts.
@@ -77,12 +77,6 @@ class ChunkServer:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _read_port(self, host: str, port: int) -> int:
         answer = self._process.stdout

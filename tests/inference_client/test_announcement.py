@@ -14,7 +14,7 @@ TRAINER = """
 import sys, time
 from pathlib import Path
 from easyrl.inference_client.transfer.announcement import Announcement
-announcement = Announcement.create(Path(sys.argv[1]), "other")
+announcement = Announcement(Path(sys.argv[1]), "other")
 print("announced", flush=True)
 time.sleep(600)
 """
@@ -26,13 +26,13 @@ def test_roots_of_killed_trainers_are_removed(tmp_path: Path, host: str) -> None
     command = [sys.executable, "-c", TRAINER, str(other)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None and trainer.stdout.readline() == b"announced\n"
-        first = Announcement.create(tmp_path / "easyrl-first", "first")
+        first = Announcement(tmp_path / "easyrl-first", "first")
         assert other.is_dir()  # its trainer lives
         trainer.kill()
     if host == "another":  # whose locks may not be seen here
         (other / OWNER).write_text("elsewhere")
     (tmp_path / "easyrl-unknown").mkdir()
-    second = Announcement.create(tmp_path / "easyrl-second", "second")
+    second = Announcement(tmp_path / "easyrl-second", "second")
     assert other.exists() == (host == "another")
     assert first.root.is_dir() and (tmp_path / "easyrl-unknown").is_dir()
     first.remove()

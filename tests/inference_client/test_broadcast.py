@@ -13,11 +13,7 @@ from typing import Any
 
 import pytest
 
-from easyrl.inference_client.transfer.broadcast import (
-    EndpointRoutes,
-    EndpointsClient,
-    open_broadcast,
-)
+from easyrl.inference_client.transfer.broadcast import Broadcast, EndpointsClient
 
 CHECKOUT = Path(__file__).parents[2]
 VLLM_PYTHON = os.environ.get("EASYRL_VLLM_PYTHON")
@@ -70,7 +66,7 @@ def endpoints() -> Iterator[list[FakeEndpoint]]:
 
 
 def client_of(endpoints: list[FakeEndpoint]) -> EndpointsClient:
-    return EndpointsClient([EndpointRoutes(endpoint.url) for endpoint in endpoints])
+    return EndpointsClient([endpoint.url for endpoint in endpoints], None, 600.0)
 
 
 def test_each_endpoint_has_its_own_ranks(endpoints: list[FakeEndpoint]) -> None:
@@ -122,7 +118,7 @@ def test_without_the_packages_the_key_is_named(endpoints: list[FakeEndpoint]) ->
     client = client_of(endpoints)
     for transport, package in (("nccl", "vLLM"), ("hccl", "vllm-ascend")):
         with pytest.raises(ValueError, match=f"weight_sync.transport: .* needs .*{package}"):
-            open_broadcast(
+            Broadcast(
                 transport,
                 [],
                 client,
@@ -153,10 +149,10 @@ nccl_engine.NCCLTrainerWeightTransferEngine = WithoutGpu
 weights = {"a": torch.randn(3, 2), "b": torch.randn(5).bfloat16()}
 metadata = [WeightMeta(n, w.dtype, tuple(w.shape)) for n, w in weights.items()]
 assert [meta.num_bytes for meta in metadata] == [24, 10]
-client = EndpointsClient([EndpointRoutes(url) for url in sys.argv[1:]])
+client = EndpointsClient(sys.argv[1:], None, 600.0)
 assert isinstance(client, VLLMWeightSyncClient)
-broadcast = open_broadcast("nccl", metadata, client, master_address="127.0.0.1", master_port=7,
-                           buffer_bytes=1 << 20)
+broadcast = Broadcast("nccl", metadata, client, master_address="127.0.0.1", master_port=7,
+                      buffer_bytes=1 << 20)
 for version in ("v1", "v2"):
     sent.clear()
     broadcast.send(version, iter(weights.items()))

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(root: Path) -> Iterator[ChunkServer]:
-    with ChunkServer(root, TOKEN) as server:
+    with closing(ChunkServer(root, TOKEN)) as server:
         yield server
 
 

@@ -41,11 +41,8 @@ from easyrl.inference_client.servers.embedded.sampling import (
     inverse_cdf,
     penalize,
 )
-from easyrl.inference_client.transfer.artifact import (
-    WeightArtifact,
-    tensor_checksum,
-    write_artifact,
-)
+from easyrl.inference_client.transfer.artifact import tensor_checksum
+from tests.inference_client.written_artifact import WeightArtifact, write_artifact
 
 VOCAB = 64
 EOS = 63
@@ -409,7 +406,7 @@ def test_a_failed_update_names_the_tensor_and_stops_generation(
             run(engine, prompts(1)[0])
     good = artifact_of(qwen3[0], tmp_path / "good", "v1")
     damaged = [
-        dataclasses.replace(chunk, checksums={n: "0" * 64 for n in chunk.names})
+        dataclasses.replace(chunk, checksums={n: "0" * 64 for n in chunk.checksums})
         for chunk in good.chunks
     ]
     with pytest.raises(ValueError, match="tensor '.*' has hash"):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.server import main, start_site
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from tests.inference_client.written_artifact import write_artifact
 
 EOS = 62
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -246,7 +246,7 @@ async def test_every_route_but_probes_asks_for_the_key(model_dir: Path) -> None:
 async def test_weight_update_over_http(model_dir: Path, tmp_path: Path) -> None:
     weights = load_file(model_dir / "model.safetensors")
     changed = {name: tensor * 1.5 for name, tensor in weights.items()}
-    told = Announcement.create(tmp_path / "root", "run")
+    told = Announcement(tmp_path / "root", "run")
     artifact = write_artifact(changed.items(), told.root / "v1", "run:0:1", 1 << 13)
     async with serving(model_dir) as (http, _, _):
         assert (await get(http, "/weight_info"))[1] == {"weight_version": "default"}
@@ -289,17 +289,20 @@ async def test_weight_update_over_http(model_dir: Path, tmp_path: Path) -> None:
 
 async def test_failed_update_answers_400_then_503(model_dir: Path, tmp_path: Path) -> None:
     weights = load_file(model_dir / "model.safetensors")
-    told = Announcement.create(tmp_path / "root", "run")
+    told = Announcement(tmp_path / "root", "run")
     artifact = write_artifact(weights.items(), told.root / "v1", "v1", 1 << 20)
     (chunk,) = artifact.chunks
     info = artifact.update_info()
-    info["chunks"][0]["checksums"] = dict.fromkeys(chunk.names, "0" * 64)
+    info["chunks"][0]["checksums"] = dict.fromkeys(chunk.checksums, "0" * 64)
     async with serving(model_dir) as (http, _, _):
         body = {"init_info": told.init_info("file")}
         await post(http, "/init_weight_transfer_engine", body)
         await post(http, "/start_weight_update")
         status, reply = await post(http, "/update_weights", {"update_info": info})
-        assert status == 400 and f"tensor {chunk.names[0]!r} has hash" in reply["error"]["message"]
+        assert (
+            status == 400
+            and f"tensor {min(chunk.checksums)!r} has hash" in reply["error"]["message"]
+        )
         status, reply = await post(http, "/inference/v1/generate", generate_body())
         assert status == 503 and "the last weight update failed" in reply["error"]["message"]
         assert (await get(http, "/weight_info"))[1] == {"weight_version": "default"}
@@ -309,7 +312,7 @@ async def test_abandoned_update_answers_an_error_and_the_next_one_works(
     model_dir: Path, tmp_path: Path
 ) -> None:
     weights = load_file(model_dir / "model.safetensors")
-    told = Announcement.create(tmp_path / "root", "run")
+    told = Announcement(tmp_path / "root", "run")
     artifact = write_artifact(weights.items(), told.root / "v1", "v1", 1 << 13)
     assert len(artifact.chunks) > 1
     abandon = {"update_info": {"abandon": True}}
@@ -339,9 +342,9 @@ async def test_abandoned_update_answers_an_error_and_the_next_one_works(
 async def test_weights_come_over_http_too(model_dir: Path, tmp_path: Path) -> None:
     weights = load_file(model_dir / "model.safetensors")
     changed = {name: tensor * 1.5 for name, tensor in weights.items()}
-    told = Announcement.create(tmp_path / "root", "run")
+    told = Announcement(tmp_path / "root", "run")
     artifact = write_artifact(changed.items(), told.root / "v1", "v1", 1 << 13)
-    with ChunkServer(told.root, told.token) as chunks:
+    with closing(ChunkServer(told.root, told.token)) as chunks:
         async with serving(model_dir) as (http, _, engine):
             body = {"init_info": told.init_info("http", chunks.url)}
             assert (await post(http, "/init_weight_transfer_engine", body))[0] == 200
@@ -369,7 +372,7 @@ async def test_weights_come_over_http_too(model_dir: Path, tmp_path: Path) -> No
 async def test_malformed_updates_are_refused(
     model_dir: Path, tmp_path: Path, info: dict[str, Any]
 ) -> None:
-    told = Announcement.create(tmp_path / "root", "run")
+    told = Announcement(tmp_path / "root", "run")
     async with serving(model_dir) as (http, _, _):
         body = {"init_info": told.init_info("file")}
         await post(http, "/init_weight_transfer_engine", body)

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from torch import Tensor
 
 from easyrl.config import SHARED_MEMORY
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import WeightArtifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from easyrl.inference_client.vllm_plugin.easyrl_vllm import reading, receiving
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import MappedFiles, is_memory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.receiving import WeightReceiver
+from tests.inference_client.written_artifact import WeightArtifact, write_artifact
 
 WEIGHTS = {
     "bf16": torch.randn(700, 1000).to(torch.bfloat16),  # several blocks
@@ -41,7 +42,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def told(tmp_path: Path) -> Announcement:
-    return Announcement.create(tmp_path / "root", "run")
+    return Announcement(tmp_path / "root", "run")
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def artifact(told: Announcement) -> WeightArtifact:
 
 @pytest.fixture(params=["file", "http"])
 def receiver(request: pytest.FixtureRequest, told: Announcement) -> Iterator[WeightReceiver]:
-    with ChunkServer(told.root, told.token) as server:
+    with closing(ChunkServer(told.root, told.token)) as server:
         receiver = WeightReceiver(told.init_info(request.param, server.url))
         assert receiver.transport == request.param
         yield receiver
@@ -96,7 +97,7 @@ def test_tensors_of_a_chunk_stay_until_it_has_ended(
 ) -> None:
     weights = {f"{i}": torch.full((1000,), float(i)) for i in range(12)}
     artifact = write_artifact(weights.items(), told.root / "v1", "v", 3 * 4000)
-    assert [len(chunk.names) for chunk in artifact.chunks] == [3] * 4
+    assert [len(chunk.checksums) for chunk in artifact.chunks] == [3] * 4
     held: list[tuple[str, Tensor]] = []
     for name, tensor in receiver.tensors(artifact.name, chunks_of(artifact)):
         held.append((name, tensor))
@@ -299,10 +300,10 @@ def test_forged_files(told: Announcement, content: bytes, message: str) -> None:
 
 
 def test_the_root_is_used_only_if_it_is_the_trainers(told: Announcement, tmp_path: Path) -> None:
-    with ChunkServer(told.root, told.token) as server:
+    with closing(ChunkServer(told.root, told.token)) as server:
         both = told.init_info("auto", server.url)
         assert WeightReceiver(both).transport == "file"
-        other = Announcement.create(tmp_path / "other", "run")
+        other = Announcement(tmp_path / "other", "run")
         for root in (str(tmp_path / "absent"), str(other.root)):
             assert WeightReceiver(both | {"root": root}).transport == "http"
 
@@ -342,7 +343,7 @@ def test_what_is_announced(told: Announcement) -> None:
         told.init_info("http")
     with pytest.raises(ValueError, match="'nccl' moves no files"):
         told.init_info("nccl")
-    again = Announcement.create(told.root, "run")  # by the next attempt of the run
+    again = Announcement(told.root, "run")  # by the next attempt of the run
     assert again.token != told.token
     again.remove()
     again.remove()
@@ -487,7 +488,7 @@ def test_close_ends_a_read_that_hangs(flaky: WeightReceiver, artifact: WeightArt
 
 @pytest.fixture
 def in_memory() -> Iterator[Announcement]:
-    told = Announcement.create(SHARED_MEMORY / f"easyrl-test-receiving-{os.getpid()}", "run")
+    told = Announcement(SHARED_MEMORY / f"easyrl-test-receiving-{os.getpid()}", "run")
     if told.memory is None:
         told.remove()
         pytest.skip(f"{SHARED_MEMORY} is not in memory")

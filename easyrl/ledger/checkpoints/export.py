@@ -33,8 +33,8 @@ def export_model(
         dtype: torch's name of the weights' type, for ``config.json``.
     """
     shutil.rmtree(target, ignore_errors=True)
-    artifact = write_artifact(iter(weights), target, "export", EXPORT_SHARD_BYTES)
-    weight_map = {name: chunk.file for chunk in artifact.chunks for name in chunk.names}
+    chunks = write_artifact(iter(weights), target, "export", EXPORT_SHARD_BYTES)
+    weight_map = {name: chunk.file for chunk in chunks for name in chunk.checksums}
     index = {"metadata": {}, "weight_map": weight_map}
     for folder in (source, tokenizer):
         for file in folder.iterdir():

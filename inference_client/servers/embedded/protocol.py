@@ -119,7 +119,7 @@ class InitBody(BaseModel):
 
 
 class UpdateInfo(BaseModel):
-    """Chunks of an artifact (``WeightArtifact.update_info``), or ``abandon`` alone."""
+    """Chunks of an artifact (``Chunk.describe``), or ``abandon`` alone."""
 
     artifact: str = ""
     chunks: list[dict[str, Any]] = []

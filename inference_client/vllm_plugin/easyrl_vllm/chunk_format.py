@@ -34,15 +34,19 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class AnnouncedChunk:
-    """What the trainer says of one chunk file."""
+class Chunk:
+    """What the trainer says of one safetensors file of an artifact."""
 
-    file: str
+    file: str  # name inside the artifact's directory
     num_bytes: int  # of the tensors in it
-    checksums: Mapping[str, str]  # name -> blake3 of its bytes, 64 hex digits
+    checksums: Mapping[str, str]  # name as ``save_pretrained`` writes it -> blake3, 64 hex digits
+
+    def describe(self) -> dict[str, Any]:
+        """As ``parse`` takes it."""
+        return {"file": self.file, "num_bytes": self.num_bytes, "checksums": self.checksums}
 
     @classmethod
-    def parse(cls, record: Mapping[str, Any]) -> AnnouncedChunk:
+    def parse(cls, record: Mapping[str, Any]) -> Chunk:
         """Raises ``ValueError`` naming the field."""
         try:
             file, num_bytes, checksums = (record[k] for k in ("file", "num_bytes", "checksums"))
@@ -71,7 +75,7 @@ class Entry:
     end: int
 
 
-def read_header(stream: ChunkStream, chunk: AnnouncedChunk, where: str) -> list[Entry]:
+def read_header(stream: ChunkStream, chunk: Chunk, where: str) -> list[Entry]:
     """The tensors in the order of their bytes, which are the rest of ``stream``.
 
     Raises ``ValueError`` naming the file, ``where``, if it holds other tensors, or more or fewer
@@ -99,7 +103,7 @@ def read_header(stream: ChunkStream, chunk: AnnouncedChunk, where: str) -> list[
     return entries
 
 
-def _header_bytes(stream: ChunkStream, chunk: AnnouncedChunk, where: str) -> bytes:
+def _header_bytes(stream: ChunkStream, chunk: Chunk, where: str) -> bytes:
     if stream.size < 8:
         raise ValueError(f"{where}: {stream.size} bytes are no safetensors file")
     length = np.empty(8, np.uint8)

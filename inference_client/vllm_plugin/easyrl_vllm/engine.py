@@ -49,7 +49,8 @@ class ArtifactMixin:
     """
 
     supports_draft_weight_update = False  # the proof reads the main model only
-    model: Any  # these three are the engine's
+    update_info_cls: Any  # these four are the engine's
+    model: Any
     model_config: Any
     device: Any
 
@@ -91,7 +92,8 @@ class ArtifactMixin:
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Raises ``ValueError`` and abandons the update if the chunks cannot be used."""
-        if "artifact" not in update_info and "abandon" not in update_info:
+        broadcasts = self.update_info_cls is not ArtifactUpdateInfo
+        if broadcasts and "artifact" not in update_info and "abandon" not in update_info:
             with self._opened_update() as update:
                 update.take_from("a broadcast")
                 super().update_weights(update_info)  # type: ignore[misc]

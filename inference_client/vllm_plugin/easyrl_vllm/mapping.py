@@ -1,8 +1,7 @@
 """Files in shared memory that are written again and again, mapped once.
 
-The first look at a mapped page costs more than copying it, so that a mapping pays only if it stays.
-It also keeps the memory of a deleted file, which is why mappings of files that are gone are looked
-for from time to time.
+The first look at a mapped page costs more than copying it: a mapping pays only if it stays. It
+also keeps the memory of a deleted file: those of files that are gone are looked for now and then.
 """
 
 from __future__ import annotations

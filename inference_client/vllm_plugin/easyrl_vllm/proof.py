@@ -8,8 +8,8 @@ with the same place in the served tensor.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,12 +30,13 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
 from .loading import verified_chunks
-from .readback import is_packed, read_packed
 from .receiving import WeightReceiver
 
 NUM_READ_BACK = 3  # layers whose weights are kept after reading: those that are loaded in parts
+BLOCK_COLUMNS = 256  # of a packed weight, per product that reads it back
 
 aten = torch.ops.aten
+ReadBack = Callable[[nn.Module, Tensor], Tensor]  # see ``read_packed``
 WRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 
 
@@ -120,28 +121,13 @@ class CannotCompare(Exception):
     """What is served cannot be compared; the message says why."""
 
 
-class ReadBack:
-    """Unpacked weights of the layers that were asked for last."""
-
-    def __init__(self) -> None:
-        self._weights: OrderedDict[nn.Module, Tensor] = OrderedDict()
-
-    def __call__(self, layer: nn.Module, like: Tensor) -> Tensor:
-        if layer not in self._weights:
-            while len(self._weights) >= NUM_READ_BACK:
-                self._weights.popitem(last=False)
-            self._weights[layer] = read_packed(layer, like)
-        self._weights.move_to_end(layer)
-        return self._weights[layer]
-
-
 class Comparing(TorchDispatchMode):
     """Catches what a loader writes to a stand-in and compares it with the weight served for it."""
 
     def __init__(self, served: Sequence[ServedWeight]) -> None:
         super().__init__()
         self._served = {storage_of(weight.stand_in): weight for weight in served}
-        self._read_back = ReadBack()
+        self._read_back = functools.lru_cache(NUM_READ_BACK)(read_packed)
         self.problem: str | None = None  # of the current tensor
         self.num_compared = 0
 
@@ -228,6 +214,29 @@ def stand_ins_of(layer: Any) -> Iterator[tuple[str, Tensor]]:
         if loader is not None:
             stand_in.weight_loader = loader
         yield name, stand_in
+
+
+def is_packed(layer: Any) -> bool:
+    """Whether ``layer`` multiplies with a copy of its weight that no tensor shows."""
+    return hasattr(layer, "cpu_linear")
+
+
+def read_packed(layer: Any, like: Tensor) -> Tensor:
+    """Weight ``[out, in]`` that ``layer`` multiplies with, in the dtype and layout of ``like``.
+
+    vLLM's CPU build packs the weight of a linear layer for its kernels and keeps no other copy. A
+    product with the identity gives it back exactly: each output is one product and zeros. What it
+    cannot show is the sign of a zero and numbers below the smallest normal one, which the kernel
+    may flush to zero: there, the layer computes with what is read back as zero.
+    """
+    num_rows, num_columns = like.shape
+    weight = torch.empty(num_rows, num_columns, dtype=like.dtype)
+    for start in range(0, num_columns, BLOCK_COLUMNS):
+        end = min(start + BLOCK_COLUMNS, num_columns)
+        unit = torch.zeros(end - start, num_columns, dtype=like.dtype)
+        unit[:, start:end].fill_diagonal_(1)
+        weight[:, start:end] = layer.quant_method.apply(layer, unit, None).t()
+    return weight
 
 
 def storage_of(tensor: Tensor) -> int:

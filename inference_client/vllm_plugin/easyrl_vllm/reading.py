@@ -15,6 +15,7 @@ import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import numpy as np
@@ -48,7 +49,7 @@ class ChunkStream:
         raise NotImplementedError
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Gives up what it holds."""
 
 
 def check_component(kind: str, name: object) -> str:
@@ -64,9 +65,8 @@ def check_component(kind: str, name: object) -> str:
 class FileSource:
     """Artifacts below ``root``.
 
-    In shared memory the trainer writes new versions into the files of old ones. Such a file is
-    mapped when it is met again, and stays mapped: a copy from it then takes half the time of a
-    read. Raises ``ValueError`` if ``root`` is not where the holder of ``token`` writes.
+    In shared memory the trainer writes new versions into the files of old ones, which are mapped
+    when they are met again. Raises ``ValueError`` if it is not where ``token``'s holder writes.
     """
 
     def __init__(self, root: str, token: str) -> None:
@@ -146,9 +146,6 @@ class MemoryStream(ChunkStream):
         self._position = end
         return len(target)
 
-    def close(self) -> None:
-        """The mapping stays."""
-
 
 # ---- HTTP --------------------------------------------------------------------------------------
 
@@ -204,18 +201,14 @@ class HttpSource:
 
     def _get(self, path: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
         if self._connection.sock is None:
-            self._connect()
+            self._connection.connect()
+            connected: Any = self._connection.sock
+            # the kernel's own limit: with Python's, the socket is polled before every read
+            connected.settimeout(None)
+            limit = struct.pack("ll", TIMEOUT_S, 0)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._connection.request("GET", self._path + path, headers=headers)
         return self._connection.getresponse()
-
-    def _connect(self) -> None:
-        self._connection.connect()
-        connected = self._connection.sock
-        assert connected is not None
-        # the kernel's own limit: with Python's, the socket is polled before every read
-        connected.settimeout(None)
-        limit = struct.pack("ll", TIMEOUT_S, 0)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 class HttpStream(ChunkStream):

@@ -21,15 +21,9 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from .chunk_format import AnnouncedChunk, Entry, read_header
+from .chunk_format import Chunk, Entry, read_header
 from .mapping import Bytes
-from .reading import (
-    ChunkStream,
-    ConnectionDropped,
-    FileSource,
-    HttpSource,
-    check_component,
-)
+from .reading import ChunkStream, ConnectionDropped, FileSource, HttpSource, check_component
 
 BLOCK_BYTES = 2**19  # read and hashed at a time: stays in the processor's cache
 HANDOVER_BYTES = 4 * 2**20  # verified tensors go to the caller in heaps of about this size
@@ -47,13 +41,8 @@ class WeightReceiver:
 
     ``init_info``: ``{"run": str, "token": str, "root": str | null, "url": str | null}``. The root
     is used where its ``announcement`` holds the hash of the token, which tells that trainer and
-    receiver see the same directory; else the URL.
-
-    Args:
-        init_info: what the trainer sent to ``/init_weight_transfer_engine``.
-        pin_memory: page-locked buffers, for copies to a GPU.
-
-    Raises ``ValueError`` if neither can be used, naming both and why.
+    receiver see the same directory; else the URL. ``pin_memory``: page-locked buffers, for copies
+    to a GPU. Raises ``ValueError`` if neither can be used, naming both and why.
     """
 
     def __init__(self, init_info: Mapping[str, Any], *, pin_memory: bool = False) -> None:
@@ -81,7 +70,7 @@ class WeightReceiver:
         tensors or more bytes than announced, and a wrong hash.
         """
         check_component("artifact", artifact)
-        announced = [AnnouncedChunk.parse(chunk) for chunk in chunks]
+        announced = [Chunk.parse(chunk) for chunk in chunks]
         return self._tensors(artifact, announced, target)
 
     def close(self) -> None:
@@ -91,7 +80,7 @@ class WeightReceiver:
         self._reader.shutdown(cancel_futures=True)
 
     def _tensors(
-        self, artifact: str, chunks: list[AnnouncedChunk], target: Target | None
+        self, artifact: str, chunks: list[Chunk], target: Target | None
     ) -> Iterator[tuple[str, Tensor]]:
         outboxes = [Outbox() for _ in chunks]
         running: list[Future[None]] = []
@@ -152,7 +141,7 @@ class _Buffer:
 class _ChunkReading:
     """One chunk, from its header to verified tensors in the caller's outbox."""
 
-    chunk: AnnouncedChunk
+    chunk: Chunk
     buffer: _Buffer
     target: Target | None
     outbox: Outbox

@@ -2,8 +2,8 @@
 
 vLLM 0.32's multiprocess executor stops reading replies at the first worker that failed, and the
 next call takes the replies that were left over for its own (vLLM issue 58242, pull request 57846).
-A refused update would leave such a server unusable. So for the calls that may fail here, workers
-reply what went wrong instead of failing, and the executor raises it once all replies are read.
+So for the calls that may fail here, workers reply what went wrong instead of failing, and the
+executor raises it once all replies are read.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def failing(*errors):
 
 
 def chunk(number: int) -> Chunk:
-    return Chunk(f"chunk-{number}", {f"weight-{number}": "00"}, 4)
+    return Chunk(f"chunk-{number}", 4, {f"weight-{number}": "00"})
 
 
 def stream(num_chunks: int, *, complete: bool = True) -> Target:

@@ -10,14 +10,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from easyrl.inference_client.transfer.artifact import write_artifact
-from easyrl.inference_client.transfer.broadcast import EndpointRoutes, WeightMeta
+from easyrl.inference_client.transfer.broadcast import EndpointsClient, WeightMeta
 from easyrl.schema import PolicyVersion
 from easyrl.weight_sync.broadcasting import (
     MOST_FAILURES,
@@ -36,6 +34,7 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
     wait_until,
     weight_sync,
 )
+from tests.inference_client.written_artifact import write_artifact
 
 V = [PolicyVersion("sync", 0, number) for number in range(5)]
 PROBE0 = "sync:0:0:probe"
@@ -72,19 +71,20 @@ class FakeGroup:
         self.sent: list[str] = []
         self.aborted = threading.Event()
         self._groups = groups
-        self._routes = [EndpointRoutes(url) for url in urls]
+        self._client = EndpointsClient(urls, None, 600.0)
 
     def send(self, version: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._post("/start_weight_update", {})
+        self._client.start_weight_update()
         directory = self._groups.root / f"broadcast-{version.replace(':', '-')}"
         artifact = write_artifact(self._on_the_way(tensors), directory, version, 2**20)
-        self._post("/update_weights", {"update_info": artifact.update_info()})
-        self._post("/finish_weight_update", {"weight_version": version})
+        self._client.update_weights(artifact.update_info())
+        self._client.finish_weight_update(version)
         artifact.remove()
         self.sent.append(version.removesuffix(":updating"))
 
     def close(self) -> None:
         self.aborted.set()
+        self._client.close()
         self._groups.closed.append(self)
 
     def _on_the_way(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -93,10 +93,6 @@ class FakeGroup:
             assert (meta.name, meta.dtype, meta.shape) == (name, weight.dtype, tuple(weight.shape))
             self._groups.midway(self, number)
             yield name, self._groups.falsify(weight)
-
-    def _post(self, route: str, body: dict[str, Any]) -> None:
-        for routes in self._routes:
-            routes.post(route, body)
 
 
 class CountingEngine(PlainEngine):

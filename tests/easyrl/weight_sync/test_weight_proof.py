@@ -16,7 +16,7 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Completion, Prompt, VersionSpan
 from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
-from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, prove_weights
+from easyrl.weight_sync.proof import OtherVersionShown, Probe, ProofFailed, Prover, prove_weights
 from easyrl.weight_sync.target import Target
 from tests.recipes import pack_groups
 
@@ -43,8 +43,8 @@ class Client:
 
 def weights() -> Target:
     stream = Target("run:0:1")
-    stream.add(Chunk("chunk-0", {"embed": "e0", "layer": "f0"}, 8))
-    stream.add(Chunk("chunk-1", {"norm": "a0"}, 4))
+    stream.add(Chunk("chunk-0", 8, {"embed": "e0", "layer": "f0"}))
+    stream.add(Chunk("chunk-1", 4, {"norm": "a0"}))
     return stream
 
 
@@ -96,7 +96,7 @@ def test_what_is_served_beside_the_artefact_is_a_problem():
 
 def test_another_version_fails_with_or_without_bits():
     for bits in (True, False):
-        with pytest.raises(ProofFailed, match="serves version 'default', not 'run:0:1'"):
+        with pytest.raises(OtherVersionShown, match="serves version 'default', not 'run:0:1'"):
             prove(Client([], version="default"), bits)
     client = Client([])
     prove(client, bits=False)
@@ -148,7 +148,7 @@ def test_samples_of_other_weights_are_refused():
     endpoint = Endpoint(Client([]), 1)
     asyncio.run(prover.sample(endpoint, "run:0:1"))
     responses.append(sample([5], [-1.0], "default"))
-    with pytest.raises(ProofFailed, match="tokens of default, not of run:0:1"):
+    with pytest.raises(OtherVersionShown, match="tokens of default, not of run:0:1"):
         asyncio.run(prover.sample(endpoint, "run:0:1"))
 
 

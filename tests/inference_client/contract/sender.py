@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import WeightArtifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from tests.inference_client.contract.conftest import Server
 from tests.inference_client.contract.served_models import contract_model, named_weights
+from tests.inference_client.written_artifact import WeightArtifact, write_artifact
 
 CHUNK_BYTES = 20_000  # several chunks, some tensors larger than one
 Transport = Literal["file", "http"]
@@ -67,12 +67,12 @@ class Sender:
 @contextmanager
 def open_sender(root: Path, transport: Transport) -> Iterator[Sender]:
     """A sender below ``root``; over HTTP with a server process for its files."""
-    announcement = Announcement.create(root, "contract")
+    announcement = Announcement(root, "contract")
     try:
         if transport == "file":
             yield Sender(announcement, transport)
             return
-        with ChunkServer(announcement.root, announcement.token, "127.0.0.1", 0) as chunks:
+        with closing(ChunkServer(announcement.root, announcement.token, "127.0.0.1", 0)) as chunks:
             yield Sender(announcement, transport, chunks.url)
     finally:
         announcement.remove()

@@ -16,7 +16,6 @@ import torch
 
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError
-from easyrl.inference_client.transfer.artifact import WeightArtifact
 from tests.inference_client.contract.calls import (
     LOGPROB_TOLERANCE,
     PROMPT,
@@ -29,6 +28,7 @@ from tests.inference_client.contract.calls import (
 from tests.inference_client.contract.conftest import Server
 from tests.inference_client.contract.sender import Sender, altered, open_sender
 from tests.inference_client.contract.served_models import contract_model, true_logprobs
+from tests.inference_client.written_artifact import WeightArtifact
 
 LONG_PROMPT = [1 + 5 * i % 60 for i in range(100)]  # several blocks of a prefix cache
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from easyrl_vllm import WeightProof
-from easyrl_vllm.readback import read_packed
+from easyrl_vllm.proof import read_packed
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 

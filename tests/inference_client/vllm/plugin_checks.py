@@ -19,8 +19,7 @@ from blake3 import blake3
 from easyrl_vllm import register
 from easyrl_vllm.engine import ArtifactInitInfo, EasyRLWeightTransferEngine
 from easyrl_vllm.nccl import EasyRLNCCLWeightTransferEngine
-from easyrl_vllm.proof import describe_difference, prove
-from easyrl_vllm.readback import BLOCK_COLUMNS, read_packed
+from easyrl_vllm.proof import BLOCK_COLUMNS, describe_difference, prove, read_packed
 from easyrl_vllm.replies import Failure, Guarded
 from safetensors.torch import save_file
 from torch import Tensor, nn

@@ -24,6 +24,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from easyrl.runtime.machine import free_port
 
 PYTHON = os.environ.get("EASYRL_VLLM_PYTHON")
+# this checkout's plugin, whichever is installed, and the workers beside this file
+PLUGIN_PATH = os.pathsep.join(
+    [str(Path(__file__).parents[3] / "inference_client/vllm_plugin"), str(Path(__file__).parent)]
+)
 needs_vllm = pytest.mark.skipif(
     PYTHON is None, reason="EASYRL_VLLM_PYTHON is not set (make test-vllm sets it)"
 )

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.inference_client.vllm.plugin_server import (
+    PLUGIN_PATH,
     PluginServer,
     TrainerSide,
     changed,
@@ -42,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginServer]:
         extension="faulty_worker.FaultyWorker",
         env={
             "VLLM_CPU_OMP_THREADS_BIND": f"{first}|{second}",
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": PLUGIN_PATH,
         },
     )
     with running(server):

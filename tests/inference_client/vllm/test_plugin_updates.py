@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from tests.inference_client.vllm.plugin_server import (
+    PLUGIN_PATH,
     Answer,
     Artifact,
     PluginServer,
@@ -47,7 +49,7 @@ def server(
         directory / "log",
         dtype=dtype,
         extension="faulty_worker.FaultyWorker",
-        env={"PYTHONPATH": str(Path(__file__).parent)},
+        env={"PYTHONPATH": PLUGIN_PATH},
     )
     with running(server):
         yield server
@@ -136,7 +138,7 @@ def test_chunks_in_any_order(
 def test_over_http(server: PluginServer, trainer: TrainerSide, weights: dict[str, Tensor]) -> None:
     new = changed(weights, 5)
     artifact = trainer.write("over-http", new)
-    with ChunkServer(trainer.root, trainer.token) as chunks:
+    with closing(ChunkServer(trainer.root, trainer.token)) as chunks:
         server.must("/init_weight_transfer_engine", {"init_info": trainer.init_info(chunks.url)})
         server.update(artifact)
         (proof,) = server.prove(artifact)
@@ -320,7 +322,7 @@ def test_a_wrong_token_is_refused(
     assert_refused(answer, "another token")  # vLLM cuts the path out
     artifact = trainer.write("v", weights)
     server.update(artifact)  # the announcement before still holds
-    with ChunkServer(trainer.root, trainer.token) as chunks:
+    with closing(ChunkServer(trainer.root, trainer.token)) as chunks:
         guess = trainer.init_info(chunks.url) | {"token": "guessed"}
         server.post("/init_weight_transfer_engine", {"init_info": guess})
         server.must("/start_weight_update")
