@@ -131,8 +131,8 @@ class OpenBatch:
         """The batch has to begin again, on all ranks: who waits raises ``BatchWithdrawn``."""
         if self.withdrawn is None:
             self.withdrawn = reason
-            self._draws.announce("withdrawal", reason)
             self._interrupt(BatchWithdrawn(reason))
+            self._draws.announce("withdrawal", reason)
 
     def close(self) -> None:
         """Gives up what is not finished. Safe to call twice."""

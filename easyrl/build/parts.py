@@ -147,7 +147,7 @@ def build_parts(
     )
     opened.callback(rollouts.close)
     weight_sync.confirmed.on_failed_proof = rollouts.withdraw
-    weight_sync.confirmed.in_doubt = rollouts.in_doubt
+    weight_sync.confirmed.end_batch = rollouts.end_batch
     rollouts.on_withdrawal = lambda urls: inference.thread.run(set_aside(inference.pool, urls))
     certificate = open_certificate(config, output, version, order, progress, collectives, opened)
     if ranks.is_first:

@@ -33,7 +33,8 @@ class ConfirmedEndpoints:
             last good proof (``Endpoint.proof``). What this process got from it under that number,
             in this batch, is in doubt; under numbers before it, the good proof vouches for it.
             Another rank's numbers are its own: for it, all that came from that URL is.
-        in_doubt: what was told and has not been withdrawn, by URL.
+        end_batch: the weights are about to move; gives what was told and has not been withdrawn, by
+            URL.
     """
 
     pool: EndpointPool
@@ -41,7 +42,7 @@ class ConfirmedEndpoints:
     reconciler: Reconciler | None
     patience_s: float
     on_failed_proof: Callable[[str, int], object] = lambda url, proof: None
-    in_doubt: Callable[[], Mapping[str, int]] = dict
+    end_batch: Callable[[], Mapping[str, int]] = dict
 
     def __post_init__(self) -> None:
         if self.reconciler is not None:

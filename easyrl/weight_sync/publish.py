@@ -310,7 +310,7 @@ class WeightSync:
         No proof of it can fail any more. It is in no checkpoint yet, and the journal has what was
         withdrawn: a resumed run makes it again. Raises ``InterruptedRun``. Collective.
         """
-        told = self.collectives.all_gather(list(self.confirmed.in_doubt().items()))
+        told = self.collectives.all_gather(list(self.confirmed.end_batch().items()))
         if doubts := [f"{url} (since its proof number {n})" for rank in told for url, n in rank]:
             raise InterruptedRun(
                 f"batch {version.v - 1} was trained and certified when an endpoint that had made "

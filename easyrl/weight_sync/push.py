@@ -165,7 +165,8 @@ async def _open_update(client: EndpointClient) -> None:
         await client.start_weight_update()
     except EndpointError as error:
         logger.warning("%s: gives up the weight update that is open and starts again", error)
-        await client.abandon_weight_update()
+        with contextlib.suppress(EndpointError):  # its connection often ends with the error
+            await client.abandon_weight_update()
         await client.start_weight_update()
 
 

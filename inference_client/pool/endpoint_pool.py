@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -103,8 +104,8 @@ class EndpointPool(Fleet):
         while True:
             endpoint = await self._dispatcher.place(group, avoid)
             try:
-                response = self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
-                return await self._attempt(endpoint, group, response)
+                fetch = partial(self._fetch, endpoint.url, prompt_token_ids, sampling, seed)
+                return await self._attempt(endpoint, group, fetch)
             except RequestRejected:
                 raise
             except EndpointError as error:
@@ -115,14 +116,14 @@ class EndpointPool(Fleet):
                 avoid = endpoint
 
     async def _attempt(
-        self, endpoint: Endpoint, group: GroupAssignment, response: Awaitable[Completion]
+        self, endpoint: Endpoint, group: GroupAssignment, fetch: Callable[[], Awaitable[Completion]]
     ) -> Completion:
         """Waits for ``endpoint``, at which a place is taken, and gives the place back."""
         task = asyncio.current_task()
         assert task is not None
         endpoint.attempts[task] = None
         try:
-            completion = await response
+            completion = await fetch()
             self._check_stamps(endpoint, completion, group.version)
         except asyncio.CancelledError:
             aborted = endpoint.attempts[task]

@@ -130,8 +130,10 @@ def withdraw_untold(shares: Sequence[Share]) -> None:
     for share in shares:
         for other in shares:
             if other.file.attempt == share.file.attempt:
-                for endpoint, _ in other.withdrawals - share.withdrawals:
-                    share.withdraw(endpoint, 0)
+                for endpoint, restart in other.withdrawals:
+                    # A later one took back the same, and more.
+                    if not any(url == endpoint and n >= restart for url, n in share.withdrawals):
+                        share.withdraw(endpoint, 0)
 
 
 def read_earlier_attempts(

@@ -46,7 +46,7 @@ class JournalledRollouts:
     on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
     _batch: BatchJournal | None = field(default=None, init=False)
     _open: OpenBatch | None = field(default=None, init=False)
-    # endpoint → proof, since the batch began
+    # endpoint → proof, since the batch began or the one before has ended
     _doubted: dict[str, int] = field(default_factory=dict, init=False)
 
     def withdraw(self, endpoint: str, proof: int) -> None:
@@ -55,20 +55,21 @@ class JournalledRollouts:
         The batch begins again without it, on all ranks. On the producer's loop; raises
         ``JournalError``.
         """
-        # seen at the end of ``begin`` where that is under way
+        # seen at the end of ``begin`` where that is under way, or yet to come
         self._doubted.setdefault(endpoint, proof)
-        if self._batch is None or self._open is None:
+        batch, opened = self._batch, self._open
+        if batch is None or opened is None:
             return
         reason = f"{endpoint} failed its proof"  # said even if the record finds the disk full
         try:
-            num_groups = self._batch.withdraw(endpoint, proof)
+            num_groups = batch.withdraw(endpoint, proof)
             reason += (
                 ": groups with responses that it has made since its proof number "
                 f"{proof} are withdrawn and generated again ({num_groups} of rank "
                 f"{self.ranks.dp_rank}, not counting open ones)"
             )
         finally:
-            self._open.withdraw(reason)
+            opened.withdraw(reason)
 
     def share_withdrawals(self) -> None:
         """What one rank's proof has put in doubt, all ranks withdraw. Collective.
@@ -76,16 +77,23 @@ class JournalledRollouts:
         Another rank's numbers of proofs are its own: all that the endpoint has made for the open
         batch is in doubt here.
         """
-        mine, self._doubted = set(self._doubted), {}
+        mine, self._doubted = self._doubted, {}
         everyone = {url for rank in self.coordination.gather(sorted(mine)) for url in rank}
-        for endpoint in sorted(everyone - mine):
+        for endpoint in sorted(everyone):
             if self._batch is not None:
-                self._batch.withdraw(endpoint, 0)
+                # Mine too: what was withdrawn while the batch began has an earlier number.
+                self._batch.withdraw(endpoint, mine.get(endpoint, 0))
         self.on_withdrawal(sorted(everyone))
 
-    def in_doubt(self) -> dict[str, int]:
-        """Last good proof of each endpoint that has failed one, and no batch has begun again."""
-        return dict(self._doubted)
+    def end_batch(self) -> dict[str, int]:
+        """The weights are about to move: what fails a proof from now on is of the next batch.
+
+        Gives the last good proof of each endpoint that has failed one since the batch was looked at
+        last. To be called while no endpoint is confirmed.
+        """
+        self.close()
+        doubted, self._doubted = self._doubted, {}
+        return doubted
 
     @property
     def num_waiting(self) -> int:
@@ -107,7 +115,6 @@ class JournalledRollouts:
             journal.begin_again()
         else:
             self.close()
-            self._doubted.clear()
             journal = self._batch = self.journal.open_batch(served)
         rules, ranks = self.rules, self.ranks
 

@@ -4,11 +4,15 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from easyrl.dataloaders.producer.group_stream import ProducerError
 from easyrl.dataloaders.producer.open_batch import OpenBatch
+from easyrl.ledger.journal.codec import WithdrawalRecord
+from easyrl.ledger.journal.earlier_attempts import read_earlier_attempts
+from easyrl.ledger.journal.reading import journal_files, read_file
 from easyrl.ledger.journal.record_file import read_records
 from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.runtime.loop_thread import LoopThread
@@ -16,7 +20,14 @@ from easyrl.runtime.rank_coordination import SharedBatch
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import BatchWithdrawn, PeerOutage
 from tests.dataloaders.rollout_parts import G, ScriptedGenerate, completion, generator, prompt
-from tests.easyrl.ledger.journal_groups import OTHER_WEIGHTS, read, rollouts_of, served
+from tests.easyrl.ledger.journal_groups import (
+    OTHER_WEIGHTS,
+    group,
+    journal,
+    read,
+    rollouts_of,
+    served,
+)
 from tests.waiting import wait_until
 
 PROMPTS = [prompt(index) for index in range(4)]
@@ -302,14 +313,11 @@ def test_what_no_batch_has_begun_again_without_stays_in_doubt(tmp_path):
         rollouts = attempt(thread, tmp_path, 0, generate)
         batch = rollouts.begin(served(0), 0)
         assert set(take(batch.updates[0])) == set(range(4))
-        assert rollouts.in_doubt() == {}
         withdraw(thread, rollouts, 1)
-        assert rollouts.in_doubt() == {BAD: 1}
         rollouts.share_withdrawals()
-        assert rollouts.in_doubt() == {}
         withdraw(thread, rollouts, 2)  # the run stops here, and resumes from before the batch
-        assert rollouts.in_doubt() == {BAD: 2}
-        rollouts.close()
+        assert rollouts.end_batch() == {BAD: 2}
+        assert rollouts.end_batch() == {}
     with LoopThread() as thread:
         later = ScriptedGenerate(range(4))
         resumed = attempt(thread, tmp_path, 1, later).begin(served(1), 0)
@@ -317,10 +325,73 @@ def test_what_no_batch_has_begun_again_without_stays_in_doubt(tmp_path):
         assert asked(later) == {1, 3}  # of the endpoint
 
 
+def test_what_fails_once_the_weights_have_moved_is_of_the_next_batch(tmp_path):
+    """Before it begins, too: another rank may have begun it and asked the endpoint already."""
+    generate = ProvedGenerate()
+    generate.open = set(range(4))
+    with LoopThread() as thread:
+        rollouts = attempt(thread, tmp_path, 0, generate, MANY[:8], batch_size=4)
+        assert set(take(rollouts.begin(served(0), 0).updates[0])) == set(range(4))
+        assert rollouts.end_batch() == {}
+        withdraw(thread, rollouts, 2)
+        assert withdrawals(tmp_path / "batch-000003") == []  # certified, and sound
+        opened = rollouts.begin(served(0, v=4), 4)
+        with pytest.raises(BatchWithdrawn, match=f"{BAD} failed its proof while the batch began"):
+            opened.updates[0].drain_ready(1)
+        opened.close()
+        rollouts.share_withdrawals()
+        assert withdrawals(tmp_path / "batch-000004") == [(BAD, 2, 0)]
+        generate.open = set(range(8))
+        assert set(take(rollouts.begin(served(0, v=4), 4).updates[0])) == set(range(4, 8))
+        assert rollouts.end_batch() == {}
+
+
+def test_ranks_agree_on_what_was_withdrawn_while_the_batch_began_again(tmp_path):
+    """One rank's number of restarts is behind the others': none takes back what came after."""
+    ranks = [journal(tmp_path, 0, rank).open_batch(served(0)) for rank in range(2)]
+    ranks[0].withdraw(BAD, 1)  # between what it told the others and its new beginning
+    for _ in range(2):
+        for rank in ranks:
+            rank.begin_again()
+        for rank, proof in zip(ranks, (1, 0), strict=True):
+            rank.withdraw(BAD, proof)
+    for index, rank in enumerate(ranks):
+        rank.begin_again()
+        rank.add(group(index, "run:0:3", made_by=((BAD, 2),)))
+        rank.close()
+    earlier = read_earlier_attempts(tmp_path / "batch-000003", served(1), "", 0)
+    assert len(earlier.finished) == 2 and not earlier.made_otherwise
+
+
+def test_a_rank_that_was_told_of_an_earlier_withdrawal_only_was_not_told(tmp_path):
+    ranks = [journal(tmp_path, 0, rank).open_batch(served(0)) for rank in range(2)]
+    for rank in ranks:
+        rank.withdraw(BAD, 1)
+        rank.begin_again()
+    for index, rank in enumerate(ranks):
+        rank.add(group(index, "run:0:3", made_by=((BAD, 2),)))
+    ranks[0].withdraw(BAD, 2)  # and the run was killed
+    for rank in ranks:
+        rank.close()
+    earlier = read_earlier_attempts(tmp_path / "batch-000003", served(1), "", 0)
+    assert not earlier.finished and len(earlier.made_otherwise) == 2
+
+
+def withdrawals(folder: Path) -> list[tuple[str, int, int]]:
+    """Endpoint, proof and number of restarts of those in a batch's journals."""
+    return [
+        (record.endpoint, record.proof, record.restart)
+        for file in journal_files(folder)
+        for _, record in read_file(file, int(folder.name[-6:]))[1]
+        if isinstance(record, WithdrawalRecord)
+    ]
+
+
 def test_no_batch_no_withdrawal(tmp_path):
     with LoopThread() as thread:
         rollouts = attempt(thread, tmp_path, 0, ScriptedGenerate(range(4)))
         withdraw(thread, rollouts, 0)
+        rollouts.end_batch()  # before the first weights
         rollouts.begin(served(0), 0).updates[0].complete()
         rollouts.close()
         withdraw(thread, rollouts, 0)

@@ -174,8 +174,13 @@ def test_who_failed_keeps_no_stamp_that_requests_ask_for(stamped, left):
     asyncio.run(story())
 
 
-def test_an_update_that_a_dead_trainer_left_open_is_given_up():
-    client = ScriptedClient({"start": failing(RequestRejected(URL, "one is open"))})
+@pytest.mark.parametrize("abandoned", [True, False], ids=["answered", "connection-lost"])
+def test_an_update_that_a_dead_trainer_left_open_is_given_up(abandoned):
+    """Whether the answer to that comes or not."""
+    script = {"start": failing(RequestRejected(URL, "one is open"))}
+    if not abandoned:
+        script["abandon"] = failing(EndpointUnavailable(URL, "disconnected"))
+    client = ScriptedClient(script)
     asyncio.run(push(client, stream(1)))
     assert client.calls == [*PUSH[:4], "abandon", *PUSH[3:]]
 

@@ -350,7 +350,7 @@ def test_a_proof_that_fails_behind_the_certificate_stops_every_rank(withdrawn, o
     with closing(WrongWhenItReturns(server)) as proxy:
         ranks = open_ranks([proxy.url])
         confirmed = ranks[0].sync.confirmed
-        confirmed.on_failed_proof, confirmed.in_doubt = doubts.__setitem__, lambda: doubts
+        confirmed.on_failed_proof, confirmed.end_batch = doubts.__setitem__, lambda: doubts
         on_all(lambda rank: rank.sync.publish(V0), ranks)
         proxy.move_to(NOWHERE)
         wait_until(lambda: "confirmed" not in ranks[0].statuses()[proxy.url])
