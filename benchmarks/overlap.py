@@ -31,7 +31,7 @@ from benchmarks.overlap_runs import Mode, OneRank, Setup, TwoRanks, Workload
 from benchmarks.overlap_spans import Batch, overlap, training_over_generation
 from easyrl.demo.build_model import build_tokenizer
 
-MAX_INFLIGHT = 10  # of one rank, to begin with
+MAX_INFLIGHT = 25  # of one rank, to begin with
 SECONDS_PER_TOKEN = 1.6e-3  # of two
 MODES: tuple[Mode, ...] = ("sync", "async")
 
