@@ -35,7 +35,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.build.recipe import group_functions, rows_per_drain
+from easyrl.build.accumulation import rows_per_drain
+from easyrl.build.recipe import group_functions
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine

@@ -38,7 +38,8 @@ import numpy as np
 import torch
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.build.recipe import group_functions, rows_per_drain
+from easyrl.build.accumulation import rows_per_drain
+from easyrl.build.recipe import group_functions
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.dataloaders.producer.group_stream import packed_tokens

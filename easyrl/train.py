@@ -91,7 +91,7 @@ def _checked(config: Config) -> Config:
 def _finish(config: Config, engine: TrainEngine) -> None:
     """Exports the trained model, and the adapter if there is one; draws the reward curve."""
     from easyrl.ledger.checkpoints.export import export_adapter, export_model
-    from easyrl.metrics.console import plot_reward_curve
+    from easyrl.metrics.plot import plot_reward_curve
     from easyrl.metrics.trackers import read_metrics
     from easyrl.runtime.run_folder import METRICS_FILE
 

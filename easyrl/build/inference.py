@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from easyrl.build.recipe import is_interruption
+from easyrl.build.accumulation import is_interruption
 from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
 from easyrl.inference_client.errors import NoEndpointError, PromptRejected, RequestRejected

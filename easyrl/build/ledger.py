@@ -8,7 +8,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from easyrl.build.data import max_draws, num_epochs
+from easyrl.build.steps import max_draws, num_epochs
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.errors import CertificateError

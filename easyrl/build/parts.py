@@ -8,14 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from easyrl.build.data import (
-    load_data,
-    load_tokenizer,
-    max_draws,
-    num_epochs,
-    total_steps,
-    trained_before,
-)
+from easyrl.build.accumulation import build_accumulator
+from easyrl.build.data import load_data, load_tokenizer
 from easyrl.build.endpoints import (
     build_weight_sync,
     follow_membership,
@@ -26,7 +20,8 @@ from easyrl.build.endpoints import (
 from easyrl.build.inference import open_inference
 from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import open_certificate, reference_identity
-from easyrl.build.recipe import accept_function, build_accumulator
+from easyrl.build.recipe import accept_function
+from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from easyrl.build.data import total_steps
-from easyrl.build.recipe import build_accumulator, rows_per_drain
+from easyrl.build.accumulation import build_accumulator, rows_per_drain
+from easyrl.build.steps import total_steps
 from easyrl.config import Config, ConfigError
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum, weights_digest

@@ -9,24 +9,17 @@ from pydantic import Field, model_validator
 
 from easyrl.config.base import ConfigError, Section
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
-from easyrl.config.inference import (
-    SHARED_MEMORY,
-    InferenceConfig,
-    LaunchConfig,
-    WeightSyncConfig,
-    endpoint_url,
-)
+from easyrl.config.evaluation import EvaluationConfig
+from easyrl.config.inference import InferenceConfig, LaunchConfig, endpoint_url
+from easyrl.config.ledger import CheckpointConfig, JournalConfig
 from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.recipe import RecipeConfig
 from easyrl.config.rewards import RewardConfig, ScoringConfig
-from easyrl.config.rollout import (
-    EvaluationConfig,
-    RolloutConfig,
-    SamplingConfig,
-    rollout_contradictions,
-)
-from easyrl.config.run import CheckpointConfig, JournalConfig, RunConfig, WatchdogConfig
+from easyrl.config.rollout import RolloutConfig, SamplingConfig, rollout_contradictions
+from easyrl.config.run import RunConfig
 from easyrl.config.trainer import TrainerConfig, trainer_contradictions
+from easyrl.config.watchdog import WatchdogConfig
+from easyrl.config.weight_sync import SHARED_MEMORY, WeightSyncConfig
 
 
 class Config(Section):

@@ -1,18 +1,12 @@
-"""Sections ``inference`` and ``weight_sync``: the endpoints, the servers that a run starts itself,
-how weights reach them, and the proof that they did."""
+"""Section ``inference``: the endpoints, and the servers that a run starts itself."""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from easyrl.config.base import FilePath, Section
-
-# Memory that trainer and endpoints of one host share; elsewhere than on Linux a folder on disk.
-SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 
 
 class LaunchConfig(Section):
@@ -77,22 +71,6 @@ class InferenceConfig(Section):
                 "start its own with inference.launch"
             )
         return self
-
-
-class WeightSyncConfig(Section):
-    """How weights reach the endpoints, and how much proof is asked for."""
-
-    transport: Literal["auto", "file", "http", "nccl", "hccl"] = "auto"  # auto: files where the
-    # endpoint sees the directory, else http; nccl, hccl: broadcast between devices
-    directory: FilePath = SHARED_MEMORY  # of the weights: shared memory, or a disk that is shared
-    chunk_bytes: PositiveInt = 16 * 2**20
-    advertise_host: str | None = None  # name under which endpoints reach this machine for http
-    port: NonNegativeInt = 0  # of the http stream; 0: a free one
-    timeout_s: PositiveFloat = 600.0
-    prove: bool = True  # every endpoint proves the bits of what it serves after each sync
-    probe: bool = True
-    canary: bool = True
-    canary_tolerance: PositiveFloat | None = None  # mean |Δ log-prob|; default 1e-3 fp32, 5e-2 bf16
 
 
 def endpoint_url(url: str) -> str:

@@ -1,4 +1,4 @@
-"""Sections ``rollout`` and ``evaluation``: how training and held-out prompts are answered."""
+"""Section ``rollout``: how training prompts are answered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pydantic import (
 )
 
 from easyrl.config.base import Section
-from easyrl.config.data import DatasetConfig
 
 # Sampling with any other value draws from another distribution than the policy's.
 _ON_POLICY_SAMPLING = {
@@ -74,30 +73,6 @@ class RolloutConfig(SamplingConfig):
         if self.temperature == 0:
             raise ValueError(
                 "temperature: 0 is greedy, a group's responses would all be equal; use 1.0"
-            )
-        return self
-
-
-class EvaluationConfig(Section):
-    """Evaluation on held-out prompts: pass@k and avg@k."""
-
-    data: DatasetConfig
-    every_steps: NonNegativeInt = 50  # 0: only where asked for below
-    at_start: bool = True
-    at_end: bool = True
-    num_samples: PositiveInt = 1
-    pass_at: Annotated[list[PositiveInt], Field(min_length=1)] = [1]
-    sampling: SamplingConfig = SamplingConfig()
-    threshold: float = 0.5  # a sample is correct if its first reward reaches this
-
-    @model_validator(mode="after")
-    def _enough_samples(self) -> Self:
-        if max(self.pass_at) > self.num_samples:
-            raise ValueError(f"pass_at: {max(self.pass_at)} needs num_samples of at least as many")
-        if self.sampling.temperature == 0 and self.num_samples > 1:
-            raise ValueError(
-                "num_samples: sampling.temperature of 0 is greedy, all samples would be equal; "
-                "use 1, or a temperature above 0"
             )
         return self
 

@@ -1,5 +1,4 @@
-"""Sections ``run``, ``checkpoint``, ``journal`` and ``watchdog``: where a run writes, its seed and
-mode, what of it is kept on disk, when it counts as standing still."""
+"""Section ``run``: where a run writes, its seed and mode."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
+from pydantic import NonNegativeInt, field_validator
 
 from easyrl.config.base import FilePath, Section
 
@@ -33,28 +32,3 @@ class RunConfig(Section):
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", value):
             raise ValueError("use letters, digits, '_', '-' and '.' only, as in my-run_2")
         return value
-
-
-class CheckpointConfig(Section):
-    """Checkpoints in ``<output_dir>/checkpoints``, the exported model in ``<output_dir>/model``."""
-
-    every_steps: NonNegativeInt = 0  # 0: none but on SIGTERM and in an outage
-    keep: PositiveInt = 2
-    background: bool = True  # written while training goes on
-    export_at_end: bool = True
-
-
-class JournalConfig(Section):
-    """Finished groups in ``<output_dir>/journal``, for resume in mid-batch, verify and replay."""
-
-    fsync: Literal["group", "batch", "never"] = "batch"  # a killed process loses nothing with any;
-    # what a machine that goes down may lose: nothing, groups of the open batch, more
-    keep: Literal["resumable", "all"] = "resumable"  # resumable: back to the oldest checkpoint
-
-
-class WatchdogConfig(Section):
-    """Ends a run that makes no progress, with all stacks in the log."""
-
-    window_s: NonNegativeFloat = 3600.0  # 0: no watchdog
-    min_tokens_per_s: NonNegativeFloat = 0.0  # generated and trained tokens of this rank, mean over
-    # the window; 0: a run with any progress at all goes on

@@ -1,10 +1,8 @@
-"""What a person sees of a run: a row per step while it goes on, the reward curve at its end."""
+"""What a person sees of a run while it goes on: a row per step."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -64,26 +62,3 @@ class ConsoleView:
     def _step(self, step: int) -> str:
         """With the run's last one, where that is known."""
         return str(step) if self._total_steps is None else f"{step}/{self._total_steps}"
-
-
-def plot_reward_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
-    """Draws mean reward per step, and held-out accuracy where it was measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    rewards = [(m["step"], m["reward/mean"]) for m in metrics if "reward/mean" in m]
-    accuracy = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
-    if rewards:
-        axes.plot(*zip(*rewards, strict=True), label="training reward (mean of batch)")
-    if accuracy:
-        axes.plot(*zip(*accuracy, strict=True), "o-", label="held-out accuracy")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -8,13 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from easyrl.build.recipe import (
-    ROWS_PER_DRAIN,
-    build_accumulator,
-    group_functions,
-    pack_in_order,
-    rows_per_drain,
-)
+from easyrl.build.accumulation import ROWS_PER_DRAIN, build_accumulator, rows_per_drain
+from easyrl.build.recipe import group_functions, pack_in_order
 from easyrl.config import Config
 from easyrl.config.file import validate_config
 from easyrl.metrics.event_log import ignore

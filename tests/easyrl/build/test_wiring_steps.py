@@ -2,7 +2,7 @@
 
 import pytest
 
-from easyrl.build.data import max_draws, num_epochs, total_steps
+from easyrl.build.steps import max_draws, num_epochs, total_steps
 from easyrl.config import Config, DataConfig, TrainerConfig
 from easyrl.dataloaders.producer.membership import BatchMembership
 

@@ -13,8 +13,9 @@ import pytest
 from easyrl.config import EvaluationConfig
 from easyrl.inference_client.errors import Outage, is_outage
 from easyrl.metrics.batch_metrics import BatchTotals
-from easyrl.metrics.console import ConsoleView, plot_reward_curve
+from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import EventLog, read_events
+from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, WandbTracker, read_metrics
 from easyrl.runtime.collectives import Collectives

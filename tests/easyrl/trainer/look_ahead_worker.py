@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.build.recipe import group_functions, rows_per_drain
+from easyrl.build.accumulation import rows_per_drain
+from easyrl.build.recipe import group_functions
 from easyrl.config import Config, ModelConfig
 from easyrl.config.file import validate_config
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator

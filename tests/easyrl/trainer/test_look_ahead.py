@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.build.recipe import looks_ahead
+from easyrl.build.accumulation import looks_ahead
 from easyrl.config import Config, TrainerConfig
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.dataloaders.producer.group_stream import GroupStream
