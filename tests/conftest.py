@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
+
+from tests.vllm_environment import missing_vllm
+
 # Test processes run side by side, and OpenMP's threads spin while they wait: with two on two busy
 # cores, small products took twenty times as long. A process that runs alone starts vLLM servers,
 # which keep their own number.
@@ -12,6 +16,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Python's collector does not walk, again and again, what torch and transformers leave behind.
 gc.disable()  # while tests are collected, which imports everything
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Whoever asks for vLLM's tests is told that they cannot run; a skip would look like a pass."""
+    reason = missing_vllm() if item.get_closest_marker("vllm") else None
+    if reason is not None:
+        pytest.fail(reason, pytrace=False)
 
 
 def pytest_collection_finish() -> None:

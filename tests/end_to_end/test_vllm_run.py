@@ -1,6 +1,5 @@
 """A run against a real vLLM server, with everything on that proves what it serves."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ from benchmarks.random_model import write_prompts, write_random_model
 from easyrl.inference_client.servers.managed.launch import VllmServerProcess
 from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
+from tests.vllm_environment import VLLM_PYTHON
 
-VLLM_PYTHON = "EASYRL_VLLM_PYTHON"
 STEPS, BATCH, NUM_GENERATIONS = 3, 4, 4
 
 pytestmark = pytest.mark.vllm
@@ -19,9 +18,6 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    python = os.environ.get(VLLM_PYTHON)
-    if python is None:
-        pytest.skip(f"{VLLM_PYTHON} is not set: no interpreter of an environment with vLLM")
     folder = tmp_path_factory.mktemp("vllm")
     model = write_random_model(folder / "model", hidden_size=32, num_layers=2)
     prompts = write_prompts(folder / "prompts.jsonl", STEPS * BATCH, 12)
@@ -30,7 +26,7 @@ def run_dir(tmp_path_factory):
         *("rollout.max_tokens=24", "trainer.learning_rate=1e-3"),
         *("weight_sync.prove=true", "weight_sync.probe=true", "weight_sync.canary=true"),
     ]
-    with VllmServerProcess(model, Path(python), ["--max-model-len", "256"]) as server:
+    with VllmServerProcess(model, Path(VLLM_PYTHON), ["--max-model-len", "256"]) as server:
         command = trainer_command(folder / "run", model, prompts, [server.url], *options)
         run_trainer(command)
     return folder / "run"

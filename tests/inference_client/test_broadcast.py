@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from easyrl.inference_client.transfer.broadcast import Broadcast, EndpointsClient
+from tests.vllm_environment import VLLM_PYTHON
 
 CHECKOUT = Path(__file__).parents[2]
-VLLM_PYTHON = os.environ.get("EASYRL_VLLM_PYTHON")
 
 
 class FakeEndpoint(ThreadingHTTPServer):
@@ -165,10 +165,8 @@ print("fine")
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(VLLM_PYTHON is None, reason="EASYRL_VLLM_PYTHON is not set")
 def test_vllms_own_trainer_engine_drives_it(endpoints: list[FakeEndpoint]) -> None:
     """Everything of vLLM's engine but the group and the broadcast, which need GPUs."""
-    assert VLLM_PYTHON is not None
     ended = subprocess.run(
         [VLLM_PYTHON, "-c", WITH_VLLM, *(endpoint.url for endpoint in endpoints)],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},

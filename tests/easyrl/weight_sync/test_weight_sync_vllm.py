@@ -1,6 +1,5 @@
 """Weight sync against real vLLM, whose prefix cache and tied head are its own."""
 
-import os
 from contextlib import closing
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
 )
 from tests.end_to_end.proxy import reply
 from tests.tiny_models import save_tiny_model
+from tests.vllm_environment import VLLM_PYTHON
 
 pytestmark = pytest.mark.vllm
-PYTHON = os.environ.get("EASYRL_VLLM_PYTHON")
 V0, V1 = PolicyVersion("sync", 0, 0), PolicyVersion("sync", 0, 1)
 
 
@@ -48,11 +47,9 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model_dir):
-    if PYTHON is None:
-        pytest.skip("EASYRL_VLLM_PYTHON is not set: no interpreter of an environment with vLLM")
     options = ["--max-model-len", "512", "--max-num-seqs", "8", "--skip-tokenizer-init"]
     with VllmServerProcess(
-        model_dir, Path(PYTHON), options, log=model_dir.with_name("log"), start_timeout_s=240
+        model_dir, Path(VLLM_PYTHON), options, log=model_dir.with_name("log"), start_timeout_s=240
     ) as process:
         yield process.url
 

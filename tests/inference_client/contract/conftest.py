@@ -8,7 +8,6 @@ may leave other weights behind: ``Server.model`` is always the model whose weigh
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,9 +25,9 @@ from tests.inference_client.contract.served_models import (
     contract_model,
     save_contract_model,
 )
+from tests.vllm_environment import VLLM_PYTHON
 
 MAX_NUM_SEQS = 32
-VLLM_PYTHON = "EASYRL_VLLM_PYTHON"
 
 
 @dataclass
@@ -95,10 +94,7 @@ def _start(engine: str, model: Path, log: Path) -> ServerProcess:
     if engine == "embedded":
         options += ["--num-threads", "1", "--max-queue", "128"]
         return EmbeddedServerProcess(model, options, log=log)
-    python = os.environ.get(VLLM_PYTHON)
-    if python is None:
-        pytest.skip(f"{VLLM_PYTHON} is not set: no interpreter of an environment with vLLM")
-    return VllmServerProcess(model, Path(python), options, log=log)
+    return VllmServerProcess(model, Path(VLLM_PYTHON), options, log=log)
 
 
 @pytest.fixture

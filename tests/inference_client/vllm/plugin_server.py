@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import pytest
 import requests
 import torch
 from blake3 import blake3
@@ -22,14 +21,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from easyrl.runtime.machine import free_port
+from tests.vllm_environment import VLLM_PYTHON
 
-PYTHON = os.environ.get("EASYRL_VLLM_PYTHON")
 # this checkout's plugin, whichever is installed, and the workers beside this file
 PLUGIN_PATH = os.pathsep.join(
     [str(Path(__file__).parents[3] / "inference_client/vllm_plugin"), str(Path(__file__).parent)]
-)
-needs_vllm = pytest.mark.skipif(
-    PYTHON is None, reason="EASYRL_VLLM_PYTHON is not set (make test-vllm sets it)"
 )
 START_TIMEOUT_S = 240
 VERSION = "test:0:"
@@ -59,7 +55,7 @@ class PluginServer:
         self.log = log
         self.url = f"http://127.0.0.1:{free_port()}"
         command = [
-            *(PYTHON or "", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *(VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--dtype", dtype, "--enforce-eager", "--max-model-len", "128"),
             *("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]),
             *("--max-num-seqs", "8", "--skip-tokenizer-init", "--enable-scale-out"),

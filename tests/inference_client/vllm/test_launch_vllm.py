@@ -22,13 +22,10 @@ from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from tests.inference_client.test_launch import answers
 from tests.tiny_models import save_tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
+from tests.vllm_environment import VLLM_PYTHON
 from tests.waiting import eventually
 
-PYTHON = os.environ.get("EASYRL_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not PYTHON, reason="EASYRL_VLLM_PYTHON names no interpreter with vLLM"),
-]
+pytestmark = pytest.mark.vllm
 OPTIONS = ["--max-model-len=128", "--max-num-seqs=8"]
 
 
@@ -45,7 +42,7 @@ def server(
     model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServerProcess]:
     log = tmp_path_factory.mktemp("log") / "vllm.log"
-    with VllmServerProcess(model_dir, Path(PYTHON), OPTIONS, log=log) as process:
+    with VllmServerProcess(model_dir, Path(VLLM_PYTHON), OPTIONS, log=log) as process:
         yield process
 
 
@@ -65,7 +62,7 @@ def test_has_the_routes_that_easyrl_needs(server: VllmServerProcess, model_dir: 
 
 def test_port_of_a_running_server_is_refused(server: VllmServerProcess, model_dir: Path) -> None:
     with pytest.raises(ServerStartError, match=f"port {server.port} is in use"):
-        VllmServerProcess(model_dir, Path(PYTHON), OPTIONS, port=server.port)
+        VllmServerProcess(model_dir, Path(VLLM_PYTHON), OPTIONS, port=server.port)
 
 
 def test_engine_cores_do_not_survive_a_kill_of_the_server(server: VllmServerProcess) -> None:
@@ -88,7 +85,7 @@ def test_engine_cores_do_not_survive_a_kill_of_the_trainer(model_dir: Path) -> N
         time.sleep(600)
     """
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), str(model_dir), PYTHON, *OPTIONS],
+        [sys.executable, "-c", textwrap.dedent(program), str(model_dir), VLLM_PYTHON, *OPTIONS],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -103,7 +100,7 @@ def test_engine_cores_do_not_survive_a_kill_of_the_trainer(model_dir: Path) -> N
 def test_managed_server_is_restarted_after_its_first_process_is_killed(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    config = LaunchConfig(engine="vllm", python=Path(PYTHON), options=OPTIONS)
+    config = LaunchConfig(engine="vllm", python=Path(VLLM_PYTHON), options=OPTIONS)
     servers = ManagedServers(config, model_dir, tmp_path, "fp32")
     try:
         (url,) = servers.start()

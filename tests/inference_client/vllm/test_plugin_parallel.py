@@ -14,7 +14,6 @@ from tests.inference_client.vllm.plugin_server import (
     PluginServer,
     TrainerSide,
     changed,
-    needs_vllm,
     reference_logprobs,
     running,
 )
@@ -22,7 +21,6 @@ from tests.tiny_models import save_tiny_model
 
 pytestmark = [
     pytest.mark.vllm,
-    needs_vllm,
     pytest.mark.skipif(
         len(os.sched_getaffinity(0)) < 2, reason="vLLM binds each worker to a core of its own"
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference_client.vllm.plugin_server import PYTHON, needs_vllm
+from tests.vllm_environment import VLLM_PYTHON
 
 SCRIPT = Path(__file__).with_name("plugin_checks.py")
 NAMES = [
@@ -23,9 +23,8 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, str | None]:
-    assert PYTHON is not None
     done = subprocess.run(
-        [PYTHON, str(SCRIPT)],
+        [VLLM_PYTHON, str(SCRIPT)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
@@ -36,7 +35,6 @@ def results() -> dict[str, str | None]:
 
 
 @pytest.mark.vllm
-@needs_vllm
 @pytest.mark.parametrize("name", NAMES)
 def test_check(name: str, results: dict[str, str | None]) -> None:
     assert results[name] is None, results[name]

@@ -21,14 +21,13 @@ from tests.inference_client.vllm.plugin_server import (
     PluginServer,
     TrainerSide,
     changed,
-    needs_vllm,
     proof_request,
     reference_logprobs,
     running,
 )
 from tests.tiny_models import save_tiny_model
 
-pytestmark = [pytest.mark.vllm, needs_vllm]
+pytestmark = pytest.mark.vllm
 PROMPT = list(range(5, 45))  # longer than two cache blocks
 NUM_TOKENS = 16
 FP32_TOLERANCE = 1e-4  # two implementations, 2 layers; printed differences are 3e-6
