@@ -1,6 +1,6 @@
 """Log-probabilities without logits: peak memory and time against whole logits.
 
-``python -m benchmarks.logprob_memory [--tokens 2048 8192] [--chunk 512] [--entropy-gradient]
+``python -m benchmarks.logprob_memory [--tokens 1024 2048] [--chunk 512] [--entropy-gradient]
 [--device cuda --dtype bfloat16 [--no-triton]]``
 
 One forward and backward from hidden states [T, 1024] through a projection to a vocabulary of
@@ -11,12 +11,14 @@ has whole logits in plain autograd, with as few of them alive as that allows: ``
 saves its result alone, ``gather``, and the entropy as a dot product of it with its exponential.
 
 Memory is what a side needs at its peak beyond what every side has to hold, namely the inputs and
-their gradients: on a CPU the highest resident set of a fresh process, on a GPU the allocator's
-peak, less the bytes of inputs and gradients; the figure with them stands beside it. Times: the
-sides take turns in one process pinned to as many cores as threads, after a warm-up each; a ratio is
-the median of the ratios within a turn. ``cpu_time_ratio`` is of the processors' seconds, which
-other work on the machine disturbs less. ``--repeats 0`` measures memory only. The last line printed
-is one JSON object.
+their gradients: on a CPU the process's highest resident set during the run, on a GPU the
+allocator's peak, less the bytes of inputs and gradients; the figure with them stands beside it.
+
+The sides take turns in one process per T, pinned to as many cores as threads, until ``--repeats``
+turns are made or ``--budget-s`` would be exceeded (at least two). A row's ratios are medians of the
+ratios within a turn; ``cpu_time_ratio`` is of the processors' seconds, which other work on the
+machine disturbs less. ``memory_ratio`` and ``time_ratio`` are those of ``same_pass``, which
+training uses where the loss is per token. The last line printed is one JSON object, a row per T.
 """
 
 from __future__ import annotations
@@ -26,11 +28,9 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ from easyrl.runtime.machine import pin_process, usable_cpus
 
 METHODS = ("recompute", "same_pass")
 WHOLE = "whole"
-Result = TypeVar("Result")
+# With whole logits, T of 8,192 takes a CPU minutes a turn.
+TOKENS = {"cpu": (1024, 2048), "cuda": (2048, 8192, 32_768)}
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,20 @@ class Inputs:
         return cls(hidden.requires_grad_(), weight.requires_grad_(), labels, coefficients)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What one side needed for one forward and backward."""
+
+    wall_s: float
+    processors_s: float
+    peak_bytes: int  # beyond the inputs and their gradients
+
+
 def main() -> None:
     arguments = _parse()
+    token_counts = arguments.tokens or TOKENS[arguments.device]
     rows = []
-    for tokens in arguments.tokens:
+    for tokens in token_counts:
         work = Work(
             tokens=tokens,
             vocab=arguments.vocab,
@@ -97,29 +108,39 @@ def main() -> None:
             triton=not arguments.no_triton,
         )
         print(work, flush=True)
-        memory = {side: _in_fresh_process(_peak_memory, work, side) for side in (WHOLE, *METHODS)}
-        seconds = _in_fresh_process(_times, work, arguments.repeats) if arguments.repeats else {}
-        held = 2 * work.gradient_bytes + 16 * tokens  # labels, coefficients
-        for side in (WHOLE, *METHODS):
-            print(
-                f"  {side:10} {memory[side] / 2**20:7.0f} MiB, with inputs and gradients "
-                f"{(memory[side] + held) / 2**20:7.0f} MiB"
-            )
-            if seconds:
-                wall, processors = (statistics.median(s) for s in zip(*seconds[side], strict=True))
-                print(f"  {'':10} {wall:7.2f} s, of processors {processors:.2f} s")
-        for method in METHODS:
-            row: dict[str, object] = {"tokens": tokens, "method": method}
-            row["memory_ratio"] = round(memory[method] / memory[WHOLE], 4)
-            with_inputs = (memory[method] + held) / (memory[WHOLE] + held)
-            row["memory_ratio_with_inputs"] = round(with_inputs, 4)
-            if seconds:
-                pairs = list(zip(seconds[method], seconds[WHOLE], strict=True))
-                row["time_ratio"] = round(statistics.median(a[0] / b[0] for a, b in pairs), 3)
-                row["cpu_time_ratio"] = round(statistics.median(a[1] / b[1] for a, b in pairs), 3)
-            print("  " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            rows.append(row)
+        budget_s = arguments.budget_s * tokens / sum(token_counts)
+        with get_context("spawn").Pool(1) as pool:  # whose memory nobody has used before
+            turns = pool.apply(_take_turns, (work, arguments.repeats, budget_s))
+        rows.append(_row(work, turns))
+        print("  " + "  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     print(json.dumps({"rows": rows}))
+
+
+def _row(work: Work, turns: dict[str, list[Turn]]) -> dict[str, float]:
+    """Prints each side's medians and returns the ratios to whole logits."""
+    held = 2 * work.gradient_bytes + 16 * work.tokens  # labels, coefficients
+    for side in (WHOLE, *METHODS):
+        peak = statistics.median(turn.peak_bytes for turn in turns[side])
+        wall_s = statistics.median(turn.wall_s for turn in turns[side])
+        processors_s = statistics.median(turn.processors_s for turn in turns[side])
+        print(
+            f"  {side:10} {peak / 2**20:7.0f} MiB, with inputs and gradients "
+            f"{(peak + held) / 2**20:7.0f} MiB {wall_s:7.2f} s, of processors {processors_s:.2f} s"
+        )
+    row: dict[str, float] = {"tokens": work.tokens, "repeats": len(turns[WHOLE])}
+    for method in reversed(METHODS):
+        prefix = "" if method == "same_pass" else f"{method}_"
+        pairs = list(zip(turns[method], turns[WHOLE], strict=True))
+        ratios = {
+            "memory_ratio": (a.peak_bytes / b.peak_bytes for a, b in pairs),
+            "memory_ratio_with_inputs": (
+                (a.peak_bytes + held) / (b.peak_bytes + held) for a, b in pairs
+            ),
+            "time_ratio": (a.wall_s / b.wall_s for a, b in pairs),
+            "cpu_time_ratio": (a.processors_s / b.processors_s for a, b in pairs),
+        }
+        row |= {prefix + key: round(statistics.median(r), 4) for key, r in ratios.items()}
+    return row
 
 
 def run(side: str, inputs: Inputs, work: Work) -> tuple[Tensor, Tensor]:
@@ -157,24 +178,48 @@ def _whole(inputs: Inputs, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     return logprobs, entropy
 
 
-def _peak_memory(work: Work, side: str) -> int:
-    """Bytes beyond the inputs and their gradients."""
-    _prepare(work)
+def _take_turns(work: Work, repeats: int, budget_s: float) -> dict[str, list[Turn]]:
+    """Turns of each side, one after the other, beginning with another side each time."""
+    torch.set_num_threads(work.threads)
+    pin_process(0, usable_cpus()[: work.threads])
+    row_functions.USE_TRITON = work.triton
+    sides = (WHOLE, *METHODS)
     small = Work(**{**vars(work), "tokens": 8, "vocab": 1000, "chunk": 4})
-    run(side, Inputs.random(small), small)  # libraries and their threads
+    for side in sides:
+        run(side, Inputs.random(small), small)  # libraries and their threads
     inputs = Inputs.random(work)
+    if work.device != "cpu":
+        for side in sides:  # kernels are chosen and compiled for the sizes
+            run(side, inputs, work)
+    turns: dict[str, list[Turn]] = {side: [] for side in sides}
+    started = time.perf_counter()
+    for repeat in range(repeats):
+        for place in range(len(sides)):
+            side = sides[(place + repeat) % len(sides)]
+            turns[side].append(_turn(side, inputs, work))
+        elapsed = time.perf_counter() - started
+        if repeat > 0 and elapsed * (repeat + 2) / (repeat + 1) > budget_s:
+            break
+    return turns
+
+
+def _turn(side: str, inputs: Inputs, work: Work) -> Turn:
+    inputs.hidden.grad = inputs.weight.grad = None
     gc.collect()
     if work.device == "cpu":
         before = _resident_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-        run(side, inputs, work)
-        peak = _resident_bytes("VmHWM")
     else:
+        torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        run(side, inputs, work)
-        peak = torch.cuda.max_memory_allocated()
-    return peak - before - work.gradient_bytes
+    wall, processors = time.perf_counter(), time.process_time()
+    run(side, inputs, work)
+    if work.device != "cpu":
+        torch.cuda.synchronize()
+    wall_s, processors_s = time.perf_counter() - wall, time.process_time() - processors
+    peak = _resident_bytes("VmHWM") if work.device == "cpu" else torch.cuda.max_memory_allocated()
+    return Turn(wall_s, processors_s, peak - before - work.gradient_bytes)
 
 
 def _resident_bytes(field: str) -> int:
@@ -184,47 +229,14 @@ def _resident_bytes(field: str) -> int:
     raise RuntimeError(f"no {field} in /proc/self/status")
 
 
-def _times(work: Work, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall seconds and processor seconds of each turn."""
-    _prepare(work)
-    inputs = Inputs.random(work)
-    sides = (WHOLE, *METHODS)
-    seconds: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-    for repeat in range(repeats + 1):
-        for side in sides:
-            _synchronize(work)
-            wall, processors = time.perf_counter(), time.process_time()
-            run(side, inputs, work)
-            _synchronize(work)
-            if repeat > 0:
-                elapsed = (time.perf_counter() - wall, time.process_time() - processors)
-                seconds[side].append(elapsed)
-    return seconds
-
-
-def _prepare(work: Work) -> None:
-    torch.set_num_threads(work.threads)
-    pin_process(0, usable_cpus()[: work.threads])
-    row_functions.USE_TRITON = work.triton
-
-
-def _synchronize(work: Work) -> None:
-    if work.device != "cpu":
-        torch.cuda.synchronize()
-
-
-def _in_fresh_process(function: Callable[..., Result], *arguments: object) -> Result:
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
-
-
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--tokens", type=int, nargs="+", help=f"T, by device: {TOKENS}")
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--budget-s", type=float, default=240.0, help="of all turns together")
     parser.add_argument("--entropy-gradient", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
