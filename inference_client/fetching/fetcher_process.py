@@ -12,9 +12,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from easyrl.completion_check import CompletionLimits
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
-from easyrl.inference_client.errors import MalformedResponse
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.machine import allow_open_files
 from easyrl.runtime.workers.child_process import Failure, FrameSplitter, frame
@@ -85,12 +85,15 @@ decode_replies: Any = msgspec.msgpack.Decoder(list[Reply]).decode
 decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
 
 
-def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> Fetch:
+def local_fetch(
+    session: aiohttp.ClientSession, api_key: str | None = None, *, vocab_size: int = 2**31
+) -> Fetch:
     """A ``Fetch`` in this loop: what each fetcher runs, and tests.
 
     ``await fetch(url, prompt_token_ids int32 [P], sampling, seed)`` gives one response. Raises
-    subclasses of ``EndpointError``, and ``ValueError`` if the server cannot do what ``sampling``
-    asks. Cancelling closes the connection, upon which the server aborts the request.
+    subclasses of ``EndpointError``, also for a token that is none of the policy's ``vocab_size``,
+    and ``ValueError`` if the server cannot do what ``sampling`` asks. Cancelling closes the
+    connection, upon which the server aborts the request.
     """
     client = functools.cache(lambda url: EndpointClient(url, session, api_key=api_key))
 
@@ -98,10 +101,8 @@ def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> F
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
         body = await client(url).generate(prompt_token_ids, sampling, seed)
-        completions = parse_generate_response(body, url, len(prompt_token_ids))
-        if len(completions) != 1:
-            raise MalformedResponse(url, f"{len(completions)} choices, asked for 1")
-        return completions[0]
+        limits = CompletionLimits(vocab_size, sampling.max_tokens)
+        return parse_generate_response(body, url, len(prompt_token_ids), limits, n=1)[0]
 
     return fetch
 

@@ -65,9 +65,10 @@ def fetcher() -> psutil.Process:
 async def test_a_fetcher_brings_what_a_local_request_brings(endpoint, fetch):
     endpoint.num_tokens = 1000
     endpoint.version = "r:0:4"
+    sampling = SAMPLING.model_copy(update={"max_tokens": 1000})
     async with aiohttp.ClientSession() as session:
-        expected = await local_fetch(session)(endpoint.url, PROMPT, SAMPLING, 11)
-    completion = await fetch(endpoint.url, PROMPT, SAMPLING, 11)
+        expected = await local_fetch(session)(endpoint.url, PROMPT, sampling, 11)
+    completion = await fetch(endpoint.url, PROMPT, sampling, 11)
     assert endpoint.requests[0] == endpoint.requests[1]
     assert completion.token_ids.tolist() == list(range(11, 1011)) == expected.token_ids.tolist()
     assert completion.token_ids.dtype == np.int32 and completion.logprobs.dtype == np.float32
