@@ -43,6 +43,7 @@ MAY_IMPORT = {
     " inference_client.vllm_plugin",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
+    "models.vocabulary": "config",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.machine runtime.ranks recipes"
@@ -61,7 +62,8 @@ MAY_IMPORT = {
     " dataloaders.producer.membership",
     "ledger.account": "schema metrics.batch_metrics ledger.certificate.records",
     "ledger": "schema completion_check metrics.trackers runtime.run_files runtime.ranks"
-    " runtime.collectives runtime.schedule dataloaders.producer.group_stream dataloaders.prompts.dataset",
+    " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
+    " dataloaders.prompts.dataset",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.machine runtime.stopping"
     " inference_client",
@@ -74,7 +76,7 @@ MAY_IMPORT = {
     " ledger.account trainer.accumulation",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping",
     # what puts the rooms together, and what a user calls
-    "build": "schema config completion_check models.loading dataloaders engines inference_client"
+    "build": "schema config completion_check models.vocabulary dataloaders engines inference_client"
     " ledger metrics recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine inference_client.servers.managed",
@@ -96,7 +98,8 @@ LIGHT = """
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
     completion_check inference_client.answers inference_client.client inference_client.responses
-    inference_client.fetching.fetcher_pool inference_client.fetching.fetcher_process
+    inference_client.fetching.fetcher inference_client.fetching.fetcher_pool
+    inference_client.fetching.fetcher_process inference_client.fetching.suspects
 """.split()
 
 PLAIN = {

@@ -29,7 +29,14 @@ DELIVERY_DELAY = 0.02
 MAX_DELIVERY_DELAY_S = 0.1
 
 
-# What the trainer's process and a fetcher tell each other: lists of these, as MessagePack.
+class Settings(msgspec.Struct, array_like=True):
+    """The first message to a fetcher."""
+
+    api_key: str | None  # of the endpoints
+    vocab_size: int  # of the policy
+
+
+# What the trainer's process and a fetcher tell each other then: lists of these, as MessagePack.
 
 
 class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
@@ -122,9 +129,10 @@ async def _serve(connection: socket.socket) -> None:
         frames, fetcher = FrameSplitter(), None
         while data := await reader.read(ORDERS_BYTES):
             for payload in frames.feed(data):
-                if fetcher is None:  # the first message is the API key
-                    api_key = msgspec.msgpack.decode(payload, type=str | None)
-                    fetcher = _Fetcher(local_fetch(session, api_key), writer)
+                if fetcher is None:
+                    settings = msgspec.msgpack.decode(payload, type=Settings)
+                    fetch = local_fetch(session, settings.api_key, vocab_size=settings.vocab_size)
+                    fetcher = _Fetcher(fetch, writer)
                     continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)

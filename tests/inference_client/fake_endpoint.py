@@ -134,7 +134,7 @@ class FakeEndpoint:
     def response(self, body: dict[str, Any], **changes: Any) -> bytes:
         """The body of a good answer; ``changes`` replace fields of every choice."""
         seed = body["sampling_params"]["seed"]
-        num_tokens = min(self.num_tokens, body["sampling_params"]["max_tokens"])
+        num_tokens = min(self.num_tokens, body["sampling_params"].get("max_tokens", 16))
         choices = []
         for index in range(body["sampling_params"]["n"]):
             token_ids = [seed + index + t for t in range(num_tokens)]
