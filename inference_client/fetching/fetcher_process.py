@@ -15,13 +15,17 @@ import numpy as np
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
+from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.responses import parse_generate_response
-from easyrl.runtime.machine import allow_open_files
+from easyrl.runtime.machine import allow_open_files, limit_memory
 from easyrl.runtime.workers.child_process import Failure, FrameSplitter, frame
 from easyrl.schema import Completion, VersionSpan
 
 ENTRY = f"{__name__}:fetcher_main"
 ORDERS_BYTES = 2**16  # read at once
+# Of the machine's. Each answer is bounded, yet all endpoints could send as much as they may at once:
+# that is to fail here, and not to have the system end whoever is largest, the trainer.
+MEMORY_SHARE = 0.25
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again
 # Each delivery takes the interpreter from the training loop for a moment, so that replies travel
 # together: one may wait for others for a part of the time that it took.
@@ -117,6 +121,7 @@ def local_fetch(
 def fetcher_main(connection: socket.socket) -> None:
     """What a fetcher process runs, until the other end of ``connection`` is closed."""
     allow_open_files()
+    limit_memory(MEMORY_SHARE)
     asyncio.run(_serve(connection))
 
 
@@ -178,6 +183,11 @@ class _Fetcher:
                 completion.finish_reason,
                 completion.version_spans,
             )
+        except MemoryError:
+            full = EndpointUnavailable(
+                order.url, "its answer did not fit into the fetcher's memory"
+            )
+            reply = Failed(order.number, pickle.dumps(Failure.of(full), 5))
         except Exception as error:
             reply = Failed(order.number, pickle.dumps(Failure.of(error), 5))
         finally:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -27,11 +29,13 @@ from easyrl.inference_client.errors import (
     RequestRejected,
 )
 from easyrl.inference_client.fetching import fetcher as fetcher_module
+from easyrl.inference_client.fetching import fetcher_process
 from easyrl.inference_client.fetching.fetcher import FetcherDied
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
-from easyrl.inference_client.fetching.fetcher_process import local_fetch
+from easyrl.inference_client.fetching.fetcher_process import Send, decode_replies, local_fetch
 from easyrl.runtime.workers import supervised_child
-from easyrl.schema import VersionSpan
+from easyrl.runtime.workers.child_process import FrameSplitter
+from easyrl.schema import Completion, VersionSpan
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=9, temperature=0.7, stop_token_ids=[3])
@@ -277,6 +281,42 @@ async def test_a_fetcher_that_ends_before_it_serves_is_nobodys_fault(endpoint, m
     with pytest.raises(FetcherDied, match="3 fetcher .*exit code 1"):
         await asyncio.wait_for(fetchers(endpoint.url, PROMPT, SAMPLING, 0), 60)
     await fetchers.close()
+
+
+async def test_answers_beyond_the_fetchers_memory_are_their_endpoints_fault():
+    async def fetch(url: str, *_: object) -> Completion:
+        raise MemoryError
+
+    ours, theirs = socket.socketpair()
+    with ours:
+        reader, writer = await asyncio.open_unix_connection(sock=theirs)
+        process = fetcher_process._Fetcher(fetch, writer)
+        process.obey(Send(3, "http://a", PROMPT.tobytes(), SAMPLING.model_dump_json().encode(), 0))
+        frames, replies = FrameSplitter(), []
+        ours.setblocking(False)
+        while not replies:
+            data = await asyncio.get_running_loop().sock_recv(ours, 2**16)
+            replies = [r for payload in frames.feed(data) for r in decode_replies(payload)]
+        writer.close()
+    error = pickle.loads(replies[0].failure).exception()
+    assert type(error) is EndpointUnavailable and error.url == "http://a"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_memory_beyond_the_share_is_refused():
+    code = """
+        from easyrl.runtime.machine import limit_memory
+        import os
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit_memory(2**29 / total)
+        bytearray(2**28)
+        try:
+            bytearray(2**29)
+        except MemoryError:
+            print("refused")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(command, check=True, capture_output=True).stdout == b"refused\n"
 
 
 async def test_a_fetcher_that_is_stopped_is_replaced(endpoint, fetch, monkeypatch, caplog):

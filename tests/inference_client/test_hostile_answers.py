@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import random
@@ -13,6 +14,9 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
+from fake_endpoint import FakeEndpoint
+from pool_cases import V1, ask, pool_of
 from raw_server import RawServer, http
 
 from easyrl.completion_check import CompletionLimits
@@ -325,6 +329,23 @@ async def test_the_bounds_leave_room_for_the_longest_answers(server, client):
     proof = {"checksums": {name: "ab" * 32 for name in names}, "problems": {}, "transport": "file"}
     server.answer = http(json.dumps({"results": [proof] * 16}).encode())
     assert len(await client.prove_weights("v-4", chunks)) == 16
+
+
+async def test_a_drip_is_no_progress():
+    """A byte now and then, for ever; the endpoint is given up, and the sample goes elsewhere."""
+
+    async def drip(endpoint, request, body):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.05)
+
+    slow, good = FakeEndpoint(version=V1, always=drip), FakeEndpoint(version=V1)
+    async with pool_of(slow, good, progress_timeout_s=0.4) as pool:
+        made = await asyncio.wait_for(asyncio.gather(*(ask(pool, seed) for seed in range(4))), 20)
+        assert {completion.endpoint for completion in made} == {good.url}
+        assert pool.endpoints[0].num_failures == 1 and pool.endpoints[1].num_failures == 0
 
 
 # ---- seeded mutations of a recorded answer -------------------------------------------------------
