@@ -23,8 +23,8 @@ from easyrl.schema import Completion, VersionSpan
 
 ENTRY = f"{__name__}:fetcher_main"
 ORDERS_BYTES = 2**16  # read at once
-# Of the machine's. Each answer is bounded, yet all endpoints could send as much as they may at once:
-# that is to fail here, and not to have the system end whoever is largest, the trainer.
+# Of the machine's. Each answer is bounded, yet all endpoints could send as much as they may at
+# once: that is to fail here, and not to have the system end whoever is largest, the trainer.
 MEMORY_SHARE = 0.25
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again
 # Each delivery takes the interpreter from the training loop for a moment, so that replies travel
