@@ -15,6 +15,7 @@ from easyrl.inference_client.errors import MalformedResponse
 T = TypeVar("T")
 
 ANSWER_BYTES = 4 * 2**20  # more than /metrics of a server with many engines takes
+RESPONSE_BYTES = 2**16  # of a response beside its tokens
 ERROR_BYTES = 8 * 2**10  # that are read of an answer that is not 200
 # vLLM writes at most 210 for a token: its id twice more, log-probability and rank twice
 BYTES_PER_TOKEN = 512
@@ -23,7 +24,7 @@ BYTES_PER_TENSOR = 256
 MAX_WORKERS = 32  # of one server, tensor times pipeline parallel
 QUOTED_CHARACTERS = 500  # of what it sent, in a message
 
-Version = Annotated[str, msgspec.Meta(max_length=256)]
+Word = Annotated[str, msgspec.Meta(max_length=4096)]  # a name, a path, a version
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # int32, as the arrays that it goes into
 
 

@@ -23,7 +23,8 @@ from easyrl.inference_client.answers import (
     BYTES_PER_TENSOR,
     BYTES_PER_TOKEN,
     MAX_WORKERS,
-    Version,
+    RESPONSE_BYTES,
+    Word,
     decode,
     read_body,
     shorten,
@@ -118,7 +119,7 @@ class EndpointClient:
         params = sampling.model_dump(include=set(SamplingConfig.model_fields))
         params |= {"n": n, "seed": seed, "logprobs": 0}
         body = {"token_ids": token_ids, "sampling_params": params}
-        max_bytes = ANSWER_BYTES + n * sampling.max_tokens * BYTES_PER_TOKEN
+        max_bytes = RESPONSE_BYTES + n * sampling.max_tokens * BYTES_PER_TOKEN
         return await self._request("POST", GENERATE, body, max_bytes=max_bytes)
 
     async def health(self) -> None:
@@ -292,11 +293,11 @@ class EndpointClient:
 
 
 class _ModelCard(msgspec.Struct):
-    id: str
+    id: Word
     max_model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    owned_by: str | None = None
+    owned_by: Word | None = None
     batch_invariant: bool = False
-    arithmetic: str | None = None
+    arithmetic: Word | None = None
 
 
 class _Models(msgspec.Struct):
@@ -304,7 +305,7 @@ class _Models(msgspec.Struct):
 
 
 class _WeightInfo(msgspec.Struct):
-    weight_version: Version
+    weight_version: Word
 
 
 class _Success(msgspec.Struct):

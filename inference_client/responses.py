@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from easyrl.completion_check import INT32_ALONE, CompletionLimits, completion_problem
-from easyrl.inference_client.answers import Count, Version, decode, shorten
+from easyrl.inference_client.answers import Count, Word, decode, shorten
 from easyrl.inference_client.errors import MalformedResponse
 from easyrl.schema import Completion, VersionSpan
 
@@ -30,7 +30,7 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Span(msgspec.Struct, gc=False):
-    version: Version
+    version: Word
     start: Count
     end: Count
 
