@@ -28,7 +28,7 @@ def producer(
     with ExitStack() as opened:
         events = EventLog(folder / "events.jsonl")
         opened.callback(events.close)
-        inference = open_inference(config, opened, record=events.record)
+        inference = open_inference(config, opened, vocab_size=VOCABULARY, record=events.record)
         inference.thread.run(_confirm(inference))
         yield inference, inference.rollouts()
 

@@ -6,10 +6,11 @@ The server needs ``--enable-scale-out`` for ``/inference/v1/generate`` and
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -17,6 +18,17 @@ import numpy as np
 import orjson
 
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.answers import (
+    ANSWER_BYTES,
+    BYTES_PER_TENSOR,
+    BYTES_PER_TOKEN,
+    MAX_WORKERS,
+    RESPONSE_BYTES,
+    Word,
+    decode,
+    read_body,
+    shorten,
+)
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
@@ -24,13 +36,15 @@ from easyrl.inference_client.errors import (
     PromptRejected,
     RequestRejected,
 )
+from easyrl.inference_client.responses import GENERATE
 from easyrl.schema import Completion
+
+T = TypeVar("T")
 
 # url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
 Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 Body = Mapping[str, Any] | None  # of a request, JSON-able
 
-GENERATE = "/inference/v1/generate"
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
 HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
@@ -38,6 +52,7 @@ KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connec
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
+IDENTITY = {"Accept-Encoding": "identity"}  # see ``answers.read_body``
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
 KEY_HINT = "; set inference.api_key_env to the variable that holds its key"  # 401, 403
 # vLLM's names, which the embedded server uses too; a line per engine
@@ -84,7 +99,7 @@ class EndpointClient:
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json"} | IDENTITY
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._applies_stop_strings = False
@@ -104,28 +119,26 @@ class EndpointClient:
         params = sampling.model_dump(include=set(SamplingConfig.model_fields))
         params |= {"n": n, "seed": seed, "logprobs": 0}
         body = {"token_ids": token_ids, "sampling_params": params}
-        return await self._request("POST", GENERATE, body)
+        max_bytes = RESPONSE_BYTES + n * sampling.max_tokens * BYTES_PER_TOKEN
+        return await self._request("POST", GENERATE, body, max_bytes=max_bytes)
 
     async def health(self) -> None:
         await self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
 
     async def served_model(self) -> ServedModel:
-        answer = await self._json("GET", "/v1/models")
-        try:
-            card = answer["data"][0]
-            return ServedModel(
-                card["id"],
-                card.get("max_model_len"),
-                is_embedded=card.get("owned_by") == "easyrl",
-                batch_invariant=card.get("batch_invariant") is True,
-                arithmetic=card.get("arithmetic"),
-            )
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise MalformedResponse(self.url, f"GET /v1/models names no model: {answer}") from None
+        card = (await self._decoded(_MODELS, "GET", "/v1/models")).data[0]
+        return ServedModel(
+            card.id,
+            card.max_model_len,
+            is_embedded=card.owned_by == "easyrl",
+            batch_invariant=card.batch_invariant,
+            arithmetic=card.arithmetic,
+        )
 
     async def weight_version(self, timeout_s: float | None = None) -> str:
         """The version of the weights it serves; ``"default"`` after a (re)start."""
-        return await self._field("weight_version", str, "GET", "/weight_info", None, timeout_s)
+        answer = await self._decoded(_WEIGHT_INFO, "GET", "/weight_info", None, timeout_s)
+        return answer.weight_version
 
     async def num_tokens_made(self, timeout_s: float) -> float | None:
         """Prompt and response tokens since its start; None if it does not tell."""
@@ -133,8 +146,11 @@ class EndpointClient:
             content = await self._request("GET", "/metrics", timeout_s=timeout_s)
         except EndpointError:
             return None
-        counts = [float(text) for text in TOKEN_COUNTERS.findall(content)]
-        return sum(counts) if counts else None
+        try:
+            counts = [float(text) for text in TOKEN_COUNTERS.findall(content)]
+        except ValueError:
+            return None
+        return sum(counts) if counts and math.isfinite(sum(counts)) else None
 
     async def pause(self, mode: Literal["wait", "abort", "keep"]) -> None:
         """Stops generation; requests in flight are finished, aborted or frozen until ``resume``."""
@@ -145,7 +161,7 @@ class EndpointClient:
 
     async def reset_prefix_cache(self) -> bool:
         """False if blocks are still in use, so that nothing was reset."""
-        return await self._field("success", bool, "POST", "/reset_prefix_cache")
+        return (await self._decoded(_SUCCESS, "POST", "/reset_prefix_cache")).success
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         await self._request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
@@ -163,7 +179,7 @@ class EndpointClient:
     async def set_weight_version(self, version: str, timeout_s: float | None = None) -> None:
         """Stamps ``version`` on the tokens from here on, of the weights that it has."""
         body = {"new_version": version}
-        await self._field("success", bool, "POST", "/update_weight_version", body, timeout_s)
+        await self._decoded(_SUCCESS, "POST", "/update_weight_version", body, timeout_s)
 
     async def abandon_weight_update(self) -> None:
         """Gives up an update that was started, so that the next one can start.
@@ -183,15 +199,11 @@ class EndpointClient:
         """
         kwargs = {"artifact": artifact, "chunks": orjson.dumps(chunks).decode()}
         body = {"method": PROVE_WEIGHTS, "kwargs": kwargs}
-        content = await self._request("POST", "/collective_rpc", body)
-        try:
-            proofs = msgspec.json.decode(content, type=_Proofs).results
-        except msgspec.MsgspecError as error:
-            reason = f"POST /collective_rpc proves no weights: {error}: {_shorten(content)}"
-            raise MalformedResponse(self.url, reason) from None
-        if not proofs:
-            raise MalformedResponse(self.url, "POST /collective_rpc: no worker proved its weights")
-        return proofs
+        names = [name for chunk in chunks for name in chunk["checksums"]]
+        of_a_worker = sum(len(name.encode()) + BYTES_PER_TENSOR for name in names)
+        max_bytes = ANSWER_BYTES + MAX_WORKERS * of_a_worker
+        answer = await self._decoded(_PROOFS, "POST", "/collective_rpc", body, max_bytes=max_bytes)
+        return answer.results
 
     async def abort_requests(self) -> None:
         await self._request("POST", "/abort_requests", {})
@@ -208,35 +220,37 @@ class EndpointClient:
                 f"use stop_token_ids, or start it with a tokenizer. It answered: {error}"
             ) from None
 
-    async def _field(self, name: str, kind: type, method: str, path: str, *asked: Any) -> Any:
-        answer = await self._json(method, path, *asked)
-        value = answer.get(name)
-        if not isinstance(value, kind):
-            raise MalformedResponse(self.url, f"{method} {path} answered without {name}: {answer}")
-        return value
-
-    async def _json(
-        self, method: str, path: str, body: Body = None, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        content = await self._request(method, path, body, timeout_s)
-        try:
-            answer = orjson.loads(content)
-        except orjson.JSONDecodeError:
-            answer = None
-        if not isinstance(answer, dict):
-            reason = f"{method} {path} did not answer JSON: {_shorten(content)}"
-            raise MalformedResponse(self.url, reason)
-        return answer
+    async def _decoded(
+        self,
+        decoder: msgspec.json.Decoder[T],
+        method: str,
+        path: str,
+        body: Body = None,
+        timeout_s: float | None = None,
+        max_bytes: int = ANSWER_BYTES,
+    ) -> T:
+        content = await self._request(method, path, body, timeout_s, max_bytes)
+        return decode(decoder, content, self.url, f"{method} {path}")
 
     async def _request(
-        self, method: str, path: str, body: Body = None, timeout_s: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: Body = None,
+        timeout_s: float | None = None,
+        max_bytes: int = ANSWER_BYTES,
     ) -> bytes:
         limit_s = timeout_s if timeout_s is not None or path == GENERATE else self._timeout_s
-        answer, content = await self._answer(method, path, body, limit_s)
+        answer, content = await self._answer(method, path, body, limit_s, max_bytes)
         if answer.status == 200:
             return content
         message = _server_message(content)
-        reason = f"{method} {path} answered {answer.status} {answer.reason or ''}: {message}"
+        said = f"{answer.status} {shorten(answer.reason or '', 100)}"
+        reason = f"{method} {path} answered {said}: {message}"
+        if answer.status < 400:  # neither a yes nor a no
+            if (target := answer.headers.get("Location")) is not None:
+                reason = f"{method} {path} answered {said}: points to {shorten(target)}"
+            raise MalformedResponse(self.url, reason)
         if answer.status >= 500 or answer.status in OVERLOADED:
             raise EndpointUnavailable(self.url, reason)
         hint = KEY_HINT if answer.status in (401, 403) else ""
@@ -247,7 +261,12 @@ class EndpointClient:
         raise RequestRejected(self.url, reason + hint)
 
     async def _answer(
-        self, method: str, path: str, body: Body, limit_s: float | None
+        self,
+        method: str,
+        path: str,
+        body: Body,
+        limit_s: float | None,
+        max_bytes: int = ANSWER_BYTES,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
@@ -257,8 +276,10 @@ class EndpointClient:
                 data=data,
                 headers=self._headers if path == GENERATE else self._headers | CLOSE,
                 timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
+                allow_redirects=False,  # key and weights go where the configuration says
+                auto_decompress=False,
             ) as response:
-                return response, await response.read()
+                return response, await read_body(response, self.url, f"{method} {path}", max_bytes)
         except TimeoutError as error:
             connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
             what = "could not connect" if connecting else "was not answered"
@@ -267,14 +288,40 @@ class EndpointClient:
             )
             raise EndpointUnavailable(self.url, reason) from None
         except (aiohttp.ClientError, OSError) as error:
-            reason = f"{method} {path} failed: {type(error).__name__}: {error}"
+            reason = f"{method} {path} failed: {type(error).__name__}: {shorten(str(error))}"
             raise EndpointUnavailable(self.url, reason) from None
 
 
-class _Proofs(msgspec.Struct):
-    """What ``/collective_rpc`` answers: a result per worker."""
+class _ModelCard(msgspec.Struct):
+    id: Word
+    max_model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    owned_by: Word | None = None
+    batch_invariant: bool = False
+    arithmetic: Word | None = None
 
-    results: list[WorkerProof]
+
+class _Models(msgspec.Struct):
+    data: Annotated[list[_ModelCard], msgspec.Meta(min_length=1)]
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: Word
+
+
+class _Success(msgspec.Struct):
+    success: bool
+
+
+class _Proofs(msgspec.Struct):
+    """A result per worker."""
+
+    results: Annotated[list[WorkerProof], msgspec.Meta(min_length=1)]
+
+
+_MODELS = msgspec.json.Decoder(_Models)
+_WEIGHT_INFO = msgspec.json.Decoder(_WeightInfo)
+_SUCCESS = msgspec.json.Decoder(_Success)
+_PROOFS = msgspec.json.Decoder(_Proofs)
 
 
 def _server_message(content: bytes) -> str:
@@ -282,17 +329,8 @@ def _server_message(content: bytes) -> str:
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return _shorten(content)
-    if not isinstance(answer, dict):
-        return _shorten(content)
-    message = answer.get("error", answer.get("detail", content))
+        answer = None
+    message = answer.get("error", answer.get("detail")) if isinstance(answer, dict) else None
     if isinstance(message, dict):
-        message = message.get("message", content)
-    return _shorten(message if isinstance(message, bytes) else str(message))
-
-
-def _shorten(text: str | bytes, limit: int = 500) -> str:
-    if isinstance(text, bytes):
-        text = text.decode(errors="replace")
-    text = text.strip() or "(empty body)"
-    return text if len(text) <= limit else text[:limit] + " ..."
+        message = message.get("message")
+    return shorten(message if isinstance(message, str) else content)

@@ -14,6 +14,7 @@ EASYRL = "easyrl."
 MAY_IMPORT = {
     "schema": "",
     "config": "",
+    "completion_check": "schema",
     "metrics.event_log": "",
     "runtime.seeding": "",
     "runtime.numerics": "",
@@ -31,8 +32,8 @@ MAY_IMPORT = {
     "dataloaders.packing": "schema",
     "rewards": "schema config runtime.workers.worker_pool",
     # the endpoints
-    "inference_client": "schema config",
-    "inference_client.fetching": "schema config runtime.machine runtime.workers"
+    "inference_client": "schema config completion_check",
+    "inference_client.fetching": "schema config completion_check runtime.machine runtime.workers"
     " inference_client.client inference_client.errors inference_client.responses",
     "inference_client.pool": "schema config inference_client.client inference_client.errors",
     "inference_client.vllm_plugin": "",
@@ -42,6 +43,7 @@ MAY_IMPORT = {
     " inference_client.vllm_plugin",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
+    "models.vocabulary": "config",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.machine runtime.ranks recipes"
@@ -51,15 +53,17 @@ MAY_IMPORT = {
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
     "runtime": "schema config metrics.event_log",
     "ledger.format": "",
-    "ledger.journal": "ledger.format schema config runtime.durable_files runtime.ranks"
+    "ledger.journal": "ledger.format schema config completion_check metrics.event_log"
+    " runtime.durable_files runtime.ranks"
     " runtime.rank_coordination dataloaders.producer dataloaders.prompts.dataset",
     "ledger.checkpoints": "ledger.format config engines.base metrics.event_log"
     " runtime.collectives runtime.durable_files models.lora inference_client.transfer.artifact",
     "ledger.certificate": "ledger.format schema runtime.durable_files"
     " dataloaders.producer.membership",
     "ledger.account": "schema metrics.batch_metrics ledger.certificate.records",
-    "ledger": "schema metrics.trackers runtime.run_files runtime.ranks runtime.collectives"
-    " runtime.schedule dataloaders.producer.group_stream dataloaders.prompts.dataset",
+    "ledger": "schema completion_check metrics.trackers runtime.run_files runtime.ranks"
+    " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
+    " dataloaders.prompts.dataset",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.machine runtime.stopping"
     " inference_client",
@@ -72,8 +76,8 @@ MAY_IMPORT = {
     " ledger.account trainer.accumulation",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping",
     # what puts the rooms together, and what a user calls
-    "build": "schema config dataloaders engines inference_client ledger metrics recipes rewards"
-    " runtime trainer weight_sync",
+    "build": "schema config completion_check models.vocabulary dataloaders engines inference_client"
+    " ledger metrics recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine inference_client.servers.managed",
     "commands": "schema config train build ledger recipes runtime"
@@ -93,8 +97,9 @@ LIGHT = """
     runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
-    inference_client.client inference_client.responses inference_client.fetching.fetcher_pool
-    inference_client.fetching.fetcher_process
+    completion_check inference_client.answers inference_client.client inference_client.responses
+    inference_client.fetching.fetcher inference_client.fetching.fetcher_pool
+    inference_client.fetching.fetcher_process inference_client.fetching.suspects
 """.split()
 
 PLAIN = {

@@ -1,4 +1,4 @@
-"""The tokenizer and the prompts, loaded."""
+"""The tokenizer, the vocabulary and the prompts, loaded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from easyrl.config import Config, ConfigError, DatasetConfig
 from easyrl.dataloaders.prompts.dataset import load_prompts
+from easyrl.models.vocabulary import vocabulary_size
 from easyrl.schema import Prompt
 
 if TYPE_CHECKING:
@@ -18,6 +19,14 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(config.model.tokenizer_path, local_files_only=True)
+
+
+def policy_vocabulary(config: Config) -> int:
+    """Token ids of the policy run from 0 to one less. Raises ``ConfigError``."""
+    try:
+        return vocabulary_size(config.model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_data(

@@ -115,6 +115,7 @@ def open_inference(
     config: Config,
     opened: ExitStack,
     *,
+    vocab_size: int,
     urls: Sequence[str] | None = None,
     num_shares: int = 1,
     record: Record = ignore,
@@ -122,6 +123,7 @@ def open_inference(
     """Starts fetchers, worker processes and the producer's thread, and waits for an endpoint.
 
     Args:
+        vocab_size: of the policy; another token id is its endpoint's fault.
         urls: of the endpoints; default: the configuration's.
         num_shares: ranks that share them.
     """
@@ -133,7 +135,9 @@ def open_inference(
     )
     thread.run(workers.start())
     opened.callback(lambda: thread.run(workers.close()))
-    fetchers = FetcherPool(config.inference.num_fetchers, api_key=read_api_key(config.inference))
+    fetchers = FetcherPool(
+        config.inference.num_fetchers, read_api_key(config.inference), vocab_size=vocab_size
+    )
     thread.run(fetchers.start())
     opened.callback(lambda: thread.run(fetchers.close()))
     pool = EndpointPool(

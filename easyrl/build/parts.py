@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from easyrl.build.accumulation import build_accumulator
-from easyrl.build.data import load_data, load_tokenizer
+from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
 from easyrl.build.endpoints import (
     build_weight_sync,
     follow_membership,
@@ -22,6 +22,7 @@ from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import open_certificate, reference_identity
 from easyrl.build.recipe import accept_function
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
+from easyrl.completion_check import CompletionLimits
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
@@ -69,7 +70,7 @@ def build_parts(
         for notice in notices(config, load_recipe(config)):
             logger.warning("%s", notice)
     own_urls = start_servers(config, opened)
-    tokenizer = load_tokenizer(config)
+    tokenizer, vocab_size = load_tokenizer(config), policy_vocabulary(config)
     prompts = load_data(config.data, tokenizer, "data")
     evaluation = config.evaluation
     held_out = load_data(evaluation.data, tokenizer, "evaluation.data") if evaluation else []
@@ -109,6 +110,8 @@ def build_parts(
         collectives.ranks.rank,
         config.journal.fsync,
         settings=group_settings(config, rejects=rejects),
+        limits=CompletionLimits(vocab_size, config.rollout.max_tokens),
+        record=record,
     )
     reference = reference_identity(config, collectives)
     try:
@@ -117,7 +120,14 @@ def build_parts(
         raise ConfigError(f"--resume: {error}") from error
 
     urls: list[str] = collectives.broadcast(own_urls)
-    inference = open_inference(config, opened, urls=urls, num_shares=ranks.dp_size, record=record)
+    inference = open_inference(
+        config,
+        opened,
+        vocab_size=vocab_size,
+        urls=urls,
+        num_shares=ranks.dp_size,
+        record=record,
+    )
     require_invariant_endpoints(config, inference.pool, output if ranks.is_first else None)
     warn_of_short_contexts(config, inference, rollout=True)
     weight_sync = build_weight_sync(

@@ -35,7 +35,7 @@ def eval_command(
 
 
 def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
-    from easyrl.build.data import load_data, load_tokenizer
+    from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
     from easyrl.build.endpoints import start_servers, warn_of_short_contexts
     from easyrl.build.inference import open_inference
     from easyrl.runtime.collectives import Collectives
@@ -44,7 +44,12 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
 
     prompts = load_data(evaluation.data, load_tokenizer(config), "evaluation.data")
     with ExitStack() as opened:
-        inference = open_inference(config, opened, urls=start_servers(config, opened))
+        inference = open_inference(
+            config,
+            opened,
+            vocab_size=policy_vocabulary(config),
+            urls=start_servers(config, opened),
+        )
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)
         opened.callback(nobody_stops.close)

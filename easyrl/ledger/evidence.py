@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from easyrl.completion_check import completion_problem
 from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord
 from easyrl.ledger.journal.codec import CodecError, GroupRecord, to_group
@@ -81,7 +82,8 @@ class JournalEvidence:
         except CodecError as error:
             raise CertificateError(str(error)) from error
         for number, completion in enumerate(found.completions):
-            if problem := _span_problem(completion, record.accepted_versions):
+            problem = _span_problem(completion, record.accepted_versions)
+            if problem := problem or completion_problem(completion):
                 raise CertificateError(
                     f"response {number}: {problem}", endpoint=completion.endpoint
                 )

@@ -1,10 +1,11 @@
-"""Ports, processors and open files of this machine."""
+"""Ports, processors, memory and open files of this machine."""
 
 from __future__ import annotations
 
 import os
 import resource
 import socket
+import sys
 from collections.abc import Sequence
 
 
@@ -32,3 +33,19 @@ def allow_open_files() -> None:
     """As many as the system lets this process have, by default 1024; a connection is one."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def limit_memory(share: float) -> None:
+    """What this process allocates beyond ``share`` of the machine's memory is a ``MemoryError``.
+
+    On Linux; elsewhere there is no such limit.
+    """
+    if sys.platform != "linux":
+        return
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Data, not address space: threads reserve gigabytes of that and never use them.
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = int(share * total)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

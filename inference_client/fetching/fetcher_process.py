@@ -12,16 +12,20 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from easyrl.completion_check import CompletionLimits
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
-from easyrl.inference_client.errors import MalformedResponse
+from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.responses import parse_generate_response
-from easyrl.runtime.machine import allow_open_files
+from easyrl.runtime.machine import allow_open_files, limit_memory
 from easyrl.runtime.workers.child_process import Failure, FrameSplitter, frame
 from easyrl.schema import Completion, VersionSpan
 
 ENTRY = f"{__name__}:fetcher_main"
 ORDERS_BYTES = 2**16  # read at once
+# Of the machine's. Each answer is bounded, yet all endpoints could send as much as they may at
+# once: that is to fail here, and not to have the system end whoever is largest, the trainer.
+MEMORY_SHARE = 0.25
 READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started again
 # Each delivery takes the interpreter from the training loop for a moment, so that replies travel
 # together: one may wait for others for a part of the time that it took.
@@ -29,7 +33,14 @@ DELIVERY_DELAY = 0.02
 MAX_DELIVERY_DELAY_S = 0.1
 
 
-# What the trainer's process and a fetcher tell each other: lists of these, as MessagePack.
+class Settings(msgspec.Struct, array_like=True):
+    """The first message to a fetcher."""
+
+    api_key: str | None  # of the endpoints
+    vocab_size: int  # of the policy
+
+
+# What the trainer's process and a fetcher tell each other then: lists of these, as MessagePack.
 
 
 class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
@@ -85,12 +96,15 @@ decode_replies: Any = msgspec.msgpack.Decoder(list[Reply]).decode
 decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
 
 
-def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> Fetch:
+def local_fetch(
+    session: aiohttp.ClientSession, api_key: str | None = None, *, vocab_size: int = 2**31
+) -> Fetch:
     """A ``Fetch`` in this loop: what each fetcher runs, and tests.
 
     ``await fetch(url, prompt_token_ids int32 [P], sampling, seed)`` gives one response. Raises
-    subclasses of ``EndpointError``, and ``ValueError`` if the server cannot do what ``sampling``
-    asks. Cancelling closes the connection, upon which the server aborts the request.
+    subclasses of ``EndpointError``, also for a token that is none of the policy's ``vocab_size``,
+    and ``ValueError`` if the server cannot do what ``sampling`` asks. Cancelling closes the
+    connection, upon which the server aborts the request.
     """
     client = functools.cache(lambda url: EndpointClient(url, session, api_key=api_key))
 
@@ -98,10 +112,8 @@ def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> F
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
         body = await client(url).generate(prompt_token_ids, sampling, seed)
-        completions = parse_generate_response(body, url, len(prompt_token_ids))
-        if len(completions) != 1:
-            raise MalformedResponse(url, f"{len(completions)} choices, asked for 1")
-        return completions[0]
+        limits = CompletionLimits(vocab_size, sampling.max_tokens)
+        return parse_generate_response(body, url, len(prompt_token_ids), limits, n=1)[0]
 
     return fetch
 
@@ -109,6 +121,7 @@ def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> F
 def fetcher_main(connection: socket.socket) -> None:
     """What a fetcher process runs, until the other end of ``connection`` is closed."""
     allow_open_files()
+    limit_memory(MEMORY_SHARE)
     asyncio.run(_serve(connection))
 
 
@@ -121,9 +134,10 @@ async def _serve(connection: socket.socket) -> None:
         frames, fetcher = FrameSplitter(), None
         while data := await reader.read(ORDERS_BYTES):
             for payload in frames.feed(data):
-                if fetcher is None:  # the first message is the API key
-                    api_key = msgspec.msgpack.decode(payload, type=str | None)
-                    fetcher = _Fetcher(local_fetch(session, api_key), writer)
+                if fetcher is None:
+                    settings = msgspec.msgpack.decode(payload, type=Settings)
+                    fetch = local_fetch(session, settings.api_key, vocab_size=settings.vocab_size)
+                    fetcher = _Fetcher(fetch, writer)
                     continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)
@@ -169,6 +183,11 @@ class _Fetcher:
                 completion.finish_reason,
                 completion.version_spans,
             )
+        except MemoryError:
+            full = EndpointUnavailable(
+                order.url, "its answer did not fit into the fetcher's memory"
+            )
+            reply = Failed(order.number, pickle.dumps(Failure.of(full), 5))
         except Exception as error:
             reply = Failed(order.number, pickle.dumps(Failure.of(error), 5))
         finally:

@@ -86,7 +86,10 @@ class Fleet:
         """Begins to watch the endpoints."""
         assert self._session is None, "started twice"
         connector = aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector)
+        # no cookies: what one endpoint sets would go to others on its host
+        self._session = aiohttp.ClientSession(
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+        )
         for url in self._first_urls:
             self.add(url)
 

@@ -134,14 +134,15 @@ class FakeEndpoint:
     def response(self, body: dict[str, Any], **changes: Any) -> bytes:
         """The body of a good answer; ``changes`` replace fields of every choice."""
         seed = body["sampling_params"]["seed"]
+        num_tokens = min(self.num_tokens, body["sampling_params"].get("max_tokens", 16))
         choices = []
         for index in range(body["sampling_params"]["n"]):
-            token_ids = [seed + index + t for t in range(self.num_tokens)]
+            token_ids = [seed + index + t for t in range(num_tokens)]
             choice = {
                 "index": index,
                 "finish_reason": "stop",
                 "token_ids": token_ids,
-                "weight_versions": [{"version": self.version, "start": 0, "end": self.num_tokens}],
+                "weight_versions": [{"version": self.version, "start": 0, "end": num_tokens}],
                 "logprobs": {
                     "content": [{"token_id": token, "logprob": -0.5} for token in token_ids]
                 },

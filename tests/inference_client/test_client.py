@@ -260,10 +260,13 @@ async def test_every_worker_proves_its_weights(one_route, session):
 @pytest.mark.parametrize(
     "body, reason",
     [
-        (b'{"results": []}', "no worker"),
-        (b'{"results": [null]}', "proves no weights"),
-        (b'{"results": [{"checksums": {"w": 1}, "problems": {}, "transport": "file"}]}', "proves"),
-        (b'{"message": "done"}', "proves no weights"),
+        (b'{"results": []}', r"length >= 1 - at `\$\.results`"),
+        (b'{"results": [null]}', r"POST /collective_rpc: .* at `\$\.results\[0\]`"),
+        (
+            b'{"results": [{"checksums": {"w": 1}, "problems": {}, "transport": "file"}]}',
+            r"at `\$\.results\[0\]\.checksums",
+        ),
+        (b'{"message": "done"}', "missing required field `results`"),
         (b"", "empty body"),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -16,7 +18,8 @@ import numpy as np
 import psutil
 import pytest
 from aiohttp import web
-from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncate
+from fake_endpoint import FakeEndpoint, Fault, answer, break_off, hang, status, truncate
+from pool_cases import V1, ask, pool_of
 
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.errors import (
@@ -25,11 +28,14 @@ from easyrl.inference_client.errors import (
     PromptRejected,
     RequestRejected,
 )
-from easyrl.inference_client.fetching import fetcher_pool
-from easyrl.inference_client.fetching.fetcher_pool import FetcherDied, FetcherPool
-from easyrl.inference_client.fetching.fetcher_process import local_fetch
+from easyrl.inference_client.fetching import fetcher as fetcher_module
+from easyrl.inference_client.fetching import fetcher_process
+from easyrl.inference_client.fetching.fetcher import FetcherDied
+from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
+from easyrl.inference_client.fetching.fetcher_process import Send, decode_replies, local_fetch
 from easyrl.runtime.workers import supervised_child
-from easyrl.schema import VersionSpan
+from easyrl.runtime.workers.child_process import FrameSplitter
+from easyrl.schema import Completion, VersionSpan
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=9, temperature=0.7, stop_token_ids=[3])
@@ -65,9 +71,10 @@ def fetcher() -> psutil.Process:
 async def test_a_fetcher_brings_what_a_local_request_brings(endpoint, fetch):
     endpoint.num_tokens = 1000
     endpoint.version = "r:0:4"
+    sampling = SAMPLING.model_copy(update={"max_tokens": 1000})
     async with aiohttp.ClientSession() as session:
-        expected = await local_fetch(session)(endpoint.url, PROMPT, SAMPLING, 11)
-    completion = await fetch(endpoint.url, PROMPT, SAMPLING, 11)
+        expected = await local_fetch(session)(endpoint.url, PROMPT, sampling, 11)
+    completion = await fetch(endpoint.url, PROMPT, sampling, 11)
     assert endpoint.requests[0] == endpoint.requests[1]
     assert completion.token_ids.tolist() == list(range(11, 1011)) == expected.token_ids.tolist()
     assert completion.token_ids.dtype == np.int32 and completion.logprobs.dtype == np.float32
@@ -166,20 +173,154 @@ async def test_a_fetcher_that_died_while_idle_fails_no_request(endpoint, fetch):
     assert (await fetch(endpoint.url, PROMPT, SAMPLING, 4)).token_ids[0] == 4
 
 
-async def test_a_request_that_kills_its_fetchers_is_not_repeated_for_ever(endpoint, fetch):
-    async def kill(server: FakeEndpoint, request: web.Request, body: dict) -> web.StreamResponse:
-        fetcher().kill()
-        return await hang(server, request, body)
+async def kill(server: FakeEndpoint, request: web.Request, body: dict) -> web.StreamResponse:
+    """Stands for an answer that ends the process which receives it."""
+    for process in fetcher_processes():
+        if request.transport.get_extra_info("peername")[1] in ports(process):
+            process.kill()
+    return await hang(server, request, body)
 
+
+def ports(process: psutil.Process) -> list[int]:
+    return [connection.laddr.port for connection in process.net_connections("tcp4")]
+
+
+def killing(*killers: int) -> Fault:
+    """Kills the fetchers of requests with these seeds."""
+
+    async def fault(server: FakeEndpoint, request: web.Request, body: dict) -> web.StreamResponse:
+        if body["sampling_params"]["seed"] in killers:
+            return await kill(server, request, body)
+        return web.Response(body=server.response(body))
+
+    return fault
+
+
+async def test_an_answer_that_kills_its_fetcher_is_its_endpoints_fault(endpoint, fetch):
     endpoint.always = kill
-    with pytest.raises(FetcherDied, match=f"3 fetcher .*{endpoint.url}; the last one: SIGKILL"):
+    with pytest.raises(MalformedResponse, match="its answer ended .* alone: SIGKILL") as caught:
         await fetch(endpoint.url, PROMPT, SAMPLING, 0)
+    assert caught.value.url == endpoint.url
     endpoint.always = None
     assert (await fetch(endpoint.url, PROMPT, SAMPLING, 4)).token_ids[0] == 4
 
 
+async def test_of_many_requests_in_flight_the_one_that_kills_is_found(endpoint, fetch, caplog):
+    async with FakeEndpoint() as other:
+        endpoint.always = killing(5)
+        endpoint.gated = other.gated = True
+        asked = [(endpoint, seed) for seed in range(12)] + [(other, seed) for seed in range(20, 24)]
+        requests = {
+            seed: asyncio.ensure_future(fetch(server.url, PROMPT, SAMPLING, seed))
+            for server, seed in asked
+        }
+        await endpoint.until(lambda: endpoint.num_open == 12)
+        await other.until(lambda: other.num_open == 4)
+        endpoint.gated = other.gated = False  # innocents are answered when they are asked again
+        seeds = [asked["sampling_params"]["seed"] for asked in endpoint.requests]
+        endpoint.gates[seeds.index(5)].set()
+        await asyncio.wait(requests.values(), timeout=60)
+        with pytest.raises(MalformedResponse, match="its answer ended"):
+            requests.pop(5).result()
+        assert {seed: request.result().token_ids[0] for seed, request in requests.items()} == {
+            seed: seed for seed in requests
+        }
+    assert caplog.text.count("a fetcher process ended") <= 1 + 1 + 4  # halves, not one by one
+
+
+async def test_what_is_asked_after_a_death_does_not_wait_for_the_suspects(endpoint, fetch):
+    endpoint.gated = True
+    suspects = [
+        asyncio.ensure_future(fetch(endpoint.url, PROMPT, SAMPLING, seed)) for seed in (7, 8)
+    ]
+    await endpoint.until(lambda: endpoint.num_open == 2)
+    fetcher().kill()
+    await endpoint.until(lambda: len(endpoint.requests) == 4)  # they are sent again
+    endpoint.gated = False
+    assert (await fetch(endpoint.url, PROMPT, SAMPLING, 4)).token_ids[0] == 4
+    assert not any(request.done() for request in suspects)
+    for gate in endpoint.gates:
+        gate.set()
+    assert [made.token_ids[0] for made in await asyncio.gather(*suspects)] == [7, 8]
+
+
+async def test_a_suspect_that_is_cancelled_holds_nobody_up(endpoint, fetch):
+    endpoint.gated = True
+    first, second, third, fourth = suspects = [
+        asyncio.ensure_future(fetch(endpoint.url, PROMPT, SAMPLING, seed)) for seed in range(4)
+    ]
+    for num_sent in (4, 8):  # together, together once more, then in halves
+        await endpoint.until(lambda n=num_sent: len(endpoint.requests) == n)
+        fetcher().kill()
+    await endpoint.until(lambda: len(endpoint.requests) == 10)
+    endpoint.gated = False
+    first.cancel()  # is at the endpoint, with the second
+    third.cancel()  # waits, with the fourth
+    second.cancel()
+    assert (await asyncio.wait_for(fourth, 20)).token_ids[0] == 3
+    await endpoint.until(lambda: endpoint.num_open == 0)
+    assert sum(suspect.cancelled() for suspect in suspects) == 3
+
+
+async def test_an_endpoint_whose_answers_kill_costs_no_response(endpoint, fetch, caplog):
+    """Through the pool: what was asked of it goes to the other one, with the same seeds."""
+    good = FakeEndpoint(version=V1)
+    bad = FakeEndpoint(version=V1, always=kill)
+    async with pool_of(bad, good, fetch=fetch) as pool:
+        made = await asyncio.wait_for(asyncio.gather(*(ask(pool, seed) for seed in range(8))), 60)
+        assert [completion.token_ids[0] for completion in made] == list(range(8))
+        assert {completion.endpoint for completion in made} == {good.url}
+        assert pool.endpoints[0].num_failures > 0 and pool.endpoints[1].num_failures == 0
+    assert caplog.text.count("alone: SIGKILL") < 6  # is told by two, not by each of its requests
+
+
+async def test_a_fetcher_that_ends_before_it_serves_is_nobodys_fault(endpoint, monkeypatch):
+    monkeypatch.setattr(fetcher_module, "ENTRY", "easyrl.no_such_module:main")
+    fetchers = FetcherPool(1)
+    await fetchers.start()
+    with pytest.raises(FetcherDied, match="3 fetcher .*exit code 1"):
+        await asyncio.wait_for(fetchers(endpoint.url, PROMPT, SAMPLING, 0), 60)
+    await fetchers.close()
+
+
+async def test_answers_beyond_the_fetchers_memory_are_their_endpoints_fault():
+    async def fetch(url: str, *_: object) -> Completion:
+        raise MemoryError
+
+    ours, theirs = socket.socketpair()
+    with ours:
+        reader, writer = await asyncio.open_unix_connection(sock=theirs)
+        process = fetcher_process._Fetcher(fetch, writer)
+        process.obey(Send(3, "http://a", PROMPT.tobytes(), SAMPLING.model_dump_json().encode(), 0))
+        frames, replies = FrameSplitter(), []
+        ours.setblocking(False)
+        while not replies:
+            data = await asyncio.get_running_loop().sock_recv(ours, 2**16)
+            replies = [r for payload in frames.feed(data) for r in decode_replies(payload)]
+        writer.close()
+    error = pickle.loads(replies[0].failure).exception()
+    assert type(error) is EndpointUnavailable and error.url == "http://a"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_memory_beyond_the_share_is_refused():
+    code = """
+        from easyrl.runtime.machine import limit_memory
+        import os
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        limit_memory(2**29 / total)
+        bytearray(2**28)
+        try:
+            bytearray(2**29)
+        except MemoryError:
+            print("refused")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(command, check=True, capture_output=True).stdout == b"refused\n"
+
+
 async def test_a_fetcher_that_is_stopped_is_replaced(endpoint, fetch, monkeypatch, caplog):
-    monkeypatch.setattr(fetcher_pool, "MAX_SILENT_BEATS", 2)
+    monkeypatch.setattr(fetcher_module, "MAX_SILENT_BEATS", 2)
     await fetch(endpoint.url, PROMPT, SAMPLING, 0)
     stopped = fetcher()
     stopped.suspend()
@@ -192,7 +333,7 @@ async def test_a_fetcher_that_is_stopped_is_replaced(endpoint, fetch, monkeypatc
 async def test_time_in_which_this_process_stands_still_is_not_the_fetchers_silence(
     endpoint, fetch, monkeypatch
 ):
-    monkeypatch.setattr(fetcher_pool, "MAX_SILENT_BEATS", 2)
+    monkeypatch.setattr(fetcher_module, "MAX_SILENT_BEATS", 2)
     await fetch(endpoint.url, PROMPT, SAMPLING, 0)
     first = fetcher()
     first.suspend()  # as a job that is stopped as a whole

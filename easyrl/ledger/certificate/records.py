@@ -49,7 +49,8 @@ class BatchRecord(msgspec.Struct, tag_field="kind", tag="batch", frozen=True, kw
     groups: list[GroupOutcome]  # of every drawn prompt, by position
     confirmations: list[Confirmation]
     accepted_versions: list[str]  # its own, and those of earlier attempts with the same weights
-    discarded: list[Key]  # journalled for other weights by an earlier attempt, generated again
+    # journalled by an earlier attempt, for other weights or not to be trained, and generated again
+    discarded: list[Key]
     skipped_updates: list[int]  # which of the k
     logprob_max: float | None  # |inference - trainer| of the trained tokens, nats
     logprob_mean: float | None

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
+from easyrl.completion_check import CompletionLimits, completion_problem
 from easyrl.dataloaders.producer.group_stream import Piece
 from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
 
@@ -191,6 +192,18 @@ def to_group(
         rejected=record.rejected,
         digest=digest,
     )
+
+
+def group_problem(record: GroupRecord, limits: CompletionLimits) -> str | None:
+    """Which of its responses cannot be trained, and why; None if all can."""
+    for number, stored in enumerate(record.completions):
+        try:
+            problem = completion_problem(_completion(stored), limits)
+        except CodecError as error:
+            problem = str(error)
+        if problem is not None:
+            return f"response {number}, of {stored.endpoint}: {problem}"
+    return None
 
 
 def token_bytes(prompt: Prompt) -> bytes:

@@ -13,13 +13,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+from easyrl.completion_check import CompletionLimits
 from easyrl.ledger.journal.codec import (
     CodecError,
     DrainRecord,
     GroupRecord,
     WithdrawalRecord,
     decode_record,
+    group_problem,
     to_group,
     token_digest,
 )
@@ -85,13 +88,23 @@ class StoredRecord:
             raise JournalError(f"{self.place.path}: byte {self.place.offset}: {error}") from error
 
 
+class UnusableRecord(NamedTuple):
+    """A journalled group that no trainer could take."""
+
+    key: Key
+    place: RecordLocation
+    problem: str  # which response, of which endpoint, and why
+
+
 @dataclass
 class EarlierAttempts:
     """What earlier attempts left of a batch."""
 
     finished: dict[Key, StoredRecord] = field(default_factory=dict)  # by these weights
     versions: set[str] = field(default_factory=set)  # of attempts that made theirs
-    made_otherwise: set[Key] = field(default_factory=set)  # other weights or settings, or withdrawn
+    # by other weights or settings, or withdrawn, or not to be trained
+    made_otherwise: set[Key] = field(default_factory=set)
+    unusable: list[UnusableRecord] = field(default_factory=list)
     drains: list[list[DrainRecord]] = field(default_factory=list)  # of one rank, by attempt
 
 
@@ -137,12 +150,17 @@ def withdraw_untold(shares: Sequence[Share]) -> None:
 
 
 def read_earlier_attempts(
-    folder: Path, served: ServedWeights, settings: str, rank: int
+    folder: Path,
+    served: ServedWeights,
+    settings: str,
+    rank: int,
+    limits: CompletionLimits | None = None,
 ) -> EarlierAttempts:
     """Reads all files of earlier attempts, of all ranks: there may be more or fewer now.
 
-    What was taken together is that of ``rank``'s files, where these weights were trained.
-    Raises ``JournalError`` naming file and byte.
+    What was taken together is that of ``rank``'s files, where these weights were trained. Groups
+    with a response beyond ``limits`` (``completion_problem``) are left out: an attempt that trained
+    on one would end as the one before it did. Raises ``JournalError`` naming file and byte.
     """
     earlier = EarlierAttempts()
     version = served.version
@@ -168,6 +186,11 @@ def read_earlier_attempts(
         earlier.versions.add(header.version)
         shares.append(share := Share(file))
         for place, record in records:
+            if limits is not None and isinstance(record, GroupRecord):
+                if (problem := group_problem(record, limits)) is not None:
+                    earlier.unusable.append(UnusableRecord(record.key, place, problem))
+                    earlier.made_otherwise.add(record.key)
+                    continue
             share.add(place, record)
         if file.rank == rank:
             earlier.drains.append(last_drains(share.drains))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
+from easyrl.completion_check import CompletionLimits
 from easyrl.config import Config
 from easyrl.ledger.journal.batch import Journal, Production, group_settings
 from easyrl.ledger.journal.codec import decode_record
@@ -20,6 +23,7 @@ from easyrl.ledger.journal.record_file import JournalError, RecordWriter, read_r
 from easyrl.schema import BatchWithdrawn
 from tests.easyrl.ledger.journal_groups import (
     OTHER_WEIGHTS,
+    URL,
     WEIGHTS,
     contents,
     group,
@@ -67,6 +71,87 @@ def test_a_rejected_group_is_kept_with_its_reason(tmp_path):
     assert batch.find(made.prompt).refused and not batch.find(prompt(0)).refused
     again = batch.find(made.prompt).load()
     assert contents(again) == contents(made) and again.refused == "all rewards are equal"
+
+
+# ---- responses that cannot be trained ------------------------------------------------------------
+
+LIMITS = CompletionLimits(vocab_size=2**31, max_tokens=9)
+
+
+def spoilt(made, **fields):
+    """``made`` with an array of its second response replaced."""
+    one, two, *others = made.completions
+    return replace(made, completions=(one, replace(two, **fields), *others))
+
+
+def with_value(array, value):
+    """A copy of ``array`` with its last item replaced."""
+    return np.append(array[:-1], np.array(value, array.dtype))
+
+
+def poison(index):
+    """Group ``index`` as it may not be trained, and what is said of it, in all ways."""
+    made = group(index, lengths=(5, 3, 9))
+    two = made.completions[1]
+    span = two.version_spans[0]
+    yield spoilt(made, token_ids=with_value(two.token_ids, -1)), r"token_ids\[2\] is -1"
+    for value, said in ((0.5, "above 0"), (np.nan, "not a number"), (-np.inf, "not a number")):
+        yield spoilt(made, logprobs=with_value(two.logprobs, value)), rf"logprobs\[2\] .*{said}"
+    yield spoilt(made, logprobs=two.logprobs[:-1]), "differ in length"
+    yield spoilt(made, version_spans=(span._replace(end=2),)), "do not cover 3 tokens"
+    yield group(index, lengths=(5, 10, 9)), "10 tokens, max_tokens is 9"
+    yield spoilt(made, finish_reason="abort"), "finish_reason is 'abort'"
+
+
+def checked(directory, attempt, rank=0, limits=LIMITS, **fields):
+    return replace(journal(directory, attempt, rank), limits=limits, **fields)
+
+
+@pytest.mark.parametrize("number", range(len(list(poison(2)))))
+def test_a_group_of_the_open_batch_that_cannot_be_trained_is_drawn_again(tmp_path, number, caplog):
+    bad, said = list(poison(2))[number]
+    path = write(tmp_path, [group(1), bad, group(3)])
+    before = path.read_bytes()
+    events = []
+    record = lambda event, **fields: events.append((event, fields))  # noqa: E731
+    batch = checked(tmp_path, 1, record=record).open_batch(served(1))
+    assert batch.find(bad.prompt) is None and batch.discarded == {bad.prompt.key}
+    assert contents(batch.find(prompt(3)).load()) == contents(group(3))
+    ((event, fields),) = events
+    assert event == "record_dropped" and (fields["epoch"], fields["index"]) == bad.prompt.key
+    for text in (fields["problem"], caplog.text):
+        assert re.search(f"response 1, of {URL}: .*{said}", text), text
+    assert str(path) in caplog.text and "prompt 2 of epoch 1" in caplog.text
+    batch.add(group(2, "run:1:3"))  # the same seed may give what can be
+    batch.close()
+    assert path.read_bytes() == before  # it stays as evidence
+    caplog.clear()
+    third = checked(tmp_path, 2).open_batch(served(2))
+    assert "drawn again" not in caplog.text
+    assert contents(third.find(bad.prompt).load()) == contents(group(2, "run:1:3"))
+    assert third.discarded == frozenset()
+
+
+def test_a_token_outside_the_policys_vocabulary_cannot_be_trained(tmp_path, caplog):
+    made = group(2, lengths=(5, 3, 9))
+    ids = made.completions[1].token_ids
+    tokens = [replace(c, token_ids=c.token_ids % 100) for c in made.completions]
+    tokens[1] = replace(tokens[1], token_ids=with_value(ids % 100, 100))
+    write(tmp_path, [replace(made, completions=tuple(tokens))])
+    for vocab_size, is_there in ((101, True), (100, False)):
+        limits = CompletionLimits(vocab_size)
+        batch = checked(tmp_path, 1, limits=limits).open_batch(served(1))
+        assert (batch.find(made.prompt) is not None) == is_there
+    assert "token_ids[2] is 100, the policy's vocabulary has ids 0 to 99" in caplog.text
+
+
+def test_one_rank_says_what_is_dropped(tmp_path, caplog):
+    bad, _ = next(poison(2))
+    write(tmp_path, [bad])
+    for rank in (1, 0):
+        assert "drawn again" not in caplog.text
+        assert checked(tmp_path, 1, rank).open_batch(served(1)).find(bad.prompt) is None
+    assert caplog.text.count("drawn again") == 1
 
 
 # ---- withdrawal ----------------------------------------------------------------------------------

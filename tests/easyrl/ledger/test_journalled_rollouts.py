@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from easyrl.completion_check import INT32_ALONE
 from easyrl.dataloaders.producer.group_stream import ProducerError
 from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.ledger.journal.codec import WithdrawalRecord
@@ -88,6 +89,33 @@ def test_groups_of_other_weights_are_named_to_the_batch_that_makes_them_again(tm
             stream.complete()
             assert not stream.recovered
     assert len(generate.asked) == 2 * 4 * G
+
+
+@pytest.mark.parametrize("in_prompt_order", [False, True])
+def test_what_a_trainer_died_of_is_drawn_again(tmp_path, in_prompt_order):
+    """The trainer took a token that is none of its vocabulary, in the middle of a batch."""
+
+    async def poisoned(prompt, sample, version):
+        made = completion(version)
+        if (prompt.index, sample) != (2, 1):
+            return made
+        return replace(made, token_ids=made.token_ids - 1)
+
+    rules = {"in_prompt_order": in_prompt_order}
+    with LoopThread() as thread:
+        batch = attempt(thread, tmp_path, 0, poisoned, **rules).begin(served(0), 0)
+        assert set(take(batch.updates[0])) == set(range(4))
+    generate = ScriptedGenerate(open_indices=range(4))
+    with LoopThread() as thread:
+        rollouts = attempt(thread, tmp_path, 1, generate, **rules)
+        rollouts.journal = replace(rollouts.journal, limits=INT32_ALONE)
+        batch = rollouts.begin(served(1), 0)
+        taken = take(batch.updates[0])
+        assert set(taken) == set(range(4)) and asked(generate) == {2}
+        assert {index: version for index, (version, _) in taken.items()} == {
+            index: "run:1:3" if index == 2 else "run:0:3" for index in range(4)
+        }
+        assert batch.discarded == {(0, 2)}
 
 
 def test_the_next_batch_has_a_journal_of_its_own(tmp_path):

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import BatchRecord
+from easyrl.ledger.journal.codec import GroupRecord
 from easyrl.ledger.verify import Verdict, verify
 from easyrl.schema import GroupOutcome, Key, RolloutGroup
 from tests.easyrl.ledger.certificate_violations import first_group, with_another
@@ -308,6 +310,31 @@ def test_a_rejection_forged_in_the_journal_only(
     found = violation(refused_run)
     assert (found.batch, found.line, found.file) == (1, 4, FILE) and problem in str(found)
     assert found.key == refused_run.batches[1][position].key
+
+
+@pytest.mark.parametrize(
+    ("logprob", "said"), [(0.5, "above 0"), (np.nan, "missing or not a number")]
+)
+def test_a_trained_response_that_could_not_be_is_named(
+    logprob: float, said: str, refused_run: CertifiedRun
+) -> None:
+    """Of a closed batch it is evidence: it stays, and the verdict names it."""
+
+    def spoil(group: GroupRecord) -> GroupRecord:
+        if group.position != 0:
+            return group
+        first, second, *others = group.completions
+        values = np.frombuffer(second.logprobs, "<f4").copy()
+        values[3] = logprob
+        return replace(
+            group, completions=[first, replace(second, logprobs=values.tobytes()), *others]
+        )
+
+    digests = refused_run.forge_journal(1, spoil)
+    refused_run.forge_batch(1, lambda r: with_digests(r, digests))
+    found = violation(refused_run)
+    assert (found.batch, found.file) == (1, FILE) and found.key == refused_run.batches[1][0].key
+    assert "response 1: logprobs[3] is" in str(found) and said in str(found)
 
 
 def with_digests(record: BatchRecord, digests: dict[Key, str]) -> BatchRecord:

@@ -1,0 +1,153 @@
+"""One fetcher process after another, and the requests that it has."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from easyrl.inference_client.fetching.fetcher_process import (
+    ENTRY,
+    HEARTBEAT_S,
+    Cancel,
+    Fetched,
+    Order,
+    Send,
+    Settings,
+    decode_replies,
+    encode,
+)
+from easyrl.runtime.workers.child_process import Child
+from easyrl.runtime.workers.supervised_child import SupervisedChild
+from easyrl.schema import Completion
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_STARTS = 3  # in a row
+# A fetcher that says nothing for so many heartbeats hangs, or is stopped: it is killed. Before its
+# first one it has to import what it needs, maybe on a busy machine.
+MAX_SILENT_BEATS = 10
+MAX_SILENT_BEATS_AT_START = 120
+# A megabyte that is freed stays at hand (glibc): mapping a response's buffers anew, page by page,
+# would be a tenth of a fetcher's work.
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20),
+}
+
+
+class FetcherDied(RuntimeError):
+    """No fetcher process comes up; no endpoint is to blame."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request for one response; its ``future`` is done when it was answered or cancelled."""
+
+    message: Send
+    future: asyncio.Future[Completion]
+    fetcher: Fetcher | None = None  # that has it
+
+
+class Fetcher(SupervisedChild):
+    """One process at a time, and the requests that it has.
+
+    ``on_death`` is given the requests that were in flight when a process ended, and how it did.
+    They are no longer this one's.
+    """
+
+    def __init__(
+        self, settings: Settings, on_death: Callable[[Sequence[Request], str], object]
+    ) -> None:
+        super().__init__(ENTRY, msgspec.msgpack.encode(settings), ENVIRONMENT)
+        self.requests: dict[int, Request] = {}  # by number
+        self._on_death = on_death
+        self._outbox: list[Order] = []
+        self._serves = False  # the present process has said something
+        self._num_failed_starts = 0
+
+    def take(self, request: Request) -> None:
+        """Sends it."""
+        request.fetcher = self
+        self.requests[request.message.number] = request
+        self.ensure_started()
+        self._post(request.message)
+
+    def drop(self, request: Request) -> None:
+        """Nobody waits for it any more."""
+        if self._release(request.message.number) is not None:
+            self._post(Cancel(request.message.number))
+
+    def _release(self, number: int) -> Request | None:
+        request = self.requests.pop(number, None)
+        if request is not None:
+            request.fetcher = None
+        return request
+
+    def _post(self, order: Order) -> None:
+        """Sends it with the others of this turn of the loop."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(order)
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        if outbox:
+            self.send(encode(outbox))
+
+    def on_start(self) -> None:
+        self._outbox = [request.message for request in self.requests.values()]
+        self._flush()
+        self._num_silent_beats, self._max_silent_beats = 0, MAX_SILENT_BEATS_AT_START
+        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_silence, self.child)
+
+    def on_message(self, payload: bytes) -> None:
+        self._serves, self._num_failed_starts = True, 0
+        self._num_silent_beats, self._max_silent_beats = 0, MAX_SILENT_BEATS
+        for reply in decode_replies(payload):
+            request = self._release(reply.number)
+            if request is None or request.future.done():  # cancelled
+                continue
+            if isinstance(reply, Fetched):
+                request.future.set_result(reply.completion(request.message.url))
+            else:
+                request.future.set_exception(pickle.loads(reply.failure).exception())
+
+    def _check_silence(self, child: Child | None) -> None:
+        """Kills a fetcher that is silent for too long.
+
+        Checks are counted, not seconds: time in which this process was stopped or busy itself is
+        one check, and what has arrived meanwhile is read before it.
+        """
+        if child is not self.child:  # it has ended
+            return
+        self._num_silent_beats += 1
+        if self._num_silent_beats > self._max_silent_beats:
+            self.kill(f"silent for {self._max_silent_beats * HEARTBEAT_S:.0f} s, and killed")
+        else:
+            asyncio.get_running_loop().call_later(HEARTBEAT_S, self._check_silence, child)
+
+    def on_end(self, how: str) -> None:
+        log.warning("a fetcher process ended: %s; %d requests wait", how, len(self.requests))
+        served, self._serves = self._serves, False
+        if not served:  # by no answer: none had come
+            self._num_failed_starts += 1
+            if self._num_failed_starts < MAX_FAILED_STARTS:
+                if self.requests:
+                    self.ensure_started()
+                return
+        requests = [request for n in list(self.requests) if (request := self._release(n))]
+        waiting = [request for request in requests if not request.future.done()]
+        if served:
+            self._on_death(waiting, how)
+            return
+        for request in waiting:
+            problem = (
+                f"{self._num_failed_starts} fetcher processes did not come up; the last: {how}"
+            )
+            request.future.set_exception(FetcherDied(problem))
+        self._num_failed_starts = 0
