@@ -113,9 +113,13 @@ class EndpointClient:
         answer = await self._json("GET", "/v1/models")
         try:
             card = answer["data"][0]
+            limit = card.get("max_model_len")
+            if limit is not None and type(limit) is not int:
+                reason = f"GET /v1/models: max_model_len is no whole number: {limit!r:.100}"
+                raise MalformedResponse(self.url, reason)
             return ServedModel(
                 card["id"],
-                card.get("max_model_len"),
+                limit,
                 is_embedded=card.get("owned_by") == "easyrl",
                 batch_invariant=card.get("batch_invariant") is True,
                 arithmetic=card.get("arithmetic"),
