@@ -88,6 +88,7 @@ def test_evaluator_counts_correct_samples(stop):
     assert metrics == {
         "eval/accuracy": 0.5,
         "eval/avg@2": 0.5,
+        "eval/excluded": 0.0,
         "eval/pass@1": 0.5,
         "eval/pass@2": pytest.approx(2 / 3),
     }

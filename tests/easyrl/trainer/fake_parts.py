@@ -115,7 +115,7 @@ class FakeRollouts:
     def has_more(self, position):
         return self.order.num_left(position) != 0
 
-    def begin(self, served, position):
+    def begin(self, served, position, excluded=()):
         version = str(served.version)
         membership = BatchMembership(
             2, self.num_updates, num_left=self.order.num_left(position), max_draws=20

@@ -11,6 +11,7 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
+    Exclusion,
     InterruptedRun,
     Progress,
     Published,
@@ -331,7 +332,8 @@ def test_what_became_of_each_group_is_recorded():
 
     def make(index, version):
         made = group(index, version)
-        return replace(made, completions=(), scores=(), excluded="too long") if index == 1 else made
+        too_long = Exclusion("too_long", "too long")
+        return replace(made, completions=(), scores=(), excluded=too_long) if index == 1 else made
 
     trainer, reported = make_trainer(
         [],
@@ -353,6 +355,7 @@ def test_what_became_of_each_group_is_recorded():
     assert closed[1] == {
         **{"event": "group_closed", "version": "run:0:0", "epoch": 0, "index": 1, "position": 1},
         **{"outcome": "excluded", "reason": "too long", "digest": None},
+        **{"exclusion": "too_long"},
         **{"stamped": [], "endpoints": []},
     }
     assert reported[1][1]["batch/groups_excluded"] == 1.0
