@@ -30,10 +30,10 @@ class PeerFailed(RuntimeError):
 
 # What ends a batch on all ranks, by what goes first.
 _PEERS: tuple[type[Exception], ...] = (
-    TooManyExcluded,
     StopRequested,
     PeerOutage,
     BatchWithdrawn,
+    TooManyExcluded,
 )
 
 
@@ -89,7 +89,7 @@ class Collectives:
     def end_together(self, error: Exception | None) -> None:
         """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
 
-        Too many exclusions go first, then a stop, an outage, a withdrawal. A rank raises its own,
+        A stop goes first, then an outage, a withdrawal, too many exclusions. A rank raises its own,
         the others what is in ``_PEERS`` for it, with what the first one said.
         """
         mine = None if error is None else [_kind(error), str(error)]

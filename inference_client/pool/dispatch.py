@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from easyrl.inference_client.errors import NoEndpointError, Outage
-from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.group_assignment import GroupAssignment, Need
+from easyrl.inference_client.pool.endpoint import Endpoint, Need
+from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 
 log = logging.getLogger(__name__)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient, ServedModel
 from easyrl.inference_client.errors import EndpointError, RequestRejected
 
-if TYPE_CHECKING:
-    from easyrl.inference_client.pool.group_assignment import Need
-
 UNLIMITED = sys.maxsize  # the context of an endpoint that does not tell its length
+
+
+class Need(NamedTuple):
+    """What an endpoint must have to answer a request: a policy version, room in its context."""
+
+    version: str | None  # of the policy that has to answer, None for any
+    # tokens, of prompt and response together; 0: so few that every endpoint has room for them
+    context: int = 0
+    least: int = 0  # with the shortest response that is worth asking for
 
 
 class Endpoint:

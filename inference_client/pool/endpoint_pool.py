@@ -27,10 +27,10 @@ from easyrl.inference_client.errors import (
     WrongVersion,
 )
 from easyrl.inference_client.pool.dispatch import NeedChanged
-from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.endpoint import Endpoint, Need
 from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
-from easyrl.inference_client.pool.group_assignment import GroupAssignment, Need
+from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion
 
 log = logging.getLogger(__name__)

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from easyrl.inference_client.pool.endpoint import Endpoint
-
-
-class Need(NamedTuple):
-    """What an endpoint must have to answer a request: a policy version, room in its context."""
-
-    version: str | None  # of the policy that has to answer, None for any
-    # tokens, of prompt and response together; 0: so few that every endpoint has room for them
-    context: int = 0
-    least: int = 0  # with the shortest response that is worth asking for
-
+from easyrl.inference_client.pool.endpoint import Endpoint, Need
 
 Rank = tuple[int, float, int]  # priority, expected length, order of asking: smaller goes first
 
