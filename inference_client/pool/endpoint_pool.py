@@ -277,6 +277,8 @@ class EndpointPool(Fleet):
         context = min(context, wanted)
         fits_all = all(e.context >= context for e in in_use)
         group.need = Need(group.version) if fits_all else Need(group.version, context, least)
+        if context == wanted:
+            return sampling
         return sampling.model_copy(update={"max_tokens": context - num_prompt_tokens})
 
     def states(self) -> list[EndpointState]:

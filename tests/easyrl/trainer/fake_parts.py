@@ -24,6 +24,7 @@ from easyrl.schema import (
     Score,
     ServedWeights,
     StopRequested,
+    TooManyExcluded,
     VersionSpan,
 )
 from easyrl.trainer.accumulation import Accumulator
@@ -268,7 +269,7 @@ def make_trainer(
             functions=group_functions(run=run_settings(3), max_tokens_per_micro_batch=100),
             stop=stop or StopRequest(grace_s=60.0),
             is_interruption=lambda error: isinstance(
-                error, FakeOutage | StopRequested | BatchWithdrawn
+                error, FakeOutage | StopRequested | BatchWithdrawn | TooManyExcluded
             ),
             record=record,
             max_tokens=100,
