@@ -16,7 +16,7 @@ from easyrl.ledger.journal.batch import BatchJournal, Journal, Production
 from easyrl.ledger.journal.earlier_attempts import StoredRecord
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import ExcludedPrompt, Exclusion, Prompt, ServedWeights
+from easyrl.schema import ExcludedPrompt, Exclusion, Prompt, ServedWeights, TooManyExcluded
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class JournalledRollouts:
 
         ``excluded`` are those of closed batches that still count (``Progress.excluded``). Again for
         the same weights: the batch starts again from what was journalled. Raises ``JournalError``
-        where what earlier attempts left is not as it was written.
+        where what earlier attempts left is not as it was written, ``TooManyExcluded`` where that
+        has too many exclusions.
         """
         if self._batch is not None and self._batch.served == served:
             journal = self._batch
@@ -146,6 +147,8 @@ class JournalledRollouts:
             return limit.problem()
 
         mine, kept = self._decide_known(membership, journal, prompt_at, count)
+        if (problem := limit.problem()) is not None:  # on all ranks
+            raise TooManyExcluded(problem)
         # A group that was lost since then may have shifted those behind it to another update.
         updates = {prompt_at(p).key: membership.update_of(p)
                    for p, stored in mine.items() if not stored.refused}  # fmt: skip
@@ -174,8 +177,6 @@ class JournalledRollouts:
             stream.past_drains.extend(drain for drain in drains if drain.update == update)
             stream.on_drain = partial(journal.add_drain, update)
         self._open = batch
-        if (problem := limit.problem()) is not None:
-            batch.stop(problem)
         if self._doubted:  # meanwhile, where the batch that was open before was told
             batch.withdraw(f"{', '.join(self._doubted)} failed its proof while the batch began")
         return batch
