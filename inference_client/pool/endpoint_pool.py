@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -32,8 +31,6 @@ from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion
-
-log = logging.getLogger(__name__)
 
 NUM_REFUSALS = 2  # one after the other, of endpoints that serve the canary prompt: it stands
 MAX_FALSE_REFUSALS = 3  # of prompts that another endpoint served, with the same weights
