@@ -58,7 +58,7 @@ def asked_for(server: FakeEndpoint, prompt: np.ndarray = PROMPT) -> int:
 async def test_an_endpoint_that_refuses_everything_is_set_aside_and_costs_no_prompt(code):
     bad, good = servers(2)
     bad.always = status(code, "bad request")
-    async with pool_of(bad, good) as pool:
+    async with pool_of(bad, good, health_interval_s=60, back_off_s=30) as pool:
         done = await asyncio.wait_for(asyncio.gather(*[ask(pool, seed) for seed in range(20)]), 10)
         assert [int(completion.token_ids[0]) for completion in done] == list(range(20))
         assert {completion.endpoint for completion in done} == {good.url}
