@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 
 TEMPORARY_FAILURE = 75  # sysexits.h: the same command with --resume may succeed later
+NEEDS_CHANGE = 2  # ... would end the same way: settings, data or endpoints have to change
 
 
 class InterruptedRun(RuntimeError):
     """The run cannot go on for now and has written a checkpoint to go on from.
 
-    ``status`` is the process's: ``TEMPORARY_FAILURE``, or 0 for a stop that was asked for.
+    ``status`` is the process's: ``TEMPORARY_FAILURE``, ``NEEDS_CHANGE``, or 0 for a stop that was
+    asked for.
     """
 
     def __init__(self, message: str, *, status: int = TEMPORARY_FAILURE) -> None:
@@ -34,6 +36,10 @@ class InterruptedRun(RuntimeError):
 
 class StopRequested(RuntimeError):
     """SIGTERM, or a stop that another rank was asked for: save and end, nothing has failed."""
+
+
+class TooManyExcluded(RuntimeError):
+    """Endpoints refuse more prompts than ``data.max_excluded`` allows; a restart would stop too."""
 
 
 class PeerOutage(RuntimeError):
@@ -78,6 +84,34 @@ class ServedWeights:
 Key = tuple[int, int]  # epoch and index of a prompt: what identifies it in a run
 
 
+# Why a prompt has no responses: it is too long for every context, or two endpoints refuse it.
+ExclusionKind = Literal["too_long", "refused"]
+
+
+class Exclusion(NamedTuple):
+    """Why a prompt is not trained: nobody can answer it."""
+
+    kind: ExclusionKind
+    reason: str  # an endpoint's text: one line, printable, bounded
+
+
+class ExcludedPrompt(NamedTuple):
+    """A prompt that endpoints have refused, as ``data.max_excluded`` counts it."""
+
+    position: int  # in the run's order, from its first prompt
+    epoch: int
+    prompt_index: int
+    reason: str
+
+
+class Decision(NamedTuple):
+    """What became of a position of the open batch."""
+
+    position: int
+    accepted: bool
+    exclusion: Exclusion | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Confirmation:
     """What an endpoint has shown of the weights it serves."""
@@ -107,6 +141,11 @@ class Progress:
     weights: str = ""  # digest of the weights after closed batches, once they were published
     reported_step: int = -1  # whose metrics are out
     unreported: dict[str, float] = field(default_factory=dict)  # of a closed batch, until they are
+    # by closed batches, among the last positions that data.max_excluded looks at
+    excluded: list[ExcludedPrompt] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.excluded = [ExcludedPrompt(*each) for each in self.excluded]  # JSON has lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +158,7 @@ class Prompt:
     answer: str | None
     epoch: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the other fields of the record
+    location: str = ""  # of its record, file and line
 
     @property
     def key(self) -> Key:
@@ -170,7 +210,7 @@ class RolloutGroup:
     dispatched_s: float  # time.monotonic() when its first request was sent
     completed_s: float  # ... when its last response was scored
     position: int = 0  # of its prompt in the order, from the batch's first
-    excluded: str | None = None  # why it has no completions and is not trained
+    excluded: Exclusion | None = None  # why it has no completions and is not trained
     rejected: str | None = None  # the recipe's reason not to train it
     digest: str | None = None  # blake3 of its journal record, 32 hex digits; None: not journalled
 
@@ -182,7 +222,7 @@ class RolloutGroup:
     @property
     def refused(self) -> str | None:
         """Why it is replaced by the next prompt of the order; None: it is trained."""
-        return self.excluded or self.rejected
+        return self.rejected if self.excluded is None else self.excluded.reason
 
 
 EndedBy = Literal["accepted", "data", "max_draws"]  # B accepted groups; the order's end; the bound
@@ -202,6 +242,7 @@ class GroupOutcome(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True
     update: int = 0  # of the batch's optimizer steps
     rank: int = 0  # data-parallel, that drew it
     reason: str | None = None  # why it was excluded or rejected
+    exclusion: ExclusionKind | None = None
     recovered: bool = False  # from the journal of an earlier attempt
 
     @property
@@ -227,6 +268,7 @@ class GroupOutcome(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True
             stamped=sorted({span.version for c in group.completions for span in c.version_spans}),
             endpoints=sorted({c.endpoint for c in group.completions}),
             reason=group.refused,
+            exclusion=None if group.excluded is None else group.excluded.kind,
             recovered=recovered,
         )
 

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "runtime.durable_files": "",
     "runtime.loop_thread": "",
     "runtime.machine": "",
+    "runtime.printable": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
     "runtime.workers": "",
@@ -28,7 +29,7 @@ MAY_IMPORT = {
     "kernels.logprobs": "",
     # prompts in, micro-batches out
     "dataloaders.prompts": "schema config",
-    "dataloaders.producer": "schema metrics.event_log runtime.loop_thread",
+    "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
     "rewards": "schema config runtime.workers.worker_pool",
     # the endpoints
@@ -53,8 +54,9 @@ MAY_IMPORT = {
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
     "runtime": "schema config metrics.event_log",
     "ledger.format": "",
-    "ledger.journal": "ledger.format schema config completion_check metrics.event_log"
-    " runtime.durable_files runtime.ranks"
+    "ledger.exclusions": "schema",
+    "ledger.journal": "ledger.format ledger.exclusions schema config completion_check"
+    " metrics.event_log runtime.durable_files runtime.ranks"
     " runtime.rank_coordination dataloaders.producer dataloaders.prompts.dataset",
     "ledger.checkpoints": "ledger.format config engines.base metrics.event_log"
     " runtime.collectives runtime.durable_files models.lora inference_client.transfer.artifact",
@@ -73,8 +75,9 @@ MAY_IMPORT = {
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics engines.base"
     " runtime.collectives runtime.stopping trainer.look_ahead",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account trainer.accumulation",
-    "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping",
+    " ledger.account ledger.exclusions trainer.accumulation",
+    "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
+    " ledger.exclusions",
     # what puts the rooms together, and what a user calls
     "build": "schema config completion_check models.vocabulary dataloaders engines inference_client"
     " ledger metrics recipes rewards runtime trainer weight_sync",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from easyrl.dataloaders.producer.membership import BatchMembership
+from easyrl.schema import Decision, Exclusion
 
 POLL_S = 0.01  # between two looks at what other ranks have decided
 
@@ -26,10 +27,12 @@ class SharedDecisions(Protocol):
     def claim(self) -> int:
         """A number, from 0, that no other call on any rank is given."""
 
-    def publish(self, position: int, accepted: bool) -> None: ...
+    def publish(
+        self, position: int, accepted: bool, exclusion: Exclusion | None = None
+    ) -> None: ...
 
-    def news(self) -> Sequence[tuple[int, bool]]:
-        """Positions with their outcomes that other ranks have published since the last call."""
+    def news(self) -> Sequence[Decision]:
+        """What other ranks have published since the last call."""
 
     def announce(self, notice: Notice, reason: str) -> None: ...
 
@@ -52,10 +55,13 @@ class Draws:
         # positions that nobody claims, and whether they are this rank's: the batch had drawn them
         # before it began again, and may do so once more
         kept: Mapping[int, bool] | None = None,
+        # told of each exclusion, of any rank; why there are too many of them now, or None
+        count: Callable[[int, Exclusion], str | None] = lambda position, exclusion: None,
     ) -> None:
         self.membership = membership
         self._shared = shared
         self._room = room
+        self._count = count
         self._claims = shared is not None and fixed is None
         self._open: set[int] = set()  # drawn by this rank and not decided
         self._changed = asyncio.Event()
@@ -69,6 +75,7 @@ class Draws:
         self._next = None if self._claims else next(self._undecided)
         self.on_change: Callable[[], object] = lambda: None  # after every decision
         self.on_notice: Callable[[Notice, str], object] = lambda notice, reason: None  # another's
+        self.on_too_many: Callable[[str], object] = lambda problem: None  # ... exclusions
 
     def __aiter__(self) -> Draws:
         return self
@@ -96,12 +103,12 @@ class Draws:
         assert self._next is not None, "nobody knows what this rank will claim"
         return min(self._open, default=self._next)  # positions are drawn in their order
 
-    def decide(self, position: int, accepted: bool) -> None:
+    def decide(self, position: int, accepted: bool, exclusion: Exclusion | None = None) -> None:
         """What became of a position that this rank has drawn."""
         self._open.discard(position)
-        self.membership.decide(position, accepted)
+        self._take(Decision(position, accepted, exclusion))
         if self._shared is not None:
-            self._shared.publish(position, accepted)
+            self._shared.publish(position, accepted, exclusion)
         self._tell()
 
     def announce(self, notice: Notice, reason: str) -> None:
@@ -134,13 +141,19 @@ class Draws:
         if self._shared is None:
             return
         news = self._shared.news()
-        for position, accepted in news:
-            self.membership.decide(position, accepted)
+        for decision in news:
+            self._take(decision)
         if news:
             self._tell()
         for notice in ("withdrawal", "failure"):
             if (reason := self._shared.announced(notice)) is not None:
                 self.on_notice(notice, reason)
+
+    def _take(self, decision: Decision) -> None:
+        self.membership.decide(decision.position, decision.accepted)
+        if decision.exclusion is not None:
+            if (problem := self._count(decision.position, decision.exclusion)) is not None:
+                self.on_too_many(problem)  # before the batch's end is told
 
     def _tell(self) -> None:
         self.on_change()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from easyrl.dataloaders.producer.open_samples import OpenSamples
-from easyrl.schema import FinishedSamples, Key, RolloutGroup
+from easyrl.schema import Exclusion, FinishedSamples, Key, RolloutGroup
 
 # Responses that went through the frozen models in one piece: prompts and numbers of their samples.
 Piece = list[tuple[Key, list[int]]]
@@ -26,6 +26,8 @@ class StoredGroup(Protocol):
     def num_tokens(self) -> int: ...  # packed
     @property
     def refused(self) -> bool: ...  # rejected or excluded: it is not trained
+    @property
+    def exclusion(self) -> Exclusion | None: ...  # why nobody can answer its prompt
     @property
     def is_recovered(self) -> bool: ...  # finished in an earlier attempt of the run
     def load(self) -> RolloutGroup:

@@ -25,6 +25,7 @@ from easyrl.schema import (
     PeerOutage,
     Prompt,
     RolloutGroup,
+    TooManyExcluded,
 )
 
 
@@ -66,6 +67,7 @@ class OpenBatch:
         self._num_ended = 0  # streams
         draws.on_change = self.release
         draws.on_notice = self._hear
+        draws.on_too_many = self.stop
 
     @property
     def num_waiting(self) -> int:
@@ -133,6 +135,10 @@ class OpenBatch:
             self.withdrawn = reason
             self._interrupt(BatchWithdrawn(reason))
             self._draws.announce("withdrawal", reason)
+
+    def stop(self, problem: str) -> None:
+        """Too many prompts are excluded, which all ranks find out: who waits raises."""
+        self._interrupt(TooManyExcluded(problem))
 
     def close(self) -> None:
         """Gives up what is not finished. Safe to call twice."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +16,8 @@ from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.loop_thread import LoopThread
-from easyrl.schema import Completion, Prompt, RolloutGroup, Score
+from easyrl.runtime.printable import printable
+from easyrl.schema import Completion, Exclusion, ExclusionKind, Prompt, RolloutGroup, Score
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +78,9 @@ class RolloutGenerator:
     num_generations: int  # G, responses per prompt
     # finished groups that may wait in memory where there is a store, which has the others
     queue_size: int = 64
-    # errors of a sample that are its prompt's fault (it is too long): the group has no completions
-    # then, and the reason in ``excluded``
-    excluded_by: tuple[type[Exception], ...] = ()
+    # errors of a sample that are its prompt's fault (it is too long), the special before the
+    # general: the group has no completions then, and what was said in ``excluded``
+    excluded_by: Mapping[type[Exception], ExclusionKind] = field(default_factory=dict)
     in_prompt_order: bool = False  # groups are handed out so, not in order of completion
     record: Record = ignore
     # held while a store is written, so that one thread at a time is busy with it
@@ -152,7 +153,7 @@ class RolloutGenerator:
         stored = None if run.store is None else run.store.find(prompt)
         if stored is not None:  # finished before, and not needed until now
             hands_out = self._add_stored(run.batch, position, prompt, stored)
-            run.draws.decide(position, hands_out)
+            run.draws.decide(position, hands_out, stored.exclusion)
             return
         try:
             group = await self._group(position, prompt, run)
@@ -165,7 +166,7 @@ class RolloutGenerator:
         finally:
             run.batch.close_open_group(position, prompt)
         self.record("group_ready", epoch=prompt.epoch, index=prompt.index)
-        run.draws.decide(position, hands_out)
+        run.draws.decide(position, hands_out, group.excluded)
 
     def _add_stored(
         self, batch: OpenBatch, position: int, prompt: Prompt, stored: StoredGroup
@@ -177,7 +178,7 @@ class RolloutGenerator:
         dispatched_s = time.monotonic()
         completions: tuple[Completion, ...] = ()
         scores: tuple[Score, ...] = ()
-        excluded: str | None = None
+        excluded: Exclusion | None = None
         try:
             priority = run.batch.membership.expected_update_of(position)
             async with self.begin_group(prompt, run.version, priority) as sample:
@@ -186,9 +187,11 @@ class RolloutGenerator:
                     position, prompt, sample, run.batch
                 )
             scores = await self.scorer.score_group(prompt, completions, sample_scores)
-        except self.excluded_by as error:
-            log.warning("prompt %d is excluded: %s", prompt.index, error)
-            excluded = str(error)
+        except tuple(self.excluded_by) as error:
+            kinds = (kind for of, kind in self.excluded_by.items() if isinstance(error, of))
+            excluded = Exclusion(next(kinds), printable(str(error)) or "no reason given")
+            where = f" ({prompt.location})" if prompt.location else ""
+            log.warning("prompt %d%s is excluded: %s", prompt.index, where, excluded.reason)
         return RolloutGroup(
             prompt=prompt,
             completions=completions,
@@ -227,7 +230,7 @@ class RolloutGenerator:
                 ]
         except ExceptionGroup as errors:
             # an error of the run goes before one of the prompt
-            _, others = errors.split(self.excluded_by)
+            _, others = errors.split(tuple(self.excluded_by))
             failure = _first_leaf(others or errors)
         if failure is not None:
             raise failure  # with its own cause, not in front of the group

@@ -65,6 +65,7 @@ def load_prompts(
                     text=question.text,
                     answer=question.answer,
                     metadata=question.metadata,
+                    location=question.location,
                 )
             )
     left_out.report(len(prompts))

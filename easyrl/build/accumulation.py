@@ -11,7 +11,7 @@ from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested
+from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested, TooManyExcluded
 from easyrl.trainer.accumulation import Accumulator
 
 # With groups of a third of a row, takes of 8 rows need 11 % fewer rows than takes of one (simulated
@@ -47,7 +47,8 @@ def build_accumulator(
 
 def is_interruption(error: Exception) -> bool:
     """Whether the run ends for now with sound weights."""
-    return is_outage(error) or isinstance(error, StopRequested | PeerOutage | BatchWithdrawn)
+    ends = StopRequested | PeerOutage | BatchWithdrawn | TooManyExcluded
+    return is_outage(error) or isinstance(error, ends)
 
 
 def looks_ahead(config: Config, engine: TrainEngine) -> bool:

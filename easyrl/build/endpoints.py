@@ -27,7 +27,7 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Prompt
-from easyrl.weight_sync.canary import Canary, canary_prompts
+from easyrl.weight_sync.canary import FEWEST_TOKENS, Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -103,9 +103,10 @@ def warn_of_short_contexts(config: Config, inference: Inference, *, rollout: boo
         for key, needed in needs.items():
             if needed > limit:
                 logger.warning(
-                    "%s is %d, but %s serves at most %d tokens: longer responses are cut there and "
-                    "count as truncated, prompts without room for a token are excluded; lower one "
-                    "of them or raise the server's --max-model-len",
+                    "%s is %d, but %s serves at most %d tokens: it gets only what it has room for; "
+                    "where none has more, longer responses are cut and count as truncated, prompts "
+                    "without room for a token are excluded; lower one of them or raise the "
+                    "server's --max-model-len",
                     key,
                     needed,
                     url,
@@ -122,10 +123,13 @@ def build_weight_sync(
     prompts: Sequence[Prompt],
     stop: StopRequest,
 ) -> WeightSync:
+    limits = _limits(inference.pool).values()
+    whole = [limit for limit in limits if limit >= FEWEST_TOKENS] or limits  # one may say nonsense
     try:
-        asked = canary_prompts(prompts, min(_limits(inference.pool).values(), default=None))
+        asked = canary_prompts(prompts, min(whole, default=None))
     except ValueError as error:
         raise ConfigError(f"weight_sync.canary: {error}") from error
+    inference.pool.canary.token_ids = asked[-1].token_ids  # the shortest, asked for at every sync
     canary = Canary(
         asked,
         config.rollout.temperature,

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from easyrl.build.accumulation import is_interruption
 from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
-from easyrl.inference_client.errors import NoEndpointError, PromptRejected, RequestRejected
+from easyrl.inference_client.errors import (
+    NoEndpointError,
+    PromptRejected,
+    PromptTooLong,
+    RequestRejected,
+)
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.fleet import read_api_key
@@ -66,6 +71,7 @@ class Inference:
             collectives=collectives,
             stop=stop,
             reward_name=self.config.rewards[0].label,
+            max_excluded=self.config.data.max_excluded,
         )
 
     def _generator(
@@ -89,6 +95,7 @@ class Inference:
                 version,
                 num_samples=num_generations,
                 priority=priority,
+                sampling=sampling,
             ) as place:
 
                 async def sample(number: int) -> Completion:
@@ -105,7 +112,7 @@ class Inference:
             Scorer(config.rewards, config.scoring, self.workers, truncated_reward=truncated_reward),
             num_generations=num_generations,
             queue_size=config.rollout.queue_size,
-            excluded_by=(PromptRejected,),
+            excluded_by={PromptTooLong: "too_long", PromptRejected: "refused"},
             in_prompt_order=in_prompt_order,
             record=record,
         )

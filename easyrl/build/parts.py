@@ -144,6 +144,7 @@ def build_parts(
             config.trainer.batch_size,
             config.trainer.updates_per_batch,
             max_draws=max_draws(config),
+            max_excluded=config.data.max_excluded,
             accept=accept_function(config),
             in_prompt_order=is_strict(config),
         ),

@@ -66,3 +66,6 @@ class DataConfig(DatasetConfig):
 
     shuffle: bool = True
     epochs: PositiveInt = 1
+    # of the last max(100, trainer.batch_size) prompts, how many endpoints may refuse before the run
+    # stops; prompts too long for every endpoint's context do not count
+    max_excluded: float = Field(0.05, ge=0, le=1)

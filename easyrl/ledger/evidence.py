@@ -95,6 +95,7 @@ class JournalEvidence:
             ("position", group.position, said.position),
             ("accepted", group.accepted, said.accepted),
             ("reason", group.reason, said.reason),
+            ("kind of exclusion", group.exclusion, said.exclusion),
             ("recovered", group.recovered, entry.version != record.version),
         )
         for what, certified, journalled in differences:

@@ -24,7 +24,14 @@ from easyrl.runtime.run_files import (
     METRICS_FILE,
     attempt_config_file,
 )
-from easyrl.schema import GroupOutcome, Key, PolicyVersion, RolloutGroup, ServedWeights
+from easyrl.schema import (
+    ExcludedPrompt,
+    GroupOutcome,
+    Key,
+    PolicyVersion,
+    RolloutGroup,
+    ServedWeights,
+)
 
 
 class RecordedRun:
@@ -175,7 +182,9 @@ class RecordedRollouts:
     def has_more(self, position: int) -> bool:
         return self._next <= self.last
 
-    def begin(self, served: ServedWeights, position: int) -> RecordedBatch:
+    def begin(
+        self, served: ServedWeights, position: int, excluded: Sequence[ExcludedPrompt] = ()
+    ) -> RecordedBatch:
         """This rank's groups of the batch, all of them ready."""
         v = served.version.v
         self._next = v + 1

@@ -120,10 +120,13 @@ def batch_metrics(updates: Sequence[Update], groups: Sequence[GroupOutcome]) -> 
     """
     rows = [_update_metrics(update) for update in updates]
     outcomes = Counter(group.outcome for group in groups)
+    exclusions = Counter(group.exclusion for group in groups)
     drawn = {
         "batch/groups_drawn": float(len(groups)),
         "batch/groups_rejected": float(outcomes["rejected"]),
         "batch/groups_excluded": float(outcomes["excluded"]),
+        "batch/groups_excluded_refused": float(exclusions["refused"]),
+        "batch/groups_excluded_too_long": float(exclusions["too_long"]),
     }
     if len(rows) == 1:
         return rows[0] | drawn

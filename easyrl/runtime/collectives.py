@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested
+from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested, TooManyExcluded
 
 T = TypeVar("T")
 
@@ -29,12 +29,18 @@ class PeerFailed(RuntimeError):
 
 
 # What ends a batch on all ranks, by what goes first.
-_PEERS: tuple[type[Exception], ...] = (StopRequested, PeerOutage, BatchWithdrawn)
+_PEERS: tuple[type[Exception], ...] = (
+    StopRequested,
+    PeerOutage,
+    BatchWithdrawn,
+    TooManyExcluded,
+)
 
 
 def _kind(error: Exception) -> int:
-    """Its place in ``_PEERS``; what is neither a stop nor a withdrawal is an outage."""
-    return next((place for place, kind in enumerate(_PEERS) if isinstance(error, kind)), 1)
+    """Its place in ``_PEERS``; what is none of them is an outage."""
+    outage = _PEERS.index(PeerOutage)
+    return next((place for place, kind in enumerate(_PEERS) if isinstance(error, kind)), outage)
 
 
 class Collectives:
@@ -83,8 +89,8 @@ class Collectives:
     def end_together(self, error: Exception | None) -> None:
         """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
 
-        A stop goes first, then an outage, then a withdrawal. A rank raises its own, the others
-        ``StopRequested``, ``PeerOutage`` or ``BatchWithdrawn`` with what the first one said.
+        A stop goes first, then an outage, a withdrawal, too many exclusions. A rank raises its own,
+        the others what is in ``_PEERS`` for it, with what the first one said.
         """
         mine = None if error is None else [_kind(error), str(error)]
         told = [

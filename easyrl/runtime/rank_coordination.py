@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from easyrl.runtime.collectives import Collectives
+from easyrl.schema import Decision, Exclusion
+
+_decode = msgspec.json.Decoder(tuple[int, Decision]).decode
 
 
 class SharedBatch:
@@ -27,17 +31,18 @@ class SharedBatch:
     def claim(self) -> int:
         return self._store.add(f"{self._name}/claims", 1) - 1
 
-    def publish(self, position: int, accepted: bool) -> None:
+    def publish(self, position: int, accepted: bool, exclusion: Exclusion | None = None) -> None:
         number = self._store.add(f"{self._name}/decisions", 1) - 1
-        self._write(f"{number}", f"{self._rank} {position} {int(accepted)}")
+        said = (self._rank, Decision(position, accepted, exclusion))
+        self._write(f"{number}", msgspec.json.encode(said).decode())
 
-    def news(self) -> Sequence[tuple[int, bool]]:
+    def news(self) -> Sequence[Decision]:
         found = []
         while (said := self._read(f"{self._num_read}")) is not None:
-            rank, position, accepted = map(int, said.split())
+            rank, decision = _decode(said)
             self._num_read += 1
             if rank != self._rank:
-                found.append((position, bool(accepted)))
+                found.append(decision)
         return found
 
     def announce(self, notice: str, reason: str) -> None:

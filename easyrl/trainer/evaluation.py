@@ -8,10 +8,11 @@ from math import comb, fsum
 from typing import Protocol
 
 from easyrl.config import EvaluationConfig
+from easyrl.ledger.exclusions import ExclusionLimit
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.schedule import Due
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import PolicyVersion, Prompt, RolloutGroup
+from easyrl.schema import ExcludedPrompt, PolicyVersion, Prompt, RolloutGroup, TooManyExcluded
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -60,19 +61,25 @@ class Evaluator:
     collectives: Collectives
     stop: StopRequest
     reward_name: str  # the component that decides
+    max_excluded: float = 1.0  # data.max_excluded, of all prompts together
 
     def evaluate(self, version: str | None) -> dict[str, float]:
         """``eval/avg@k`` (also ``eval/accuracy``) and ``eval/pass@k``, all ranks. Collective.
 
-        Raises on all ranks what keeps one of them from going on: an outage, ``StopRequested``.
+        A prompt that nobody can answer counts as not solved, and in ``eval/excluded``. Raises on
+        all ranks what keeps one of them from going on: an outage, ``StopRequested``; and
+        ``TooManyExcluded``.
         """
         share = self.prompts[self.collectives.ranks.rank :: self.collectives.ranks.world_size]
         correct: list[int] = []
+        excluded: list[tuple[int, str, str]] = []  # index, kind, reason
         interruption: Exception | None = None
         groups = self.rollouts.produce(share, version)
         try:
             with self.stop.wakes(groups.interrupt):
                 for group in groups:
+                    if group.excluded is not None:
+                        excluded.append((group.prompt.index, *group.excluded))
                     scores = [score.components[self.reward_name] for score in group.scores]
                     correct.append(sum(score >= self.config.threshold for score in scores))
         except Exception as error:
@@ -82,11 +89,27 @@ class Evaluator:
             interruption = error
         self.collectives.end_together(interruption)
         everyone = [c for rank in self.collectives.all_gather(correct) for c in rank]
+        num_excluded = self._check_excluded(excluded)
         num_prompts = len(everyone)
         num_samples = self.config.num_samples
         accuracy = sum(everyone) / (num_prompts * num_samples)
         metrics = {"eval/accuracy": accuracy, f"eval/avg@{num_samples}": accuracy}
+        metrics["eval/excluded"] = float(num_excluded)
         for k in self.config.pass_at:
             total = fsum(pass_at_k(num_samples, c, k) for c in everyone)  # in any order
             metrics[f"eval/pass@{k}"] = total / num_prompts
         return metrics
+
+    def _check_excluded(self, mine: Sequence[tuple[int, str, str]]) -> int:
+        """The number of excluded prompts of all ranks. Raises ``TooManyExcluded``. Collective."""
+        told = [each for rank in self.collectives.all_gather(list(mine)) for each in rank]
+        refused = [ExcludedPrompt(i, 0, i, reason) for i, kind, reason in told if kind == "refused"]
+        limit = ExclusionLimit(
+            self.max_excluded,
+            len(self.prompts),
+            refused,
+            location=lambda e: self.prompts[e.position].location or f"prompt {e.position}",
+        )
+        if (problem := limit.problem()) is not None:
+            raise TooManyExcluded(f"evaluation: {problem}")
+        return len(told)

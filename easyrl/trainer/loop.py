@@ -15,13 +15,16 @@ import msgspec
 
 from easyrl.ledger.account import batch_account
 from easyrl.ledger.certificate.records import BatchRecord
+from easyrl.ledger.exclusions import recent_exclusions
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
 from easyrl.metrics.reporter import StepReporter
 from easyrl.schema import (
+    NEEDS_CHANGE,
     TEMPORARY_FAILURE,
     BatchWithdrawn,
     Confirmation,
     EndedBy,
+    ExcludedPrompt,
     GroupOutcome,
     InterruptedRun,
     Key,
@@ -30,6 +33,7 @@ from easyrl.schema import (
     Published,
     ServedWeights,
     StopRequested,
+    TooManyExcluded,
 )
 from easyrl.trainer.accumulation import Accumulator, GroupSource
 
@@ -67,7 +71,9 @@ class Rollouts(Protocol):
     """Starts the generation of batches (``JournalledRollouts``)."""
 
     def has_more(self, position: int) -> bool: ...
-    def begin(self, served: ServedWeights, position: int) -> OpenBatch: ...
+    def begin(
+        self, served: ServedWeights, position: int, excluded: Sequence[ExcludedPrompt]
+    ) -> OpenBatch: ...
     def sync(self) -> None: ...
     def share_withdrawals(self) -> None:
         """What one rank has withdrawn, all withdraw. Collective."""
@@ -136,7 +142,8 @@ class Trainer:
     def fit(self) -> None:
         """Trains until the prompts or ``max_steps`` end.
 
-        Raises ``InterruptedRun`` in an outage and when a stop was asked for.
+        Raises ``InterruptedRun`` in an outage, when a stop was asked for, and when endpoints refuse
+        too many prompts.
         """
         try:
             self._fit()
@@ -144,8 +151,11 @@ class Trainer:
             if not self.accumulator.is_interruption(error):
                 raise
             self._record("interrupted", problem=str(error))
+            saved = self._save_if_whole()
+            if isinstance(error, TooManyExcluded):
+                raise InterruptedRun(f"{error}\n{saved}", status=NEEDS_CHANGE) from error
             raise InterruptedRun(
-                f"{error}\n{self._save_if_whole()}; go on with --resume",
+                f"{error}\n{saved}; go on with --resume",
                 status=0 if isinstance(error, StopRequested) else TEMPORARY_FAILURE,
             ) from error
 
@@ -186,7 +196,7 @@ class Trainer:
         """Generation and training overlap, optimizer steps close the batch."""
         start = time.monotonic()
         self._engine.begin_batch()
-        batch = self.rollouts.begin(served, self.progress.position)
+        batch = self.rollouts.begin(served, self.progress.position, self.progress.excluded)
         updates: list[Update] = []
         refused: list[GroupOutcome] | None = None  # of all ranks, once the batch is whole
         with ExitStack() as on_error:
@@ -323,6 +333,12 @@ class Trainer:
                 self._record("group_closed", version=version, **msgspec.to_builtins(group))
         self.progress.closed_batches += 1
         self.progress.weights = ""
+        self.progress.excluded = recent_exclusions(
+            self.progress.excluded,
+            account.groups,
+            self.progress.position,
+            self.groups_per_update * self.updates_per_batch,
+        )
         self.progress.position += account.num_drawn
         self._open_updates = 0
         if most_bad_steps >= self.max_bad_steps:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from easyrl.inference_client.errors import NoEndpointError, Outage
-from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.endpoint import Endpoint, Need
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 
@@ -17,6 +17,11 @@ log = logging.getLogger(__name__)
 
 SAY_INTERVAL_S = 30.0
 POLL_S = 0.1
+NO_NEED = Need(None)
+
+
+class NeedChanged(NoEndpointError):
+    """Nobody is there any more for what a request needs, but for one that needs less."""
 
 
 class Dispatcher:
@@ -37,14 +42,17 @@ class Dispatcher:
         self.endpoints: Sequence[Endpoint] = ()  # replaced, never changed
         self._max_outage_s = max_outage_s
         self._outage: asyncio.Task[None] | None = None  # ends those who wait during it
-        self._lines: dict[str | None, WaitingLine] = {}  # by version
+        self._lines: dict[Need, WaitingLine] = {}
         self._numbers = itertools.count()
         self._turns_are_due = False
 
     async def turn(self, group: GroupAssignment) -> None:
-        """Waits until ``group`` may send its samples. Raises ``NoEndpointError``."""
+        """Waits until ``group`` may send its samples.
+
+        Raises ``NoEndpointError``, ``NeedChanged`` where its need has to be looked at again.
+        """
         waiting = self._waiting(group)
-        line = self._line(group.version)
+        line = self._line(group.need)
         line.add_group(waiting)
         self._give_turns_soon()
         self.look_for_outage()
@@ -65,7 +73,7 @@ class Dispatcher:
     async def place(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint:
         """An endpoint for one sample of ``group``, as soon as one has room.
 
-        Raises ``NoEndpointError``.
+        Raises as ``turn`` does.
         """
         endpoint = self._choose(group, avoid)
         if endpoint is not None:
@@ -73,7 +81,7 @@ class Dispatcher:
             endpoint.begin(group.sample_tokens)
             return endpoint
         waiting = self._waiting(group, avoid)
-        line = self._line(group.version)
+        line = self._line(group.need)
         line.add(waiting)
         self.look_for_outage()
         try:
@@ -96,20 +104,20 @@ class Dispatcher:
 
     def changed(self, endpoint: Endpoint) -> None:
         """``endpoint`` may have become usable, or unusable."""
-        for version, line in self._lines.items():
-            if not endpoint.usable(version):
+        for need, line in self._lines.items():
+            if not endpoint.serves(need):
                 line.forsake(endpoint)
         for other in self.endpoints:
             self._fill(other)
         self._give_turns_soon()
         self.look_for_outage()
 
-    def waiting_versions(self) -> list[str | None]:
-        return [version for version, line in self._lines.items() if line]
+    def waiting_needs(self) -> list[Need]:
+        return [need for need, line in self._lines.items() if line]
 
-    def fail(self, version: str | None, error: Exception) -> None:
-        """Ends the waiting of all that need ``version``."""
-        if (line := self._lines.pop(version, None)) is not None:
+    def fail(self, need: Need, error: Exception) -> None:
+        """Ends the waiting of all with this ``need``."""
+        if (line := self._lines.pop(need, None)) is not None:
             line.fail(error)
 
     # ---- outages ---------------------------------------------------------------------------------
@@ -121,17 +129,22 @@ class Dispatcher:
 
     def look_for_outage(self) -> None:
         """Call it when somebody waits, or an endpoint has changed."""
-        stuck = self._stuck_versions()
+        stuck = self._stuck_needs()
+        for need in [need for need in stuck if self._may_need_less(need)]:
+            stuck.remove(need)
+            self.fail(need, NeedChanged(str(self.no_endpoint(need))))
         if stuck and self.all_excluded():
-            for version in stuck:
-                self.fail(version, self.no_endpoint(version))
+            for need in stuck:
+                self.fail(need, self.no_endpoint(need))
         elif stuck and self._outage is None:
             self._outage = asyncio.get_running_loop().create_task(self._end_outage())
 
-    def no_endpoint(self, version: str | None = None) -> NoEndpointError:
+    def no_endpoint(self, need: Need = NO_NEED) -> NoEndpointError:
         """Names each endpoint and why it is not usable."""
-        what = "" if version is None else f" for version {version}"
-        return NoEndpointError(f"no usable endpoint{what}:{status_lines(self.endpoints, version)}")
+        what = "" if need.version is None else f" for version {need.version}"
+        if need.context:
+            what += f" with a context of {need.context} tokens"
+        return NoEndpointError(f"no usable endpoint{what}:{status_lines(self.endpoints, need)}")
 
     def all_excluded(self) -> bool:
         return bool(self.endpoints) and all(e.excluded is not None for e in self.endpoints)
@@ -141,22 +154,29 @@ class Dispatcher:
             self._outage.cancel()
             await asyncio.gather(self._outage, return_exceptions=True)
 
-    def _stuck_versions(self) -> list[str | None]:
-        return [v for v in self.waiting_versions() if not any(e.usable(v) for e in self.endpoints)]
+    def _stuck_needs(self) -> list[Need]:
+        return [n for n in self.waiting_needs() if not any(e.serves(n) for e in self.endpoints)]
+
+    def _may_need_less(self, need: Need) -> bool:
+        """Of a stuck need: an endpoint has room for a shorter response, or none will for this."""
+        if not need.context:
+            return False
+        now = any(e.usable(need.version) and e.context >= need.least for e in self.endpoints)
+        return now or not any(e.is_in_use and e.context >= need.context for e in self.endpoints)
 
     async def _end_outage(self) -> None:
         try:
             is_over = await wait_out(
-                lambda: not self._stuck_versions(),
+                lambda: not self._stuck_needs(),
                 self._max_outage_s,
-                lambda: str(self.no_endpoint(next(iter(self._stuck_versions()), None))),
+                lambda: str(self.no_endpoint(next(iter(self._stuck_needs()), NO_NEED))),
                 goes_on=lambda: any(endpoint.repairing for endpoint in self.endpoints),
             )
         finally:
             self._outage = None
-        for version in [] if is_over else self._stuck_versions():
+        for need in [] if is_over else self._stuck_needs():
             limit = f"for {self._max_outage_s:g} s (inference.max_outage_s)"
-            self.fail(version, Outage(f"{self.no_endpoint(version)}\n{limit}"))
+            self.fail(need, Outage(f"{self.no_endpoint(need)}\n{limit}"))
         self.look_for_outage()  # somebody may have begun to wait since
 
     # ---- who goes where --------------------------------------------------------------------------
@@ -165,34 +185,34 @@ class Dispatcher:
         place: asyncio.Future[Endpoint | None] = asyncio.get_running_loop().create_future()
         return Waiting(group, next(self._numbers), place, avoid)
 
-    def _line(self, version: str | None) -> WaitingLine:
-        line = self._lines.get(version)
+    def _line(self, need: Need) -> WaitingLine:
+        line = self._lines.get(need)
         if line is None:
-            self._lines = {v: old for v, old in self._lines.items() if old}  # past versions
-            line = self._lines[version] = WaitingLine()
+            self._lines = {n: old for n, old in self._lines.items() if old}  # past ones
+            line = self._lines[need] = WaitingLine()
         return line
 
     def _choose(self, group: GroupAssignment, avoid: Endpoint | None) -> Endpoint | None:
         home = group.endpoint
-        if home is not None and home is not avoid and home.usable(group.version):
+        if home is not None and home is not avoid and home.serves(group.need):
             group.release(1)
             if home.has_room:
                 return home
-            line = self._lines.get(group.version)
+            line = self._lines.get(group.need)
             if line is not None and line.num_groups:
                 return None  # the others are kept busy by other groups
         else:
             group.leave()
-        usable = [endpoint for endpoint in self.endpoints if endpoint.usable(group.version)]
+        usable = [endpoint for endpoint in self.endpoints if endpoint.serves(group.need)]
         others = [e for e in usable if e is not avoid] or usable
         return min((e for e in others if e.has_free_room), key=_load, default=None)
 
     def _fill(self, endpoint: Endpoint) -> None:
         """Gives the free places of ``endpoint`` to those who wait."""
-        for version, line in self._lines.items():
-            while line and endpoint.has_room and endpoint.usable(version):
+        for need, line in self._lines.items():
+            while line and endpoint.has_room and endpoint.serves(need):
                 is_only = not any(
-                    other is not endpoint and other.usable(version) for other in self.endpoints
+                    other is not endpoint and other.serves(need) for other in self.endpoints
                 )
                 waiting = line.next_for(endpoint, is_only=is_only)
                 if waiting is None and not line.num_groups and endpoint.has_free_room:
@@ -202,7 +222,7 @@ class Dispatcher:
                         self._give_turns_soon()
                     break
                 group = waiting.group
-                if group.endpoint is not None and not group.endpoint.usable(version):
+                if group.endpoint is not None and not group.endpoint.serves(need):
                     group.leave()
                 group.settle(endpoint)
                 endpoint.begin(group.sample_tokens)
@@ -215,9 +235,9 @@ class Dispatcher:
 
     def _give_turns(self) -> None:
         self._turns_are_due = False
-        for version, line in self._lines.items():
+        for need, line in self._lines.items():
             while line.num_groups:
-                usable = [endpoint for endpoint in self.endpoints if endpoint.usable(version)]
+                usable = [endpoint for endpoint in self.endpoints if endpoint.serves(need)]
                 ready = [endpoint for endpoint in usable if endpoint.has_free_room]
                 if not ready:
                     break
@@ -265,8 +285,15 @@ async def wait_out(
     return True
 
 
-def status_lines(endpoints: Sequence[Endpoint], version: str | None) -> str:
-    """A line for each endpoint: how it is, seen from ``version``."""
+def status_lines(endpoints: Sequence[Endpoint], need: Need = NO_NEED) -> str:
+    """A line for each endpoint: how it is, seen from ``need``."""
     if not endpoints:
         return " there is none; add one with easyrl endpoints add"
-    return "".join(f"\n  {e.url}: {e.status(version)}" for e in endpoints)
+    return "".join(f"\n  {e.url}: {_status(e, need)}" for e in endpoints)
+
+
+def _status(endpoint: Endpoint, need: Need) -> str:
+    status = endpoint.status(need.version)
+    if endpoint.usable(need.version) and endpoint.context < need.context:
+        return f"{status}, with a context of {endpoint.context} tokens"
+    return status

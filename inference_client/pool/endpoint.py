@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from typing import NamedTuple
 
+from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient, ServedModel
 from easyrl.inference_client.errors import EndpointError, RequestRejected
+
+UNLIMITED = sys.maxsize  # the context of an endpoint that does not tell its length
+
+
+class Need(NamedTuple):
+    """What an endpoint must have to answer a request: a policy version, room in its context."""
+
+    version: str | None  # of the policy that has to answer, None for any
+    # tokens, of prompt and response together; 0: so few that every endpoint has room for them
+    context: int = 0
+    least: int = 0  # with the shortest response that is worth asking for
 
 
 class Endpoint:
@@ -23,9 +37,12 @@ class Endpoint:
         self.served: ServedModel | None = None  # known once healthy
         self.confirmed_version: str | None = None
         self.proof = 0  # number of its last good proof in this attempt of the run, by URL
-        self.excluded: str | None = None  # why it gets no more requests: it failed its proof
+        self.excluded: str | None = None  # why it gets no more requests
         self.down: str | None = None  # why it is set aside for now
         self.refused: RequestRejected | None = None  # it answers, and wants nothing of us
+        # It is down for refusing the canary prompt with these: it returns by serving it.
+        self.owes_canary: SamplingConfig | None = None
+        self.num_false_refusals = 0  # of prompts that another served, since the weights moved last
         self.lost_confirmation: str | None = None  # why it has to prove its weights again
         self.repairing = False
         self.leaving = False  # removed: what is in flight finishes, nothing new comes
@@ -64,6 +81,23 @@ class Endpoint:
 
     def usable(self, version: str | None) -> bool:
         return self.is_up and (version is None or self.confirmed_version == version)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Up, or it may come back."""
+        return self.excluded is None and not self.leaving
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and response together that it says it serves; 0 before it has said."""
+        if self.served is None:
+            return 0
+        limit = self.served.max_model_len
+        return UNLIMITED if limit is None else limit
+
+    def serves(self, need: Need) -> bool:
+        """Whether a request with this ``need`` may go here."""
+        return self.usable(need.version) and self.context >= need.context
 
     def begin(self, num_tokens: int) -> None:
         """A place is taken: a request is about to be sent."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,15 +19,29 @@ from easyrl.inference_client.client import Fetch
 from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointError,
+    EndpointUnavailable,
+    PromptRejected,
     PromptTooLong,
     RequestRejected,
     WrongVersion,
 )
-from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.dispatch import NeedChanged
+from easyrl.inference_client.pool.endpoint import Endpoint, Need
 from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion
+
+NUM_REFUSALS = 2  # one after the other, of endpoints that serve the canary prompt: it stands
+MAX_FALSE_REFUSALS = 3  # of prompts that another endpoint served, with the same weights
+
+
+class Refusal(NamedTuple):
+    """A prompt was refused by an endpoint that served the canary prompt then."""
+
+    endpoint: Endpoint
+    error: PromptRejected
+    num_failures: int  # the endpoint's, when it refused
 
 
 class EndpointPool(Fleet):
@@ -51,7 +65,7 @@ class EndpointPool(Fleet):
         update_timeout_s: float = 600.0,
     ) -> None:
         urls = config.endpoints if urls is None else urls
-        super().__init__(config, urls, num_shares, update_timeout_s)
+        super().__init__(config, fetch, urls, num_shares, update_timeout_s)
         self.num_retries = 0
         self._fetch = fetch
         self._orders = itertools.count()
@@ -66,17 +80,26 @@ class EndpointPool(Fleet):
         *,
         num_samples: int,
         priority: int = 0,
+        sampling: SamplingConfig | None = None,
     ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
 
         Waits for room at an endpoint, lower ``priority`` first (the update of the batch that trains
-        it), then shorter groups (``inference.dispatch``). Raises ``NoEndpointError``.
+        it), then shorter groups (``inference.dispatch``); with ``sampling`` at one whose context
+        has room for the samples. Raises ``NoEndpointError``, ``PromptTooLong``.
         """
         first = expected_tokens if self._config.dispatch == "shortest_first" else 0.0
         rank = (priority, first, next(self._orders))
         tokens = num_prompt_tokens + int(expected_tokens)
         group = GroupAssignment(rank, version, tokens, num_samples)
-        await self._dispatcher.turn(group)
+        while True:
+            if sampling is not None:
+                self._fit(group, num_prompt_tokens, sampling)
+            try:
+                await self._dispatcher.turn(group)
+                break
+            except NeedChanged:
+                continue
         try:
             yield group
         finally:
@@ -94,43 +117,70 @@ class EndpointPool(Fleet):
         Every token is stamped with the group's version (unless that is None). The finish_reason is
         "length" also where the endpoints' context ends before ``max_tokens``.
 
-        What fails is sent to another endpoint, with the same seed, ``max_retries`` times. Raises
-        ``AttemptsFailed``, ``Outage``, ``NoEndpointError``, ``PromptRejected`` if this prompt is
-        refused, else ``RequestRejected``. Cancelling aborts the request on the server.
+        What fails is sent to another endpoint, with the same seed, ``max_retries`` times. So is a
+        prompt that one refuses: it is refused if the next one does too (the same one, where no
+        other can be used), and both serve the canary prompt. Raises ``AttemptsFailed``, ``Outage``,
+        ``NoEndpointError``, ``PromptRejected`` if this prompt is refused, ``PromptTooLong`` if no
+        context has room for it. Cancelling aborts the request on the server.
         """
-        sampling = self._fitting(prompt_token_ids, sampling)
         attempts: list[EndpointError] = []
+        refusals: list[Refusal] = []
         avoid: Endpoint | None = None
+        num_prompt_tokens = len(prompt_token_ids)
         while True:
-            endpoint = await self._dispatcher.place(group, avoid)
+            refused_by = [refusal.endpoint for refusal in refusals]
+            fitting = self._fit(group, num_prompt_tokens, sampling, refused_by)
             try:
-                fetch = partial(self._fetch, endpoint.url, prompt_token_ids, sampling, seed)
-                return await self._attempt(endpoint, group, fetch)
-            except RequestRejected:
-                raise
+                endpoint = await self._dispatcher.place(group, avoid)
+            except NeedChanged:
+                continue
+            if 0 < endpoint.context < num_prompt_tokens + fitting.max_tokens:  # joined meanwhile
+                self._dispatcher.release(endpoint, group.sample_tokens)
+                continue
+            try:
+                completion = await self._attempt(endpoint, group, prompt_token_ids, fitting, seed)
+            except PromptRejected as error:
+                refusals.append(Refusal(endpoint, error, endpoint.num_failures))
+                if len(refusals) == NUM_REFUSALS:
+                    raise _refused(refusals) from None
             except EndpointError as error:
                 attempts.append(error)
                 if len(attempts) > self._config.max_retries:
                     raise AttemptsFailed(attempts) from error
-                self.num_retries += 1
-                avoid = endpoint
+            else:
+                for refusal in refusals:
+                    self._blame(refusal, endpoint)
+                return completion
+            self.num_retries += 1
+            avoid = endpoint
 
     async def _attempt(
-        self, endpoint: Endpoint, group: GroupAssignment, fetch: Callable[[], Awaitable[Completion]]
+        self,
+        endpoint: Endpoint,
+        group: GroupAssignment,
+        prompt_token_ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
     ) -> Completion:
-        """Waits for ``endpoint``, at which a place is taken, and gives the place back."""
+        """Waits for ``endpoint``, at which a place is taken, and gives the place back.
+
+        ``PromptRejected``: it serves the canary prompt and refuses this one.
+        """
         task = asyncio.current_task()
         assert task is not None
         endpoint.attempts[task] = None
         try:
-            completion = await fetch()
+            try:
+                completion = await self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
+            except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
+                raise await self._look_into(endpoint, error, sampling) from None
             self._check_stamps(endpoint, completion, group.version)
         except asyncio.CancelledError:
             aborted = endpoint.attempts[task]
             if aborted is None or task.uncancel() > 0:
                 raise  # somebody else's cancellation
             raise aborted from None
-        except (RequestRejected, WrongVersion):
+        except (PromptRejected, WrongVersion):
             raise
         except EndpointError as error:
             self.set_aside(endpoint, error)  # before its place is given to somebody else
@@ -143,6 +193,41 @@ class EndpointPool(Fleet):
         # the number of now: a proof that is yet to come judges all since the last good one
         return replace(completion, proof=endpoint.proof)
 
+    async def _look_into(
+        self, endpoint: Endpoint, error: RequestRejected, sampling: SamplingConfig
+    ) -> EndpointError:
+        """``error`` if ``endpoint`` refuses this prompt only, else what is wrong with it."""
+        if isinstance(error, PromptRejected):
+            problem = await self.canary.problem(endpoint, sampling)
+            if problem is None:
+                return error
+            if not isinstance(problem, RequestRejected):
+                return problem
+            reason = f"refuses the canary prompt as others: {problem.reason}"
+        else:  # a wrong key, a missing route: no prompt's fault
+            reason = error.reason
+        endpoint.owes_canary = sampling
+        return EndpointUnavailable(endpoint.url, reason)
+
+    def _blame(self, refusal: Refusal, server: Endpoint) -> None:
+        """``server`` has served what ``refusal`` refused: that was the endpoint's fault.
+
+        Once for all that it refused before it was set aside. Again and again, it is excluded, if
+        that leaves another.
+        """
+        endpoint = refusal.endpoint
+        if endpoint.num_failures != refusal.num_failures:
+            return
+        by = "it served itself" if server is endpoint else "another endpoint served"
+        reason = f"refused a prompt that {by}: {refusal.error.reason}"
+        self.set_aside(endpoint, EndpointUnavailable(endpoint.url, reason))
+        if server is endpoint or not server.is_up:
+            return
+        endpoint.num_false_refusals += 1
+        if endpoint.num_false_refusals == MAX_FALSE_REFUSALS:
+            number = f"refused {MAX_FALSE_REFUSALS} prompts that other endpoints served"
+            self.exclude(endpoint, f"{number}, the last: {refusal.error.reason}")
+
     def _check_stamps(
         self, endpoint: Endpoint, completion: Completion, version: str | None
     ) -> None:
@@ -154,22 +239,44 @@ class EndpointPool(Fleet):
         self._lose_confirmation(endpoint, version, wrong.reason)
         raise wrong
 
-    def _fitting(self, prompt_token_ids: np.ndarray, sampling: SamplingConfig) -> SamplingConfig:
-        """Asks for what the endpoints' context has room for. Raises ``PromptTooLong``."""
-        context_len = self._context_len
-        if context_len is None:
+    def _fit(
+        self,
+        group: GroupAssignment,
+        num_prompt_tokens: int,
+        sampling: SamplingConfig,
+        refused_by: Collection[Endpoint] = (),
+    ) -> SamplingConfig:
+        """What to ask for, and of whom (``group.need``). Raises ``PromptTooLong``.
+
+        ``max_tokens``, or what the largest context has room for: a request goes where it fits, and
+        who answers does not decide where it ends. Of the endpoints that can be used now and have
+        not refused it, or else of all.
+        """
+        least = num_prompt_tokens + max(1, sampling.min_tokens)
+        wanted = num_prompt_tokens + sampling.max_tokens
+        in_use = [e for e in self.endpoints if e.is_in_use and e.served is not None]
+        usable = [e for e in in_use if e.usable(group.version)]
+        others = [e for e in usable if e not in refused_by]
+        context = 0
+        for endpoints in (others, usable, in_use):
+            context = max((e.context for e in endpoints), default=0)
+            if context >= least:
+                break
+        else:
+            if in_use:
+                raise PromptTooLong(
+                    "inference.endpoints",
+                    f"a prompt of {num_prompt_tokens} tokens leaves no room for a response in a "
+                    f"context of {context} tokens; raise the servers' --max-model-len, or "
+                    "lower data.max_prompt_tokens",
+                )
+            context = wanted  # nobody has said anything yet
+        context = min(context, wanted)
+        fits_all = all(e.context >= context for e in in_use)
+        group.need = Need(group.version) if fits_all else Need(group.version, context, least)
+        if context == wanted:
             return sampling
-        room = context_len - len(prompt_token_ids)
-        if sampling.max_tokens <= room:
-            return sampling
-        if room < max(1, sampling.min_tokens):
-            raise PromptTooLong(
-                "inference.endpoints",
-                f"a prompt of {len(prompt_token_ids)} tokens leaves no room for a response in a "
-                f"context of {context_len} tokens; raise the servers' --max-model-len, or "
-                "lower data.max_prompt_tokens",
-            )
-        return sampling.model_copy(update={"max_tokens": room})
+        return sampling.model_copy(update={"max_tokens": context - num_prompt_tokens})
 
     def states(self) -> list[EndpointState]:
         """Each endpoint as ``easyrl endpoints list`` shows it."""
@@ -190,3 +297,11 @@ class EndpointPool(Fleet):
         if endpoints := self.endpoints:
             self._idle_s += sum(e.take_idle_s() for e in endpoints) / len(endpoints)
         return self._idle_s
+
+
+def _refused(refusals: Sequence[Refusal]) -> PromptRejected:
+    """What each said, once."""
+    said = {refusal.endpoint.url: refusal.error.reason for refusal in refusals}
+    first, *others = said.items()
+    reason = first[1] + "".join(f"; {url}: {reason}" for url, reason in others)
+    return PromptRejected(first[0], reason)

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from easyrl.config import InferenceConfig, endpoint_url
-from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient
+from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
@@ -21,6 +21,7 @@ from easyrl.inference_client.errors import (
     Outage,
     RequestRejected,
 )
+from easyrl.inference_client.pool.canary_prompt import CanaryPrompt
 from easyrl.inference_client.pool.dispatch import Dispatcher, status_lines, wait_out
 from easyrl.inference_client.pool.endpoint import Endpoint
 
@@ -34,6 +35,7 @@ MAX_BACK_OFF_S = 30.0
 MAX_PROBE_TIMEOUT_S = 10.0
 MIN_PROBE_TIMEOUT_S = 1.0
 NUM_UNANSWERED = 2  # probes in a row that make a hang
+SMALLEST_CONTEXT = 2  # tokens: one of a prompt, one of its response
 
 
 def read_api_key(config: InferenceConfig) -> str | None:
@@ -60,7 +62,12 @@ class Fleet:
     """
 
     def __init__(
-        self, config: InferenceConfig, urls: Sequence[str], num_shares: int, update_timeout_s: float
+        self,
+        config: InferenceConfig,
+        fetch: Fetch,
+        urls: Sequence[str],
+        num_shares: int,
+        update_timeout_s: float,
     ) -> None:
         self.endpoints: list[Endpoint] = []  # replaced, never changed: other threads read it
         self._config = config
@@ -73,6 +80,7 @@ class Fleet:
         twice_s = max(MIN_PROBE_TIMEOUT_S, 2 * config.health_interval_s)
         self.probe_timeout_s = min(MAX_PROBE_TIMEOUT_S, twice_s)
         self._dispatcher = Dispatcher(config.max_outage_s)
+        self.canary = CanaryPrompt(fetch, config.progress_timeout_s)
         self._session: aiohttp.ClientSession | None = None  # for everything but generations
         self._current_version: str | None = None  # last confirmed; None while the weights move
         self._num_proofs: Counter[str] = Counter()  # good ones, by URL: it may leave and come back
@@ -106,13 +114,13 @@ class Fleet:
         except TimeoutError:
             raise NoEndpointError(
                 f"no endpoint is up after {limit_s:g} s (inference.startup_timeout_s):"
-                + status_lines(self.endpoints, None)
+                + status_lines(self.endpoints)
             ) from None
         try:
             async with asyncio.timeout(grace_s):
                 await self._until_up(all)
         except TimeoutError:
-            late = status_lines([e for e in self.endpoints if not e.is_up], None)
+            late = status_lines([e for e in self.endpoints if not e.is_up])
             log.warning("going on without endpoints that are not up yet:%s", late)
 
     async def _until_up(self, enough: Callable[[Sequence[bool]], bool]) -> None:
@@ -131,6 +139,7 @@ class Fleet:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self.canary.close()
         await self._dispatcher.close()
         if self._session is not None:
             await self._session.close()
@@ -207,9 +216,10 @@ class Fleet:
         for endpoint in self.endpoints:
             endpoint.confirmed_version = None
             endpoint.lost_confirmation = None
-        for version in self._dispatcher.waiting_versions():
-            if version is not None:  # would wait for what never comes back
-                self._dispatcher.fail(version, self._dispatcher.no_endpoint(version))
+            endpoint.num_false_refusals = 0
+        for need in self._dispatcher.waiting_needs():
+            if need.version is not None:  # would wait for what never comes back
+                self._dispatcher.fail(need, self._dispatcher.no_endpoint(need))
 
     def set_aside(self, endpoint: Endpoint, error: EndpointError) -> None:
         """Sends it nothing for a while, longer each time in a row, then asks it how it is."""
@@ -247,7 +257,7 @@ class Fleet:
         self._dispatcher.changed(endpoint)
 
     def exclude(self, endpoint: Endpoint, reason: str) -> None:
-        """``endpoint`` failed its proof and gets no more requests until it is removed and added."""
+        """``endpoint`` gets no more requests until it is removed and added."""
         log.warning("%s is excluded: %s", endpoint.url, reason)
         endpoint.excluded = reason
         endpoint.abort_attempts(EndpointUnavailable(endpoint.url, f"excluded: {reason}"))
@@ -277,12 +287,6 @@ class Fleet:
     def in_outage(self) -> bool:
         """Nobody is up, or nobody can answer those who wait; it ends after ``max_outage_s``."""
         return self._dispatcher.in_outage or not any(endpoint.is_up for endpoint in self.endpoints)
-
-    @property
-    def _context_len(self) -> int | None:
-        """The smallest, also of those that are down: who answers must not decide where it ends."""
-        served = [e.served for e in self.endpoints if e.served and e.excluded is None]
-        return min((s.max_model_len for s in served if s.max_model_len is not None), default=None)
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -326,6 +330,10 @@ class Fleet:
         if self._admission is not None and (refusal := self._admission(endpoint)) is not None:
             self.exclude(endpoint, refusal)
             return
+        if endpoint.context < SMALLEST_CONTEXT:
+            reason = f"says that it serves at most {endpoint.context} tokens: no prompt has room"
+            self.exclude(endpoint, f"{reason}; raise its --max-model-len")
+            return
         if endpoint.down is not None:
             log.warning("%s answers%s", endpoint.url, " again" if endpoint.num_failures else "")
             endpoint.down = None
@@ -343,6 +351,7 @@ class Fleet:
                 if endpoint.down is not None or endpoint.served is None:  # may be another one now
                     await endpoint.client.health()
                     endpoint.served = await endpoint.client.served_model()
+                    await self._pay_canary(endpoint)
                 try:
                     return await endpoint.client.weight_version(self.probe_timeout_s)
                 except RequestRejected:
@@ -353,6 +362,15 @@ class Fleet:
         except RequestRejected as error:
             endpoint.refused = error
             raise
+
+    async def _pay_canary(self, endpoint: Endpoint) -> None:
+        """One that refused the canary prompt has to serve it, however healthy it says it is."""
+        if endpoint.owes_canary is not None:
+            problem = await self.canary.problem(endpoint, endpoint.owes_canary)
+            if problem is not None:
+                reason = f"still refuses the canary prompt: {problem.reason}"
+                raise EndpointUnavailable(endpoint.url, reason)
+            endpoint.owes_canary = None
 
     def _unanswered(self, endpoint: Endpoint, error: EndpointError) -> None:
         endpoint.num_unanswered += 1

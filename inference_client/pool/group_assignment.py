@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.endpoint import Endpoint, Need
 
 Rank = tuple[int, float, int]  # priority, expected length, order of asking: smaller goes first
 
@@ -40,9 +40,13 @@ class GroupAssignment:
     version: str | None  # of the policy that has to answer, None for any
     sample_tokens: int  # expected of one sample, prompt and response
     num_samples: int
+    need: Need = field(init=False)  # of each sample
     endpoint: Endpoint | None = field(default=None, init=False)  # has the prompt in its cache
     spread: bool = field(default=False, init=False)  # its samples go where there is least to do
     num_reserved: int = field(default=0, init=False)  # places held at ``endpoint``
+
+    def __post_init__(self) -> None:
+        self.need = Need(self.version)
 
     def reserve(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint

@@ -12,7 +12,7 @@ from easyrl.dataloaders.producer.group_stream import GroupStream, packed_tokens
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.runtime.loop_thread import LoopThread
-from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
+from easyrl.schema import Completion, Exclusion, Key, Prompt, RolloutGroup, Score, VersionSpan
 
 G = 3
 
@@ -135,6 +135,10 @@ class Stored:
     @property
     def refused(self) -> bool:
         return self.group.refused is not None
+
+    @property
+    def exclusion(self) -> Exclusion | None:
+        return self.group.excluded
 
     is_recovered = True
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from easyrl.dataloaders.producer import draws as draws_module
 from easyrl.dataloaders.producer.draws import Draws, Notice
 from easyrl.dataloaders.producer.membership import BatchMembership
+from easyrl.schema import Decision, Exclusion
 from tests.dataloaders.packed_rows import BUSY
 
 
@@ -37,13 +38,15 @@ class Shared:
         self.board.num_claims += 1
         return self.board.num_claims - 1
 
-    def publish(self, position: int, accepted: bool) -> None:
+    def publish(self, position: int, accepted: bool, exclusion: Exclusion | None = None) -> None:
         self.board.said.append((self.rank, position, accepted))
 
-    def news(self) -> Sequence[tuple[int, bool]]:
+    def news(self) -> Sequence[Decision]:
         until = self.rng.randint(self.num_read, len(self.board.said))
         news, self.num_read = self.board.said[self.num_read : until], until
-        return [(position, accepted) for rank, position, accepted in news if rank != self.rank]
+        return [
+            Decision(position, accepted) for rank, position, accepted in news if rank != self.rank
+        ]
 
     def announce(self, notice: Notice, reason: str) -> None:
         self.board.announced[notice] = reason

@@ -89,7 +89,7 @@ def test_an_excluded_group_is_replaced_and_the_recipe_is_not_asked():
         return None
 
     with LoopThread() as thread:
-        batch = begin(thread, generate, 2, accept=accept, excluded_by=(TooLong,))
+        batch = begin(thread, generate, 2, accept=accept, excluded_by={TooLong: "too_long"})
         assert sorted(positions(batch.updates[0])) == [0, 2]
     assert sorted(asked) == [0, 2]
     [group] = batch.refused

@@ -214,7 +214,9 @@ def test_an_excluded_group_leaves_nothing_behind():
         return result
 
     with LoopThread() as thread:
-        stream = generator(thread, excludes, excluded_by=(TooLong,)).produce([prompt(0)], "v")
+        stream = generator(thread, excludes, excluded_by={TooLong: "too_long"}).produce(
+            [prompt(0)], "v"
+        )
         wait_until(lambda: len(generate.asked) == G)
         generate.release(thread, (0, 0))
         wait_until(lambda: len(stream.open_samples.groups()) == 1)

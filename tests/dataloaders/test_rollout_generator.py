@@ -133,11 +133,11 @@ def test_a_prompt_that_cannot_be_had_is_a_value_and_the_others_go_on():
         return await scripted(prompt, sample, version)
 
     with LoopThread() as thread:
-        rollouts = generator(thread, generate, excluded_by=(TooLong,))
+        rollouts = generator(thread, generate, excluded_by={TooLong: "too_long"})
         groups = list(rollouts.produce([prompt(i) for i in range(3)], "v"))
     by_index = {group.prompt.index: group for group in groups}
     assert sorted(by_index) == [0, 1, 2]
-    assert by_index[1].excluded == "300 tokens leave no room"
+    assert by_index[1].excluded == ("too_long", "300 tokens leave no room")
     assert by_index[1].completions == () and by_index[1].scores == ()
     assert by_index[1].rewards.shape == (0,) and packed_tokens(by_index[1]) == 4
     assert by_index[0].excluded is None and len(by_index[2].completions) == G
@@ -156,7 +156,9 @@ def test_an_error_of_the_run_goes_before_one_of_the_prompt():
         return completion("v")
 
     with LoopThread() as thread:
-        stream = generator(thread, generate, excluded_by=(TooLong,)).produce([prompt(0)], "v")
+        stream = generator(thread, generate, excluded_by={TooLong: "too_long"}).produce(
+            [prompt(0)], "v"
+        )
         with pytest.raises(ProducerError, match="no endpoint"):
             list(stream)
 

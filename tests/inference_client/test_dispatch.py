@@ -218,7 +218,7 @@ async def test_a_group_that_is_cancelled_gives_back_what_was_held_for_it():
     made.leave(second)
     await asyncio.sleep(0.01)
     assert only.num_reserved == only.outstanding_tokens == only.num_inflight == 0
-    assert made.waiting_versions() == []
+    assert made.waiting_needs() == []
 
 
 # -- expected lengths ----------------------------------------------------------------------------

@@ -195,16 +195,6 @@ async def test_attempts_are_limited_and_listed():
     assert first.url in str(caught.value) and second.url in str(caught.value)
 
 
-async def test_a_rejected_request_is_not_tried_elsewhere():
-    first, second = servers(2)
-    first.always = second.always = status(400, "prompt is longer than the model's maximum")
-    async with pool_of(first, second) as pool:
-        with pytest.raises(RequestRejected, match="longer than the model"):
-            await ask(pool, 0)
-        assert len(first.requests) + len(second.requests) == 1
-        assert all(endpoint.down is None for endpoint in pool.endpoints)
-
-
 # -- versions ----------------------------------------------------------------------------
 
 
@@ -370,17 +360,17 @@ class FakeClient:
 # -- the context's end ---------------------------------------------------------------------
 
 
-async def test_a_request_asks_for_what_the_smallest_context_has_room_for():
+async def test_a_request_asks_for_what_the_largest_context_has_room_for():
     small, large = servers(2, gated=True)
-    small.max_model_len, large.max_model_len = 10, 1000
+    small.max_model_len, large.max_model_len = 5, 10
     async with pool_of(small, large) as pool:
-        await until(lambda: pool._context_len == 10)  # known a moment after ``served``
+        await until(lambda: all(endpoint.context for endpoint in pool.endpoints))
         tasks = [
             asyncio.ensure_future(sample(pool, PROMPT, SamplingConfig(max_tokens=n), n))
             for n in (7, 8, 500, 6)
         ]
-        await small.until(lambda: len(small.requests) + len(large.requests) == 4)
-        sent = [request["sampling_params"] for request in [*small.requests, *large.requests]]
+        await large.until(lambda: len(large.requests) == 4)  # the small one has room for none
+        sent = [request["sampling_params"] for request in large.requests]
         assert {params["seed"]: params["max_tokens"] for params in sent} == {
             7: 7, 8: 7, 500: 7, 6: 6,
         }  # fmt: skip
@@ -390,7 +380,7 @@ async def test_a_request_asks_for_what_the_smallest_context_has_room_for():
 async def test_a_prompt_without_room_for_a_token_is_refused_before_it_is_sent():
     (server,) = servers(1, max_model_len=3)
     async with pool_of(server) as pool:
-        await until(lambda: pool._context_len == 3)
+        await until(lambda: pool.endpoints[0].context == 3)
         with pytest.raises(PromptTooLong, match="prompt of 3 tokens .* context of 3 tokens"):
             await ask(pool, 0)
         assert (await sample(pool, PROMPT[:2], SAMPLING, 1)).token_ids[0] == 1

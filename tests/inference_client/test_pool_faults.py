@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_endpoint import FakeEndpoint, break_off, hang, status, truncate
-from pool_cases import V1, V2, ask, open_all, pool_of, repairer, servers, until
+from pool_cases import PROMPT, V1, V2, ask, open_all, pool_of, repairer, servers, until
 
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -490,10 +490,15 @@ async def _make_trouble(
 async def test_a_prompt_that_is_refused_is_an_error_of_that_prompt_only():
     (server,) = servers(1)
 
-    async def fetch(url: str, prompt: np.ndarray, *_: Any) -> Completion:
-        raise PromptRejected(url, "400: this model's maximum context length is 2 tokens")
+    asked: list[list[int]] = []
+
+    async def fetch(url: str, prompt: np.ndarray, *_: Any) -> Any:
+        asked.append(prompt.tolist())
+        if prompt.tolist() == PROMPT.tolist():
+            raise PromptRejected(url, "400: this model's maximum context length is 2 tokens")
 
     async with pool_of(server, fetch=fetch) as pool:
         with pytest.raises(PromptRejected, match="maximum context"):
             await ask(pool, 0)
-        assert pool.endpoints[0].is_up and pool.endpoints[0].num_requests == 1
+        assert pool.endpoints[0].is_up and pool.endpoints[0].num_failures == 0
+        assert len(asked) == 4 and asked[0] == asked[2] == PROMPT.tolist()  # and the canary's

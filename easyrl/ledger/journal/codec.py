@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from easyrl.completion_check import CompletionLimits, completion_problem
 from easyrl.dataloaders.producer.group_stream import Piece
-from easyrl.schema import Completion, Key, Prompt, RolloutGroup, Score, VersionSpan
+from easyrl.schema import Completion, Exclusion, Key, Prompt, RolloutGroup, Score, VersionSpan
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class GroupRecord(_Struct):
     completions: list[_Completion]
     scores: list[_Score]
     position: int  # of its prompt in the batch
-    excluded: str | None
+    excluded: Exclusion | None
     rejected: str | None
     weights: str
     version: str  # last, for a version does not end in a zero byte (``record_file.py``)

@@ -34,7 +34,7 @@ from easyrl.ledger.journal.reading import (
     read_file,
 )
 from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_record
-from easyrl.schema import Key, PolicyVersion, Prompt, RolloutGroup, ServedWeights
+from easyrl.schema import Exclusion, Key, PolicyVersion, Prompt, RolloutGroup, ServedWeights
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class StoredRecord:
     rank: int  # that finished it
     num_tokens: int  # packed: P + ΣR
     refused: bool
+    exclusion: Exclusion | None
     made_by: MadeBy
     position: int  # in the batch
     prompt_digest: bytes  # ``codec.token_digest``
@@ -67,6 +68,7 @@ class StoredRecord:
             rank,
             record.num_tokens,
             record.refused,
+            record.excluded,
             record.made_by,
             record.position,
             token_digest(record.prompt_token_ids),

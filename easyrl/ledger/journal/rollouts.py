@@ -11,11 +11,12 @@ from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerator
 from easyrl.dataloaders.prompts.dataset import PromptOrder
+from easyrl.ledger.exclusions import ExclusionLimit
 from easyrl.ledger.journal.batch import BatchJournal, Journal, Production
 from easyrl.ledger.journal.earlier_attempts import StoredRecord
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import Prompt, ServedWeights
+from easyrl.schema import ExcludedPrompt, Exclusion, Prompt, ServedWeights, TooManyExcluded
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class BatchRules:
     batch_size: int  # B, accepted groups
     num_updates: int = 1  # k, optimizer steps on each batch
     max_draws: int | None = None  # prompts that one batch may draw at most
+    max_excluded: float = 1.0  # data.max_excluded
     accept: Accept = lambda group: None
     # Strict mode: position p belongs to data-parallel rank p mod n, and groups come in the order of
     # their prompts; else a rank with room claims the next position, and what an earlier attempt
@@ -104,11 +106,15 @@ class JournalledRollouts:
         """Whether the order has a prompt at ``position``."""
         return self.order.num_left(position) != 0
 
-    def begin(self, served: ServedWeights, position: int) -> OpenBatch:
+    def begin(
+        self, served: ServedWeights, position: int, excluded: Sequence[ExcludedPrompt] = ()
+    ) -> OpenBatch:
         """Starts the batch that begins at ``position`` of the order; collective.
 
-        Again for the same weights: the batch starts again from what was journalled. Raises
-        ``JournalError`` where what earlier attempts left is not as it was written.
+        ``excluded`` are those of closed batches that still count (``Progress.excluded``). Again for
+        the same weights: the batch starts again from what was journalled. Raises ``JournalError``
+        where what earlier attempts left is not as it was written, ``TooManyExcluded`` where that
+        has too many exclusions.
         """
         if self._batch is not None and self._batch.served == served:
             journal = self._batch
@@ -127,11 +133,26 @@ class JournalledRollouts:
             num_left=self.order.num_left(position),
             max_draws=rules.max_draws,
         )
-        mine, kept = self._decide_known(membership, journal, prompt_at)
+        limit = ExclusionLimit(
+            rules.max_excluded,
+            rules.batch_size,
+            excluded,
+            location=lambda e: self.order.prompt(e.position).location or f"prompt {e.prompt_index}",
+        )
+
+        def count(place: int, exclusion: Exclusion) -> str | None:
+            if exclusion.kind == "refused":
+                epoch, index = prompt_at(place).key
+                limit.add(ExcludedPrompt(position + place, epoch, index, exclusion.reason))
+            return limit.problem()
+
+        mine, kept = self._decide_known(membership, journal, prompt_at, count)
+        if (problem := limit.problem()) is not None:  # on all ranks
+            raise TooManyExcluded(problem)
         # A group that was lost since then may have shifted those behind it to another update.
         updates = {prompt_at(p).key: membership.update_of(p)
                    for p, stored in mine.items() if not stored.refused}  # fmt: skip
-        draws = Draws(membership)
+        draws = Draws(membership, count=count)
         if ranks.dp_size > 1:
             draws = Draws(
                 membership,
@@ -139,6 +160,7 @@ class JournalledRollouts:
                 fixed=(ranks.dp_rank, ranks.dp_size) if rules.in_prompt_order else None,
                 room=-(-rules.batch_size // ranks.dp_size),
                 kept=kept,
+                count=count,
             )
         batch = self.generator.produce_batch(
             draws,
@@ -175,6 +197,7 @@ class JournalledRollouts:
         membership: BatchMembership,
         journal: BatchJournal,
         prompt_at: Callable[[int], Prompt],
+        count: Callable[[int, Exclusion], object],
     ) -> tuple[dict[int, StoredRecord], dict[int, bool]]:
         """Decides what the journal knows, on all ranks the same; this rank's groups by position.
 
@@ -184,21 +207,30 @@ class JournalledRollouts:
         """
         rank, num_ranks = self.ranks.dp_rank, self.ranks.dp_size
         added: dict[int, bool] = {}  # by position, of all ranks
-        own = {stored.position: not stored.refused for stored in journal.added}
+        excluded: dict[int, Exclusion] = {}
+        own = {stored.position for stored in journal.added}
         if journal.num_restarts:
-            told = self.coordination.gather(list(own.items()))
-            added = {p: accepted for of_rank in told for p, accepted in of_rank}
+            mine_told = [(s.position, not s.refused, s.exclusion) for s in journal.added]
+            for of_rank in self.coordination.gather(mine_told):
+                for place, accepted, exclusion in of_rank:
+                    added[place] = accepted
+                    if exclusion is not None:
+                        excluded[place] = Exclusion(*exclusion)
         mine: dict[int, StoredRecord] = {}
         position = 0
         while position < membership.bound:
             stored = journal.find(prompt_at(position))
             if stored is not None:
                 membership.decide(position, not stored.refused)
+                if stored.exclusion is not None:
+                    count(position, stored.exclusion)
                 owner = position if self.rules.in_prompt_order else stored.rank
                 if position in own or owner % num_ranks == rank:
                     mine[position] = stored
             elif position in added:
                 membership.decide(position, added[position])
+                if position in excluded:
+                    count(position, excluded[position])
             position += 1
         if self.rules.in_prompt_order:
             return mine, {}  # a position is drawn by the rank that has drawn it before

@@ -26,6 +26,7 @@ from easyrl.schema import (
     Completion,
     Confirmation,
     EndedBy,
+    Exclusion,
     GroupOutcome,
     Key,
     Outcome,
@@ -189,7 +190,9 @@ class CertifiedRun:
             case "rejected":
                 return dataclasses.replace(group, rejected=REJECTED)
             case "excluded":
-                return dataclasses.replace(group, completions=(), scores=(), excluded=EXCLUDED)
+                return dataclasses.replace(
+                    group, completions=(), scores=(), excluded=Exclusion("refused", EXCLUDED)
+                )
         return group
 
     def record(

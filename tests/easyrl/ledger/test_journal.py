@@ -20,7 +20,7 @@ from easyrl.config import Config
 from easyrl.ledger.journal.batch import Journal, Production, group_settings
 from easyrl.ledger.journal.codec import decode_record
 from easyrl.ledger.journal.record_file import JournalError, RecordWriter, read_record, read_records
-from easyrl.schema import BatchWithdrawn
+from easyrl.schema import BatchWithdrawn, Exclusion
 from tests.easyrl.ledger.journal_groups import (
     OTHER_WEIGHTS,
     URL,
@@ -58,7 +58,12 @@ def test_a_group_comes_back_to_the_bit_in_the_next_attempt(tmp_path):
 
 
 def test_an_excluded_group_is_kept_as_one(tmp_path):
-    made = replace(group(1), completions=(), scores=(), excluded="300 tokens leave no room")
+    made = replace(
+        group(1),
+        completions=(),
+        scores=(),
+        excluded=Exclusion("refused", "300 tokens leave no room"),
+    )
     write(tmp_path, [made])
     found = journal(tmp_path, attempt=1).open_batch(served(1)).find(made.prompt)
     assert contents(found.load()) == contents(made)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from easyrl.ledger.journal.record_file import JournalError, read_records
-from easyrl.schema import Completion, Prompt, RolloutGroup, Score, VersionSpan
+from easyrl.schema import Completion, Exclusion, Prompt, RolloutGroup, Score, VersionSpan
 from tests.easyrl.ledger.journal_groups import (
     OTHER_WEIGHTS,
     WEIGHTS,
@@ -27,6 +27,7 @@ quick = settings(max_examples=60, deadline=None)
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 text = st.text(max_size=8)  # also with zero bytes
+exclusions = st.builds(Exclusion, st.sampled_from(["too_long", "refused"]), text)
 
 
 @st.composite
@@ -68,7 +69,7 @@ def groups(draw, index: int) -> RolloutGroup:
         dispatched_s=0.0,
         completed_s=1.0,
         position=draw(st.integers(0, 2**40)),
-        excluded=draw(st.none() | text),
+        excluded=draw(st.none() | exclusions),
         rejected=draw(st.none() | text),
     )
 

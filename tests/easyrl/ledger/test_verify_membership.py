@@ -10,7 +10,7 @@ from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.journal.codec import GroupRecord
 from easyrl.ledger.verify import Verdict, verify
-from easyrl.schema import GroupOutcome, Key, RolloutGroup
+from easyrl.schema import Exclusion, GroupOutcome, Key, RolloutGroup
 from tests.easyrl.ledger.certificate_violations import first_group, with_another
 from tests.easyrl.ledger.certified_run import (
     EXCLUDED,
@@ -288,7 +288,7 @@ JOURNAL_ONLY = {
         f"reason: {REJECTED} in the certificate, too easy in the journal",
     ),
     "excluded instead": (
-        {REJECTED_AT: {"excluded": EXCLUDED}},
+        {REJECTED_AT: {"excluded": Exclusion("refused", EXCLUDED)}},
         REJECTED_AT,
         "reason: ",
     ),

@@ -22,7 +22,16 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import PeerOutage, PolicyVersion, Prompt, RolloutGroup, Score, StopRequested
+from easyrl.schema import (
+    Exclusion,
+    PeerOutage,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    Score,
+    StopRequested,
+    TooManyExcluded,
+)
 from easyrl.trainer.evaluation import Evaluator, ScheduledEvaluation, pass_at_k
 
 
@@ -70,7 +79,7 @@ def stop():
     request.close()
 
 
-def make_evaluator(rollouts, collectives, stop, num_prompts=3):
+def make_evaluator(rollouts, collectives, stop, num_prompts=3, **limits):
     return Evaluator(
         config=EvaluationConfig(data={"files": ["held-out.jsonl"]}, num_samples=2, pass_at=[1, 2]),
         prompts=[Prompt(i, np.zeros(1, dtype=np.int32), "", None) for i in range(num_prompts)],
@@ -79,6 +88,7 @@ def make_evaluator(rollouts, collectives, stop, num_prompts=3):
         collectives=collectives,
         stop=stop,
         reward_name="exact",
+        **limits,
     )
 
 
@@ -88,9 +98,38 @@ def test_evaluator_counts_correct_samples(stop):
     assert metrics == {
         "eval/accuracy": 0.5,
         "eval/avg@2": 0.5,
+        "eval/excluded": 0.0,
         "eval/pass@1": 0.5,
         "eval/pass@2": pytest.approx(2 / 3),
     }
+
+
+class RefusedRollouts(FakeRollouts):
+    """The endpoints refuse every prompt but the first, or have no context for them."""
+
+    def __init__(self, kind):
+        self.told = Exclusion(kind, "400: not today")
+
+    def produce(self, prompts, version):
+        first = super().produce(prompts[:1], version).groups
+        others = [
+            RolloutGroup(prompt, (), (), version, 0.0, 0.0, excluded=self.told)
+            for prompt in prompts[1:]
+        ]
+        return FakeStream([*first, *others])
+
+
+@pytest.mark.parametrize("kind", ["refused", "too_long"])
+def test_an_evaluation_counts_prompts_that_nobody_answers_and_stops_at_too_many(stop, kind):
+    alone = Collectives(Ranks.data_parallel(0, 1))
+    few = make_evaluator(RefusedRollouts(kind), alone, stop, num_prompts=6, max_excluded=0.05)
+    assert few.evaluate("v")["eval/excluded"] == 5.0
+    many = make_evaluator(RefusedRollouts(kind), alone, stop, num_prompts=7, max_excluded=0.05)
+    if kind == "too_long":
+        assert many.evaluate("v")["eval/excluded"] == 6.0
+    else:
+        with pytest.raises(TooManyExcluded, match="(?s)6 prompts .*not today"):
+            many.evaluate("v")
 
 
 class OutageRollouts(FakeRollouts):

@@ -61,7 +61,7 @@ def test_what_the_other_rank_decides_is_heard_once_and_in_its_order(
     heard = on_both(work)
     for rank in range(2):
         rng = random.Random(1 - rank)  # the other's
-        assert heard[rank] == [(number, rng.random() < 0.5) for number in range(60)]
+        assert heard[rank] == [(number, rng.random() < 0.5, None) for number in range(60)]
 
 
 def test_a_decision_is_heard_behind_those_that_it_rests_on(stores: list[dist.TCPStore]) -> None:
@@ -90,7 +90,7 @@ def test_a_decision_is_heard_behind_those_that_it_rests_on(stores: list[dist.TCP
     assert list(reader.news()) == []
     written.set()
     writing.join(10)
-    assert list(reader.news()) == [(0, False), (1, True)]
+    assert list(reader.news()) == [(0, False, None), (1, True, None)]
 
 
 def test_what_a_rank_has_written_is_removed(stores: list[dist.TCPStore]) -> None:

@@ -24,6 +24,7 @@ from easyrl.schema import (
     Score,
     ServedWeights,
     StopRequested,
+    TooManyExcluded,
     VersionSpan,
 )
 from easyrl.trainer.accumulation import Accumulator
@@ -115,7 +116,7 @@ class FakeRollouts:
     def has_more(self, position):
         return self.order.num_left(position) != 0
 
-    def begin(self, served, position):
+    def begin(self, served, position, excluded=()):
         version = str(served.version)
         membership = BatchMembership(
             2, self.num_updates, num_left=self.order.num_left(position), max_draws=20
@@ -268,7 +269,7 @@ def make_trainer(
             functions=group_functions(run=run_settings(3), max_tokens_per_micro_batch=100),
             stop=stop or StopRequest(grace_s=60.0),
             is_interruption=lambda error: isinstance(
-                error, FakeOutage | StopRequested | BatchWithdrawn
+                error, FakeOutage | StopRequested | BatchWithdrawn | TooManyExcluded
             ),
             record=record,
             max_tokens=100,

@@ -9,7 +9,7 @@ import pytest
 
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import TEMPORARY_FAILURE, BatchWithdrawn, InterruptedRun, Progress
+from easyrl.schema import TEMPORARY_FAILURE, BatchWithdrawn, Exclusion, InterruptedRun, Progress
 from easyrl.trainer.loop import NothingAccepted
 from tests.easyrl.trainer.fake_parts import (
     FakeBatch,
@@ -32,7 +32,7 @@ def refusing(**reasons):
         made = group(index, version)
         if index in reasons.get("excluded", {}):
             problem = reasons["excluded"][index]
-            return replace(made, completions=(), scores=(), excluded=problem)
+            return replace(made, completions=(), scores=(), excluded=Exclusion("refused", problem))
         return replace(made, rejected=reasons.get("rejected", {}).get(index))
 
     return make
@@ -286,7 +286,7 @@ class OneOfTwo(FakeRollouts):
 
     rank = 0
 
-    def begin(self, served, position):
+    def begin(self, served, position, excluded=()):
         batch = super().begin(served, position)
         for stream in batch.updates:
             stream.groups = [g for g in stream.groups if g.position % 2 == self.rank]

@@ -1,8 +1,9 @@
 """The loop against a fake engine, producer and weight sync: order of events, what is refused."""
 
+import json
 import math
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,11 +12,16 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
+    NEEDS_CHANGE,
+    TEMPORARY_FAILURE,
+    ExcludedPrompt,
+    Exclusion,
     InterruptedRun,
     Progress,
     Published,
     ServedWeights,
     StopRequested,
+    TooManyExcluded,
     VersionSpan,
 )
 from easyrl.trainer.accumulation import OnPolicyViolation
@@ -325,13 +331,61 @@ def test_any_other_error_does_not_save(error):
     assert "certify 0" in events and "save" not in events
 
 
+class RefusedStream(FakeStream):
+    """One group, then too many prompts are refused."""
+
+    def drain_ready(self, max_tokens, idle=None):
+        if len(self.groups) == 1:
+            raise TooManyExcluded("data.max_excluded: 6 prompts")
+        return super().drain_ready(max_tokens, idle)
+
+
+def test_too_many_exclusions_give_up_the_open_batch_and_ask_for_a_change():
+    """Not with the status that has a scheduler start the run again: it would stop again."""
+    events = []
+    trainer, _ = make_trainer(events, num_batches=3)
+    streams = iter([FakeStream, RefusedStream])
+    trainer.rollouts.stream = lambda *arguments: next(streams)(*arguments)
+    with pytest.raises(InterruptedRun, match="(?s)max_excluded.*step 1 is saved") as caught:
+        trainer.fit()
+    assert caught.value.status == NEEDS_CHANGE != TEMPORARY_FAILURE
+    assert events[-4:] == ["backward", "discard", "batch closed", "save"]
+
+
+def test_the_exclusions_of_closed_batches_go_into_the_progress_and_to_the_next_batch():
+    told = []
+
+    class Rollouts(FakeRollouts):
+        def begin(self, served, position, excluded=()):
+            told.append(list(excluded))
+            return super().begin(served, position)
+
+    def make(index, version):
+        kinds = {1: "refused", 2: "too_long", 5: "refused"}
+        if index not in kinds:
+            return group(index, version)
+        why = Exclusion(kinds[index], f"no {index}")
+        return replace(group(index, version), completions=(), scores=(), excluded=why)
+
+    trainer, reported = make_trainer([], num_prompts=9, make=make)
+    trainer.rollouts.__class__ = Rollouts
+    trainer.fit()
+    first, second = ExcludedPrompt(1, 0, 1, "no 1"), ExcludedPrompt(5, 0, 5, "no 5")
+    assert told == [[], [first], [first, second]]
+    stored = json.loads(json.dumps(asdict(trainer.progress)))  # as a checkpoint has it
+    assert Progress(**stored).excluded == [first, second]
+    assert [r[1]["batch/groups_excluded_refused"] for r in reported[1:]] == [1.0, 1.0, 0.0]
+    assert [r[1]["batch/groups_excluded_too_long"] for r in reported[1:]] == [1.0, 0.0, 0.0]
+
+
 def test_what_became_of_each_group_is_recorded():
     record = []
     bad = StepResult(math.nan, 1e-3, skipped=True)
 
     def make(index, version):
         made = group(index, version)
-        return replace(made, completions=(), scores=(), excluded="too long") if index == 1 else made
+        too_long = Exclusion("too_long", "too long")
+        return replace(made, completions=(), scores=(), excluded=too_long) if index == 1 else made
 
     trainer, reported = make_trainer(
         [],
@@ -353,6 +407,7 @@ def test_what_became_of_each_group_is_recorded():
     assert closed[1] == {
         **{"event": "group_closed", "version": "run:0:0", "epoch": 0, "index": 1, "position": 1},
         **{"outcome": "excluded", "reason": "too long", "digest": None},
+        **{"exclusion": "too_long"},
         **{"stamped": [], "endpoints": []},
     }
     assert reported[1][1]["batch/groups_excluded"] == 1.0
