@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from easyrl.config.file import dump_config, load_config
 from easyrl.config.machine import check_paths
 from easyrl.runtime.signals import RunSignals, end_with_launcher
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import InterruptedRun
+from easyrl.schema import InterruptedRun, RunComplete
 
 if TYPE_CHECKING:
     from easyrl.engines.base import TrainEngine
@@ -59,11 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def run(config: Config, *, resume: bool = False, signals: RunSignals | None = None) -> None:
+def run(
+    config: Config,
+    *,
+    resume: bool = False,
+    signals: RunSignals | None = None,
+    on_folder: Callable[[], object] = lambda: None,
+) -> None:
     """Trains one model from ``config``; every rank calls this.
 
-    Raises ``ConfigError`` for a recipe that cannot be used, ``InterruptedRun`` in an outage, and
-    when a stop was asked for by ``signals``.
+    ``on_folder`` is called once the run's folder is this process's, before the data is read. A
+    finished run that is resumed with nothing left to do is left as it is, and said so. Raises
+    ``ConfigError`` for what cannot be used, ``InterruptedRun`` in an outage, and when a stop was
+    asked for by ``signals``.
     """
     config = _checked(config)
     from easyrl.build.parts import build_parts
@@ -72,7 +81,15 @@ def run(config: Config, *, resume: bool = False, signals: RunSignals | None = No
         if signals is None:
             signals = RunSignals(StopRequest(config.trainer.grace_s))
             open_parts.callback(signals.stop.close)  # of a command it lasts as long as the process
-        trainer, engine = build_parts(config, open_parts, resume=resume, signals=signals)
+        try:
+            trainer, engine = build_parts(
+                config, open_parts, resume=resume, signals=signals, on_folder=on_folder
+            )
+        except RunComplete as complete:
+            # a success: who starts the run again until it has one must come to an end
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(f"easyrl: {complete}", file=sys.stderr)
+            return
         gc.collect()
         gc.freeze()  # what imports left behind; walking it took 0.2 s of every other step
         gc.set_threshold(10_000, 20, 50)  # the producer makes many objects, without cycles

@@ -70,8 +70,8 @@ class FetcherPool:
     async def close(self) -> None:
         """Cancels all requests and ends the processes. Safe to call twice."""
         self._running = False
+        await asyncio.gather(*(fetcher.close() for fetcher in self._fetchers))
         for fetcher in self._fetchers:
-            await fetcher.close()
             for request in fetcher.requests.values():
                 request.future.cancel()
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from easyrl.config import ConfigError
 from easyrl.runtime import durable_files as durable
 from easyrl.runtime.ranks import Ranks
-from easyrl.runtime.run_folder import begin_attempt, locked_folder, prepare_output
+from easyrl.runtime.run_folder import keep_attempt, locked_folder, next_attempt, prepare_output
 
 # Takes the folder, and starts a child that outlives it, as workers, fetchers and servers might.
 HOLDER = """
@@ -191,7 +191,11 @@ def test_a_run_that_ended_while_it_was_waited_for_is_not_begun_again(tmp_path):
 
 def test_attempts_are_counted_on_all_ranks(tmp_path):
     settings = Settings(run=Run(output_dir=tmp_path))
-    attempts = [on_two_ranks(lambda a: begin_attempt(settings, tmp_path, a)) for _ in range(2)]
+    attempts = []
+    for _ in range(2):
+        attempts.append(on_two_ranks(lambda a: next_attempt(settings, tmp_path, a)))
+        assert on_two_ranks(lambda a: next_attempt(settings, tmp_path, a)) == attempts[-1]
+        keep_attempt(attempts[-1][0], tmp_path)  # it counts from here on
     assert [[version.attempt for version in ranks] for ranks in attempts] == [[0, 0], [1, 1]]
     assert len({version.run for ranks in attempts for version in ranks}) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["attempt.json"]
@@ -201,12 +205,12 @@ def test_attempts_are_counted_on_all_ranks(tmp_path):
 def test_a_count_that_cannot_be_read_names_file_and_remedy(tmp_path, content):
     settings = Settings(run=Run(output_dir=tmp_path))
     (tmp_path / "attempt.json").write_text(content)
-    told = on_two_ranks(lambda a: begin_attempt(settings, tmp_path, a))
+    told = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
     assert all(isinstance(error, ConfigError) for error in told)
     assert f"{tmp_path / 'attempt.json'}: cannot be read" in str(told[0])
     assert "remove it" in str(told[1])
     (tmp_path / "certificate.jsonl").write_text("")
-    told = on_two_ranks(lambda a: begin_attempt(settings, tmp_path, a))
+    told = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
     assert "remove it" not in str(told[0])
     assert '"kind":"attempt"' in str(told[0]) and "certificate.jsonl" in str(told[0])
     assert (tmp_path / "attempt.json").read_text() == content
