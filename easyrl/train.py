@@ -1,34 +1,35 @@
 """Runs the trainer: ``deepspeed --module easyrl.train CONFIG [key=value …]``.
 
-Only light imports at module level: worker processes import the main module again.
+Only light imports at module level: worker processes import the main module again, and a signal has
+its sentence and its status from ``main`` on.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import logging
-import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from easyrl.config import Config, ConfigError
-from easyrl.config.file import dump_config, load_config
-from easyrl.config.machine import check_paths
-from easyrl.runtime.signals import RunSignals, end_with_launcher
-from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import InterruptedRun, RunComplete
-
 if TYPE_CHECKING:
-    from easyrl.engines.base import TrainEngine
+    import argparse
+    from collections.abc import Callable, Sequence
 
-logger = logging.getLogger(__name__)
+    from easyrl.config import Config
+    from easyrl.engines.base import TrainEngine
+    from easyrl.runtime.signals import RunSignals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
+    from easyrl.runtime.startup_signals import end_at_signals
+
+    end_at_signals()
+    from easyrl.config import ConfigError
+    from easyrl.config.file import dump_config, load_config
+    from easyrl.config.machine import check_paths
+    from easyrl.runtime.signals import RunSignals, end_with_launcher
+    from easyrl.runtime.stopping import StopRequest
+    from easyrl.schema import InterruptedRun
+
     arguments = _parse(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -74,8 +75,15 @@ def run(
     ``ConfigError`` for what cannot be used, ``InterruptedRun`` in an outage, and when a stop was
     asked for by ``signals``.
     """
+    import gc
+    import os
+    from contextlib import ExitStack
+
     config = _checked(config)
     from easyrl.build.parts import build_parts
+    from easyrl.runtime.signals import RunSignals
+    from easyrl.runtime.stopping import StopRequest
+    from easyrl.schema import RunComplete
 
     with ExitStack() as open_parts:
         if signals is None:
@@ -132,6 +140,8 @@ def _finish(config: Config, engine: TrainEngine) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="easyrl train", description="Trains one model; see configs/ for files to start from."
     )
