@@ -15,7 +15,7 @@ from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import AttemptRecord, RunRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES, is_newer
-from easyrl.ledger.checkpoints.folder import file_blake3
+from easyrl.ledger.checkpoints.folder import CheckpointFolder, file_blake3
 from easyrl.ledger.earlier_run import EarlierRun
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
@@ -87,13 +87,14 @@ def _completion(
     last_export = output / ("model" if config.model.lora is None else "adapter")
     if config.checkpoint.export_at_end and not is_newer(last_export, output / CERTIFICATE_FILE):
         return None  # it was killed behind its last line
-    key = "data.epochs" if config.trainer.max_steps is None else "trainer.max_steps"
-    now = config.data.epochs if config.trainer.max_steps is None else config.trainer.max_steps
     where = f", its model is {output / 'model'}" if config.checkpoint.export_at_end else ""
-    return (
-        f"{output} is finished after {step} steps{where}; to train it further, raise {key} "
-        f"(it is {now}) and add --resume"
-    )
+    key, now = "trainer.max_steps", config.trainer.max_steps
+    if now is None:
+        key, now = "data.epochs", config.data.epochs
+    further = f"raise {key} (it is {now}) and add --resume (resume=True)"
+    if not CheckpointFolder(output / "checkpoints").steps():
+        further = "begin a new run with it: this one has no checkpoint (checkpoint.every_steps=0)"
+    return f"{output} is finished after {step} steps{where}; to train it further, {further}"
 
 
 def open_certificate(

@@ -29,6 +29,7 @@ from easyrl.runtime.run_files import (
     METRICS_FILE,
     attempt_config_file,
 )
+from easyrl.runtime.small_files import read_small
 from easyrl.schema import PolicyVersion
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_POLL_S = 0.2
 NAMES_SHOWN = 8
+MOST_ATTEMPT_BYTES = 2**16
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
 
 
@@ -172,8 +174,8 @@ def _holder(descriptor: int) -> str:
 def _refuse_earlier_run(output: Path) -> None:
     if (output / METRICS_FILE).exists() or (output / CERTIFICATE_FILE).exists():
         raise ConfigError(
-            f"run.output_dir: {output} holds an earlier run; add --resume to go on with it, or "
-            "name another folder"
+            f"run.output_dir: {output} holds an earlier run; add --resume (resume=True) to go on "
+            "with it, or name another folder"
         )
 
 
@@ -221,11 +223,11 @@ def _runs_near(output: Path) -> str:
 def _read_attempt(file: Path) -> tuple[str, int]:
     """The run, and its newest attempt."""
     try:
-        said = json.loads(file.read_text())
+        said = json.loads(read_small(file, MOST_ATTEMPT_BYTES))
         run, attempt = said["run"], said["attempt"]
         if not isinstance(run, str) or not isinstance(attempt, int):
             raise TypeError("run has to be a text and attempt a number")
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         certificate = file.with_name(CERTIFICATE_FILE)
         raise ConfigError(
             f"{file}: cannot be read ({type(error).__name__}: {error}); "

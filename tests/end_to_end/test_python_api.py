@@ -23,6 +23,7 @@ def short_is_good(prompt, texts, token_ids):
 if __name__ == "__main__":
     prompts = [f"{a}+{b}" for a in range(3) for b in range(2)]
     settings = {"rollout.max_tokens": 24, "data.max_prompt_tokens": 32, "data.epochs": 2}
+    settings["checkpoint.every_steps"] = 1
     print(train_policy("model", prompts, short_is_good, output_dir="out", settings=settings))
 """
 
@@ -37,7 +38,7 @@ from tests.end_to_end.refused_runs import changed, digests
 def again(prompts, **further):
     before = digests(Path("out"))
     settings = {"rollout.max_tokens": 24, "data.max_prompt_tokens": 32, "data.epochs": 2}
-    settings |= further.pop("settings", {})
+    settings |= {"checkpoint.every_steps": 1} | further.pop("settings", {})
     try:
         said = str(train_policy(
             "model", prompts, short_is_good, output_dir="out", settings=settings, **further

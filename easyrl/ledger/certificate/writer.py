@@ -18,7 +18,7 @@ from easyrl.ledger.certificate.records import (
     Record,
     RunRecord,
 )
-from easyrl.runtime.durable_files import fsync_folder
+from easyrl.runtime.durable_files import fsync, fsync_folder
 
 # What has to stay as it was when a run is resumed: the setting that it comes from, if it is one.
 SETTINGS = {"seed": "run.seed", "shuffle": "data.shuffle", "batch_size": "trainer.batch_size"}
@@ -92,7 +92,7 @@ class Certificate:
             view = memoryview(data)
             while view:
                 view = view[self._file.write(view) :]
-            os.fsync(self._file.fileno())
+            fsync(self._file.fileno(), self._path)
         except OSError as error:  # what is there of the line is dropped when the run goes on
             self.close()
             message = (

@@ -235,3 +235,38 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     durable.write_durably(tmp_path / "attempt.json", "new")
     assert done == [("attempt.json.part", "new"), ("rename", None), (tmp_path.name, None)]
     assert (tmp_path / "attempt.json").read_text() == "new"
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_cannot_sync_is_told_once_and_used(tmp_path, monkeypatch, caplog, code):
+    def cannot(descriptor):
+        raise OSError(code, "cannot sync")
+
+    monkeypatch.setattr(durable, "_told", set())
+    monkeypatch.setattr(os, "fsync", cannot)
+    for text in ("one", "two"):
+        durable.write_durably(tmp_path / "attempt.json", text)
+    assert (tmp_path / "attempt.json").read_text() == "two"
+    (told,) = [message for message in caplog.messages if "cannot sync" in message]
+    assert str(tmp_path) in told
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_what_may_be_lost_is_an_error_with_file_and_remedy(tmp_path, monkeypatch, code):
+    def fails(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    durable.write_durably(tmp_path / "attempt.json", "old")
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=f"{os.strerror(code)}.*make room") as failed:
+        durable.write_durably(tmp_path / "attempt.json", "new")
+    assert failed.value.errno == code and failed.value.filename == str(tmp_path / "attempt.json")
+    assert (tmp_path / "attempt.json").read_text() == "old"
+
+
+def test_a_count_of_attempts_as_large_as_a_disk_is_not_read(tmp_path):
+    settings = Settings(run=Run(output_dir=tmp_path))
+    with (tmp_path / "attempt.json").open("wb") as sparse:
+        sparse.truncate(2**40)
+    told = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
+    assert "has more than" in str(told[0]) and "remove it" in str(told[1])
