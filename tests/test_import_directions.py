@@ -82,8 +82,8 @@ MAY_IMPORT = {
     "commands": "schema config train build ledger recipes runtime"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
-    "demo": "config recipes metrics.trackers runtime.machine runtime.run_folder"
-    " inference_client.servers.managed",
+    "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
+    " runtime.run_folder inference_client.servers.managed",
     "__init__": "api",
 }
 

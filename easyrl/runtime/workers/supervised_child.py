@@ -121,7 +121,7 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
         ending = self._why_killed or await asyncio.to_thread(child.ending)
         self._end_all_of(child)
         if self.child is child:  # else it was closed meanwhile
-            self.child = self._why_killed = None
+            self.child, self._why_killed = None, None
             self.on_end(ending)
 
     def _leave_behind(self, child: Child) -> None:
