@@ -118,11 +118,13 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
             self._keep(self._on_lost(self.child))
 
     async def _on_lost(self, child: Child) -> None:
-        ending = self._why_killed or await asyncio.to_thread(child.ending)
+        how = self._why_killed
+        if how is None:
+            how = await asyncio.to_thread(child.ending)
         self._end_all_of(child)
         if self.child is child:  # else it was closed meanwhile
             self.child, self._why_killed = None, None
-            self.on_end(ending)
+            self.on_end(how)
 
     def _leave_behind(self, child: Child) -> None:
         if self.child is child and self._transport is not None:
