@@ -53,10 +53,11 @@ def command(served, tmp_path) -> list[str]:
     [
         ("easyrl.config", signal.SIGTERM),  # the first import that takes long
         ("omegaconf", signal.SIGINT),
-        ("easyrl.runtime.stopping", signal.SIGTERM),
+        pytest.param("easyrl.runtime.stopping", signal.SIGTERM, marks=pytest.mark.runs),
         ("torch", signal.SIGINT),
         ("easyrl.build.parts", signal.SIGTERM),
-        ("easyrl.runtime.watchdog", signal.SIGINT),  # when most is imported
+        # when most is imported
+        pytest.param("easyrl.runtime.watchdog", signal.SIGINT, marks=pytest.mark.runs),
     ],
 )
 def test_a_signal_at_the_start_has_its_sentence_and_its_status(command, tmp_path, at, number):
