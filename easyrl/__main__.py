@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-import typer
+from easyrl.runtime.startup_signals import end_at_signals
+
+if TYPE_CHECKING:
+    import typer
 
 # These read their command line themselves, as ``deepspeed --module`` has them do, too.
 READS_ITS_ARGUMENTS = {
@@ -16,6 +20,8 @@ READS_ITS_ARGUMENTS = {
 
 def command_line() -> typer.Typer:
     """All sub-commands. Imported in here: worker processes import the main module again."""
+    import typer
+
     from easyrl.commands.endpoints import endpoints_commands
     from easyrl.commands.evaluate import eval_command
     from easyrl.commands.replay import replay_command
@@ -40,6 +46,7 @@ def command_line() -> typer.Typer:
 
 def main() -> None:
     """Entry point of the console script."""
+    end_at_signals()
     sys.exit(command_line()())
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import orjson
 from omegaconf import OmegaConf
 
+from easyrl.config import ConfigError
 from easyrl.config.file import validate_config
 from easyrl.config.machine import check_paths
-from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.runtime.machine import usable_cpus
 
 Reward = Callable[..., Any]  # (prompt, texts, token_ids) -> one float per response
@@ -28,6 +27,7 @@ def train_policy(
     output_dir: str | Path = "runs/easyrl",
     endpoints: Sequence[str] | None = None,
     settings: Mapping[str, Any] | None = None,
+    resume: bool = False,
 ) -> Path:
     """Trains ``model`` with GRPO and returns the folder of the trained one.
 
@@ -41,48 +41,57 @@ def train_policy(
         endpoints: URLs of inference endpoints. Without any, an embedded server is started on this
             machine's processors, and training runs there too, in fp32.
         settings: any keys of the configuration, as ``{"trainer.max_steps": 20}``.
+        resume: go on with the run in ``output_dir``, from its last checkpoint. One that is finished
+            is left as it is, unless the settings now give it more to do.
 
-    Raises ``ConfigError`` for settings and data that cannot be used.
+    Raises ``ConfigError`` for settings and data that cannot be used, and for an ``output_dir`` that
+    holds another run; then nothing in it has changed.
     """
-    output, settings = Path(output_dir), settings or {}
-    output.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as opened:
-        if endpoints is None:
-            endpoints = [opened.enter_context(_embedded_server(Path(model), output)).url]
-        with_answers = any(not isinstance(prompt, str) and "answer" in prompt for prompt in prompts)
-        tree = OmegaConf.create(
-            {
-                "run": {"output_dir": str(output)},
-                "model": {"path": str(model), "dtype": "fp32"},
-                "data": {
-                    "files": [str(_write_prompts(prompts, output))],
-                    "fields": {"answer": "answer" if with_answers else None},
-                },
-                "inference": {"endpoints": list(endpoints)},
-                "rewards": [{"file": _source_file(reward), "function": reward.__name__}],
-                "trainer": {"batch_size": min(32, len(prompts)), "zero_stage": 0},
-            }
+    output = Path(output_dir)
+    prompts_file = output / f"prompts-rank{os.environ.get('RANK', '0')}.jsonl"  # each rank's own
+    content = _prompt_lines(prompts)
+    with_answers = any(not isinstance(prompt, str) and "answer" in prompt for prompt in prompts)
+    tree = OmegaConf.create(
+        {
+            "run": {"output_dir": str(output)},
+            "model": {"path": str(model), "dtype": "fp32"},
+            "data": {
+                "files": [str(prompts_file)],
+                "fields": {"answer": "answer" if with_answers else None},
+            },
+            "inference": _own_server() if endpoints is None else {"endpoints": list(endpoints)},
+            "rewards": [{"file": _source_file(reward), "function": reward.__name__}],
+            "trainer": {"batch_size": min(32, len(prompts)), "zero_stage": 0},
+        }
+    )
+    settings = settings or {}
+    if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
+        tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
+    for key, value in settings.items():
+        OmegaConf.update(tree, key, value)
+    config = validate_config(OmegaConf.to_container(tree), source="train_policy")
+    check_paths(config, written_later=[prompts_file])
+    if resume and prompts_file.exists() and prompts_file.read_bytes() != content:
+        raise ConfigError(
+            f"prompts: are not those that the run in {output} was begun with, {prompts_file}; give "
+            "the same ones, or start a new run in another output_dir"
         )
-        if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
-            tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
-        for key, value in settings.items():
-            OmegaConf.update(tree, key, value)
-        config = validate_config(OmegaConf.to_container(tree), source="train_policy")
-        check_paths(config)
-        from easyrl.train import run
+    from easyrl.train import run
 
-        run(config)
+    def write_prompts() -> None:
+        if not (resume and prompts_file.exists()):
+            prompts_file.write_bytes(content)
+
+    run(config, resume=resume, on_folder=write_prompts)
     return output / "model"
 
 
-def _write_prompts(prompts: Sequence[str | Mapping[str, Any]], output: Path) -> Path:
-    """The prompts as the file that the run reads; each rank has its own."""
+def _prompt_lines(prompts: Sequence[str | Mapping[str, Any]]) -> bytes:
+    """The prompts as the file that the run reads."""
     if not prompts:
         raise ValueError("prompts: the list is empty")
-    path = output / f"prompts-rank{os.environ.get('RANK', '0')}.jsonl"
     records = [{"prompt": p} if isinstance(p, str) else dict(p) for p in prompts]
-    path.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in records))
-    return path
+    return b"".join(orjson.dumps(record) + b"\n" for record in records)
 
 
 def _source_file(reward: Reward) -> str:
@@ -98,10 +107,9 @@ def _source_file(reward: Reward) -> str:
     return file
 
 
-def _embedded_server(model: Path, output: Path) -> EmbeddedServerProcess:
+def _own_server() -> dict[str, Any]:
+    """Section ``inference`` with an embedded server on half of the processors."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("endpoints: several ranks need endpoints that were started before")
-    cpus = usable_cpus()
-    server_cpus = cpus[len(cpus) // 2 :]
-    options = ["--dtype", "float32", "--num-threads", str(len(server_cpus))]
-    return EmbeddedServerProcess(model, options, cpus=server_cpus, log=output / "server.log")
+    num_threads = -(-len(usable_cpus()) // 2)
+    return {"launch": {"engine": "embedded", "options": [f"--num-threads={num_threads}"]}}

@@ -34,6 +34,14 @@ class InterruptedRun(RuntimeError):
         self.status = status
 
 
+class EndedBySignal(SystemExit):
+    """SIGINT or SIGTERM ends the process; its ``code`` is 128 and the signal's number."""
+
+
+class RunComplete(Exception):
+    """A run that is to be resumed has come to its end; the message says how to train further."""
+
+
 class StopRequested(RuntimeError):
     """SIGTERM, or a stop that another rank was asked for: save and end, nothing has failed."""
 

@@ -1,33 +1,35 @@
 """Runs the trainer: ``deepspeed --module easyrl.train CONFIG [key=value …]``.
 
-Only light imports at module level: worker processes import the main module again.
+Only light imports at module level: worker processes import the main module again, and a signal has
+its sentence and its status from ``main`` on.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import logging
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from easyrl.config import Config, ConfigError
-from easyrl.config.file import dump_config, load_config
-from easyrl.config.machine import check_paths
-from easyrl.runtime.signals import RunSignals, end_with_launcher
-from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import InterruptedRun
-
 if TYPE_CHECKING:
-    from easyrl.engines.base import TrainEngine
+    import argparse
+    from collections.abc import Callable, Sequence
 
-logger = logging.getLogger(__name__)
+    from easyrl.config import Config
+    from easyrl.engines.base import TrainEngine
+    from easyrl.runtime.signals import RunSignals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
+    from easyrl.runtime.startup_signals import end_at_signals
+
+    end_at_signals()
+    from easyrl.config import ConfigError
+    from easyrl.config.file import dump_config, load_config
+    from easyrl.config.machine import check_paths
+    from easyrl.runtime.signals import RunSignals, end_with_launcher
+    from easyrl.runtime.stopping import StopRequest
+    from easyrl.schema import InterruptedRun
+
     arguments = _parse(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -59,20 +61,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def run(config: Config, *, resume: bool = False, signals: RunSignals | None = None) -> None:
+def run(
+    config: Config,
+    *,
+    resume: bool = False,
+    signals: RunSignals | None = None,
+    on_folder: Callable[[], object] = lambda: None,
+) -> None:
     """Trains one model from ``config``; every rank calls this.
 
-    Raises ``ConfigError`` for a recipe that cannot be used, ``InterruptedRun`` in an outage, and
-    when a stop was asked for by ``signals``.
+    ``on_folder`` is called once the run's folder is this process's, before the data is read. A
+    finished run that is resumed with nothing left to do is left as it is, and said so. Raises
+    ``ConfigError`` for what cannot be used, ``InterruptedRun`` in an outage, and when a stop was
+    asked for by ``signals``.
     """
+    import gc
+    import os
+    from contextlib import ExitStack
+
     config = _checked(config)
     from easyrl.build.parts import build_parts
+    from easyrl.runtime.signals import RunSignals
+    from easyrl.runtime.stopping import StopRequest
+    from easyrl.schema import RunComplete
 
     with ExitStack() as open_parts:
         if signals is None:
             signals = RunSignals(StopRequest(config.trainer.grace_s))
             open_parts.callback(signals.stop.close)  # of a command it lasts as long as the process
-        trainer, engine = build_parts(config, open_parts, resume=resume, signals=signals)
+        try:
+            trainer, engine = build_parts(
+                config, open_parts, resume=resume, signals=signals, on_folder=on_folder
+            )
+        except RunComplete as complete:
+            # a success: who starts the run again until it has one must come to an end
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(f"easyrl: {complete}", file=sys.stderr)
+            return
         gc.collect()
         gc.freeze()  # what imports left behind; walking it took 0.2 s of every other step
         gc.set_threshold(10_000, 20, 50)  # the producer makes many objects, without cycles
@@ -115,6 +140,8 @@ def _finish(config: Config, engine: TrainEngine) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="easyrl train", description="Trains one model; see configs/ for files to start from."
     )

@@ -160,8 +160,12 @@ class EndpointClient:
         await self._request("POST", "/resume")
 
     async def reset_prefix_cache(self) -> bool:
-        """False if blocks are still in use, so that nothing was reset."""
-        return (await self._decoded(_SUCCESS, "POST", "/reset_prefix_cache")).success
+        """Also the cache of a KV connector, outside the engine, where the server has one.
+
+        False if blocks are still in use, so that not all was reset.
+        """
+        route = "/reset_prefix_cache?reset_external=true"
+        return (await self._decoded(_SUCCESS, "POST", route)).success
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         await self._request("POST", "/init_weight_transfer_engine", {"init_info": init_info})

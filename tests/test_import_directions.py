@@ -24,6 +24,8 @@ MAY_IMPORT = {
     "runtime.printable": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
+    "runtime.small_files": "",
+    "runtime.startup_signals": "",
     "runtime.workers": "",
     "kernels.attention": "",
     "kernels.logprobs": "",
@@ -36,12 +38,13 @@ MAY_IMPORT = {
     "inference_client": "schema config completion_check",
     "inference_client.fetching": "schema config completion_check runtime.machine runtime.workers"
     " inference_client.client inference_client.errors inference_client.responses",
-    "inference_client.pool": "schema config inference_client.client inference_client.errors",
+    "inference_client.pool": "schema config runtime.small_files inference_client.client"
+    " inference_client.errors",
     "inference_client.vllm_plugin": "",
-    "inference_client.transfer": "inference_client.vllm_plugin",
+    "inference_client.transfer": "runtime.small_files inference_client.vllm_plugin",
     "inference_client.servers.managed": "config runtime.machine",
-    "inference_client.servers.embedded": "schema runtime.numerics inference_client.transfer"
-    " inference_client.vllm_plugin",
+    "inference_client.servers.embedded": "schema runtime.machine runtime.numerics"
+    " inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
     "models.vocabulary": "config",
@@ -82,11 +85,12 @@ MAY_IMPORT = {
     "build": "schema config completion_check models.vocabulary dataloaders engines inference_client"
     " ledger metrics recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
-    "api": "config train runtime.machine inference_client.servers.managed",
+    "api": "config train runtime.machine",
     "commands": "schema config train build ledger recipes runtime"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
-    "__main__": "commands",
-    "demo": "config recipes metrics.trackers runtime.machine inference_client.servers.managed",
+    "__main__": "commands runtime.startup_signals",
+    "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
+    " runtime.run_folder inference_client.servers.managed",
     "__init__": "api",
 }
 

@@ -41,10 +41,10 @@ def _limits(pool: EndpointPool) -> dict[str, int]:
     return {url: s.max_model_len for url, s in served.items() if s and s.max_model_len is not None}
 
 
-def start_servers(config: Config, opened: ExitStack) -> list[str]:
+def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> list[str]:
     """Starts the servers of ``inference.launch``, on the first rank; the URLs of all endpoints.
 
-    They come up while the model loads.
+    They come up while the model loads. ``log_dir`` receives what they print.
     """
     urls = list(config.inference.endpoints)
     if config.inference.launch is None:
@@ -59,7 +59,7 @@ def start_servers(config: Config, opened: ExitStack) -> list[str]:
     servers = ManagedServers(
         config.inference.launch,
         config.model.path,
-        config.run.output_dir / "servers",
+        log_dir,
         config.model.dtype,
         batch_invariant=is_strict(config),
     )

@@ -29,10 +29,12 @@ def require_invariant_endpoints(
     """
     if not is_strict(config):
         return
-    rule = _Rule(None if output is None else output / ENDPOINTS_ARITHMETIC_FILE)
+    rule = _Rule()
     problems = [problem for e in pool.endpoints if (problem := rule.problem(e)) is not None]
     if problems:
         raise ConfigError("\n".join(["inference.endpoints:", *problems]))
+    if output is not None:
+        rule.remember_in(output / ENDPOINTS_ARITHMETIC_FILE)
     pool.set_admission(rule.problem)
 
 
@@ -40,10 +42,16 @@ class _Rule:
     """Their first embedded server sets the arithmetic: two servers that compute differently would
     give the same request other bits."""
 
-    def __init__(self, memory: Path | None) -> None:
-        self._memory = memory  # keeps the arithmetic for later attempts
+    def __init__(self) -> None:
+        self._memory: Path | None = None  # keeps the arithmetic for later attempts
         self._first: tuple[str, str] | None = None  # url and arithmetic
         self._warned: set[str] = set()
+
+    def remember_in(self, memory: Path) -> None:
+        """Keeps the arithmetic of the first endpoint there, once it is known."""
+        self._memory = memory
+        if self._first is not None:
+            self._remember(self._first[1])
 
     def problem(self, endpoint: Endpoint) -> str | None:
         """Why ``endpoint`` cannot be used, and the remedy; None where it can, or is not known."""

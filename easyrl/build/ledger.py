@@ -8,18 +8,20 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from easyrl.build.steps import max_draws, num_epochs
+from easyrl.build.steps import has_more_batches, max_draws, num_epochs
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import AttemptRecord, RunRecord
 from easyrl.ledger.certificate.writer import Certificate
-from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES
-from easyrl.ledger.checkpoints.folder import file_blake3
+from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES, is_newer
+from easyrl.ledger.checkpoints.folder import CheckpointFolder, file_blake3
+from easyrl.ledger.earlier_run import EarlierRun
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
-from easyrl.schema import PolicyVersion, Progress
+from easyrl.runtime.run_folder import keep_attempt, on_rank_zero
+from easyrl.schema import PolicyVersion, Progress, RunComplete
 
 
 def reference_identity(config: Config, collectives: Collectives) -> str | None:
@@ -47,27 +49,70 @@ def recipe_digest(config: Config) -> str:
     return blake3(text.encode() + b"\n" + own).hexdigest(length=16)
 
 
+def open_earlier_run(
+    config: Config,
+    output: Path,
+    version: PolicyVersion,
+    order: PromptOrder,
+    collectives: Collectives,
+) -> EarlierRun | None:
+    """On the first rank, what ``--resume`` goes on with; changes nothing. Collective.
+
+    Raises ``ConfigError`` on every rank if it cannot go on with these settings, ``RunComplete`` if
+    they leave it nothing to do.
+    """
+    earlier: EarlierRun | None = None
+
+    def open_it() -> str | None:
+        nonlocal earlier
+        try:
+            earlier = EarlierRun(output, _run_record(config, version, order))
+        except CertificateError as error:
+            raise ConfigError(f"--resume: {error}") from error
+        return _completion(config, output, order, earlier)
+
+    completion: str | None = on_rank_zero(collectives, open_it)
+    if completion is not None:
+        raise RunComplete(completion)
+    return earlier
+
+
+def _completion(
+    config: Config, output: Path, order: PromptOrder, earlier: EarlierRun
+) -> str | None:
+    """That the run is finished, and how to go on; None if anything is left to do."""
+    step, position = earlier.num_steps, earlier.position
+    if not earlier.is_complete or has_more_batches(config, order, step=step, position=position):
+        return None
+    last_export = output / ("model" if config.model.lora is None else "adapter")
+    if config.checkpoint.export_at_end and not is_newer(last_export, output / CERTIFICATE_FILE):
+        return None  # it was killed behind its last line
+    where = f", its model is {output / 'model'}" if config.checkpoint.export_at_end else ""
+    key, now = "trainer.max_steps", config.trainer.max_steps
+    if now is None:
+        key, now = "data.epochs", config.data.epochs
+    further = f"raise {key} (it is {now}) and add --resume (resume=True)"
+    if not CheckpointFolder(output / "checkpoints").steps():
+        further = "begin a new run with it: this one has no checkpoint (checkpoint.every_steps=0)"
+    return f"{output} is finished after {step} steps{where}; to train it further, {further}"
+
+
 def open_certificate(
     config: Config,
     output: Path,
     version: PolicyVersion,
     order: PromptOrder,
     progress: Progress,
+    earlier: EarlierRun | None,
     collectives: Collectives,
     opened: ExitStack,
 ) -> Certificate | None:
-    """The certificate on the first rank, which says that a new attempt begins."""
-    if collectives.ranks.rank != 0:
-        return None
-    cursor = order.cursor(progress.position)
-    run = RunRecord(
-        run=version.run,
-        seed=config.run.seed,
-        shuffle=config.data.shuffle,
-        num_prompts=int(cursor["num_prompts"]),
-        batch_size=config.trainer.batch_size,
-        data=str(cursor["dataset_hash"]),
-    )
+    """The certificate on the first rank, which says that a new attempt begins. Collective.
+
+    The first that writes into the folder of an ``earlier`` run, with the attempt's number. Raises
+    ``ConfigError`` on every rank if the attempt has no place there; then nothing is written.
+    """
+    run = _run_record(config, version, order)
     attempt = AttemptRecord(
         attempt=version.attempt,
         num_ranks=collectives.ranks.world_size,
@@ -78,9 +123,30 @@ def open_certificate(
         max_draws=max_draws(config),
         recipe=recipe_digest(config),
     )
-    try:
-        certificate = Certificate(output / CERTIFICATE_FILE, run, attempt)
-    except CertificateError as error:
-        raise ConfigError(f"--resume: {error}") from error
-    opened.callback(certificate.close)
+    certificate: Certificate | None = None
+
+    def open_it() -> None:
+        nonlocal certificate
+        try:
+            if earlier is not None:
+                earlier.refuse(attempt)
+            keep_attempt(version, output)
+            certificate = Certificate(output / CERTIFICATE_FILE, run, attempt)
+        except CertificateError as error:
+            raise ConfigError(f"--resume: {error}") from error
+        opened.callback(certificate.close)
+
+    on_rank_zero(collectives, open_it)
     return certificate
+
+
+def _run_record(config: Config, version: PolicyVersion, order: PromptOrder) -> RunRecord:
+    cursor = order.cursor(0)
+    return RunRecord(
+        run=version.run,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        num_prompts=int(cursor["num_prompts"]),
+        batch_size=config.trainer.batch_size,
+        data=str(cursor["dataset_hash"]),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from easyrl.build.endpoints import (
 )
 from easyrl.build.inference import open_inference
 from easyrl.build.invariant_endpoints import require_invariant_endpoints
-from easyrl.build.ledger import open_certificate, reference_identity
+from easyrl.build.ledger import open_certificate, open_earlier_run, reference_identity
 from easyrl.build.recipe import accept_function
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
 from easyrl.completion_check import CompletionLimits
@@ -45,7 +46,7 @@ from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_files import METRICS_FILE
-from easyrl.runtime.run_folder import begin_attempt, keep_config, open_event_log, prepare_output
+from easyrl.runtime.run_folder import keep_config, next_attempt, open_event_log, prepare_output
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
 from easyrl.schema import Progress
@@ -56,9 +57,18 @@ logger = logging.getLogger(__name__)
 
 
 def build_parts(
-    config: Config, opened: ExitStack, *, resume: bool, signals: RunSignals
+    config: Config,
+    opened: ExitStack,
+    *,
+    resume: bool,
+    signals: RunSignals,
+    on_folder: Callable[[], object] = lambda: None,
 ) -> tuple[Trainer, DeepSpeedEngine]:
-    """The trainer and its model; ``opened`` closes what was opened, in reverse order."""
+    """The trainer and its model; ``opened`` closes what was opened, in reverse order.
+
+    ``on_folder`` is called once the run's folder is this process's. Raises ``ConfigError`` for what
+    cannot be used, ``RunComplete`` where nothing is left to do.
+    """
     stop = signals.stop
     make_deterministic(config)
     check_rewards(config.rewards)
@@ -66,10 +76,11 @@ def build_parts(
     ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
     collectives = Collectives(ranks)
     output = prepare_output(config, collectives, opened, resume=resume)
+    on_folder()
     if ranks.is_first:
         for notice in notices(config, load_recipe(config)):
             logger.warning("%s", notice)
-    own_urls = start_servers(config, opened)
+    version = next_attempt(config, output, collectives)
     tokenizer, vocab_size = load_tokenizer(config), policy_vocabulary(config)
     prompts = load_data(config.data, tokenizer, "data")
     evaluation = config.evaluation
@@ -81,6 +92,8 @@ def build_parts(
         logger.warning(
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
         )
+    earlier = open_earlier_run(config, output, version, order, collectives) if resume else None
+    own_urls = start_servers(config, opened, output / "servers")
     checkpoint_folder = output / "checkpoints"
     step, position = trained_before(checkpoint_folder) if resume else (0, 0)
     rejects = load_recipe(config).rejects
@@ -89,8 +102,6 @@ def build_parts(
     engine = DeepSpeedEngine(config, total_steps=num_steps)
     peers = Notices(collectives.open_store(), ranks.rank)
     opened.enter_context(stop.follows_peers(peers))
-    if ranks.is_first:
-        remember_arithmetic(config, output)
     tokens = TokenProgress()
     record = tokens.counting(open_event_log(config, output, collectives, opened))
     checkpoints = opened.enter_context(  # a run that ends well waits for its last checkpoint
@@ -103,7 +114,6 @@ def build_parts(
             record=record,
         )
     )
-    version = begin_attempt(config, output, collectives)
     journal = Journal(
         output / "journal",
         version.attempt,
@@ -128,13 +138,20 @@ def build_parts(
         num_shares=ranks.dp_size,
         record=record,
     )
-    require_invariant_endpoints(config, inference.pool, output if ranks.is_first else None)
     warn_of_short_contexts(config, inference, rollout=True)
     weight_sync = build_weight_sync(
         config, version.run, engine, collectives, inference, prompts, stop
     )
     opened.callback(weight_sync.close)
     inference.pool.set_repair(weight_sync.confirmed.repair)
+    require_invariant_endpoints(config, inference.pool, output if ranks.is_first else None)
+    # From here on the folder is written: whatever could be refused has been.
+    certificate = open_certificate(
+        config, output, version, order, progress, earlier, collectives, opened
+    )
+    if ranks.is_first:
+        keep_config(config, output, version.attempt)
+        remember_arithmetic(config, output)
     follow_membership(inference, output, urls, collectives, opened)
     rollouts = JournalledRollouts(
         inference.rollouts(),
@@ -155,9 +172,6 @@ def build_parts(
     weight_sync.confirmed.on_failed_proof = rollouts.withdraw
     weight_sync.confirmed.end_batch = rollouts.end_batch
     rollouts.on_withdrawal = lambda urls: inference.thread.run(set_aside(inference.pool, urls))
-    certificate = open_certificate(config, output, version, order, progress, collectives, opened)
-    if ranks.is_first:
-        keep_config(config, output, version.attempt)
     scheduled = None
     if evaluation is not None:
         evaluator = inference.evaluator(

@@ -47,8 +47,28 @@ def group_functions(config: Config) -> GroupFunctions:
 
 
 def accept_function(config: Config) -> Callable[[RolloutGroup], str | None]:
-    """A finished group's reason to be replaced by the next prompt of the order, or None."""
-    return partial(load_recipe(config).accepts, run=run_settings(config))
+    """A finished group's reason to be replaced by the next prompt of the order, or None.
+
+    Raises ``RecipeFailed`` for whatever the recipe raises: it is called in a coroutine, which a
+    ``CancelledError`` of a user's would end without a word, and a ``SystemExit`` with its loop.
+    """
+    recipe, run = load_recipe(config), run_settings(config)
+
+    def accept(group: RolloutGroup) -> str | None:
+        try:
+            return recipe.accepts(group, run=run)
+        except BaseException as error:
+            prompt = group.prompt
+            raise RecipeFailed(
+                f"recipe {config.recipe.name}: accepts failed on prompt {prompt.index} of epoch "
+                f"{prompt.epoch}: {type(error).__name__}: {error}"
+            ) from error
+
+    return accept
+
+
+class RecipeFailed(RuntimeError):
+    """A recipe's own code raised; the message names recipe, method and prompt."""
 
 
 def pack_in_order(config: Config) -> PackFinished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from easyrl.config import Config
+from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.checkpoints.folder import CheckpointFolder, Damaged, read_manifest
 
 DRAWS_PER_ACCEPTED = 10  # a recipe that rejects more than nine of ten groups is stuck
@@ -51,3 +52,10 @@ def trained_before(checkpoints: Path) -> tuple[int, int]:
             continue
         return int(progress["step"]), int(progress["position"])
     return 0, 0
+
+
+def has_more_batches(config: Config, order: PromptOrder, *, step: int, position: int) -> bool:
+    """Whether a run that has taken ``step`` steps and drawn ``position`` prompts goes on."""
+    trainer = config.trainer
+    has_steps = trainer.max_steps is None or step + trainer.updates_per_batch <= trainer.max_steps
+    return has_steps and order.num_left(position) != 0

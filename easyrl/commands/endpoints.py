@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
@@ -101,7 +100,8 @@ def _refusals() -> Iterator[None]:
 
 
 def _print(shown: str | Table) -> None:
-    Console(soft_wrap=not sys.stdout.isatty()).print(shown)
+    # what is shown are names: a bracket or a colon in them is no markup
+    Console(soft_wrap=not sys.stdout.isatty(), markup=False, emoji=False).print(shown)
 
 
 def _row(endpoint: EndpointState | None, *, is_wanted: bool) -> tuple[str, ...]:
@@ -133,13 +133,9 @@ def _change(run_dir: Path, change: Callable[[Wanted], Wanted], what: str) -> Non
 
 def _checked_url(url: str) -> str:
     try:
-        url = endpoint_url(url)
-        parts = urlsplit(url)
-        if not parts.hostname or parts.query or parts.fragment or parts.port == 0:
-            raise ValueError(f"{url!r} names no server")
+        return endpoint_url(url)
     except ValueError as error:
         raise ValueError(f"{error}; write it as http://HOST:PORT") from error
-    return url
 
 
 def _wanted(run_dir: Path) -> Wanted:

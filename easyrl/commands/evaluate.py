@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -45,11 +46,13 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
 
     prompts = load_data(evaluation.data, load_tokenizer(config), "evaluation.data")
     with ExitStack() as opened:
+        # not into run.output_dir, which may be a run's
+        log_dir = Path(opened.enter_context(TemporaryDirectory(prefix="easyrl-eval-")))
         inference = open_inference(
             config,
             opened,
             vocab_size=policy_vocabulary(config),
-            urls=start_servers(config, opened),
+            urls=start_servers(config, opened, log_dir),
         )
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)

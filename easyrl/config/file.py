@@ -53,7 +53,9 @@ def _apply(tree: Any, override: str) -> None:
         # keys are its own: recipe={name: ...} leaves no other's behind.
         OmegaConf.update(tree, key.strip(), parsed["value"], merge=key.strip() != "recipe")
     except (YAMLError, OmegaConfBaseException, TypeError) as error:
-        raise ConfigError(f"override {override!r}: {error}") from error
+        # of an IPv6 address; YAML takes it for a list
+        quoted = '; write it in quotes: ["http://[::1]:8000"]' if "://[" in value else ""
+        raise ConfigError(f"override {override!r}: {error}{quoted}") from error
 
 
 def validate_config(values: Any, source: str = "config") -> Config:

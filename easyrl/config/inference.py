@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -74,7 +75,7 @@ class InferenceConfig(Section):
 
 
 def endpoint_url(url: str) -> str:
-    """``url`` without a trailing slash. Raises ``ValueError`` if it is none."""
+    """``url`` without a trailing slash. Raises ``ValueError`` if it is none, or names no server."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is not an http:// or https:// URL")
     url = url.rstrip("/")
@@ -82,4 +83,11 @@ def endpoint_url(url: str) -> str:
         raise ValueError(f"{url!r}: leave off /v1, other routes of the server are used too")
     if "@" in url:
         raise ValueError("a URL with a user name; name the key's variable in inference.api_key_env")
+    try:
+        parts = urlsplit(url)
+        has_server = parts.hostname and parts.port != 0
+    except ValueError as error:
+        raise ValueError(f"{url!r}: {error}") from None
+    if not has_server or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} names no server")
     return url

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from easyrl.config import Config, ConfigError, DatasetConfig
 
 
-def check_paths(config: Config) -> None:
+def check_paths(config: Config, *, written_later: Collection[Path] = ()) -> None:
     """Before anything is loaded, on the machine of the trainer. Raises ``ConfigError`` naming each
-    key."""
-    if problems := list(_problems(config)):
+    key.
+
+    ``written_later``: data files that the caller writes when the run's folder is its own.
+    """
+    if problems := list(_problems(config, written_later)):
         raise ConfigError("\n".join(["this machine:", *(f"  {problem}" for problem in problems)]))
 
 
-def _problems(config: Config) -> Iterator[str]:
+def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
     variable, model = config.inference.api_key_env, config.model
     if variable is not None and variable not in os.environ:
         yield (
@@ -37,7 +41,7 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"model.path: {model.path} has no config.json; is it a Hugging Face model?"
         if not model.tokenizer_path.is_dir():
             yield f"model.tokenizer: {model.tokenizer_path} is not a directory"
-    yield from _dataset_problems("data", config.data)
+    yield from _dataset_problems("data", config.data, written_later)
     if config.evaluation is not None:
         yield from _dataset_problems("evaluation.data", config.evaluation.data)
     output = config.run.output_dir
@@ -58,9 +62,11 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"weight_sync.directory: {directory} is not writable"
 
 
-def _dataset_problems(key: str, data: DatasetConfig) -> Iterator[str]:
+def _dataset_problems(
+    key: str, data: DatasetConfig, written_later: Collection[Path] = ()
+) -> Iterator[str]:
     for i, file in enumerate(data.files):
-        if not file.is_file():
+        if file not in written_later and not file.is_file():
             yield f"{key}.files[{i}]: {file} does not exist"
     if data.chat_template is not None and not data.chat_template.is_file():
         yield f"{key}.chat_template: {data.chat_template} does not exist"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import tempfile
 from pathlib import Path
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from easyrl.config.base import FilePath, Section
 
@@ -21,10 +22,28 @@ class WeightSyncConfig(Section):
     # endpoint sees the directory, else http; nccl, hccl: broadcast between devices
     directory: FilePath = SHARED_MEMORY  # of the weights: shared memory, or a disk that is shared
     chunk_bytes: PositiveInt = 16 * 2**20
-    advertise_host: str | None = None  # name under which endpoints reach this machine for http
+    # name or address, IPv6 too, under which endpoints reach this machine for http
+    advertise_host: str | None = None
     port: NonNegativeInt = 0  # of the http stream; 0: a free one
     timeout_s: PositiveFloat = 600.0
     prove: bool = True  # every endpoint proves the bits of what it serves after each sync
     probe: bool = True
     canary: bool = True
     canary_tolerance: PositiveFloat | None = None  # mean |Δ log-prob|; default 1e-3 fp32, 5e-2 bf16
+
+    @field_validator("advertise_host")
+    @classmethod
+    def _host(cls, value: str | None) -> str | None:
+        """Without the brackets that an IPv6 address has in a URL."""
+        if value is None:
+            return None
+        host = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+        try:
+            if ":" in host:
+                ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ValueError(
+                "is no name and no address; leave off http:// and the port, which is "
+                "weight_sync.port"
+            ) from None
+        return host

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
 from easyrl.demo.build_model import build_model
 from easyrl.demo.servers import Engine, start_server, vllm_python
@@ -33,6 +33,8 @@ from easyrl.inference_client.servers.managed.server_process import ServerStartEr
 from easyrl.metrics.trackers import read_metrics
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.machine import pin_process, usable_cpus
+from easyrl.runtime.run_files import LOCK_FILE
+from easyrl.runtime.run_folder import locked_folder
 
 CONFIG = "configs/demo.yaml"
 PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve
@@ -67,15 +69,32 @@ def main() -> int:
         return 2
     disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: servers and trainer end too
-    model, heldout = _set_up(config, run_dir)
+    with ExitStack() as held:
+        try:
+            model, heldout = _set_up(config, run_dir, held)
+        except ConfigError as error:
+            print(f"easyrl demo: {error}", file=sys.stderr)
+            return 2
+        return _measure(config, model, heldout, overrides, arguments, held)
 
+
+def _measure(
+    config: Config,
+    model: Path,
+    heldout: Path,
+    overrides: list[str],
+    arguments: argparse.Namespace,
+    held: ExitStack,
+) -> int:
+    """Trains, and says what the model learnt by it."""
+    run_dir = config.run.output_dir
     start = time.monotonic()
     num_heldout = len(heldout.read_text().splitlines())
     print(f"measuring the starting model on {num_heldout} held-out problems")
     sampling = {"seed": config.run.seed, "max_tokens": config.rollout.max_tokens}
     before = held_out_accuracy(model, heldout, **sampling)
     print(f"accuracy before: {before:.3f}")
-    _train(run_dir, model, overrides, arguments.engine, arguments.num_servers)
+    _train(run_dir, model, overrides, arguments.engine, arguments.num_servers, held)
     after = held_out_accuracy(run_dir / "model", heldout, **sampling)
     seconds = time.monotonic() - start
 
@@ -106,12 +125,23 @@ def main() -> int:
     return 0
 
 
-def _set_up(config: Config, run_dir: Path) -> tuple[Path, Path]:
-    """A fresh run folder with the problems and the warm-started model."""
+def _set_up(config: Config, run_dir: Path, held: ExitStack) -> tuple[Path, Path]:
+    """A fresh run folder with the problems and the warm-started model, locked by ``held``.
+
+    Raises ``ConfigError`` if it holds something else, or another process uses it; then it is left
+    as it was.
+    """
     if run_dir.exists():
-        if not (run_dir / "base_model").is_dir() and any(run_dir.iterdir()):
-            sys.exit(f"easyrl demo: {run_dir} holds something else; give another --run-dir")
-        shutil.rmtree(run_dir)
+        foreign = {path.name for path in run_dir.iterdir()} - {LOCK_FILE}
+        if foreign and not (run_dir / "base_model").is_dir():
+            raise ConfigError(f"{run_dir} holds something else; give another --run-dir")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    held.enter_context(locked_folder(run_dir, 0))
+    for path in run_dir.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK_FILE:
+            path.unlink()
     _, heldout = write_splits(run_dir / "data", seed=config.run.seed)
     print("warm start: a small Qwen3 sees estimates, careless and careful additions")
     start = time.monotonic()
@@ -163,9 +193,17 @@ def held_out_accuracy(model_dir: Path, heldout: Path, seed: int, max_tokens: int
 
 
 def _train(
-    run_dir: Path, model: Path, overrides: list[str], engine: Engine, num_servers: int
+    run_dir: Path,
+    model: Path,
+    overrides: list[str],
+    engine: Engine,
+    num_servers: int,
+    held: ExitStack,
 ) -> None:
-    """Servers as processes of their own, then the trainer through the ``deepspeed`` launcher."""
+    """Servers as processes of their own, then the trainer through the ``deepspeed`` launcher.
+
+    It locks the run's folder itself: what is ``held`` of it is given up then.
+    """
     cpus = usable_cpus()  # half for the trainer, half for the servers
     trainer_cpus, server_cpus = cpus[: len(cpus) // 2] or cpus, cpus[len(cpus) // 2 :]
     deepspeed = Path(sys.executable).with_name("deepspeed")
@@ -190,6 +228,7 @@ def _train(
             "OMP_NUM_THREADS": str(len(trainer_cpus)),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
+        held.close()
         trainer = subprocess.Popen(command, env=environment)
         pin_process(trainer.pid, trainer_cpus)
         try:

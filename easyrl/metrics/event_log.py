@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,31 @@ class EventLog:
     """Appends ``{"seq", "t", "event", ...}``; ``seq`` is a total order, ``t`` is monotonic seconds.
 
     Each line is handed to the operating system at once, so that a killed run leaves its last one.
+    The file is there from the first event on: an attempt that is refused leaves none.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        self._file: FileIO | None = None
+        self._closed = False
         self._lock = threading.Lock()
         self._seq = 0
 
     def record(self, event: str, **fields: Any) -> None:
         with self._lock:
-            if self._file.closed:
+            if self._closed:
                 return
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
             line = {"seq": self._seq, "t": time.monotonic(), "event": event, **fields}
             self._seq += 1
             self._file.write(orjson.dumps(line) + b"\n")
 
     def close(self) -> None:
         with self._lock:
-            self._file.close()
+            self._closed = True
+            if self._file is not None:
+                self._file.close()
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from easyrl.recipes.dapo import DAPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import Recipe, RunSettings
+from easyrl.schema import EndedBySignal
 
 BUILT_IN: dict[str, type[Recipe]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO}
 
@@ -205,7 +206,9 @@ def _module(file: Path) -> Any:
     sys.modules[name] = module  # dataclasses look their annotations up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (KeyboardInterrupt, EndedBySignal):
+        raise
+    except BaseException as error:  # users' code may raise anything
         del sys.modules[name]
         raise ConfigError(
             f"recipe.file: {file} cannot be run, {type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from easyrl.config import ConfigError, RewardConfig
-from easyrl.schema import Prompt
+from easyrl.schema import EndedBySignal, Prompt
 
 RewardFunction = Callable[..., Any]  # (prompt, texts, token_ids, **kwargs) -> list[float], or async
 
@@ -84,7 +84,9 @@ def _load_function(file: Path, name: str) -> RewardFunction:
         sys.modules[module_name] = module
         try:
             spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, EndedBySignal):
+            raise
+        except BaseException as error:  # users' code may raise anything
             del sys.modules[module_name]
             raise ImportError(f"{file} raises {type(error).__name__}: {error}") from error
     defined = vars(sys.modules[module_name])

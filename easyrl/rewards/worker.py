@@ -44,13 +44,14 @@ def initialize(
 def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) -> list[float]:
     """Calls reward ``index`` on the responses ``token_ids`` (int32 [R] each) of one prompt.
 
-    Raises ``RewardFunctionError``, which also stands for exceptions that cannot be pickled.
+    Raises ``RewardFunctionError`` for whatever it raises: not every exception can be pickled, and a
+    ``CancelledError`` or ``SystemExit`` of a user's function cancels and ends nothing of ours.
     """
     assert _decode is not None, "initialize() has not run in this process"
     texts = _decode(token_ids)
     try:
         return validated(call(_functions[index], prompt, texts, list(token_ids)), len(texts))
-    except (Exception, SystemExit) as error:  # users' code may raise anything; one type goes home
+    except BaseException as error:
         where = "".join(traceback.format_tb(error.__traceback__)[1:])
         raise RewardFunctionError(f"{type(error).__name__}: {error}\n{where}".rstrip()) from None
 

@@ -16,6 +16,11 @@ def free_port() -> int:
     return port
 
 
+def url_host(host: str) -> str:
+    """``host`` as a URL has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def usable_cpus() -> list[int]:
     """Numbers of the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # Linux

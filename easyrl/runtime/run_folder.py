@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import fcntl
 import json
@@ -28,12 +29,15 @@ from easyrl.runtime.run_files import (
     METRICS_FILE,
     attempt_config_file,
 )
+from easyrl.runtime.small_files import read_small
 from easyrl.schema import PolicyVersion
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LOCK_POLL_S = 0.2
+NAMES_SHOWN = 8
+MOST_ATTEMPT_BYTES = 2**16
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
 
 
@@ -43,25 +47,27 @@ def prepare_output(
     """The folder, which is this run's alone until ``opened`` closes. Collective.
 
     Nothing may be written there, or be read to go on from, before this returns. Raises
-    ``ConfigError`` on every rank if it holds a run that is not to be resumed, or if another process
-    still uses it after ``trainer.grace_s``.
+    ``ConfigError`` on every rank if it holds a run that is not to be resumed, or none that could
+    be, or if another process still uses it after ``trainer.grace_s``.
     """
     output = config.run.output_dir
 
     def prepare() -> None:
-        if not resume:
+        if resume:
+            _refuse_to_resume_nothing(output)
+        else:
             _refuse_earlier_run(output)  # before waiting for it
         output.mkdir(parents=True, exist_ok=True)
         opened.enter_context(locked_folder(output, config.trainer.grace_s))
         if not resume:
             _refuse_earlier_run(output)  # of the process that was waited for
 
-    _on_rank_zero(collectives, prepare)
+    on_rank_zero(collectives, prepare)
     return output
 
 
-def begin_attempt(config: Config, output: Path, collectives: Collectives) -> PolicyVersion:
-    """Which run and which of its attempts this is, with v 0. Collective.
+def next_attempt(config: Config, output: Path, collectives: Collectives) -> PolicyVersion:
+    """Which run and which of its attempts this is, with v 0; writes nothing. Collective.
 
     The run is its name and a hash of the folder that it began in, so that runs of one name share
     neither versions nor files. Raises ``ConfigError`` on every rank if the count cannot be read.
@@ -71,15 +77,19 @@ def begin_attempt(config: Config, output: Path, collectives: Collectives) -> Pol
         file = output / ATTEMPT_FILE
         if file.exists():
             run, last = _read_attempt(file)
-            attempt = last + 1
-        else:
-            folder = str(output.resolve()).encode()
-            run, attempt = f"{config.run.name}-{blake2b(folder, digest_size=4).hexdigest()}", 0
-        write_durably(file, json.dumps({"run": run, "attempt": attempt}))
-        return run, attempt
+            return run, last + 1
+        folder = str(output.resolve()).encode()
+        return f"{config.run.name}-{blake2b(folder, digest_size=4).hexdigest()}", 0
 
-    run, attempt = _on_rank_zero(collectives, count)
+    run, attempt = on_rank_zero(collectives, count)
     return PolicyVersion(run, attempt, 0)
+
+
+def keep_attempt(version: PolicyVersion, output: Path) -> None:
+    """The attempt of ``version`` counts from now on; rank 0 only."""
+    write_durably(
+        output / ATTEMPT_FILE, json.dumps({"run": version.run, "attempt": version.attempt})
+    )
 
 
 def keep_config(config: Config, output: Path, attempt: int) -> None:
@@ -164,19 +174,60 @@ def _holder(descriptor: int) -> str:
 def _refuse_earlier_run(output: Path) -> None:
     if (output / METRICS_FILE).exists() or (output / CERTIFICATE_FILE).exists():
         raise ConfigError(
-            f"run.output_dir: {output} holds an earlier run; add --resume to go on with it, or "
-            "name another folder"
+            f"run.output_dir: {output} holds an earlier run; add --resume (resume=True) to go on "
+            "with it, or name another folder"
         )
+
+
+def _refuse_to_resume_nothing(output: Path) -> None:
+    """A mistyped name must not begin a new run."""
+    if _was_started(output):
+        return
+    if output.is_dir():
+        names = sorted(path.name for path in output.iterdir())
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        found = f"it has {', '.join(names[:NAMES_SHOWN])}{more}" if names else "it is empty"
+        problem = f"{output} holds no run; {found}"
+    else:
+        missing = output
+        while not missing.parent.is_dir():
+            missing = missing.parent
+        problem = f"{missing} does not exist"
+    raise ConfigError(
+        f"run.output_dir: {problem}{_runs_near(output)}; name the folder of the run that is to go "
+        "on, or leave --resume off to start a new one"
+    )
+
+
+def _was_started(folder: Path) -> bool:
+    """Whether a run has taken the folder, however far it came."""
+    return any(
+        (folder / name).exists()
+        for name in (CERTIFICATE_FILE, METRICS_FILE, ATTEMPT_FILE, LOCK_FILE)
+    )
+
+
+def _runs_near(output: Path) -> str:
+    """The runs beside ``output``, that of the most similar name as a question."""
+    if not output.parent.is_dir():
+        return ""
+    names = sorted(path.name for path in output.parent.iterdir() if _was_started(path))
+    if close := difflib.get_close_matches(output.name, names, n=1):
+        return f"; did you mean {output.parent / close[0]}?"
+    if not names:
+        return f"; {output.parent} has no run"
+    more = ", ..." if len(names) > NAMES_SHOWN else ""
+    return f"; runs in {output.parent}: {', '.join(names[:NAMES_SHOWN])}{more}"
 
 
 def _read_attempt(file: Path) -> tuple[str, int]:
     """The run, and its newest attempt."""
     try:
-        said = json.loads(file.read_text())
+        said = json.loads(read_small(file, MOST_ATTEMPT_BYTES))
         run, attempt = said["run"], said["attempt"]
         if not isinstance(run, str) or not isinstance(attempt, int):
             raise TypeError("run has to be a text and attempt a number")
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         certificate = file.with_name(CERTIFICATE_FILE)
         raise ConfigError(
             f"{file}: cannot be read ({type(error).__name__}: {error}); "
@@ -190,7 +241,7 @@ def _read_attempt(file: Path) -> tuple[str, int]:
     return run, attempt
 
 
-def _on_rank_zero(collectives: Collectives, work: Callable[[], T]) -> T:
+def on_rank_zero(collectives: Collectives, work: Callable[[], T]) -> T:
     """What ``work()`` of rank 0 returns, a JSON-able value. Collective.
 
     Raises what it raises, on the other ranks a ``ConfigError``.

@@ -19,10 +19,13 @@ from typing import Any
 
 import psutil
 
+from easyrl.runtime.startup_signals import ENDING, say
 from easyrl.runtime.stopping import StopRequest
+from easyrl.schema import EndedBySignal
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
 UNWIND_S = 5.0  # for closing what a start has opened
+BEFORE_TRAINING = "ended it before training began; start it again in the same way"
+IN_TRAINING = "ended it at once; --resume goes on from the last checkpoint"
 LAUNCHER_MODULE = "deepspeed.launcher.launch"
 LAUNCHER_POLL_S = 0.5
 
@@ -32,7 +35,7 @@ class RunSignals:
 
     SIGINT unwinds at once, so that every part closes what it opened. SIGTERM does too before
     ``begin_training``; from then on it asks for a stop, and further ones change nothing: a
-    scheduler and a launcher may both send it.
+    scheduler and a launcher may both send it. What unwinds says so in one sentence, on stderr.
     """
 
     def __init__(self, stop: StopRequest) -> None:
@@ -40,6 +43,7 @@ class RunSignals:
         self._is_installed = False
         self._is_training = False
         self._raise: BaseException | None = None
+        self._has_said = False
 
     def install(self) -> None:
         """From now on, for good, signals come here. Call it on the main thread."""
@@ -85,7 +89,8 @@ class RunSignals:
             if number == signal.SIGTERM and self._is_training:
                 self.stop.request("SIGTERM")
                 return
-            self._raise = SystemExit(128 + number)
+            self._raise = EndedBySignal(128 + number)
+            self._say(number)
         self._ignore_all()  # a launcher sends both: the second must not interrupt the closing
         raise self._raise
 
@@ -96,13 +101,25 @@ class RunSignals:
     def _listen(self) -> None:
         while numbers := self._bytes.recv(64):
             if not self._is_training:  # it may wait in C for ranks that never come
-                self._exit_after(UNWIND_S, 128 + numbers[0])
+                self._exit_after(UNWIND_S, 128 + numbers[0], lambda: self._say(numbers[0]))
             elif signal.SIGTERM in numbers and self._raise is None:
                 self.stop.request("SIGTERM")
 
+    def _say(self, number: int) -> None:
+        """Once, of whichever thread comes first."""
+        if not self._has_said:
+            self._has_said = True
+            say(number, IN_TRAINING if self._is_training else BEFORE_TRAINING)
+
     @staticmethod
-    def _exit_after(seconds: float, status: int) -> None:
-        last_resort = threading.Timer(seconds, os._exit, args=(status,))
+    def _exit_after(
+        seconds: float, status: int, at_last: Callable[[], object] = lambda: None
+    ) -> None:
+        def end() -> None:
+            at_last()
+            os._exit(status)
+
+        last_resort = threading.Timer(seconds, end)
         last_resort.daemon = True
         last_resort.start()
 

@@ -171,9 +171,18 @@ async def _open_update(client: EndpointClient) -> None:
 
 
 async def _resume(endpoint: Endpoint) -> None:
-    """Generates with its new weights."""
-    if not await endpoint.client.reset_prefix_cache():
-        raise EndpointError(endpoint.url, "did not reset its prefix cache, blocks are in use")
+    """Generates with its new weights.
+
+    No cached prefix is left, neither of the weights before nor of a push that failed: what was
+    computed in between by half of either may have gone into an external cache, too. Blocks that are
+    being moved there are in use for a moment.
+    """
+    for pause_s in (*RETRY_PAUSES_S, None):
+        if await endpoint.client.reset_prefix_cache():
+            break
+        if pause_s is None:
+            raise EndpointError(endpoint.url, "did not reset its prefix cache, blocks are in use")
+        await asyncio.sleep(pause_s)
     await endpoint.client.resume()
 
 

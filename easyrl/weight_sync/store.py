@@ -17,11 +17,12 @@ from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import remove_artifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from easyrl.runtime.machine import url_host
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
-EVERY_ADDRESS = "0.0.0.0"
+EVERY_ADDRESS, EVERY_IPV6_ADDRESS = "0.0.0.0", "::"
 NamedWeights = Iterator[tuple[str, Tensor]]
 
 
@@ -95,7 +96,7 @@ class WeightStore:
         A server listens only where the endpoints come from, unless another name is advertised.
         """
         advertised = self._config.advertise_host
-        host = EVERY_ADDRESS if advertised is not None else local_address_towards(url)
+        host = local_address_towards(url) if advertised is None else _every_address(advertised)
         with self._lock:  # endpoints are told at the same time
             server = self._servers.get(host)
             if server is None or not server.is_alive:
@@ -103,7 +104,7 @@ class WeightStore:
                 root, token = self._announcement.root, self._announcement.token
                 server = ChunkServer(root, token, host, self._config.port)
                 self._servers[host] = server
-        return server.url if advertised is None else f"http://{advertised}:{server.port}"
+        return server.url if advertised is None else f"http://{url_host(advertised)}:{server.port}"
 
     def close(self) -> None:
         """Removes everything from the host."""
@@ -113,6 +114,15 @@ class WeightStore:
         if self._announcement is not None:
             self._announcement.remove()
             self._announcement = None
+
+
+def _every_address(advertised: str) -> str:
+    """All of this machine's, of the family in which endpoints reach ``advertised``."""
+    try:
+        families = {family for family, *_ in socket.getaddrinfo(advertised, None)}
+    except OSError:  # a name that only the endpoints know
+        return EVERY_ADDRESS
+    return EVERY_IPV6_ADDRESS if families == {socket.AF_INET6} else EVERY_ADDRESS
 
 
 def local_address_towards(url: str) -> str:

@@ -48,8 +48,9 @@ class FetcherPool:
         self._running = False
         for request in self._suspects.waiting:
             request.future.cancel()
-        for fetcher in (*self._fetchers, self._suspects.fetcher):
-            await fetcher.close()
+        fetchers = (*self._fetchers, self._suspects.fetcher)
+        await asyncio.gather(*(fetcher.close() for fetcher in fetchers))
+        for fetcher in fetchers:
             for request in fetcher.requests.values():
                 request.future.cancel()
 

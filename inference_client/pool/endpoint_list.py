@@ -19,11 +19,14 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from easyrl.runtime.small_files import read_small
+
 log = logging.getLogger(__name__)
 
 WANTED_FILE = "endpoints.json"
 STATE_FILE = "endpoints_state.json"
 LOCK_FILE = "endpoints.lock"
+MOST_BYTES = 2**24
 SILENT_AFTER_S = 15.0  # a run that has written no state for so long is not running
 
 
@@ -133,7 +136,7 @@ def _write_wanted(run_dir: Path, wanted: Wanted) -> None:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_small(path, MOST_BYTES))
     except (OSError, ValueError) as error:
         raise MembershipError(f"{path} cannot be read: {error}") from error
 

@@ -22,6 +22,7 @@ from blake3 import blake3
 from easyrl.inference_client.transfer.artifact import ReusedMemory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import is_memory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.reading import ANNOUNCEMENT
+from easyrl.runtime.small_files import open_small
 
 OWNER = "owner"  # file in the root
 ROOTS = "easyrl-*"  # names of runs' roots
@@ -84,8 +85,10 @@ def _own(root: Path) -> IO[str]:
 
 def _remove_abandoned(directory: Path) -> None:
     """Deletes the roots of this host's runs that nobody owns any more."""
+    name = socket.gethostname().encode()
     for path in directory.glob(f"{ROOTS}/{OWNER}"):
-        with contextlib.suppress(OSError), path.open("r+") as owner:  # not ours, or just removed
-            if owner.read() == socket.gethostname():  # locks may not reach other hosts
+        # not ours, just removed, or no file: anybody may write beside us in shared memory
+        with contextlib.suppress(OSError), open_small(path, writable=True) as owner:
+            if owner.read(len(name) + 1) == name:  # locks may not reach other hosts
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it has an owner
                 shutil.rmtree(path.parent, ignore_errors=True)

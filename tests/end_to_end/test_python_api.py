@@ -1,8 +1,10 @@
 """``from easyrl import train_policy`` in a script of a few lines."""
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -11,6 +13,7 @@ from benchmarks.random_model import write_random_model
 from easyrl import train_policy
 from easyrl.metrics.trackers import read_metrics
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 from easyrl import train_policy
 
@@ -20,29 +23,89 @@ def short_is_good(prompt, texts, token_ids):
 if __name__ == "__main__":
     prompts = [f"{a}+{b}" for a in range(3) for b in range(2)]
     settings = {"rollout.max_tokens": 24, "data.max_prompt_tokens": 32, "data.epochs": 2}
+    settings["checkpoint.every_steps"] = 1
     print(train_policy("model", prompts, short_is_good, output_dir="out", settings=settings))
 """
 
 
-def test_a_script_trains(tmp_path):
-    model = write_random_model(tmp_path / "model", hidden_size=32, num_layers=1)
-    (tmp_path / "script.py").write_text(SCRIPT)
+AGAIN = """
+import json
+from pathlib import Path
+from easyrl import train_policy
+from script import short_is_good
+from tests.end_to_end.refused_runs import changed, digests
+
+def again(prompts, **further):
+    before = digests(Path("out"))
+    settings = {"rollout.max_tokens": 24, "data.max_prompt_tokens": 32, "data.epochs": 2}
+    settings |= {"checkpoint.every_steps": 1} | further.pop("settings", {})
+    try:
+        said = str(train_policy(
+            "model", prompts, short_is_good, output_dir="out", settings=settings, **further
+        ))
+    except ValueError as error:
+        said = str(error)
+    return [said, changed(before, digests(Path("out")))]
+
+if __name__ == "__main__":
+    same = [f"{a}+{b}" for a in range(3) for b in range(2)]
+    other = [*same[:-1], "1+1"]
+    print(json.dumps([
+        again(same), again(other), again(other, resume=True),
+        again(same, settings={"rollout.max_token": 9}), again(same, resume=True),
+        again(same, resume=True, settings={"data.epochs": 3}),
+    ]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a script that has trained; holds ``model`` and ``out``."""
+    folder = tmp_path_factory.mktemp("api")
+    write_random_model(folder / "model", hidden_size=32, num_layers=1)
+    run_script(folder, "script.py", SCRIPT)
+    return folder
+
+
+def run_script(folder, name, text) -> str:
+    """The last line that it prints."""
+    (folder / name).write_text(text)
     result = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        [sys.executable, name],
+        cwd=folder,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": str(ROOT),
+        },
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.splitlines()[-1] == "out/model"
-    metrics = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    return result.stdout.splitlines()[-1]
+
+
+def test_a_script_trains(folder):
+    metrics = read_metrics(folder / "out" / "metrics.jsonl")
     assert [m["batch/groups"] for m in metrics[1:]] == [6.0, 6.0]
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
-    start = AutoModelForCausalLM.from_pretrained(model)
+    trained = AutoModelForCausalLM.from_pretrained(folder / "out" / "model")
+    start = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert any(
         (a != b).any() for a, b in zip(trained.parameters(), start.parameters(), strict=True)
     )
+
+
+def test_a_used_folder_is_refused_unchanged_and_goes_on_with_resume(folder):
+    results = json.loads(run_script(folder, "again.py", AGAIN))
+    used, used_other, other_prompts, mistyped, finished, extended = results
+    for said, files in (used, used_other):
+        assert "out holds an earlier run" in said and files == []
+    assert "prompts: are not those" in other_prompts[0] and other_prompts[1] == []
+    assert "rollout.max_token" in mistyped[0] and mistyped[1] == []
+    assert finished == ["out/model", []]
+    assert extended[0] == "out/model" and "certificate.jsonl" in extended[1]
+    assert len(read_metrics(folder / "out" / "metrics.jsonl")) == 4
 
 
 def local_reward():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from easyrl.inference_client.transfer.announcement import OWNER, Announcement
+from easyrl.runtime.small_files import read_small
 
 TRAINER = """
 import sys, time
@@ -39,3 +42,43 @@ def test_roots_of_killed_trainers_are_removed(tmp_path: Path, host: str) -> None
     second.remove()
     second.remove()
     assert not first.root.exists() and not second.root.exists()
+
+
+CLEANER = """
+import resource, sys
+from pathlib import Path
+from easyrl.inference_client.transfer.announcement import Announcement
+resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+Announcement(Path(sys.argv[1]), "mine").remove()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("kind", ["sparse", "pipe", "link"])
+def test_what_a_stranger_calls_an_owner_is_neither_read_whole_nor_waited_for(tmp_path, kind):
+    """Anybody may write beside us in shared memory."""
+    owner = tmp_path / "easyrl-stranger" / OWNER
+    owner.parent.mkdir()
+    if kind == "sparse":
+        with owner.open("wb") as file:
+            file.truncate(2**36)
+    elif kind == "pipe":
+        os.mkfifo(owner)
+    else:
+        owner.symlink_to("/dev/zero")
+    command = [sys.executable, "-c", CLEANER, str(tmp_path / "easyrl-mine")]
+    cleaned = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert cleaned.stdout == "done\n", cleaned.stderr[-2000:]
+    assert owner.parent.is_dir()
+
+
+def test_a_small_file_is_read_within_its_bound(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"1234")
+    assert read_small(file, 4) == b"1234"
+    with pytest.raises(OSError, match="more than 3 bytes") as refused:
+        read_small(file, 3)
+    assert refused.value.errno == errno.EFBIG
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_small(tmp_path / "pipe", 3)

@@ -197,7 +197,7 @@ async def test_control_routes_send_what_vllm_expects(endpoint, client):
         ("/start_weight_update", None),
         ("/update_weights", {"update_info": {"path": "x"}}),
         ("/finish_weight_update", {"weight_version": "r:0:2"}),
-        ("/reset_prefix_cache", None),
+        ("/reset_prefix_cache?reset_external=true", None),  # a KV connector's cache, too
         ("/resume", None),
         ("/weight_info", None),
         ("/abort_requests", {}),

@@ -294,3 +294,22 @@ def test_option_that_this_vllm_does_not_know(model_dir: Path, tmp_path: Path) ->
     python = fake_vllm(tmp_path, "vllm", "easyrl-vllm", server=server)
     with pytest.raises(ServerStartError, match="does not know --enable-scale-out; use vLLM 0.32"):
         VllmServerProcess(model_dir, python)
+
+
+class EndsAtOnce(ServerProcess):
+    name = "the server"
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-c", "print('what the new one says')"]
+
+    def _environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+
+def test_what_an_earlier_server_has_said_stays_in_the_log(tmp_path):
+    log = tmp_path / "server-0.log"
+    log.write_text("what the earlier one said\n")
+    with pytest.raises(ServerStartError) as failed:
+        EndsAtOnce(log=log)
+    assert log.read_text() == "what the earlier one said\nwhat the new one says\n"
+    assert "the new one" in str(failed.value) and "the earlier one" not in str(failed.value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from easyrl.schema import Key
 
@@ -21,6 +22,12 @@ class CertificateError(RuntimeError):
     key: Key | None = None
     endpoint: str | None = None
     file: str | None = None
+
+    remedy: ClassVar[str] = "; restore the file, or start a new run in another folder"
+
+    def in_folder(self, folder: Path) -> Self:
+        """The same, naming the run's folder and the remedy."""
+        return type(self)(f"{folder}: {self}{self.remedy}")
 
     def __str__(self) -> str:
         """Such as ``certificate.jsonl line 5, batch 3, prompt 17 of epoch 0: is missing``."""
@@ -40,6 +47,8 @@ class OtherSettings(CertificateError):
 
     Nothing is wrong with the certificate.
     """
+
+    remedy = ""
 
 
 @contextmanager

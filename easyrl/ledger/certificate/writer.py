@@ -18,7 +18,7 @@ from easyrl.ledger.certificate.records import (
     Record,
     RunRecord,
 )
-from easyrl.runtime.durable_files import fsync_folder
+from easyrl.runtime.durable_files import fsync, fsync_folder
 
 # What has to stay as it was when a run is resumed: the setting that it comes from, if it is one.
 SETTINGS = {"seed": "run.seed", "shuffle": "data.shuffle", "batch_size": "trainer.batch_size"}
@@ -43,9 +43,7 @@ class Certificate:
             self._begin(run, attempt)
         except CertificateError as error:
             self.close()
-            is_sound = isinstance(error, OtherSettings)
-            remedy = "" if is_sound else "; restore the file, or start a new run in another folder"
-            raise type(error)(f"{path.parent}: {error}{remedy}") from error
+            raise error.in_folder(path.parent) from error
         except BaseException:
             self.close()
             raise
@@ -73,11 +71,11 @@ class Certificate:
     def _begin(self, run: RunRecord, attempt: AttemptRecord) -> None:
         """A last line that a crash cut off is dropped."""
         self._history.take_all()
+        if self._history.run is not None:
+            refuse_other_settings(self._history.run, run)
         self._file.truncate(self._history.last.end)
         if self._history.run is None:
             self._append(run)
-        else:
-            _refuse_other_settings(self._history.run, run)
         self._append(attempt)
         fsync_folder(self._path.parent)
 
@@ -94,7 +92,7 @@ class Certificate:
             view = memoryview(data)
             while view:
                 view = view[self._file.write(view) :]
-            os.fsync(self._file.fileno())
+            fsync(self._file.fileno(), self._path)
         except OSError as error:  # what is there of the line is dropped when the run goes on
             self.close()
             message = (
@@ -104,7 +102,7 @@ class Certificate:
             raise OSError(error.errno, message, str(self._path)) from error
 
 
-def _refuse_other_settings(began: RunRecord, now: RunRecord) -> None:
+def refuse_other_settings(began: RunRecord, now: RunRecord) -> None:
     """Raises ``OtherSettings`` with all that has to be put back."""
     was, new = msgspec.structs.asdict(began), msgspec.structs.asdict(now)
     changed = [name for name in MUST_STAY if was[name] != new[name]]

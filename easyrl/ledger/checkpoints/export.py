@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,7 +33,17 @@ def export_model(
         source: the model the run started from; its other files are copied.
         dtype: torch's name of the weights' type, for ``config.json``.
     """
-    shutil.rmtree(target, ignore_errors=True)
+    with _replaced(target) as unfinished:
+        _write_model(weights, source, tokenizer, unfinished, dtype)
+
+
+def _write_model(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    source: Path,
+    tokenizer: Path,
+    target: Path,
+    dtype: str,
+) -> None:
     chunks = write_artifact(iter(weights), target, "export", EXPORT_SHARD_BYTES)
     weight_map = {name: chunk.file for chunk in chunks for name in chunk.checksums}
     index = {"metadata": {}, "weight_map": weight_map}
@@ -59,7 +70,24 @@ def export_adapter(
     """
     from easyrl.models.lora import peft_config
 
+    with _replaced(target) as unfinished:
+        unfinished.mkdir(parents=True)
+        save_file(
+            dict(weights), unfinished / "adapter_model.safetensors", metadata={"format": "pt"}
+        )
+        peft_config(lora, source).save_pretrained(str(unfinished))
+
+
+@contextmanager
+def _replaced(target: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the place of ``target`` when it is complete."""
+    unfinished = target.with_name(f".{target.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    yield unfinished
     shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    save_file(dict(weights), target / "adapter_model.safetensors", metadata={"format": "pt"})
-    peft_config(lora, source).save_pretrained(str(target))
+    unfinished.rename(target)
+
+
+def is_newer(export: Path, file: Path) -> bool:
+    """Whether ``export`` is there and was completed behind the last line of ``file``."""
+    return export.is_dir() and export.stat().st_mtime_ns >= file.stat().st_mtime_ns

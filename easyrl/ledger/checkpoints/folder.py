@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 from blake3 import blake3
 
 from easyrl.ledger.format import FORMAT, other_format
-from easyrl.runtime.durable_files import fsync_folder
+from easyrl.runtime.durable_files import fsync, fsync_folder
 
 MANIFEST = "checkpoint.json"
 UNFINISHED, REPLACED, REMOVED = ".tmp", ".old", ".gone"  # suffixes of what is no checkpoint
@@ -115,7 +114,7 @@ def write_manifest(file: Path, record: dict[str, Any]) -> None:
     with file.open("w") as opened:
         opened.write(json.dumps(content))
         opened.flush()
-        os.fsync(opened.fileno())
+        fsync(opened.fileno(), file)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

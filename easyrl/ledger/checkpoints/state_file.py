@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from easyrl.engines.base import StatePiece
+from easyrl.runtime.durable_files import fsync
 
 BLOCK_BYTES = 8 * 2**20  # written and hashed at a time, the interpreter free meanwhile
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -47,7 +47,7 @@ def write_state_file(path: Path, pieces: Sequence[StatePiece]) -> tuple[int, str
                     digest.update(part)
                     file.write(part)
             file.flush()
-            os.fsync(file.fileno())
+            fsync(file.fileno(), path)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise

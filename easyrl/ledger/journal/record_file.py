@@ -22,7 +22,7 @@ from typing import BinaryIO, Literal, NamedTuple
 from blake3 import blake3
 
 from easyrl.ledger.format import FORMAT, other_format
-from easyrl.runtime.durable_files import fsync_folder
+from easyrl.runtime.durable_files import fsync, fsync_folder
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class RecordWriter:
         if self._is_synced:
             return
         try:
-            os.fsync(self._file)
+            fsync(self._file, self._path)
         except OSError as error:  # what was lost would not be missed by a second call
             self._failure = _cannot_write(self._path, error)
             raise self._failure from error

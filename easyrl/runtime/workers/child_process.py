@@ -1,9 +1,10 @@
 """Child interpreters that answer this process over a socket: what workers and fetchers share.
 
 A child imports only what it is told to run. It leads a session of its own: Ctrl-C does not reach
-it, and what it started is killed with it. It ends by its parent alone: DeepSpeed's launcher sends
-SIGTERM to all below it, and the parent may need its children to end well. A message is a *frame*:
-four bytes of length, then bytes.
+it. What it started ends with it, also in a session of its own: all of it inherits a mark in the
+environment. It ends by its parent alone: DeepSpeed's launcher sends SIGTERM to all below it, and
+the parent may need its children to end well. A message is a *frame*: four bytes of length, then
+bytes.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import ctypes
 import importlib
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 HEADER_BYTES = 4
+END_LIMIT_S = 5.0  # for killed processes to be gone
+END_POLL_S = 0.02
 # Set before the child's first import: several processes are the parallelism.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CODE = (
@@ -38,19 +43,38 @@ class Child:
 
     process: subprocess.Popen
     socket: socket.socket
+    mark: str  # name of a variable in its environment, and in that of all that it starts
 
     def kill(self) -> None:
-        """With all that it started; returns when it is gone. The socket stays open."""
+        """Tells it to end, with its process group, and returns at once. The socket stays open."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+
+    def end(self, limit_s: float = END_LIMIT_S) -> list[int]:
+        """Kills it and all that it started; returns when they are gone. Blocks.
+
+        One that the kernel does not let go (a disk that hangs) is left behind after ``limit_s``:
+        the result lists them.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            self.kill()
+            has_ended = self.process.poll() is not None
+            left = _marked(self.mark)
+            if has_ended and not left:
+                return []
+            if time.monotonic() > deadline_s:
+                return left if has_ended else sorted({self.process.pid, *left})
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(END_POLL_S)
 
     def ending(self) -> str:
-        """How it ended, in words; for one that closed its socket. Kills what is left of it."""
+        """How it ended, in words; for one that closed its socket. Blocks for a moment."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)  # the socket closes a moment before there is an exit code
         code = self.process.returncode
-        self.kill()
         if code is None or code >= 0:
             return "its socket was closed" if code is None else f"exit code {code}"
         out_of_memory = " (out of memory?)" if code == -signal.SIGKILL else ""
@@ -71,14 +95,27 @@ def start_child(entry: str, environment: Mapping[str, str] | None = None) -> Chi
             descriptor=theirs.fileno(),
             parent=os.getpid(),
         )
+        mark = f"EASYRL_CHILD_{secrets.token_hex(8)}"
         process = subprocess.Popen(
             [sys.executable, "-c", code],
-            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            env={**os.environ, **ENVIRONMENT, **(environment or {}), mark: ""},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
-    return Child(process, ours)
+    return Child(process, ours, mark)
+
+
+def _marked(mark: str) -> list[int]:
+    """Running processes with the variable ``mark`` in their environment; zombies have none."""
+    import psutil  # the child imports this file, too, and has no use for it
+
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
+            if mark in psutil.Process(pid).environ():
+                found.append(pid)
+    return found
 
 
 def child_main(entry: str, descriptor: int, parent_pid: int) -> None:

@@ -7,10 +7,20 @@ outlive the child (see ``start_child``).
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 
-from easyrl.runtime.workers.child_process import Child, FrameSplitter, frame, start_child
+from easyrl.runtime.workers.child_process import (
+    END_LIMIT_S,
+    Child,
+    FrameSplitter,
+    frame,
+    start_child,
+)
+
+logger = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 2**18
 
@@ -29,6 +39,7 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._transport: asyncio.Transport | None = None
         self._why_killed: str | None = None
+        self._endings: set[asyncio.Task[None]] = set()  # of processes that have yet to be gone
 
     def on_start(self) -> None:
         """A process has been started and can be sent messages."""
@@ -56,9 +67,9 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs and can be sent messages."""
-        child = self.child
-        return self._transport is not None and child is not None and child.process.poll() is None
+        """Whether the process runs, is to go on, and can be sent messages."""
+        child, is_usable = self.child, self._transport is not None and self._why_killed is None
+        return is_usable and child is not None and child.process.poll() is None
 
     def send(self, payload: bytes) -> None:
         """To the present process; lost without one."""
@@ -66,13 +77,17 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
             self._transport.write(frame(payload))
 
     def kill(self, why: str) -> None:
-        """Kills the process; ``on_end`` is told ``why`` when all that it had sent has been read."""
+        """Kills the process; ``on_end`` is told ``why`` when all that it had sent has been read.
+
+        Returns at once. One that does not die is left behind after ``END_LIMIT_S``.
+        """
         assert self.child is not None
         self._why_killed = why
         self.child.kill()
+        asyncio.get_running_loop().call_later(END_LIMIT_S, self._leave_behind, self.child)
 
     async def close(self) -> None:
-        """Kills the process, without ``on_end``."""
+        """Kills the process and what is left of those before it, without ``on_end``."""
         child, self.child = self.child, None
         if child is not None:
             child.kill()
@@ -80,6 +95,9 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
             if self._transport is not None:
                 self._transport.abort()
                 self._transport = None
+            self._end_all_of(child)
+        while self._endings:
+            await asyncio.wait(list(self._endings))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -95,8 +113,32 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
             self.on_message(payload)
 
     def connection_lost(self, error: Exception | None) -> None:
-        child, self.child, self._transport = self.child, None, None
-        if child is not None:  # else it was closed
-            ending = child.ending()
-            how, self._why_killed = self._why_killed or ending, None
+        self._transport = None
+        if self.child is not None:  # else it was closed
+            self._keep(self._on_lost(self.child))
+
+    async def _on_lost(self, child: Child) -> None:
+        how = self._why_killed
+        if how is None:
+            how = await asyncio.to_thread(child.ending)
+        self._end_all_of(child)
+        if self.child is child:  # else it was closed meanwhile
+            self.child, self._why_killed = None, None
             self.on_end(how)
+
+    def _leave_behind(self, child: Child) -> None:
+        if self.child is child and self._transport is not None:
+            self._transport.abort()  # connection_lost follows
+
+    def _end_all_of(self, child: Child) -> None:
+        """In a thread: what cannot be killed must not hold up the loop."""
+        self._keep(self._wait_for_end(child))
+
+    async def _wait_for_end(self, child: Child) -> None:
+        if left := await asyncio.to_thread(child.end):
+            logger.error("processes %s cannot be killed; they are left behind", left)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)

@@ -59,8 +59,8 @@ class WorkerPool:
     async def close(self) -> None:
         """Kills the workers and cancels what waits. Safe to call twice."""
         self._running = False
+        await asyncio.gather(*(worker.close() for worker in self._workers))
         for worker in self._workers:
-            await worker.close()
             if worker.task is not None:
                 name = worker.task.name
                 worker.finish(WorkerDied(f"the worker pool was closed while {name} ran"))

@@ -21,6 +21,7 @@ from easyrl.inference_client.servers.embedded.engine import DTYPES, EmbeddedEngi
 from easyrl.inference_client.servers.embedded.requests import UnavailableError
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode
+from easyrl.runtime.machine import url_host
 
 
 async def start_site(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
@@ -31,8 +32,7 @@ async def start_site(app: web.Application, host: str, port: int) -> tuple[web.Ap
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=1024)
     await web.SockSite(runner, listener).start()
-    shown = f"[{host}]" if ":" in host else host
-    return runner, f"http://{shown}:{listener.getsockname()[1]}"
+    return runner, f"http://{url_host(host)}:{listener.getsockname()[1]}"
 
 
 def serve(

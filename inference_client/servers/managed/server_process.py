@@ -43,7 +43,7 @@ class ServerProcess(ABC):
     port: int | None = None  # None takes a free one
     cpus: Sequence[int] | None = None  # processors it may use; default: all
     env: Mapping[str, str] = field(default_factory=dict)  # further variables, over all others
-    log: Path | None = None  # receives what it prints; default: a temporary file
+    log: Path | None = None  # what it prints goes behind its end; default: a temporary file
     start_timeout_s: float = 120.0  # until it has to answer
     wait: bool = True  # return only when it answers; else ``wait_until_healthy`` later
 
@@ -52,7 +52,7 @@ class ServerProcess(ABC):
 
     def __post_init__(self) -> None:
         self._guard: ProcessGuard | None = None
-        file = tempfile.TemporaryFile() if self.log is None else self.log.open("w+b")
+        file = tempfile.TemporaryFile() if self.log is None else self.log.open("a+b")
         self._log_file = cast(BinaryIO, file)
         try:
             self._start(self.wait)

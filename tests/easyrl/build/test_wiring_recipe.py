@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from easyrl.build.accumulation import ROWS_PER_DRAIN, build_accumulator, rows_per_drain
-from easyrl.build.recipe import group_functions, pack_in_order
-from easyrl.config import Config
+from easyrl.build.recipe import RecipeFailed, accept_function, group_functions, pack_in_order
+from easyrl.config import Config, ConfigError
 from easyrl.config.file import validate_config
 from easyrl.metrics.event_log import ignore
+from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
@@ -163,3 +164,41 @@ def test_groups_without_signal_are_run_in_strict_mode(
             synchronous=True,
         )
     assert built.skip_without_signal == skips
+
+
+RECIPE = """
+import asyncio
+from dataclasses import dataclass
+from easyrl.recipes import GRPO
+
+@dataclass(frozen=True)
+class Raising(GRPO):
+    def accepts(self, group, run):
+        raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    "error", ["asyncio.CancelledError()", "SystemExit(3)", "StopIteration()", "KeyError('x')"]
+)
+def test_whatever_a_recipe_raises_is_an_error_of_that_recipe(tmp_path: Path, error: str) -> None:
+    """In the producer's coroutine a ``CancelledError`` would end the prompt without a word."""
+    (tmp_path / "own.py").write_text(RECIPE.format(error=error))
+    settings = config(tmp_path).model_dump(mode="json")
+    settings["recipe"] = {"name": "Raising", "file": str(tmp_path / "own.py")}
+    accept = accept_function(validate_config(settings))
+    (group,) = groups_of_sizes((8,))
+    name = error.partition("(")[0].rpartition(".")[2]
+    with pytest.raises(RecipeFailed, match=f"recipe Raising: accepts .* prompt 0 .*: {name}"):
+        accept(group)
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "asyncio.CancelledError()"])
+def test_a_recipe_file_that_ends_the_process_is_an_error_of_that_file(
+    tmp_path: Path, error: str
+) -> None:
+    (tmp_path / "own.py").write_text(f"import asyncio\nraise {error}")
+    settings = config(tmp_path).model_dump(mode="json")
+    settings["recipe"] = {"name": "Own", "file": str(tmp_path / "own.py")}
+    with pytest.raises(ConfigError, match="recipe.file: .*own.py cannot be run"):
+        load_recipe(validate_config(settings))

@@ -60,6 +60,21 @@ def test_what_cannot_be_done_says_why_and_changes_nothing(tmp_path, arguments, m
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_names_are_shown_as_they_are_brackets_and_colons_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    run_dir = tmp_path / "[bold]run[/oops]"
+    run_dir.mkdir(parents=True)
+    url = "http://[::1]:8000"
+    begin_membership(run_dir, [url])
+    said = "excluded: it said [/red] :smile:"
+    write_state(run_dir, [state_of(url, said)], running=True)
+    result = run("list", run_dir)
+    assert result.exit_code == 0, result.exception
+    assert url in result.output and said in result.output and "[bold]run[/oops]" in result.output
+    result = run("add", run_dir, "http://[fd00::2]:8000/")
+    assert result.exit_code == 0 and "http://[fd00::2]:8000 is added" in result.output
+
+
 def test_the_last_may_be_removed_with_force(tmp_path):
     begin_membership(tmp_path, [A])
     assert run("remove", "--force", tmp_path, A).exit_code == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, WeightSyncConfig, endpoint_url
 from easyrl.config.file import dump_config, load_config
 from easyrl.config.machine import check_paths
 
@@ -502,3 +502,43 @@ def test_wandb_must_be_installed(tmp_path, monkeypatch):
     (tmp_path / "wandb" / "__init__.py").write_text("")
     importlib.invalidate_caches()
     check_paths(config)
+
+
+@pytest.mark.parametrize(
+    "url, problem",
+    [
+        ("http://[::1]:8000", None),
+        ("https://[fd00::2%25eth0]:8000/base", None),
+        ("http://[::1", "Invalid IPv6 URL"),
+        ("http://::1:8000", "names no server|Port could not be cast"),
+        ("http://host:99999", "Port out of range"),
+        ("http://:8000", "names no server"),
+        ("http://host:8000/?x=1", "names no server"),
+    ],
+)
+def test_an_endpoint_is_a_server_that_a_url_names(url, problem):
+    if problem is None:
+        assert endpoint_url(url) == url
+        return
+    with pytest.raises(ValueError, match=problem):
+        endpoint_url(url)
+
+
+@pytest.mark.parametrize(
+    "given, host",
+    [("trainer-0", "trainer-0"), ("10.0.0.1", "10.0.0.1"), ("fd00::1", "fd00::1"),
+     ("[fd00::1]", "fd00::1"), ("trainer-0:8000", None), ("http://trainer-0", None)],
+)  # fmt: skip
+def test_an_advertised_host_is_a_name_or_an_address(given, host):
+    if host is not None:
+        assert WeightSyncConfig(advertise_host=given).advertise_host == host
+        return
+    with pytest.raises(ValueError, match="leave off http:// and the port"):
+        WeightSyncConfig(advertise_host=given)
+
+
+def test_an_override_with_the_brackets_of_an_ipv6_address_says_how_to_write_it():
+    with pytest.raises(ConfigError, match=r'in quotes: \["http://\[::1\]:8000"\]'):
+        load_config("benchmarks/overlap.yaml", ["inference.endpoints=[http://[::1]:8000]"])
+    config = load_config("benchmarks/overlap.yaml", ['inference.endpoints=["http://[::1]:8000"]'])
+    assert config.inference.endpoints == ["http://[::1]:8000"]

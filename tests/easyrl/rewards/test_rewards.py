@@ -420,6 +420,47 @@ async def test_other_errors_are_not_taken_for_a_rewards(folder):
         await it.score_sample(prompt(), completion("72"))
 
 
+@pytest.mark.parametrize("how", ["", "async "])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *("asyncio.CancelledError", "SystemExit", "KeyboardInterrupt", "GeneratorExit"),
+        *("StopIteration", "StopAsyncIteration", "BaseException"),
+    ],
+)
+def test_whatever_a_reward_raises_is_an_error_of_that_reward(folder, error, how):
+    """None of them may cancel, end or interrupt what is ours."""
+    file = folder / f"raises_{error}_{how.strip()}.py"
+    file.write_text(
+        f"import asyncio\n{how}def reward_func(prompt, texts, token_ids):\n    raise {error}('no')"
+    )
+    reward = RewardConfig(file=file)
+    worker.initialize([reward], folder / "tokenizer")
+    with pytest.raises(RewardFunctionError, match=error.rpartition(".")[2]):
+        worker.score_reward(0, prompt(), [tokens("a")])
+
+
+async def test_a_reward_that_cancels_itself_counts_by_on_reward_error(folder):
+    (folder / "cancels.py").write_text(
+        "import asyncio\nasync def reward_func(prompt, texts, token_ids):\n"
+        "    raise asyncio.CancelledError()"
+    )
+    rewards = [RewardConfig(file=folder / "cancels.py")]
+    async with started(
+        WorkerPool(1, worker.initialize, (rewards, folder / "tokenizer"))
+    ) as workers:
+        lenient = Scorer(rewards, ScoringConfig(on_reward_error="zero"), workers)
+        (score,) = await lenient.score_group(
+            prompt(), [completion("a")], [await lenient.score_sample(prompt(), completion("a"))]
+        )
+        assert score.reward == 0.0 and score.failed
+        strict = Scorer(rewards, ScoringConfig(on_reward_error="fail"), workers)
+        with pytest.raises(RewardError, match="cancels.py.*CancelledError"):
+            await strict.score_group(
+                prompt(), [completion("a")], [await strict.score_sample(prompt(), completion("a"))]
+            )
+
+
 async def test_real_workers_survive_what_rewards_do(folder):
     """A hanging, a dying and a quitting reward, and a math expression that never ends."""
     rewards = [

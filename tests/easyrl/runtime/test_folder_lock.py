@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from easyrl.config import ConfigError
 from easyrl.runtime import durable_files as durable
 from easyrl.runtime.ranks import Ranks
-from easyrl.runtime.run_folder import begin_attempt, locked_folder, prepare_output
+from easyrl.runtime.run_folder import keep_attempt, locked_folder, next_attempt, prepare_output
 
 # Takes the folder, and starts a child that outlives it, as workers, fetchers and servers might.
 HOLDER = """
@@ -191,7 +191,11 @@ def test_a_run_that_ended_while_it_was_waited_for_is_not_begun_again(tmp_path):
 
 def test_attempts_are_counted_on_all_ranks(tmp_path):
     settings = Settings(run=Run(output_dir=tmp_path))
-    attempts = [on_two_ranks(lambda a: begin_attempt(settings, tmp_path, a)) for _ in range(2)]
+    attempts = []
+    for _ in range(2):
+        attempts.append(on_two_ranks(lambda a: next_attempt(settings, tmp_path, a)))
+        assert on_two_ranks(lambda a: next_attempt(settings, tmp_path, a)) == attempts[-1]
+        keep_attempt(attempts[-1][0], tmp_path)  # it counts from here on
     assert [[version.attempt for version in ranks] for ranks in attempts] == [[0, 0], [1, 1]]
     assert len({version.run for ranks in attempts for version in ranks}) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["attempt.json"]
@@ -201,12 +205,12 @@ def test_attempts_are_counted_on_all_ranks(tmp_path):
 def test_a_count_that_cannot_be_read_names_file_and_remedy(tmp_path, content):
     settings = Settings(run=Run(output_dir=tmp_path))
     (tmp_path / "attempt.json").write_text(content)
-    told = on_two_ranks(lambda a: begin_attempt(settings, tmp_path, a))
+    told = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
     assert all(isinstance(error, ConfigError) for error in told)
     assert f"{tmp_path / 'attempt.json'}: cannot be read" in str(told[0])
     assert "remove it" in str(told[1])
     (tmp_path / "certificate.jsonl").write_text("")
-    told = on_two_ranks(lambda a: begin_attempt(settings, tmp_path, a))
+    told = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
     assert "remove it" not in str(told[0])
     assert '"kind":"attempt"' in str(told[0]) and "certificate.jsonl" in str(told[0])
     assert (tmp_path / "attempt.json").read_text() == content
@@ -231,3 +235,38 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     durable.write_durably(tmp_path / "attempt.json", "new")
     assert done == [("attempt.json.part", "new"), ("rename", None), (tmp_path.name, None)]
     assert (tmp_path / "attempt.json").read_text() == "new"
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_that_cannot_sync_is_told_once_and_used(tmp_path, monkeypatch, caplog, code):
+    def cannot(descriptor):
+        raise OSError(code, "cannot sync")
+
+    monkeypatch.setattr(durable, "_told", set())
+    monkeypatch.setattr(os, "fsync", cannot)
+    for text in ("one", "two"):
+        durable.write_durably(tmp_path / "attempt.json", text)
+    assert (tmp_path / "attempt.json").read_text() == "two"
+    (told,) = [message for message in caplog.messages if "cannot sync" in message]
+    assert str(tmp_path) in told
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_what_may_be_lost_is_an_error_with_file_and_remedy(tmp_path, monkeypatch, code):
+    def fails(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    durable.write_durably(tmp_path / "attempt.json", "old")
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=f"{os.strerror(code)}.*make room") as failed:
+        durable.write_durably(tmp_path / "attempt.json", "new")
+    assert failed.value.errno == code and failed.value.filename == str(tmp_path / "attempt.json")
+    assert (tmp_path / "attempt.json").read_text() == "old"
+
+
+def test_a_count_of_attempts_as_large_as_a_disk_is_not_read(tmp_path):
+    settings = Settings(run=Run(output_dir=tmp_path))
+    with (tmp_path / "attempt.json").open("wb") as sparse:
+        sparse.truncate(2**40)
+    told = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
+    assert "has more than" in str(told[0]) and "remove it" in str(told[1])

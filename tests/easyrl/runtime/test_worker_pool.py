@@ -59,6 +59,19 @@ def spawn_child_and_hang(path: str) -> None:
     child.wait()
 
 
+def start_elsewhere(path: str, then: str) -> None:
+    """Starts a process in a session of its own, whose parent ends at once: nobody's child."""
+    code = "import os, sys, time; os.fork() and os._exit(0); os.setsid(); "
+    code += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1000)"
+    subprocess.run([sys.executable, "-c", code, f"{path}.part"], check=True)
+    wait_until(lambda: has_text(Path(f"{path}.part")))
+    Path(f"{path}.part").rename(path)
+    if then == "hang":
+        time.sleep(1000)
+    elif then == "die":
+        os._exit(3)
+
+
 def environment(name: str) -> str | None:
     return os.environ.get(name)
 
@@ -176,6 +189,65 @@ async def test_timeout_kills_what_the_task_had_started(pool, tmp_path):
     with pytest.raises(TimeoutError):
         await pool.call(spawn_child_and_hang, str(path), timeout_s=2)
     wait_until(lambda: not alive(int(path.read_text())))
+
+
+@pytest.mark.parametrize("then", ["hang", "die", "return"])
+async def test_nothing_that_a_task_has_started_outlives_its_worker(tmp_path, then):
+    """Neither a session of its own nor a parent that has ended hides it."""
+    path = tmp_path / "pid"
+    async with started(WorkerPool(1)) as pool:
+        call = pool.call(start_elsewhere, str(path), then, timeout_s=5 if then == "hang" else None)
+        with contextlib.suppress(WorkerTimeout, WorkerDied):
+            await call
+        pid = int(path.read_text())
+        if then == "return":
+            assert alive(pid)  # it may be there for the next task
+        else:
+            await asyncio.to_thread(wait_until, lambda: not alive(pid))
+    assert not alive(pid)
+
+
+async def test_a_worker_that_cannot_be_killed_holds_nobody_up(monkeypatch, caplog, tmp_path):
+    """As one that waits for a disk in the kernel: it is left behind, and replaced."""
+    monkeypatch.setattr(supervised_child, "END_LIMIT_S", 1.0)
+    kill, killpg, stuck = os.kill, os.killpg, []
+
+    def sparing(send):
+        return lambda pid, number: None if pid in stuck else send(pid, number)
+
+    monkeypatch.setattr(os, "kill", sparing(kill))
+    monkeypatch.setattr(os, "killpg", sparing(killpg))
+    pool, gaps = WorkerPool(2), []
+    await pool.start()
+    try:
+        call = asyncio.ensure_future(
+            pool.call(spawn_child_and_hang, str(tmp_path / "pid"), timeout_s=1.0)
+        )
+        await asyncio.to_thread(wait_until, lambda: has_text(tmp_path / "pid"))
+        worker = int(Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat").read_text().split()[3])
+        kill(worker, signal.SIGSTOP)
+        stuck.append(worker)
+        with pytest.raises(WorkerTimeout):
+            await call
+        begun_s = time.monotonic()
+        pids = set()
+        while len(pids) < 2:  # the other worker, then the one that replaces it
+            looked_s = time.monotonic()
+            pids |= set(await asyncio.gather(*[pool.call(os.getpid) for _ in range(4)]))
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - looked_s)
+        assert worker not in pids and time.monotonic() - begun_s < 15
+        assert max(gaps) < 1.0  # the loop went on
+        begun_s = time.monotonic()
+        await pool.close()
+        assert time.monotonic() - begun_s < 10 and f"[{worker}" in caplog.text
+    finally:
+        stuck.clear()
+        killpg(worker, signal.SIGKILL)
+
+
+def has_text(path: Path) -> bool:
+    return path.exists() and path.read_text() != ""
 
 
 @pytest.mark.parametrize(

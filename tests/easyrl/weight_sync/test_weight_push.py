@@ -192,6 +192,33 @@ def test_a_prefix_cache_that_is_not_reset_fails_the_push():
         asyncio.run(push(client, stream(1)))
 
 
+def test_blocks_that_are_in_use_for_a_moment_are_waited_for():
+    """As while a KV connector moves them out."""
+    client, left = ScriptedClient(), [False, False]
+    answers = client.reset_prefix_cache
+
+    async def reset() -> bool:
+        await answers()
+        return left.pop() if left else True
+
+    client.reset_prefix_cache = reset
+    asyncio.run(push(client, stream(1)))
+    assert client.calls == [*PUSH[:-1], "reset", "reset", "resume"]
+    assert client.version == UPDATING
+
+
+def test_after_a_push_that_failed_the_next_one_resets_before_anything_is_generated():
+    """What the half-pushed weights have left in a cache must not be read under the whole ones."""
+    client = ScriptedClient({"finish": failing(EndpointError(URL, "no"))})
+    pusher = WeightPusher(Announcer())
+    with pytest.raises(EndpointError):
+        asyncio.run(push(client, stream(1), pusher))
+    failed, client.calls = client.calls, []
+    assert failed[-2:] == ["abandon", "resume"]
+    asyncio.run(push(client, stream(1), pusher))
+    assert client.calls[-2:] == ["reset", "resume"]
+
+
 def test_an_endpoint_that_hangs_is_not_waited_for_once_it_is_found_down():
     async def story():
         client = ScriptedClient({"update": asyncio.Event().wait})

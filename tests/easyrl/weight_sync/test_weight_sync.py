@@ -139,6 +139,19 @@ def test_another_name_may_be_advertised(model_dir, server, tmp_path):
         assert proxy.inits[0]["url"].startswith("http://localhost:")
 
 
+def test_an_endpoint_and_a_trainer_with_ipv6_addresses(model_dir, tmp_path):
+    options = {"transport": "http", "advertise_host": "::1", "probe": False}
+    with serve(model_dir, host="::1") as url:
+        assert url.startswith("http://[::1]:")
+        with closing(Watched(url)) as proxy:  # its own address is IPv4
+            engine = PlainEngine(model_dir)
+            with weight_sync(engine, [url, proxy.url], tmp_path, **options) as rank:
+                rank.sync.publish(V0)
+                assert set(rank.statuses()) == {url, proxy.url}
+                assert set(rank.statuses().values()) == {"confirmed sync:0:0"}
+            assert proxy.inits[0]["url"].startswith("http://[::1]:")
+
+
 # ---- planted faults ------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ class PlainEngine:
 
 
 @contextmanager
-def serve(model_dir: Path, copied: str | None = None, dtype: str = "auto"):
+def serve(model_dir: Path, copied: str | None = None, dtype: str = "auto", host: str = "127.0.0.1"):
     """The embedded server in this process; its URL.
 
     Its module ``copied`` is a copy that never hears of new weights, and that nobody can read back.
@@ -90,7 +90,7 @@ def serve(model_dir: Path, copied: str | None = None, dtype: str = "auto"):
         model.set_submodule(copied, copy.deepcopy(model.get_submodule(copied)))
     with LoopThread("server") as thread:
         app = EmbeddedServer(engine, "model").app()
-        runner, url = thread.run(start_site(app, "127.0.0.1", 0))
+        runner, url = thread.run(start_site(app, host, 0))
         try:
             yield url
         finally:
