@@ -33,6 +33,7 @@ from easyrl.ledger.ledger import Ledger
 from easyrl.ledger.ledger import resume as resume_progress
 from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import ignore
+from easyrl.metrics.logprob_agreement import agreement_limit
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
@@ -68,6 +69,12 @@ def build_parts(
     if ranks.is_first:
         for notice in notices(config, load_recipe(config)):
             logger.warning("%s", notice)
+        if agreement_limit(config) is None:
+            logger.warning(
+                "rollout.allow_off_policy_sampling: how far endpoints' log-probabilities are from "
+                "the trainer's is written down and not judged; set "
+                "weight_sync.agreement_tolerance to have them held to a limit"
+            )
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")
@@ -143,7 +150,7 @@ def build_parts(
     opened.callback(rollouts.close)
     weight_sync.confirmed.on_failed_proof = rollouts.withdraw
     weight_sync.confirmed.end_batch = rollouts.end_batch
-    rollouts.on_withdrawal = lambda urls: inference.thread.run(set_aside(inference.pool, urls))
+    rollouts.on_withdrawal = lambda why: inference.thread.run(set_aside(inference.pool, why))
     certificate = open_certificate(config, output, version, order, progress, collectives, opened)
     if ranks.is_first:
         keep_config(config, output, version.attempt)
@@ -161,7 +168,13 @@ def build_parts(
     trainer = Trainer(
         rollouts=rollouts,
         accumulator=build_accumulator(
-            config, engine, collectives, stop, record=record, synchronous=config.run.mode == "sync"
+            config,
+            engine,
+            collectives,
+            stop,
+            record=record,
+            synchronous=config.run.mode == "sync",
+            agreement_limit=agreement_limit(config),
         ),
         weight_sync=weight_sync,
         ledger=Ledger(

@@ -6,7 +6,7 @@ Within one batch generation and training overlap; between batches the weights mo
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +22,7 @@ from easyrl.schema import (
     BatchWithdrawn,
     Confirmation,
     EndedBy,
+    EndpointsDisagree,
     GroupOutcome,
     InterruptedRun,
     Key,
@@ -69,6 +70,9 @@ class Rollouts(Protocol):
     def has_more(self, position: int) -> bool: ...
     def begin(self, served: ServedWeights, position: int) -> OpenBatch: ...
     def sync(self) -> None: ...
+    def distrust(self, problems: Mapping[str, str]) -> None:
+        """Withdraws all that endpoints have made for the open batch; by URL, what is wrong."""
+
     def share_withdrawals(self) -> None:
         """What one rank has withdrawn, all withdraw. Collective."""
 
@@ -215,6 +219,8 @@ class Trainer:
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
         totals = self.accumulator.accumulate(groups)
+        if isinstance(totals.interruption, EndpointsDisagree):
+            self.rollouts.distrust(totals.interruption.problems)
         try:
             self._collectives.end_together(totals.interruption)
         except Exception:
@@ -235,7 +241,14 @@ class Trainer:
         start = time.monotonic()
         self._raise_if_withdrawn(batch)
         refused = self._refused(batch) if whole else None
-        self.ledger.check(self._account(batch, updates, served, refused), whole=whole)
+        account = self._account(batch, updates, served, refused)
+        try:
+            self.accumulator.judge(account.agreement)  # of all ranks, and all updates so far
+        except EndpointsDisagree as error:
+            self.rollouts.distrust(error.problems)
+            self._engine.discard_gradients()
+            raise
+        self.ledger.check(account, whole=whole)
         updates[-1].check_s = time.monotonic() - start
         return refused
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from easyrl.config import Config
 from easyrl.config.file import validate_config
-from easyrl.engines.base import MetricSums, TriLogprobs
+from easyrl.dataloaders.packing.row import dummy_micro_batch
+from easyrl.engines.base import LogprobComparison, MetricSums, TriLogprobs
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine, GenerationRequest
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams
 from easyrl.metrics.logprob_mismatch import LogprobMismatch, pattern
@@ -35,6 +36,7 @@ from tests.tiny_tokenizer import tiny_tokenizer
 NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS = 16, 4, 32
 TRANSITIONS = np.random.default_rng(0).dirichlet(np.full(26, 0.15), size=26)
 CHAT = [{"role": "user", "content": ""}]
+ONE, TWO = "http://one", "http://two"
 
 
 def letters(numbers: Sequence[int]) -> str:
@@ -141,8 +143,12 @@ def batch_sums(
     temperature: float = 1.0,
     dtype: str = "fp32",
     prompts: Sequence[Sequence[int]] | None = None,
-) -> Mapping[str, float]:
-    """What the trainer's objective gathers over the batch's micro-batches."""
+    endpoints: Sequence[str] = (ONE,),
+) -> MetricSums:
+    """What the trainer's objective gathers over the batch's micro-batches.
+
+    ``endpoints`` take turns with the prompts.
+    """
     config = config_of(taught, temperature=temperature, dtype=dtype)
     model = load_policy_model(config.model)
     groups = [
@@ -154,7 +160,7 @@ def batch_sums(
                     logprobs=np.array(logprobs, dtype=np.float32),
                     finish_reason="length",
                     version_spans=(),
-                    endpoint="",
+                    endpoint=endpoints[number % len(endpoints)],
                     loss_mask=np.ones(len(tokens), dtype=bool),
                 )
                 for tokens, logprobs in samples
@@ -183,7 +189,7 @@ def batch_sums(
             logprobs, entropy = run_micro_batch(model, row, temperature)
         tri = TriLogprobs(logprobs, entropy, FrozenLogprobs(None, None))
         total.add(policy_loss(tri, row, token_grpo())[1])
-    return total.sums
+    return total
 
 
 def config_of(
@@ -202,7 +208,7 @@ def config_of(
 
 def verdict(
     taught: Taught,
-    sums: Mapping[str, float],
+    sums: MetricSums,
     caplog: pytest.LogCaptureFixture,
     *,
     temperature: float = 1.0,
@@ -212,7 +218,7 @@ def verdict(
     caplog.clear()
     watch = LogprobMismatch(config_of(taught, temperature=temperature, dtype=dtype))
     with caplog.at_level(logging.WARNING):
-        cause = watch.look(sums)
+        cause = watch.look(sums.compared)
     return cause, caplog.text
 
 
@@ -236,9 +242,9 @@ def test_agreement_is_not_warned_of(
 ) -> None:
     responses = generate(taught, dtype=server, temperature=temperature)
     sums = batch_sums(taught, responses, temperature=temperature, dtype=trainer)
-    assert sums["num_loss_tokens"] == NUM_PROMPTS * NUM_GENERATIONS * MAX_TOKENS
+    assert sums.sums["num_loss_tokens"] == NUM_PROMPTS * NUM_GENERATIONS * MAX_TOKENS
     assert verdict(taught, sums, caplog, temperature=temperature, dtype=trainer) == (None, "")
-    seen = pattern(sums)
+    seen = pattern(sums.compared[ONE])
     assert 0 < seen.mean_abs < (1e-5 if trainer == "fp32" else 3e-2)
 
 
@@ -246,10 +252,12 @@ def test_too_few_tokens_to_judge_and_none_at_all(
     taught: Taught, caplog: pytest.LogCaptureFixture
 ) -> None:
     y = torch.full((40,), -1.0)
-    sums = comparison_sums(y, y.abs(), y - 3, torch.arange(40))
-    numbers = {name: float(value) for name, value in sums.items()}
-    assert verdict(taught, numbers, caplog) == (None, "")
-    assert verdict(taught, {}, caplog) == (None, "")  # every token of the batch was masked
+    sums = compared(y, y.abs(), y - 3, torch.arange(40))
+    assert verdict(taught, MetricSums(compared=sums), caplog) == (None, "")
+    assert verdict(taught, MetricSums(), caplog) == (
+        None,
+        "",
+    )  # every token of the batch was masked
 
 
 # ---- each cause ----------------------------------------------------------------------------------
@@ -299,7 +307,7 @@ def test_truncated_sampling_behind_raw_logprobs_is_named(
 ) -> None:
     """The two sides agree to 1e-6, and still the samples are not the policy's."""
     sums = batch_sums(taught, generate(taught, top_p=0.9, mode="raw_logprobs"))
-    assert pattern(sums).mean_abs < 1e-5
+    assert pattern(sums.compared[ONE]).mean_abs < 1e-5
     cause, said = verdict(taught, sums, caplog)
     assert cause == "sampling" and "--generation-config vllm" in said
 
@@ -352,7 +360,7 @@ def test_each_cause_is_said_once_per_run(taught: Taught, caplog: pytest.LogCaptu
     half = batch_sums(taught, generate(taught, dtype="bfloat16"))
     watch = LogprobMismatch(config_of(taught))
     with caplog.at_level(logging.WARNING):
-        causes = [watch.look(sums) for sums in (top_p, half, top_p, half)]
+        causes = [watch.look(sums.compared) for sums in (top_p, half, top_p, half)]
     assert causes == ["truncation", "dtype"] * 2  # seen each time
     assert len(caplog.records) == 2
 
@@ -363,7 +371,7 @@ def test_truncation_that_was_asked_for_is_no_news(
     sums = batch_sums(taught, generate(taught, top_p=0.8))
     config = config_of(taught, top_p=0.8, allow_off_policy_sampling=True)
     with caplog.at_level(logging.WARNING):
-        assert LogprobMismatch(config).look(sums) == "truncation"
+        assert LogprobMismatch(config).look(sums.compared) == "truncation"
     assert not caplog.records
 
 
@@ -385,9 +393,8 @@ def test_pattern_equals_an_independent_computation_whatever_the_partition() -> N
     total = MetricSums()
     for part in (slice(0, cut), slice(cut, n)):
         columns = [torch.from_numpy(v[part]) for v in (y, h, x, sequence_index)]
-        sums = comparison_sums(*columns)
-        total.add(MetricSums({name: float(value) for name, value in sums.items()}))
-    assert pattern(total.sums) == pytest.approx(
+        total.add(MetricSums(compared=compared(*columns)))
+    assert pattern(total.compared[ONE]) == pytest.approx(
         (
             n,
             np.abs(d).mean(),
@@ -406,6 +413,54 @@ def test_pattern_equals_an_independent_computation_whatever_the_partition() -> N
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 5])
 def test_sums_of_very_few_tokens(num_tokens: int) -> None:
     y = torch.linspace(-2, -1, num_tokens)
-    sums = comparison_sums(y, y.abs(), y - 0.5, torch.zeros(num_tokens, dtype=torch.int64))
-    assert float(sums["agreement/first"]) == min(num_tokens, 4)
-    assert float(sums["agreement/abs"]) == pytest.approx(0.5 * num_tokens)
+    sums = compared(y, y.abs(), y - 0.5, torch.zeros(num_tokens, dtype=torch.int64))[ONE]
+    assert (sums.num, sums.first) == (num_tokens, min(num_tokens, 4))
+    assert sums.abs == pytest.approx(0.5 * num_tokens)
+    assert sums.maximum == pytest.approx(0.5 if num_tokens else 0.0)
+
+
+def test_sums_are_kept_by_endpoint_also_where_one_sent_what_is_not_finite() -> None:
+    """Rows mix endpoints; equal to sums over the tokens of each."""
+    rng = np.random.default_rng(5)
+    sequence_index = torch.arange(6).repeat_interleave(torch.tensor([3, 1, 7, 2, 5, 4]))
+    y, h = (torch.from_numpy(-rng.exponential(1.0, len(sequence_index))) for _ in range(2))
+    x = y + torch.from_numpy(rng.normal(size=len(y)))
+    endpoints = [ONE, TWO, ONE, "http://three", TWO, ONE]
+    x[sequence_index == 3] = math.nan
+    sums = compared(y, h, x, sequence_index, endpoints)
+    assert list(sums) == sorted({*endpoints})
+    for url in (ONE, TWO):
+        of_url = [q for q, endpoint in enumerate(endpoints) if endpoint == url]
+        mine = torch.isin(sequence_index, torch.tensor(of_url))
+        expected = compared(y[mine], h[mine], x[mine], sequence_index[mine])[ONE]
+        assert asdict(sums[url]) == pytest.approx(asdict(expected), rel=1e-12)
+        assert sums[url].maximum == pytest.approx(float((y - x)[mine].abs().max()))
+    assert math.isnan(sums["http://three"].abs) and sums["http://three"].num == 2
+
+
+def test_the_endpoint_that_shows_a_cause_is_named(
+    taught: Taught, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of three, one samples at another temperature: over all tokens the pattern is blurred."""
+    sound, hot = generate(taught), generate(taught, temperature=1.3)
+    urls = [ONE, TWO, "http://three"]
+    responses = [(hot if n % 3 == 1 else sound)[n] for n in range(NUM_PROMPTS)]
+    cause, said = verdict(taught, batch_sums(taught, responses, endpoints=urls), caplog)
+    assert cause == "temperature"
+    assert f"({TWO}, mean difference" in said and ONE not in said
+    assert measured_temperature(said) == pytest.approx(1.3, abs=0.05)
+
+
+def compared(
+    y: torch.Tensor,
+    h: torch.Tensor,
+    x: torch.Tensor,
+    sequence_index: torch.Tensor,
+    endpoints: Sequence[str] | None = None,
+) -> dict[str, LogprobComparison]:
+    """Each endpoint's sums over the tokens of a micro-batch."""
+    urls = endpoints or [ONE] * (int(sequence_index.max()) + 1 if len(sequence_index) else 1)
+    row = replace(dummy_micro_batch(), sequence_index=sequence_index, endpoints=tuple(urls))
+    names, values = comparison_sums(y, h, x, row)
+    rows = (LogprobComparison(*numbers) for numbers in values.tolist())
+    return dict(zip(names, rows, strict=True))
