@@ -78,7 +78,7 @@ async def set_aside(pool: EndpointPool, doubted: Mapping[str, str | None]) -> No
     for endpoint in pool.endpoints:
         problem = doubted.get(endpoint.url)
         if problem is not None and endpoint.excluded is None:
-            pool.exclude(endpoint, problem)
+            pool.exclude(endpoint, f"{problem}; likely causes: docs/endpoints.md")
         elif endpoint.url in doubted and endpoint.confirmed_version is not None:
             pool.set_aside(endpoint, EndpointUnavailable(endpoint.url, "failed a proof"))
 

@@ -33,7 +33,7 @@ from easyrl.ledger.ledger import Ledger
 from easyrl.ledger.ledger import resume as resume_progress
 from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import ignore
-from easyrl.metrics.logprob_agreement import agreement_limit
+from easyrl.metrics.logprob_agreement import agreement_limit, not_judged
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
@@ -67,14 +67,9 @@ def build_parts(
     collectives = Collectives(ranks)
     output = prepare_output(config, collectives, opened, resume=resume)
     if ranks.is_first:
-        for notice in notices(config, load_recipe(config)):
-            logger.warning("%s", notice)
-        if agreement_limit(config) is None:
-            logger.warning(
-                "rollout.allow_off_policy_sampling: how far endpoints' log-probabilities are from "
-                "the trainer's is written down and not judged; set "
-                "weight_sync.agreement_tolerance to have them held to a limit"
-            )
+        for notice in (*notices(config, load_recipe(config)), not_judged(config)):
+            if notice is not None:
+                logger.warning("%s", notice)
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")

@@ -200,7 +200,7 @@ class RecordedRollouts:
     def share_withdrawals(self) -> None:
         pass
 
-    def distrust(self, problems: Mapping[str, str]) -> None:
+    def withdraw_endpoints(self, problems: Mapping[str, str]) -> None:
         pass
 
     def _stream(

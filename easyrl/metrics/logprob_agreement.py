@@ -46,6 +46,17 @@ def agreement_limit(config: Config) -> float | None:
     return LIMITS[config.model.dtype]
 
 
+def not_judged(config: Config) -> str | None:
+    """What a run says once at its start where its endpoints' log-probabilities have no limit."""
+    if agreement_limit(config) is not None:
+        return None
+    return (
+        "rollout.allow_off_policy_sampling: how far endpoints' log-probabilities are from the "
+        "trainer's is written down and not judged; set weight_sync.agreement_tolerance to hold "
+        "them to a limit"
+    )
+
+
 def agreement(compared: Mapping[str, LogprobComparison]) -> list[EndpointAgreement]:
     """Each endpoint's agreement, sorted by URL."""
     return [

@@ -70,7 +70,7 @@ class Rollouts(Protocol):
     def has_more(self, position: int) -> bool: ...
     def begin(self, served: ServedWeights, position: int) -> OpenBatch: ...
     def sync(self) -> None: ...
-    def distrust(self, problems: Mapping[str, str]) -> None:
+    def withdraw_endpoints(self, problems: Mapping[str, str]) -> None:
         """Withdraws all that endpoints have made for the open batch; by URL, what is wrong."""
 
     def share_withdrawals(self) -> None:
@@ -220,16 +220,20 @@ class Trainer:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
         totals = self.accumulator.accumulate(groups)
         if isinstance(totals.interruption, EndpointsDisagree):
-            self.rollouts.distrust(totals.interruption.problems)
+            self._compare(totals)  # says why, as far as this rank knows
+            self.rollouts.withdraw_endpoints(totals.interruption.problems)
         try:
             self._collectives.end_together(totals.interruption)
         except Exception:
             self._engine.discard_gradients()
             raise
         merged = totals.merge(self._collectives)
-        if not self._open_updates:  # later updates train weights that have moved on
-            self.reporter.compare(merged)
+        self._compare(merged)
         return merged
+
+    def _compare(self, totals: BatchTotals) -> None:
+        if not self._open_updates:  # later updates train weights that have moved on
+            self.reporter.compare(totals)
 
     def _check(
         self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
@@ -245,7 +249,7 @@ class Trainer:
         try:
             self.accumulator.judge(account.agreement)  # of all ranks, and all updates so far
         except EndpointsDisagree as error:
-            self.rollouts.distrust(error.problems)
+            self.rollouts.withdraw_endpoints(error.problems)
             self._engine.discard_gradients()
             raise
         self.ledger.check(account, whole=whole)

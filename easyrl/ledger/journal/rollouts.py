@@ -50,9 +50,9 @@ class JournalledRollouts:
     _open: OpenBatch | None = field(default=None, init=False)
     # endpoint → proof, since the batch began or the one before has ended
     _doubted: dict[str, int] = field(default_factory=dict, init=False)
-    _distrusted: dict[str, str] = field(default_factory=dict, init=False)  # endpoint → reason
+    _excluded: dict[str, str] = field(default_factory=dict, init=False)  # endpoint → reason
 
-    def distrust(self, problems: Mapping[str, str]) -> None:
+    def withdraw_endpoints(self, problems: Mapping[str, str]) -> None:
         """Takes back all that endpoints have made for the open batch, also in earlier attempts.
 
         ``problems``: by endpoint, why it is not used any more. The batch begins again without them,
@@ -60,7 +60,7 @@ class JournalledRollouts:
         """
 
         async def take_back() -> None:
-            self._distrusted |= problems
+            self._excluded |= problems
             for endpoint, problem in problems.items():
                 self.withdraw(endpoint, EVER, problem)
 
@@ -97,9 +97,9 @@ class JournalledRollouts:
         """
         mine, self._doubted = self._doubted, {}
         told: list[list[tuple[str, str | None]]] = self.coordination.gather(
-            [(url, self._distrusted.get(url)) for url in sorted(mine)]
+            [(url, self._excluded.get(url)) for url in sorted(mine)]
         )
-        self._distrusted = {}
+        self._excluded = {}
         everyone: dict[str, str | None] = {}
         for rank in told:
             everyone |= {url: problem or everyone.get(url) for url, problem in rank}

@@ -12,6 +12,7 @@ from easyrl.metrics.logprob_agreement import (
     agreement,
     agreement_limit,
     disagreements,
+    not_judged,
 )
 from easyrl.schema import EndpointAgreement
 
@@ -88,4 +89,9 @@ def config(tmp_path, **sections):
 ])  # fmt: skip
 def test_the_limit_is_the_dtypes_unless_the_configuration_says_otherwise(tmp_path, sections, limit):
     (tmp_path / "prompts.jsonl").write_text("{}\n")
-    assert agreement_limit(config(tmp_path, **sections)) == limit
+    judged = config(tmp_path, **sections)
+    assert agreement_limit(judged) == limit
+    if limit is None:
+        assert "weight_sync.agreement_tolerance" in not_judged(judged)
+    else:
+        assert not_judged(judged) is None

@@ -42,19 +42,19 @@ class ComparingEngine(FakeEngine):
 
 
 def judging(events, make, *, limit=0.2, **parts):
-    """A trainer that judges, and its ledger; distrusted endpoints' groups are made by others."""
+    """A trainer that judges, and its ledger; withdrawn endpoints' groups are made by others."""
     engine = parts.pop("engine", None) or ComparingEngine(events)
     ledger = FakeLedger(events)
     trainer, reported = make_trainer(events, make=make, engine=engine, ledger=ledger, **parts)
     trainer.accumulator = replace(trainer.accumulator, agreement_limit=limit)
     rollouts = trainer.rollouts
 
-    def distrust(problems):
+    def withdraw(problems):
         rollouts.told = problems
-        events.append(f"distrust {sorted(problems)}")
+        events.append(f"withdraw {sorted(problems)}")
         rollouts.make = made_by(GOOD)
 
-    rollouts.distrust = distrust
+    rollouts.withdraw_endpoints = withdraw
     return trainer, ledger, reported
 
 
@@ -64,7 +64,7 @@ def test_the_batch_begins_again_without_the_endpoint_as_soon_as_it_is_sure():
     trainer, ledger, _ = judging(events, made_by(BAD, GOOD), num_batches=1)
     trainer.fit()
     assert events[1:6] == [
-        "begin [0, 1] run:0:0", "backward", f"distrust ['{BAD}']", "discard", "batch closed",
+        "begin [0, 1] run:0:0", "backward", f"withdraw ['{BAD}']", "discard", "batch closed",
     ]  # fmt: skip
     problem = trainer.rollouts.told[BAD]
     assert "30 nats" in problem and "6 trained tokens" in problem
@@ -78,7 +78,7 @@ def test_it_is_asked_again_behind_the_last_row():
     events = []
     trainer, ledger, _ = judging(events, made_by(GOOD, BAD), num_batches=1)
     trainer.fit()
-    assert events[2:5] == ["backward", "backward", f"distrust ['{BAD}']"]
+    assert events[2:5] == ["backward", "backward", f"withdraw ['{BAD}']"]
     assert [event for event in events if event.startswith("step")] == ["step /12"]
 
 
@@ -98,7 +98,7 @@ def test_what_is_within_the_limit_or_not_judged_is_written_down(limit, shift):
         EndpointAgreement(BAD, 6, shift, shift),
         EndpointAgreement(GOOD, 6, pytest.approx(1e-3), 1e-3),
     ]
-    assert not any(event.startswith("distrust") for event in events)
+    assert not any(event.startswith("withdraw") for event in events)
 
 
 def test_sums_go_on_from_update_to_update_and_behind_a_step_the_run_ends_for_now():
@@ -125,16 +125,16 @@ def test_ranks_judge_together_what_is_too_little_on_each():
         rollouts = trainer.rollouts
         rollouts.make = made_by(BAD)
 
-        def distrust(problems):
-            events.append(f"distrust {sorted(problems)}")
+        def withdraw(problems):
+            events.append(f"withdraw {sorted(problems)}")
             rollouts.make = made_by(GOOD)
 
-        rollouts.distrust = distrust
+        rollouts.withdraw_endpoints = withdraw
 
     for events, ledger, error in two_ranks(prepare, num_batches=1):
         assert error is None
         assert events[1:6] == [
-            "begin [0, 1] run:0:0", "backward", f"distrust ['{BAD}']", "discard", "batch closed",
+            "begin [0, 1] run:0:0", "backward", f"withdraw ['{BAD}']", "discard", "batch closed",
         ]  # fmt: skip
         assert sum(event.startswith("step") for event in events) == 1
         [account] = ledger.closed
@@ -148,7 +148,7 @@ def test_one_rank_that_is_sure_ends_the_batch_on_all():
         trainer.accumulator = replace(trainer.accumulator, agreement_limit=0.2, engine=engine)
         trainer._engine = engine
         trainer.rollouts.make = made_by(BAD)
-        trainer.rollouts.distrust = lambda problems: events.append("distrust")
+        trainer.rollouts.withdraw_endpoints = lambda problems: events.append("withdraw")
         share = trainer.rollouts.share_withdrawals
 
         def share_withdrawals():
@@ -158,7 +158,7 @@ def test_one_rank_that_is_sure_ends_the_batch_on_all():
         trainer.rollouts.share_withdrawals = share_withdrawals
 
     (first, *_), (second, *_) = two_ranks(prepare, num_batches=1)
-    assert "distrust" in second and "distrust" not in first
+    assert "withdraw" in second and "withdraw" not in first
     for events in (first, second):
         assert events.count("discard") == 1 and events.count("begin [0, 1] run:0:0") == 2
         assert sum(event.startswith("step") for event in events) == 1
