@@ -58,6 +58,17 @@ class BatchWithdrawn(RuntimeError):
     """Groups of the open batch were taken back: an endpoint that made them failed its proof."""
 
 
+class EndpointsDisagree(BatchWithdrawn):
+    """Endpoints' log-probabilities are too far from the trainer's: their groups are taken back.
+
+    ``problems``: what is wrong, by URL.
+    """
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{url} {text}" for url, text in sorted(problems.items())))
+        self.problems = dict(problems)
+
+
 class PolicyVersion(NamedTuple):
     """Identity of a set of weights: which run, which of its attempts, how many closed batches."""
 
@@ -128,6 +139,16 @@ class Confirmation:
     version: str
     bits_proved: bool  # the hash of every served tensor was read back and compared
     canary_mean: float | None  # mean |log-prob difference| to the trainer, nats
+
+
+class EndpointAgreement(msgspec.Struct, frozen=True):
+    """How far an endpoint's log-probabilities are from the trainer's, over a batch's trained
+    tokens that it sampled."""
+
+    url: str
+    num_tokens: int  # compared
+    mean: float | None  # |Δ log-prob|, nats; None: not finite
+    maximum: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +400,7 @@ class MicroBatch:
     sequence_index: Tensor  # int64 [N], which of the row's Q sequences the token belongs to;
     # tokens of a sequence are adjacent and in order
     sequences: tuple[SampleKey, ...]  # Q
+    endpoints: tuple[str, ...]  # Q, URL of the endpoint that sampled the sequence
     frozen: FrozenLogprobs | None = None  # computed ahead of time; else with the policy's forward
     is_dummy: bool = False  # all weights zero; keeps collectives equal between ranks
 

@@ -63,9 +63,10 @@ MAY_IMPORT = {
     " runtime.rank_coordination dataloaders.producer dataloaders.prompts.dataset",
     "ledger.checkpoints": "ledger.format config engines.base metrics.event_log"
     " runtime.collectives runtime.durable_files models.lora inference_client.transfer.artifact",
-    "ledger.certificate": "ledger.format schema runtime.durable_files"
+    "ledger.certificate": "ledger.format schema runtime.durable_files metrics.logprob_agreement"
     " dataloaders.producer.membership",
-    "ledger.account": "schema metrics.batch_metrics ledger.certificate.records",
+    "ledger.account": "schema engines.base metrics.batch_metrics metrics.logprob_agreement"
+    " ledger.certificate.records",
     "ledger": "schema completion_check metrics.trackers runtime.run_files runtime.ranks"
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
@@ -75,7 +76,8 @@ MAY_IMPORT = {
     "trainer": "",
     "trainer.row_split": "schema",
     "trainer.look_ahead": "schema metrics.event_log engines.base trainer.row_split",
-    "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics engines.base"
+    "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics"
+    " metrics.logprob_agreement engines.base"
     " runtime.collectives runtime.stopping trainer.look_ahead",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
     " ledger.account ledger.exclusions trainer.accumulation",

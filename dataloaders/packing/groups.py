@@ -66,6 +66,7 @@ def _sequences(trained: TrainedGroup) -> list[TrainedSequence]:
         sequences.append(
             TrainedSequence(
                 SampleKey(*group.prompt.key, response.sample),
+                completion.endpoint,
                 np.concatenate([prompt, completion.token_ids]),
                 len(prompt),
                 response.tokens + len(prompt),

@@ -17,6 +17,7 @@ class TrainedSequence:
     """A prompt with one of its responses, of which some tokens are trained."""
 
     key: SampleKey
+    endpoint: str  # URL, that sampled the response
     token_ids: np.ndarray  # int32 [P + R]
     prompt_length: int  # P, at least 1: the first token of a response needs one that predicts it
     trained: np.ndarray  # int64 [n], places of the trained tokens, all of them behind the prompt
@@ -53,6 +54,7 @@ def packed_row(sequences: Sequence[TrainedSequence], order: SharedOrder) -> Micr
         loss_weights=_float32(np.concatenate([s.loss_weights for s in chosen])),
         sequence_index=_int64(np.repeat(np.arange(len(counts)), counts)),
         sequences=tuple(sequence.key for sequence in chosen),
+        endpoints=tuple(sequence.endpoint for sequence in chosen),
     )
 
 
@@ -60,7 +62,7 @@ def dummy_micro_batch() -> MicroBatch:
     """Two tokens, one of them trained with weight zero: keeps collectives equal between ranks."""
     zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
     tokens = np.zeros(2, dtype=np.int32)
-    sequence = TrainedSequence(SampleKey(0, 0, 0), tokens, 1, one, zero, zero, zero)
+    sequence = TrainedSequence(SampleKey(0, 0, 0), "", tokens, 1, one, zero, zero, zero)
     return replace(packed_row([sequence], SharedOrder(zero, 2 * one, zero)), is_dummy=True)
 
 

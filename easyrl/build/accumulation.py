@@ -27,8 +27,9 @@ def build_accumulator(
     *,
     record: Record,
     synchronous: bool,
+    agreement_limit: float | None = None,
 ) -> Accumulator:
-    """What is left to the caller is who listens, and whether all groups are waited for."""
+    """What is left to the caller is who listens, whether all groups are waited for, and judged."""
     return Accumulator(
         engine=engine,
         collectives=collectives,
@@ -39,6 +40,7 @@ def build_accumulator(
         max_tokens=config.trainer.max_tokens_per_micro_batch,
         rows_per_drain=rows_per_drain(config),
         synchronous=synchronous,
+        agreement_limit=agreement_limit,
         look_ahead=looks_ahead(config, engine),
         # Which of them is run depends on the endpoint that answered, and decides the last bits.
         skip_without_signal=not is_strict(config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -70,10 +70,16 @@ def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> list[str]
         raise ConfigError(str(error)) from error
 
 
-async def set_aside(pool: EndpointPool, urls: Collection[str]) -> None:
-    """Endpoints that failed a proof on some rank are not used until they prove themselves anew."""
+async def set_aside(pool: EndpointPool, doubted: Mapping[str, str | None]) -> None:
+    """Endpoints that failed on some rank, and why they are not used any more, by URL.
+
+    None: they failed a proof, and are not used until they prove themselves anew.
+    """
     for endpoint in pool.endpoints:
-        if endpoint.url in urls and endpoint.confirmed_version is not None:
+        problem = doubted.get(endpoint.url)
+        if problem is not None and endpoint.excluded is None:
+            pool.exclude(endpoint, f"{problem}; likely causes: docs/endpoints.md")
+        elif endpoint.url in doubted and endpoint.confirmed_version is not None:
             pool.set_aside(endpoint, EndpointUnavailable(endpoint.url, "failed a proof"))
 
 

@@ -17,6 +17,7 @@ from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES, is_newer
 from easyrl.ledger.checkpoints.folder import CheckpointFolder, file_blake3
 from easyrl.ledger.earlier_run import EarlierRun
+from easyrl.metrics.logprob_agreement import agreement_limit
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
@@ -122,6 +123,7 @@ def open_certificate(
         updates_per_batch=config.trainer.updates_per_batch,
         max_draws=max_draws(config),
         recipe=recipe_digest(config),
+        agreement_limit=agreement_limit(config),
     )
     certificate: Certificate | None = None
 

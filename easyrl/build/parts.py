@@ -35,6 +35,7 @@ from easyrl.ledger.ledger import Ledger
 from easyrl.ledger.ledger import resume as resume_progress
 from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import ignore
+from easyrl.metrics.logprob_agreement import agreement_limit, not_judged
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
@@ -78,8 +79,9 @@ def build_parts(
     output = prepare_output(config, collectives, opened, resume=resume)
     on_folder()
     if ranks.is_first:
-        for notice in notices(config, load_recipe(config)):
-            logger.warning("%s", notice)
+        for notice in (*notices(config, load_recipe(config)), not_judged(config)):
+            if notice is not None:
+                logger.warning("%s", notice)
     version = next_attempt(config, output, collectives)
     tokenizer, vocab_size = load_tokenizer(config), policy_vocabulary(config)
     prompts = load_data(config.data, tokenizer, "data")
@@ -171,7 +173,7 @@ def build_parts(
     opened.callback(rollouts.close)
     weight_sync.confirmed.on_failed_proof = rollouts.withdraw
     weight_sync.confirmed.end_batch = rollouts.end_batch
-    rollouts.on_withdrawal = lambda urls: inference.thread.run(set_aside(inference.pool, urls))
+    rollouts.on_withdrawal = lambda why: inference.thread.run(set_aside(inference.pool, why))
     scheduled = None
     if evaluation is not None:
         evaluator = inference.evaluator(
@@ -186,7 +188,13 @@ def build_parts(
     trainer = Trainer(
         rollouts=rollouts,
         accumulator=build_accumulator(
-            config, engine, collectives, stop, record=record, synchronous=config.run.mode == "sync"
+            config,
+            engine,
+            collectives,
+            stop,
+            record=record,
+            synchronous=config.run.mode == "sync",
+            agreement_limit=agreement_limit(config),
         ),
         weight_sync=weight_sync,
         ledger=Ledger(

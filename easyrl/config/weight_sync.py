@@ -29,7 +29,10 @@ class WeightSyncConfig(Section):
     prove: bool = True  # every endpoint proves the bits of what it serves after each sync
     probe: bool = True
     canary: bool = True
-    canary_tolerance: PositiveFloat | None = None  # mean |Δ log-prob|; default 1e-3 fp32, 5e-2 bf16
+    canary_tolerance: PositiveFloat | None = None  # mean |Δ log-prob|; default 1e-3 fp32, 5e-2
+    # bf16; with prove a warning up to 0.5 nats
+    agreement_tolerance: PositiveFloat | None = None  # of each endpoint's trained tokens, mean
+    # |Δ log-prob|; default 2.5e-2 fp32, 0.2 bf16, not judged with rollout.allow_off_policy_sampling
 
     @field_validator("advertise_host")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -22,6 +22,15 @@ class TriLogprobs:
     logprobs: Tensor  # float32 [N], the policy's, at the sampling temperature
     entropy: Tensor  # float32 [N], nats, the policy's
     frozen: FrozenLogprobs
+    # which of them has the weights that sampled the tokens; None: none has, the policy has moved on
+    sampled_by: Literal["policy", "old_policy"] | None = "policy"
+
+    @property
+    def sampling_policy(self) -> Tensor | None:
+        """What the weights that sampled the tokens say of them; float32 [N]."""
+        if self.sampled_by == "old_policy":
+            return self.frozen.old_policy
+        return self.logprobs if self.sampled_by == "policy" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +43,56 @@ class StepResult:
 
 
 @dataclass(slots=True)
+class LogprobComparison:
+    """Sums over trained tokens that compare the trainer's log-probabilities with an endpoint's.
+
+    Of each token x is the endpoint's log-probability, y the trainer's, d = y - x, and h the entropy
+    of the trainer's distribution.
+    """
+
+    num: float = 0.0  # tokens
+    y: float = 0.0
+    h: float = 0.0
+    d: float = 0.0
+    yy: float = 0.0  # of y * y, and so on
+    yh: float = 0.0
+    hh: float = 0.0
+    yd: float = 0.0
+    hd: float = 0.0
+    dd: float = 0.0
+    abs: float = 0.0  # of |d|
+    positive: float = 0.0  # of d² where d > 0
+    zeros: float = 0.0  # tokens with x = 0 that the trainer is not certain of
+    first: float = 0.0  # tokens at the beginning of a response
+    first_abs: float = 0.0  # of |d| of these
+    maximum: float = 0.0  # of |d|, no sum
+
+    def add(self, other: LogprobComparison) -> None:
+        maximum = max(self.maximum, other.maximum)
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.maximum = maximum
+
+
+@dataclass(slots=True)
 class MetricSums:
     """Sums over tokens or sequences that are divided once, at the end of a batch.
 
-    ``sums`` holds additive quantities, ``maxima`` quantities that combine by maximum.
+    ``sums`` holds additive quantities, ``maxima`` quantities that combine by maximum,
+    ``compared`` the comparison with each endpoint whose tokens are among them, by URL.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    compared: dict[str, LogprobComparison] = field(default_factory=dict)
 
     def add(self, other: MetricSums) -> None:
         for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
+        for url, comparison in other.compared.items():
+            self.compared.setdefault(url, LogprobComparison()).add(comparison)
 
 
 @dataclass(frozen=True, slots=True)

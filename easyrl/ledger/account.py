@@ -6,8 +6,10 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from easyrl.engines.base import MetricSums
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.metrics.batch_metrics import Update
+from easyrl.metrics.logprob_agreement import agreement
 from easyrl.schema import Confirmation, EndedBy, GroupOutcome, Key, ServedWeights
 
 
@@ -25,10 +27,14 @@ def batch_account(
     """The account of the batch up to the last of ``updates``, of all ranks.
 
     ``step`` counts the steps up to there. ``refused`` are its rejected and excluded groups. The
-    log-probabilities are compared in the first update: later ones train weights that have moved on.
+    log-probabilities' largest and mean difference are the first update's: later ones train weights
+    that have moved on. Each endpoint is compared with the weights that it had, in every update.
     """
     first = updates[0].totals.metrics
     num_tokens = first.sums.get("num_loss_tokens", 0.0)
+    compared = MetricSums()
+    for update in updates:
+        compared.add(MetricSums(compared=update.totals.metrics.compared))
     groups = [
         msgspec.structs.replace(
             group, update=number, outcome="skipped" if update.skipped else "trained"
@@ -51,6 +57,7 @@ def batch_account(
         accepted_versions=sorted(accepted_versions),
         logprob_max=first.maxima.get("logprob_diff_max"),
         logprob_mean=first.sums["logprob_diff_sum"] / num_tokens if num_tokens else None,
+        agreement=agreement(compared.compared),
         skipped_updates=[i for i, update in enumerate(updates) if update.skipped],
         num_ranks=updates[0].totals.num_ranks,
     )

@@ -54,8 +54,8 @@ class JournalEvidence:
         others: dict[Key, tuple[str, str]] = {}  # not trained: digest and file
         try:
             for file in journal_files(folder):
-                shares.append(share := Share(file))
                 header, entries = read_file(file, record.batch)
+                shares.append(share := Share(file, header))
                 for place, entry in entries:
                     if isinstance(entry, GroupRecord):
                         digest, group = place.digest.hex(), trained_on.get(entry.key)

@@ -209,6 +209,9 @@ class RecordedRollouts:
     def share_withdrawals(self) -> None:
         pass
 
+    def withdraw_endpoints(self, problems: Mapping[str, str]) -> None:
+        pass
+
     def _stream(
         self, record: BatchRecord, keys: Sequence[Key], groups: Mapping[Key, RolloutGroup]
     ) -> GroupStream:

@@ -19,7 +19,7 @@ from easyrl.ledger.certificate.records import BatchRecord, RunRecord
 from easyrl.ledger.evidence import AcceptOf, JournalEvidence
 from easyrl.ledger.traces import Traces
 from easyrl.runtime.run_files import CERTIFICATE_FILE
-from easyrl.schema import GroupOutcome, Prompt
+from easyrl.schema import GroupOutcome, PolicyVersion, Prompt
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Verdict:
     unconfirmed: int = 0  # of them, those whose endpoints' confirmations died with that attempt
     discarded: int = 0  # groups journalled for other weights, generated again
     unproved: int = 0  # batches with an endpoint whose weights were not read back
+    unjudged: int = 0  # batches whose log-probabilities were held to no limit
     unjournalled: int = 0  # groups without a record to compare with
     pruned: int = 0  # batches that the journal has removed, as it may
     torn: bool = False  # the last line was cut off
@@ -69,6 +70,10 @@ class Verdict:
             (self.decisions, f"{_number(self.decisions, 'decision')} replayed"),
             (self.attempts > 1, f"{self.attempts} attempts, {superseded} superseded"),
             (self.unproved, f"{_number(self.unproved, 'batch', 'batches')} without proof of bits"),
+            (
+                self.unjudged,
+                f"{_number(self.unjudged, 'batch', 'batches')} with log-probabilities not judged",
+            ),
             (self.pruned, f"journal pruned of {_number(self.pruned, 'batch', 'batches')}"),
             (self.torn, "a line cut off at the end"),
             (True, "complete" if self.ended else "not complete"),
@@ -110,6 +115,8 @@ def _verify(run_dir: Path, verdict: Verdict, accept_of: AcceptOf) -> None:
             _refuse_other_prompts(order, batch.first_position, record.groups)
             evidence.examine(record)
         _count(record, verdict)
+        attempt = history.attempts[PolicyVersion.parse(record.version).attempt]
+        verdict.unjudged += attempt.agreement_limit is None
         verdict.unconfirmed += batch.num_unconfirmed
     verdict.decisions = evidence.num_replayed
     verdict.pruned, verdict.unjournalled = evidence.num_pruned, evidence.num_unjournalled

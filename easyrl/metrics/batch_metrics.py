@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import msgspec
 import numpy as np
 
-from easyrl.engines.base import MetricSums, StepResult
+from easyrl.engines.base import LogprobComparison, MetricSums, StepResult
 from easyrl.runtime.collectives import Collectives
 from easyrl.schema import GroupOutcome, RolloutGroup
 
@@ -77,6 +77,10 @@ class BatchTotals:
                 # NaN has no JSON form; a string survives
                 "sums": {name: repr(value) for name, value in self.metrics.sums.items()},
                 "maxima": {name: repr(value) for name, value in self.metrics.maxima.items()},
+                "compared": {
+                    url: list(map(repr, astuple(sums)))
+                    for url, sums in self.metrics.compared.items()
+                },
                 "groups": msgspec.to_builtins(self.groups),
             }
         )
@@ -90,7 +94,11 @@ class BatchTotals:
                 {name: float(value) for name, value in row[kind].items()}
                 for kind in ("sums", "maxima")
             )
-            merged.metrics.add(MetricSums(sums, maxima))
+            compared = {
+                url: LogprobComparison(*map(float, values))
+                for url, values in row["compared"].items()
+            }
+            merged.metrics.add(MetricSums(sums, maxima, compared))
             groups = msgspec.convert(row["groups"], list[GroupOutcome])
             merged.groups += [msgspec.structs.replace(group, rank=rank) for group in groups]
         merged.groups.sort(key=lambda group: group.position)

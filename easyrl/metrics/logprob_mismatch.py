@@ -1,7 +1,7 @@
 """Why the trainer's log-probabilities are not the inference server's, told from their pattern.
 
 Both sides score the same tokens with the same weights, so ``d = trainer - inference`` is rounding
-noise per token. Anything else leaves a pattern in a few sums over a batch
+noise per token. Anything else leaves a pattern in a few sums over a batch's tokens of an endpoint
 (``recipes/losses.py``; x is the server's log-probability of a token, y the trainer's, H the
 entropy of the trainer's distribution):
 
@@ -26,6 +26,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from easyrl.config import Config
+from easyrl.engines.base import LogprobComparison
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ HALF_PRECISION_NOISE = 5e-2
 
 
 class Pattern(NamedTuple):
-    """What a batch's sums say; see the module's docstring for the letters."""
+    """What the sums of some tokens say; see the module's docstring for the letters."""
 
     num_tokens: float
     mean_abs: float  # of d
@@ -52,14 +53,11 @@ class Pattern(NamedTuple):
     surplus: float  # mean of y + H in units of its root mean square
 
 
-def pattern(sums: Mapping[str, float]) -> Pattern:
-    """The pattern in the sums of ``comparison_sums``, added up over micro-batches and ranks."""
-    s = {name.removeprefix("agreement/"): value for name, value in sums.items()}
-    n = s["num"]
-    mean = np.array([s["y"], s["h"], s["d"]]) / n
-    second = np.array(
-        [[s["yy"], s["yh"], s["yd"]], [s["yh"], s["hh"], s["hd"]], [s["yd"], s["hd"], s["dd"]]]
-    )
+def pattern(s: LogprobComparison) -> Pattern:
+    """The pattern in sums that were added up over micro-batches and ranks."""
+    n = s.num
+    mean = np.array([s.y, s.h, s.d]) / n
+    second = np.array([[s.yy, s.yh, s.yd], [s.yh, s.hh, s.hd], [s.yd, s.hd, s.dd]])
     covariance = second / n - np.outer(mean, mean)
     # lstsq: entropy or log-probability may be constant
     slopes = np.linalg.lstsq(covariance[:2, :2], covariance[:2, 2], rcond=1e-9)[0]
@@ -67,16 +65,16 @@ def pattern(sums: Mapping[str, float]) -> Pattern:
     var_y, cov_yd, var_d = covariance[0, 0], covariance[0, 2], covariance[2, 2]
     residual = var_d - slopes @ covariance[:2, 2]
     smaller = min(var_d, var_y - 2 * cov_yd + var_d)
-    u_square = (s["yy"] + 2 * s["yh"] + s["hh"]) / n
+    u_square = (s.yy + 2 * s.yh + s.hh) / n
     return Pattern(
         num_tokens=n,
-        mean_abs=s["abs"] / n,
+        mean_abs=s.abs / n,
         slope=float(slopes[0]),
         explained=float(1 - residual / smaller) if smaller > 0 else 0.0,
-        positive=s["positive"] / s["dd"] if s["dd"] else 0.0,
-        zeros=s["zeros"] / n,
-        first=s["first_abs"] / max(s["first"], 1),
-        rest=(s["abs"] - s["first_abs"]) / max(n - s["first"], 1),
+        positive=s.positive / s.dd if s.dd else 0.0,
+        zeros=s.zeros / n,
+        first=s.first_abs / max(s.first, 1),
+        rest=(s.abs - s.first_abs) / max(n - s.first, 1),
         surplus=float(mean[0] + mean[1]) / math.sqrt(u_square) if u_square > 0 else 0.0,
     )
 
@@ -119,23 +117,39 @@ class LogprobMismatch:
         if rollout.min_tokens > 0:
             self._said |= {"truncation", "sampling"}
 
-    def look(self, sums: Mapping[str, float]) -> Cause | None:
-        """The likely cause of what a batch's sums (of all ranks) show; logs it if it is new."""
-        if not sums.get("agreement/num"):
-            return None
-        seen = pattern(sums)
-        cause = diagnose(seen, self._dtype)
-        if cause is not None and cause not in self._said:
-            self._said.add(cause)
-            served = self._temperature / (1 - seen.slope) if seen.slope < 1 else math.inf
-            logger.warning(
-                "the trainer's log-probabilities are not the inference server's (mean difference "
-                "%.2g over %d tokens): %s",
-                seen.mean_abs,
-                seen.num_tokens,
-                _REMEDIES[cause].format(served=served, asked=self._temperature),
-            )
-        return cause
+    def look(self, compared: Mapping[str, LogprobComparison]) -> Cause | None:
+        """The likely cause of what a batch's sums (of all ranks) show; logs each that is new.
+
+        ``compared``: by endpoint's URL. Each endpoint is looked at by itself, and the one that
+        differs most is named; where none by itself shows a cause, all are looked at together.
+        """
+        seen = {url: pattern(sums) for url, sums in compared.items() if sums.num}
+        causes = {url: diagnose(of_url, self._dtype) for url, of_url in seen.items()}
+        if seen and not any(causes.values()):
+            together = LogprobComparison()
+            for sums in compared.values():
+                together.add(sums)
+            whole = ", ".join(sorted(seen))
+            seen = {whole: pattern(together)}
+            causes = {whole: diagnose(seen[whole], self._dtype)}
+        by_difference = sorted(seen, key=lambda url: seen[url].mean_abs, reverse=True)
+        found = [(url, cause) for url in by_difference if (cause := causes[url]) is not None]
+        for url, cause in found:
+            if cause not in self._said:
+                self._said.add(cause)
+                self._warn(cause, url, seen[url])
+        return found[0][1] if found else None
+
+    def _warn(self, cause: Cause, url: str, seen: Pattern) -> None:
+        served = self._temperature / (1 - seen.slope) if seen.slope < 1 else math.inf
+        logger.warning(
+            "the trainer's log-probabilities are not the inference server's (%s, mean difference "
+            "%.2g over %d tokens): %s",
+            url,
+            seen.mean_abs,
+            seen.num_tokens,
+            _REMEDIES[cause].format(served=served, asked=self._temperature),
+        )
 
 
 _REMEDIES: dict[Cause, str] = {

@@ -38,7 +38,7 @@ class StepReporter:
     def compare(self, totals: BatchTotals) -> None:
         """Warns of a likely cause where trainer and server disagree on log-probabilities."""
         if self.mismatch is not None:
-            self.mismatch.look(totals.metrics.sums)
+            self.mismatch.look(totals.metrics.compared)
 
     def report(
         self, step: int, version: PolicyVersion, metrics: dict[str, float], *, is_last: bool

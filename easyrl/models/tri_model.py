@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -86,13 +87,14 @@ class TriModel:
     temperature: float  # of the sampling, at which all log-probabilities are taken
     device: torch.device
     old_is_policy: bool = False  # for now their weights are the same: one forward serves both
+    sampled_by: Literal["policy", "old_policy"] | None = "policy"  # ``TriLogprobs.sampled_by``
 
     def __call__(self, micro_batch: MicroBatch) -> TriLogprobs:
         """The three log-probabilities of the N trained tokens; float32 [N] each."""
         row, layout = self._on_device(micro_batch)
         frozen = self._frozen(row, layout)
         logprobs, entropy = self._policy(row, layout)
-        return TriLogprobs(logprobs, entropy, frozen)
+        return TriLogprobs(logprobs, entropy, frozen, self.sampled_by)
 
     def loss(
         self, micro_batch: MicroBatch, recipe: Recipe, *, same_pass: bool
@@ -106,10 +108,11 @@ class TriModel:
         frozen = self._frozen(row, layout)
         if not same_pass:
             logprobs, entropy = self._policy(row, layout)
-            return policy_loss(TriLogprobs(logprobs, entropy, frozen), row, recipe)
+            tri = TriLogprobs(logprobs, entropy, frozen, self.sampled_by)
+            return policy_loss(tri, row, recipe)
         losses = token_loss(row, frozen, recipe)
         loss_sum, logprobs, entropy = self._policy(row, layout, losses)
-        tri = TriLogprobs(logprobs, entropy, frozen)
+        tri = TriLogprobs(logprobs, entropy, frozen, self.sampled_by)
         return loss_sum, loss_metrics(tri, row, recipe, loss_sum)
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:

@@ -6,15 +6,18 @@ gradient does not depend on how a batch's groups are spread over micro-batches.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from torch import Tensor
 
-from easyrl.engines.base import MetricSums, TriLogprobs
+from easyrl.engines.base import LogprobComparison, MetricSums, TriLogprobs
 from easyrl.kernels.logprobs.linear_logprob import TokenLoss
 from easyrl.recipes.recipe import Recipe, Terms
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
 NUM_FIRST_TOKENS = 4  # of a response, that a different prompt hits most
+ABSOLUTE = [each.name for each in fields(LogprobComparison)].index("abs")
 
 
 def policy_loss(
@@ -52,7 +55,7 @@ def token_loss(micro_batch: MicroBatch, frozen: FrozenLogprobs, recipe: Recipe) 
 def loss_metrics(
     tri: TriLogprobs, micro_batch: MicroBatch, recipe: Recipe, loss_sum: Tensor
 ) -> MetricSums:
-    """Sums over the N trained tokens: of every recipe, and ``recipe.metrics``."""
+    """Sums over the N trained tokens: of every recipe, ``recipe.metrics``, and by endpoint."""
     if micro_batch.is_dummy:
         return MetricSums()
     policy, entropy = tri.logprobs.detach(), tri.entropy.detach()
@@ -68,34 +71,45 @@ def loss_metrics(
     }
     if len(policy):
         counted["logprob_diff_max"] = difference.abs().max()
-    counted |= comparison_sums(policy, entropy, inference, micro_batch.sequence_index)
     counted |= recipe.metrics(policy, entropy, terms)
-    # in one transfer from the device
-    numbers = torch.stack([value.double() for value in counted.values()]).tolist()
-    sums = dict(zip(counted, numbers, strict=True))
+    values = torch.stack([value.double() for value in counted.values()])
+    endpoints: list[str] = []
+    if tri.sampling_policy is not None:
+        trainer = tri.sampling_policy.detach()
+        endpoints, compared = comparison_sums(trainer, entropy, inference, micro_batch)
+        values = torch.cat([values, compared.double().flatten()])
+    numbers = values.tolist()  # in one transfer from the device
+    num_counted, num_fields = len(counted), len(fields(LogprobComparison))
+    sums = dict(zip(counted, numbers[:num_counted], strict=True))
     maxima = {name: sums.pop(name) for name in counted if name.endswith("_max")}
     sums["num_loss_tokens"] = float(micro_batch.num_loss_tokens)
     sums["num_sequences"] = float(micro_batch.num_sequences)
-    return MetricSums(sums, maxima)
+    starts = range(num_counted, len(numbers), num_fields)
+    comparisons = {
+        url: LogprobComparison(*numbers[start : start + num_fields])
+        for url, start in zip(endpoints, starts, strict=True)
+    }
+    return MetricSums(sums, maxima, comparisons)
 
 
 def comparison_sums(
-    trainer: Tensor, entropy: Tensor, inference: Tensor, sequence_index: Tensor
-) -> dict[str, Tensor]:
-    """What ``metrics/logprob_mismatch.py`` judges of the N trained tokens of a micro-batch.
+    trainer: Tensor, entropy: Tensor, inference: Tensor, micro_batch: MicroBatch
+) -> tuple[list[str], Tensor]:
+    """What ``metrics/logprob_mismatch.py`` and ``logprob_agreement.py`` judge of a micro-batch.
 
     Args:
-        trainer, inference: log-probabilities [N], of the same dtype
+        trainer, inference: log-probabilities [N] of its trained tokens, of the same dtype
         entropy: [N], nats, of the trainer's distribution
-        sequence_index: int64 [N], tokens of a sequence are adjacent
     Returns:
-        scalars; the names begin with ``agreement/``
+        the E endpoints that sampled them, sorted; [E, fields of ``LogprobComparison``]
     """
+    sequence_index = micro_batch.sequence_index
     d = trainer - inference
     first = d.new_ones(len(d))
     later = sequence_index[NUM_FIRST_TOKENS:] == sequence_index[:-NUM_FIRST_TOKENS]
     first[NUM_FIRST_TOKENS:] = (~later).to(first)
     sums = {
+        "num": torch.ones_like(d),
         "y": trainer,
         "h": entropy,
         "d": d,
@@ -107,13 +121,21 @@ def comparison_sums(
         "dd": d * d,
         "abs": d.abs(),
         "positive": d.clamp(min=0).square(),
-        "zeros": (inference == 0) & (trainer < -1e-3),
+        "zeros": ((inference == 0) & (trainer < -1e-3)).to(d),
         "first": first,
         "first_abs": first * d.abs(),
     }
-    return {"agreement/num": d.new_tensor(len(d))} | {
-        f"agreement/{name}": value.sum() for name, value in sums.items()
-    }
+    per_token = torch.stack([sums[each.name] for each in fields(LogprobComparison)[:-1]])
+    endpoints = sorted(set(micro_batch.endpoints))
+    number = {url: e for e, url in enumerate(endpoints)}
+    of_sequence = torch.tensor([number[url] for url in micro_batch.endpoints], device=d.device)
+    rows = []
+    for e in range(len(endpoints)):
+        # torch.where, not a product: what is not finite stays with the endpoint that sent it
+        own = torch.where(of_sequence[sequence_index] == e, per_token, 0.0)
+        largest = own[ABSOLUTE].max() if len(d) else d.new_zeros(())
+        rows.append(torch.cat([own.sum(dim=1), largest[None]]))
+    return endpoints, torch.stack(rows)
 
 
 def terms_of(

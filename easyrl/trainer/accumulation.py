@@ -13,9 +13,18 @@ import numpy as np
 from easyrl.engines.base import MetricSums, NonFiniteLossError, TrainEngine
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import Record
+from easyrl.metrics.logprob_agreement import agreement, disagreements
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import FinishedSamples, Key, MicroBatch, RolloutGroup, TrainedGroup
+from easyrl.schema import (
+    EndpointAgreement,
+    EndpointsDisagree,
+    FinishedSamples,
+    Key,
+    MicroBatch,
+    RolloutGroup,
+    TrainedGroup,
+)
 from easyrl.trainer.look_ahead import LookAhead, OpenGroups
 
 
@@ -90,6 +99,8 @@ class Accumulator:
     # micro-batches' worth of ready groups that are packed together: fuller rows, of more even cost
     rows_per_drain: int = 1
     look_ahead: bool = False  # the frozen models run ahead while no group is complete
+    # of each endpoint's mean |Δ log-prob|, nats (metrics/logprob_agreement.py); None: not judged
+    agreement_limit: float | None = None
     skip_without_signal: bool = True  # groups whose gradient is exactly zero are not run, but one
     # of each endpoint that nothing else is compared of
 
@@ -133,6 +144,11 @@ class Accumulator:
         totals.first_group_wait_s = groups.first_group_wait_s or 0.0  # a rank may have no prompt
         return totals
 
+    def judge(self, seen: Sequence[EndpointAgreement]) -> None:
+        """Raises ``EndpointsDisagree`` if log-probabilities of endpoints are over the limit."""
+        if problems := disagreements(seen, self.agreement_limit):
+            raise EndpointsDisagree(problems)
+
     def _micro_batches(
         self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
     ) -> Iterator[MicroBatch]:
@@ -146,6 +162,7 @@ class Accumulator:
                 for row in self.functions.pack(self._to_run(trained, compared, totals)):
                     self.stop.raise_if_requested()
                     yield row
+                    self.judge(agreement(totals.metrics.compared))
         except Exception as error:
             if not self.is_interruption(error):
                 raise

@@ -6,7 +6,7 @@ Within one batch generation and training overlap; between batches the weights mo
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +24,7 @@ from easyrl.schema import (
     BatchWithdrawn,
     Confirmation,
     EndedBy,
+    EndpointsDisagree,
     ExcludedPrompt,
     GroupOutcome,
     InterruptedRun,
@@ -75,6 +76,9 @@ class Rollouts(Protocol):
         self, served: ServedWeights, position: int, excluded: Sequence[ExcludedPrompt]
     ) -> OpenBatch: ...
     def sync(self) -> None: ...
+    def withdraw_endpoints(self, problems: Mapping[str, str]) -> None:
+        """Withdraws all that endpoints have made for the open batch; by URL, what is wrong."""
+
     def share_withdrawals(self) -> None:
         """What one rank has withdrawn, all withdraw. Collective."""
 
@@ -225,15 +229,21 @@ class Trainer:
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
         totals = self.accumulator.accumulate(groups)
+        if isinstance(totals.interruption, EndpointsDisagree):
+            self._compare(totals)  # says why, as far as this rank knows
+            self.rollouts.withdraw_endpoints(totals.interruption.problems)
         try:
             self._collectives.end_together(totals.interruption)
         except Exception:
             self._engine.discard_gradients()
             raise
         merged = totals.merge(self._collectives)
-        if not self._open_updates:  # later updates train weights that have moved on
-            self.reporter.compare(merged)
+        self._compare(merged)
         return merged
+
+    def _compare(self, totals: BatchTotals) -> None:
+        if not self._open_updates:  # later updates train weights that have moved on
+            self.reporter.compare(totals)
 
     def _check(
         self, batch: OpenBatch, updates: Sequence[Update], served: ServedWeights, *, whole: bool
@@ -245,7 +255,14 @@ class Trainer:
         start = time.monotonic()
         self._raise_if_withdrawn(batch)
         refused = self._refused(batch) if whole else None
-        self.ledger.check(self._account(batch, updates, served, refused), whole=whole)
+        account = self._account(batch, updates, served, refused)
+        try:
+            self.accumulator.judge(account.agreement)  # of all ranks, and all updates so far
+        except EndpointsDisagree as error:
+            self.rollouts.withdraw_endpoints(error.problems)
+            self._engine.discard_gradients()
+            raise
+        self.ledger.check(account, whole=whole)
         updates[-1].check_s = time.monotonic() - start
         return refused
 

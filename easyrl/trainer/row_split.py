@@ -41,6 +41,7 @@ def restrict(row: MicroBatch, sequences: Collection[SampleKey]) -> MicroBatch:
         loss_weights=row.loss_weights[tokens],
         sequence_index=number[row.sequence_index[tokens]],
         sequences=tuple(row.sequences[q] for q in kept),
+        endpoints=tuple(row.endpoints[q] for q in kept),
         frozen=None,
     )
 

@@ -7,6 +7,7 @@ samples with the trainer's log-probabilities. (For what neither sees there is th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,17 @@ from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.schema import Completion
-from easyrl.weight_sync.canary import Canary, CanaryReading, Expect, Expected
+from easyrl.weight_sync.canary import (
+    GROSS_DIFFERENCE,
+    Canary,
+    CanaryReading,
+    Expect,
+    Expected,
+)
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S
 from easyrl.weight_sync.target import Target
+
+logger = logging.getLogger(__name__)
 
 NOISE_FACTOR = 5.0  # a change is visible above this multiple of the noise
 LEAST_VISIBLE = 1e-4  # nats; float32 noise stays below 1e-5, a one-layer model moves by 1e-3
@@ -89,7 +98,9 @@ class Prover:
     """Has endpoints show what they serve. In the pool's loop.
 
     Attributes:
-        tolerance: of the canary's mean |Δ log-prob|, nats.
+        tolerance: of the canary's mean |Δ log-prob|, nats; it decides with the probe's weights,
+            which show what the bits do not. With the true ones, where the bits are proved,
+            ``limit`` decides, and what is above the tolerance is warned of once.
         reads_bits: whether the hash of every served tensor is read back and compared.
         probe_shifts: by URL, of those that have shown the probe's change since they started: the
             nats by which it moved their samples; infinite once they have shown the true weights
@@ -100,6 +111,12 @@ class Prover:
     tolerance: float
     reads_bits: bool
     probe_shifts: dict[str, float] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set, init=False)  # URLs
+
+    @property
+    def limit(self) -> float:
+        """Of the canary's mean |Δ log-prob|, nats: above it an endpoint has failed."""
+        return max(self.tolerance, GROSS_DIFFERENCE) if self.reads_bits else self.tolerance
 
     async def prove(
         self,
@@ -127,11 +144,23 @@ class Prover:
         # After the probe it has to come back much nearer than half-way: keys and values of the
         # canary that were left from the probe's weights show, also below the tolerance.
         shift = self.probe_shifts.get(endpoint.url)
-        limit = self.tolerance if shift is None else min(self.tolerance, shift / 2)
+        limit = self.limit if shift is None else min(self.limit, shift / 2)
         if problem := shown.reading.problem(limit):
             raise ProofFailed(endpoint.url, problem)
+        self._warn(endpoint.url, shown.reading)
         if shift is not None:
             self.probe_shifts[endpoint.url] = np.inf
+
+    def _warn(self, url: str, reading: CanaryReading) -> None:
+        problem = reading.problem(self.tolerance)
+        if problem is not None and url not in self._warned:
+            self._warned.add(url)
+            logger.warning(
+                "%s: %s; it proves the right bits and is used: rounding of its kernels or its "
+                "dtype, or sampling settings of its own; compare the flags in docs/endpoints.md",
+                url,
+                problem,
+            )
 
     async def sample(self, endpoint: Endpoint, stamp: str) -> list[Completion]:
         """The canary's samples. Raises ``OtherVersionShown`` if not all tokens carry ``stamp``."""

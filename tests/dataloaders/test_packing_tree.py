@@ -150,7 +150,7 @@ def test_sharing_a_token_more_or_less_is_seen(too_much: int) -> None:
     groups = groups_of(("pp", ["abcd", "abxy", "az"]))
     sequences = [
         TrainedSequence(
-            SampleKey(0, 0, g), np.concatenate([groups[0].prompt.token_ids, c.token_ids]), 2,
+            SampleKey(0, 0, g), "", np.concatenate([groups[0].prompt.token_ids, c.token_ids]), 2,
             2 + np.arange(len(c.token_ids)), c.logprobs,
             np.full(len(c.token_ids), g), np.ones(len(c.token_ids)),
         )

@@ -95,7 +95,7 @@ def test_neighbours_are_the_best_stretches(written: list[list[int]], budget: int
     none = np.zeros(0)
     sequences = [
         TrainedSequence(
-            SampleKey(0, 0, i), np.array(tokens), 1, np.arange(1, len(tokens)), none, none, none
+            SampleKey(0, 0, i), "", np.array(tokens), 1, np.arange(1, len(tokens)), none, none, none
         )
         for i, tokens in enumerate(written)
     ]

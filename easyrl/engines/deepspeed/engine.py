@@ -115,6 +115,7 @@ class DeepSpeedEngine:
         if self._has_snapshot:
             self._set_old_policy(self._local(self._parameters().values()))
             self._tri_model.old_is_policy = True  # in the first update: no forward of the snapshot
+        self._tri_model.sampled_by = "policy"
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         metrics = []
@@ -147,6 +148,7 @@ class DeepSpeedEngine:
             self._set_old_policy(before)
         if applied:
             self._tri_model.old_is_policy = False
+            self._tri_model.sampled_by = "old_policy" if self._has_snapshot else None
         return StepResult(grad_norm, learning_rate, skipped=not applied)
 
     def discard_gradients(self) -> None:

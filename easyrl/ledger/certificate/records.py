@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from easyrl.ledger.format import FORMAT
-from easyrl.schema import Confirmation, EndedBy, GroupOutcome, Key
+from easyrl.schema import Confirmation, EndedBy, EndpointAgreement, GroupOutcome, Key
 
 
 class RunRecord(msgspec.Struct, tag_field="kind", tag="run", frozen=True):
@@ -34,6 +34,9 @@ class AttemptRecord(msgspec.Struct, tag_field="kind", tag="attempt", frozen=True
     updates_per_batch: int
     max_draws: int | None  # prompts that a batch may draw at most
     recipe: str | None = None  # digest of its name, keys and own file; None: not recorded
+    # of each endpoint's mean |Δ log-prob| in a batch, nats (metrics/logprob_agreement.py); None:
+    # not judged
+    agreement_limit: float | None = None
 
 
 class BatchRecord(msgspec.Struct, tag_field="kind", tag="batch", frozen=True, kw_only=True):
@@ -55,6 +58,7 @@ class BatchRecord(msgspec.Struct, tag_field="kind", tag="batch", frozen=True, kw
     logprob_max: float | None  # |inference - trainer| of the trained tokens, nats
     logprob_mean: float | None
     num_ranks: int
+    agreement: list[EndpointAgreement] = []  # of each endpoint whose tokens were compared, by URL
 
 
 class EndRecord(msgspec.Struct, tag_field="kind", tag="end", frozen=True):

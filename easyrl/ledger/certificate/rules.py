@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, RunRecord
+from easyrl.metrics.logprob_agreement import disagreements
 from easyrl.schema import GroupOutcome, Key, PolicyVersion
 
 
@@ -41,6 +42,7 @@ def examine(record: BatchRecord, context: Context, *, whole: bool = True) -> int
     else:
         _whole_updates(record, context)
     _discarded(record)
+    _agreement(record, context.attempt.agreement_limit)
     confirmed = _confirmed(record, context)
     certified = _certified(record, context)
     num_unconfirmed = 0
@@ -177,6 +179,12 @@ def _discarded(record: BatchRecord) -> None:
         if recovered[key]:
             problem = "its journalled group was discarded, yet it was trained from the journal"
             raise CertificateError(problem, key=key)
+
+
+def _agreement(record: BatchRecord, limit: float | None) -> None:
+    """Each endpoint's log-probabilities are the trainer's, up to rounding."""
+    for url, problem in disagreements(record.agreement, limit).items():
+        raise CertificateError(problem, endpoint=url)
 
 
 def _confirmed(record: BatchRecord, context: Context) -> dict[str, set[str]]:

@@ -15,6 +15,7 @@ from easyrl.completion_check import CompletionLimits
 from easyrl.config import Config
 from easyrl.dataloaders.producer.group_stream import Piece
 from easyrl.ledger.journal.codec import (
+    EVER,
     DrainRecord,
     Header,
     WithdrawalRecord,
@@ -126,12 +127,18 @@ class BatchJournal:
     def withdraw(self, endpoint: str, proof: int) -> int:
         """Drops the groups with a completion that ``endpoint`` made since its ``proof``.
 
-        They are generated again once the batch has begun again. Their number. Raises
-        ``JournalError``.
+        With ``EVER`` also those that it made for earlier attempts. They are generated again once
+        the batch has begun again. Their number. Raises ``JournalError``.
         """
         with self._lock:
             self._in_doubt.append((endpoint, proof))
             num_withdrawn = self._own.withdraw(endpoint, proof)
+            if proof == EVER:
+                finished = self._finished.items()
+                keys = {key for key, g in finished if is_withdrawn(g.made_by, endpoint, proof)}
+                self._finished = {key: g for key, g in finished if key not in keys}
+                self.discarded |= keys
+                num_withdrawn += len(keys)
             # Also without a group: it tells that this rank knew of it (``earlier_attempts``).
             record = WithdrawalRecord(endpoint, proof, self.num_restarts)
             self._open_writer().append(encode(record))

@@ -16,6 +16,9 @@ from easyrl.schema import Completion, Exclusion, Key, Prompt, RolloutGroup, Scor
 T = TypeVar("T")
 
 
+EVER = -1  # number before every proof: also what the endpoint made in earlier attempts is withdrawn
+
+
 class CodecError(ValueError):
     """A payload has not the shape of what was asked for."""
 
@@ -102,10 +105,10 @@ class DrainRecord(_Struct):
 
 
 class WithdrawalRecord(_Struct):
-    """Completions that an endpoint made since a proof that it later failed to repeat."""
+    """Completions that an endpoint made since a proof that it later failed to repeat, or all."""
 
     endpoint: str  # URL
-    proof: int  # number, on this rank, of the last proof that it passed
+    proof: int  # number, on this rank, of the last proof that it passed; or ``EVER``
     restart: int  # how often the batch had begun again in this attempt; it does so now
     kind: Literal["withdrawal"] = "withdrawal"
 

@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 from easyrl.completion_check import CompletionLimits
 from easyrl.ledger.journal.codec import (
+    EVER,
     CodecError,
     DrainRecord,
     GroupRecord,
+    Header,
     WithdrawalRecord,
     decode_record,
     group_problem,
@@ -113,11 +115,14 @@ class EarlierAttempts:
 class Share:
     """What one rank of one attempt left of a batch: the groups that stand, and the withdrawn."""
 
-    def __init__(self, file: JournalFile) -> None:
+    def __init__(self, file: JournalFile, header: Header | None = None) -> None:
         self.file = file
+        # weights and settings that its groups were made with
+        self.made_with = None if header is None else (header.weights, header.settings)
         self.groups: dict[Key, StoredRecord] = {}
-        self.withdrawn: dict[Key, str] = {}  # the endpoint that failed its proof
+        self.withdrawn: dict[Key, str] = {}  # the endpoint that failed a proof, or disagreed
         self.withdrawals: set[tuple[str, int]] = set()  # endpoint, number of restarts
+        self.withdrawn_before: set[str] = set()  # endpoints, of which earlier attempts' groups too
         self.drains: list[DrainRecord] = []
 
     def add(self, place: RecordLocation, record: AnyRecord) -> None:
@@ -127,6 +132,8 @@ class Share:
             case WithdrawalRecord():
                 self.withdrawals.add((record.endpoint, record.restart))
                 self.withdraw(record.endpoint, record.proof)
+                if record.proof == EVER:
+                    self.withdrawn_before.add(record.endpoint)
             case GroupRecord():
                 # Again only if it was withdrawn, or an attempt did not see an earlier one's.
                 self.groups[record.key] = StoredRecord.of(record, place, self.file.rank)
@@ -141,9 +148,12 @@ class Share:
 
 
 def withdraw_untold(shares: Sequence[Share]) -> None:
-    """Withdraws what other ranks of an attempt did, and a rank was not told of any more."""
+    """Withdraws what other ranks of an attempt, and later attempts, did and a rank was not told."""
     for share in shares:
         for other in shares:
+            if other.file.attempt > share.file.attempt and other.made_with == share.made_with:
+                for endpoint in other.withdrawn_before:
+                    share.withdraw(endpoint, 0)
             if other.file.attempt == share.file.attempt:
                 for endpoint, restart in other.withdrawals:
                     # A later one took back the same, and more.
@@ -186,7 +196,7 @@ def read_earlier_attempts(
             )
             continue
         earlier.versions.add(header.version)
-        shares.append(share := Share(file))
+        shares.append(share := Share(file, header))
         for place, record in records:
             if limits is not None and isinstance(record, GroupRecord):
                 if (problem := group_problem(record, limits)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,6 +13,7 @@ from easyrl.dataloaders.producer.rollout_generator import Accept, RolloutGenerat
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.exclusions import ExclusionLimit
 from easyrl.ledger.journal.batch import BatchJournal, Journal, Production
+from easyrl.ledger.journal.codec import EVER
 from easyrl.ledger.journal.earlier_attempts import StoredRecord
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
@@ -44,30 +45,47 @@ class JournalledRollouts:
     rules: BatchRules
     ranks: Ranks
     coordination: RankCoordination
-    # Told of the endpoints, on every rank, before the batch begins again: it must not use them.
-    on_withdrawal: Callable[[Sequence[str]], object] = lambda urls: None
+    # Told of the endpoints, on every rank, before the batch begins again, and why they must not be
+    # used any more; None: not until they prove themselves anew.
+    on_withdrawal: Callable[[Mapping[str, str | None]], object] = lambda endpoints: None
     _batch: BatchJournal | None = field(default=None, init=False)
     _open: OpenBatch | None = field(default=None, init=False)
     # endpoint → proof, since the batch began or the one before has ended
     _doubted: dict[str, int] = field(default_factory=dict, init=False)
+    _excluded: dict[str, str] = field(default_factory=dict, init=False)  # endpoint → reason
 
-    def withdraw(self, endpoint: str, proof: int) -> None:
+    def withdraw_endpoints(self, problems: Mapping[str, str]) -> None:
+        """Takes back all that endpoints have made for the open batch, also in earlier attempts.
+
+        ``problems``: by endpoint, why it is not used any more. The batch begins again without them,
+        on all ranks. From the trainer's thread; raises ``JournalError``.
+        """
+
+        async def take_back() -> None:
+            self._excluded |= problems
+            for endpoint, problem in problems.items():
+                self.withdraw(endpoint, EVER, problem)
+
+        self.generator.thread.run(take_back())
+
+    def withdraw(self, endpoint: str, proof: int, problem: str = "failed its proof") -> None:
         """Takes back what ``endpoint`` has made for the open batch since its proof ``proof``.
 
         The batch begins again without it, on all ranks. On the producer's loop; raises
         ``JournalError``.
         """
         # seen at the end of ``begin`` where that is under way, or yet to come
-        self._doubted.setdefault(endpoint, proof)
+        self._doubted[endpoint] = min(proof, self._doubted.get(endpoint, proof))
         batch, opened = self._batch, self._open
         if batch is None or opened is None:
             return
-        reason = f"{endpoint} failed its proof"  # said even if the record finds the disk full
+        reason = f"{endpoint} {problem}"  # said even if the record finds the disk full
+        since = "" if proof == EVER else f" since its proof number {proof}"
         try:
             num_groups = batch.withdraw(endpoint, proof)
             reason += (
-                ": groups with responses that it has made since its proof number "
-                f"{proof} are withdrawn and generated again ({num_groups} of rank "
+                f": groups with responses that it has made{since} "
+                f"are withdrawn and generated again ({num_groups} of rank "
                 f"{self.ranks.dp_rank}, not counting open ones)"
             )
         finally:
@@ -80,12 +98,19 @@ class JournalledRollouts:
         batch is in doubt here.
         """
         mine, self._doubted = self._doubted, {}
-        everyone = {url for rank in self.coordination.gather(sorted(mine)) for url in rank}
-        for endpoint in sorted(everyone):
+        told: list[list[tuple[str, str | None]]] = self.coordination.gather(
+            [(url, self._excluded.get(url)) for url in sorted(mine)]
+        )
+        self._excluded = {}
+        everyone: dict[str, str | None] = {}
+        for rank in told:
+            everyone |= {url: problem or everyone.get(url) for url, problem in rank}
+        for endpoint, problem in sorted(everyone.items()):
             if self._batch is not None:
                 # Mine too: what was withdrawn while the batch began has an earlier number.
-                self._batch.withdraw(endpoint, mine.get(endpoint, 0))
-        self.on_withdrawal(sorted(everyone))
+                proof = mine.get(endpoint, 0) if problem is None else EVER
+                self._batch.withdraw(endpoint, proof)
+        self.on_withdrawal(everyone)
 
     def end_batch(self) -> dict[str, int]:
         """The weights are about to move: what fails a proof from now on is of the next batch.

@@ -268,8 +268,16 @@ def check_updates(
     plain, old.logprobs = old.logprobs, counted
     start = weights_of(engine)
     engine.begin_batch()
+    differences = []  # of each update's tokens, by the weights that the whole batch is made by
+    for groups in slices(num_updates):
+        rows = session.share(rows_of(groups), equal=engine.lockstep)
+        difference = 0.0
+        for row in rows:  # all of them: a forward may be collective
+            apart = (engine.logprobs(row) - row.inference_logprobs).abs()
+            difference += 0.0 if row.is_dummy else float(apart.sum())
+        differences.append(difference)
     measured: list[Results] = []
-    for groups, expected in zip(slices(num_updates), updates, strict=True):
+    for groups, expected, apart in zip(slices(num_updates), updates, differences, strict=True):
         before, metrics = forwards, []
         rows = session.share(rows_of(groups), equal=engine.lockstep)
         for row in rows:
@@ -286,6 +294,7 @@ def check_updates(
                 "old_forwards": forwards - before,
                 "rows": len(rows),
                 "learning_rate": result.learning_rate,
+                "compared": (sum(c.abs for m in metrics for c in m.compared.values()), apart),
             }
         )
     engine.begin_batch()

@@ -165,6 +165,15 @@ def test_first_update_needs_no_forward_of_the_old_policy(launch: Launch) -> None
             assert case["next_old"] == 0, name  # the next batch's old policy is the policy now
 
 
+def test_every_update_is_compared_with_the_weights_that_the_endpoints_had(launch: Launch) -> None:
+    """Not with the policy, which has moved on by then."""
+    for name, case in launch.cases("updates").items():
+        for update in case["updates"]:
+            got, expected = update["compared"]
+            assert got == pytest.approx(expected, rel=1e-5), (name, update)
+        assert any(update["compared"][1] > 1 for update in case["updates"][1:]), name
+
+
 def test_clip_acts_on_later_updates(launch: Launch) -> None:
     """On as many tokens as in the dense reference, so that the comparison sees the old policy."""
     expected = dense_updates(launch.folder, 4)

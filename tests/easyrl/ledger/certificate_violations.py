@@ -2,7 +2,7 @@
 
 import msgspec
 
-from easyrl.schema import Confirmation
+from easyrl.schema import Confirmation, EndpointAgreement
 from tests.easyrl.ledger.certified_run import RUN, URLS
 
 replace = msgspec.structs.replace
@@ -190,6 +190,19 @@ VIOLATIONS = {
         lambda r: first_group(r, recovered=True, digest=None),
         "its record's digest is not given",
         ("key",),
+    ),
+    "log-probabilities of another model": (
+        lambda r: replace(
+            r, agreement=[EndpointAgreement(URLS[0], 1000, 4.2, 9.0), r.agreement[1]]
+        ),
+        f"endpoint {URLS[0]}: log-probabilities differ from the trainer's by 4.2 nats in the mean "
+        "of 1000 trained tokens (maximum 9, limit 0.2)",
+        ("endpoint",),
+    ),
+    "log-probabilities that are not finite": (
+        lambda r: replace(r, agreement=[EndpointAgreement(URLS[0], 3, None, None)]),
+        "3 trained tokens are not finite",
+        ("endpoint",),
     ),
     "discarded, and trained all the same": (
         lambda r: replace(first_group(r, recovered=True), discarded=[r.groups[0].key]),

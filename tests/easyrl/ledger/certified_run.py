@@ -26,6 +26,7 @@ from easyrl.schema import (
     Completion,
     Confirmation,
     EndedBy,
+    EndpointAgreement,
     Exclusion,
     GroupOutcome,
     Key,
@@ -81,6 +82,7 @@ class CertifiedRun:
         max_draws: int | None = None,
         num_batches: int | None = None,
         recipe: str | None = None,
+        agreement_limit: float | None = 0.2,
     ) -> None:
         self.folder = folder
         self.certificate_path = folder / "certificate.jsonl"
@@ -93,6 +95,7 @@ class CertifiedRun:
         self.updates_per_batch = updates_per_batch
         self.max_draws = max_draws
         self.recipe = recipe
+        self.agreement_limit = agreement_limit
         self.refused = dict(refused or {})
         self.journalled = journalled
         self.batches: list[list[Prompt]] = []
@@ -143,6 +146,7 @@ class CertifiedRun:
                 updates_per_batch=self.updates_per_batch,
                 max_draws=self.max_draws,
                 recipe=self.recipe,
+                agreement_limit=self.agreement_limit,
             ),
         )
         return self.certificate
@@ -232,6 +236,7 @@ class CertifiedRun:
             skipped_updates=[],
             logprob_max=2e-3,
             logprob_mean=1e-4,
+            agreement=[EndpointAgreement(url, 1000, 1e-4, 2e-3) for url in URLS],
             num_ranks=self.num_ranks,
         )
 

@@ -405,6 +405,58 @@ def test_a_rank_that_was_told_of_an_earlier_withdrawal_only_was_not_told(tmp_pat
     assert not earlier.finished and len(earlier.made_otherwise) == 2
 
 
+def withdraw_endpoint(rollouts: JournalledRollouts) -> None:
+    rollouts.withdraw_endpoints({BAD: "differs by 4.2 nats"})
+
+
+def test_all_that_an_endpoint_made_is_taken_back_also_of_earlier_attempts(tmp_path):
+    """Whatever proof it had passed since: it proved, and its log-probabilities are others."""
+    with LoopThread() as thread:
+        rollouts = attempt(thread, tmp_path, 0, ProvedGenerate(range(4)))
+        rollouts.begin(served(0), 0)
+        wait_until(lambda: len(read(tmp_path)) == 4)  # and killed
+    with LoopThread() as thread:
+        told, generate = [], ProvedGenerate(range(4))
+        rollouts = attempt(thread, tmp_path, 1, generate)
+        rollouts.on_withdrawal = told.append
+        batch = rollouts.begin(served(1), 0)
+        assert batch.updates[0].recovered == {(0, index) for index in range(4)}
+        withdraw_endpoint(rollouts)
+        with pytest.raises(BatchWithdrawn, match=f"{BAD} differs by 4.2 nats: .*2 of rank 0"):
+            batch.updates[0].complete()
+        batch.close()
+        rollouts.share_withdrawals()
+        assert told == [{BAD: "differs by 4.2 nats"}]
+        again = rollouts.begin(served(1), 0)
+        assert again.withdrawn is None and again.discarded == {(0, 1), (0, 3)}
+        assert set(take(again.updates[0])) == set(range(4))
+        assert asked(generate) == {1, 3}
+        rollouts.close()
+    left = read_earlier_attempts(tmp_path / "batch-000003", served(2), "", 0)
+    assert {key: stored.place.path.name[:8] for key, stored in left.finished.items()} == {
+        (0, 0): "attempt0", (0, 1): "attempt1", (0, 2): "attempt0", (0, 3): "attempt1",
+    }  # fmt: skip
+
+
+def test_all_ranks_are_told_why_an_endpoint_is_not_used_any_more(tmp_path):
+    generate = ProvedGenerate(range(3))  # the batch is not complete
+    with LoopThread() as thread:
+        told = [[], []]
+        run = RankedRun(2)
+        ranks = run.rollouts(thread, tmp_path, 0, generate, batch_size=4, in_prompt_order=False)
+        for rollouts, mine in zip(ranks, told, strict=True):
+            rollouts.on_withdrawal = mine.append
+        batches = [rollouts.begin(served(0), 0) for rollouts in ranks]
+        wait_until(lambda: len(read(tmp_path)) == 3)
+        withdraw_endpoint(ranks[1])
+        generate.open = set(range(12))
+        batches = begin_again(ranks, batches, "differs by 4.2 nats")
+        shares = together([lambda b=batch: take(b.updates[0]) for batch in batches])
+        assert sorted(index for share in shares for index in share) == [0, 1, 2, 3]
+    assert told == [[{BAD: "differs by 4.2 nats"}]] * 2
+    assert sorted(record.key[1] for record in read(tmp_path)) == [0, 1, 1, 2, 3]
+
+
 def withdrawals(folder: Path) -> list[tuple[str, int, int]]:
     """Endpoint, proof and number of restarts of those in a batch's journals."""
     return [
@@ -516,11 +568,13 @@ def test_what_a_rank_has_kept_beyond_the_bound_is_drawn_by_that_rank(tmp_path):
 # ---- several ranks in one process ----------------------------------------------------------------
 
 
-def begin_again(ranks: list[JournalledRollouts], batches: list[OpenBatch]) -> list[OpenBatch]:
+def begin_again(
+    ranks: list[JournalledRollouts], batches: list[OpenBatch], problem: str = "failed its proof"
+) -> list[OpenBatch]:
     """All ranks, once they have heard that a group was withdrawn."""
 
     def one(rollouts: JournalledRollouts, batch: OpenBatch) -> OpenBatch:
-        with pytest.raises(BatchWithdrawn, match="failed its proof"):
+        with pytest.raises(BatchWithdrawn, match=problem):
             batch.updates[0].complete()
         batch.close()
         rollouts.share_withdrawals()

@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -21,9 +22,10 @@ from easyrl.ledger.certificate.chain import START, ChainReader, seal
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import BatchRecord, EndRecord
-from easyrl.ledger.journal.codec import WithdrawalRecord, encode
+from easyrl.ledger.journal.batch import Journal
+from easyrl.ledger.journal.codec import EVER, WithdrawalRecord, encode
 from easyrl.ledger.verify import verify
-from easyrl.schema import VersionSpan
+from easyrl.schema import EndpointAgreement, PolicyVersion, ServedWeights, VersionSpan
 from tests.easyrl.ledger import certified_run
 from tests.easyrl.ledger.certificate_violations import VIOLATIONS, instead_of_first
 from tests.easyrl.ledger.certified_run import (
@@ -593,6 +595,43 @@ def test_groups_that_were_generated_again_after_a_withdrawal_are_evidence(tmp_pa
         for g in r.groups], discarded=[]))  # fmt: skip
     found = violation(run)
     assert found.key in again and "was withdrawn" in str(found)
+
+
+def test_what_a_later_attempt_withdrew_of_an_earlier_one_is_no_evidence(tmp_path):
+    """Its log-probabilities were found out when the journalled groups were trained."""
+    run = CertifiedRun(tmp_path)
+    run.begin()
+    run.generate()  # of batch 0, and killed
+    run.begin(0)
+    run.train_all()
+    assert verify(tmp_path).recovered == 4
+    certified = History(run.certificate_path)
+    certified.take_all()
+    weights = certified.batch(0).weights
+
+    def withdraw(digest: str) -> None:
+        served = ServedWeights(PolicyVersion(RUN, 1, 0), digest)
+        with closing(Journal(run.journal_path, 1, 0, "never").open_batch(served)) as batch:
+            batch.withdraw(URLS[1], EVER)
+
+    withdraw("other")
+    assert verify(tmp_path).on_policy  # groups of those weights are not these
+    (run.journal_path / "batch-000000" / "attempt1-rank0.journal").unlink()
+    withdraw(weights)
+    found = violation(run)
+    assert found.endpoint == URLS[1] and "was withdrawn" in str(found)
+    assert found.file.endswith("attempt0-rank0.journal")
+
+
+def test_batches_whose_log_probabilities_are_not_judged_are_counted(tmp_path):
+    run = CertifiedRun(tmp_path, agreement_limit=None)
+    run.begin()
+    far = [EndpointAgreement(URLS[0], 1000, 4.2, 9.0)]
+    run.train(lambda record: replace(record, agreement=far))
+    run.train_all()
+    verdict = verify(tmp_path)
+    assert verdict.on_policy and verdict.unjudged == 3
+    assert "3 batches with log-probabilities not judged" in str(verdict)
 
 
 # ---- any history --------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ def random_rows(draw: st.DrawFn) -> MicroBatch:
         loss_weights=torch.zeros(0),
         sequence_index=ids,
         sequences=(),
+        endpoints=(),
     )
     depth = [len(branch(row, position)) - 1 for position in range(end)]
     predictors, sequence_index = [], []
@@ -65,6 +66,7 @@ def random_rows(draw: st.DrawFn) -> MicroBatch:
         loss_weights=torch.rand(count, generator=rng),
         sequence_index=torch.tensor(sequence_index),
         sequences=tuple(SampleKey(1, 7, 3 * q) for q in range(num_sequences)),
+        endpoints=tuple(f"http://{q}" for q in range(num_sequences)),
     )
 
 

@@ -15,8 +15,15 @@ from easyrl.inference_client.transfer.artifact import Chunk
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Completion, Prompt, VersionSpan
-from easyrl.weight_sync.canary import Canary, CanaryReading, Expected
-from easyrl.weight_sync.proof import OtherVersionShown, Probe, ProofFailed, Prover, prove_weights
+from easyrl.weight_sync.canary import GROSS_DIFFERENCE, Canary, CanaryReading, Expected
+from easyrl.weight_sync.proof import (
+    OtherVersionShown,
+    Probe,
+    ProofFailed,
+    Prover,
+    Shown,
+    prove_weights,
+)
 from easyrl.weight_sync.target import Target
 from tests.recipes import pack_groups
 
@@ -135,6 +142,50 @@ def test_nothing_to_compare_and_nan_do_not_agree():
     assert said.reading([sample([5], [np.nan])]).mean == np.inf
     assert CanaryReading(np.nan, 0.0, 1).problem(1.0) is not None
     assert CanaryReading(0.5, 0.6, 1).problem(0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("nats", "bits", "fails"),
+    [(0.04, True, False), (0.06, True, False), (0.49, True, False), (0.51, True, True),
+     (4.0, True, True), (np.nan, True, True), (0.04, False, False), (0.06, False, True)],
+)  # fmt: skip
+def test_with_proved_bits_the_canary_warns_up_to_half_a_nat(nats, bits, fails, caplog):
+    """32 tokens; without the proof of the bits the tolerance decides."""
+    said = expected(*[([5, 6], [-1.0, -2.0])] * 16)
+
+    class Sampling:
+        async def sample(self, url):
+            return [sample([5, 6], [-1.0 - nats, -2.0 + nats])] * 16
+
+    async def expect(url, samples):
+        return said
+
+    prover = Prover(Sampling(), tolerance=0.05, reads_bits=bits)  # type: ignore[arg-type]
+    endpoint = Endpoint(Client([WorkerProof(dict(HASHES), {}, "file")]), 1)
+
+    def prove():
+        asyncio.run(prover.prove(endpoint, weights(), "run:0:1", expect, Shown()))
+
+    if fails:
+        with pytest.raises(ProofFailed, match="canary: log-probabilities differ.* 32 tokens"):
+            prove()
+        assert not caplog.records
+        return
+    for _ in range(2):
+        prove()
+    if nats < 0.05:
+        assert not caplog.records
+    else:
+        [said_once] = caplog.messages
+        assert said_once.startswith(f"{URL}: canary: log-probabilities differ")
+
+
+def test_single_tokens_that_are_off_by_nats_do_not_fail_a_canary():
+    """Four of 32, as a router that flips has them: the four tokens of two prompts decided once."""
+    said = expected(*[([5, 6], [-1.0, -2.0])] * 16)
+    samples = [sample([5, 6], [-4.0, -5.0])] * 2 + [sample([5, 6], [-1.0, -2.0])] * 14
+    reading = said.reading(samples)
+    assert reading.maximum == 3.0 and reading.problem(GROSS_DIFFERENCE) is None
 
 
 def test_samples_of_other_weights_are_refused():

@@ -191,7 +191,7 @@ def test_a_lying_endpoint_is_excluded_and_named(
     make_proxy, options, message, model_dir, server, tmp_path
 ):
     engine = PlainEngine(model_dir)
-    engine.train(1e-1)  # unlike what the server was started with
+    engine.train(20.0)  # unlike what the server was started with, by nats
     with closing(make_proxy(server)) as proxy:
         with weight_sync(engine, [proxy.url], tmp_path, **options) as rank:
             with pytest.raises(NoEndpointServes, match=message) as caught:
@@ -327,12 +327,12 @@ def test_an_update_that_a_dead_trainer_left_open_is_given_up(model_dir, server, 
 @pytest.mark.parametrize(
     ("limit", "lengths"),
     [
-        (8, [6] * 2),
-        (50, [48] * 2),
-        (51, [49, 48]),
-        (289, [287, 48]),
-        (290, [288, 48]),
-        (None, [288, 48]),
+        (8, [6] * 16),
+        (50, [48] * 16),
+        (51, [49, *[48] * 15]),
+        (289, [287, *[48] * 15]),
+        (290, [288, *[48] * 15]),
+        (None, [288, *[48] * 15]),
     ],
 )
 def test_canary_fits_into_the_context(limit, lengths):
