@@ -39,7 +39,8 @@ PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may b
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
-KEY_HINT = "; set inference.api_key_env to the variable that holds its key"  # 401, 403
+# 401, 403
+KEY_HINT = "; set inference.api_key_env, or that of its entry, to the variable that holds its key"
 # vLLM's names, which the embedded server uses too; a line per engine
 TOKEN_COUNTERS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)", re.M)
 ROUTE_HINT = "; start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"

@@ -33,11 +33,14 @@ MAY_IMPORT = {
     # the endpoints
     "inference_client": "schema config",
     "inference_client.fetching": "schema config runtime.machine runtime.workers"
-    " inference_client.client inference_client.errors inference_client.responses",
-    "inference_client.pool": "schema config inference_client.client inference_client.errors",
+    " inference_client.api_keys inference_client.client inference_client.errors"
+    " inference_client.responses",
+    "inference_client.pool": "schema config inference_client.api_keys inference_client.client"
+    " inference_client.errors",
     "inference_client.vllm_plugin": "",
-    "inference_client.transfer": "inference_client.vllm_plugin",
-    "inference_client.servers.managed": "config runtime.machine",
+    "inference_client.transfer": "inference_client.api_keys inference_client.vllm_plugin",
+    "inference_client.servers.managed": "config runtime.machine inference_client.api_keys"
+    " inference_client.vllm_plugin.easyrl_vllm.access",
     "inference_client.servers.embedded": "schema runtime.numerics inference_client.transfer"
     " inference_client.vllm_plugin",
     # the model that is trained
@@ -75,11 +78,13 @@ MAY_IMPORT = {
     "build": "schema config dataloaders engines inference_client ledger metrics recipes rewards"
     " runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
-    "api": "config train runtime.machine inference_client.servers.managed",
+    "api": "config train runtime.machine inference_client.api_keys"
+    " inference_client.servers.managed",
     "commands": "schema config train build ledger recipes runtime"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands",
-    "demo": "config recipes metrics.trackers runtime.machine inference_client.servers.managed",
+    "demo": "config recipes metrics.trackers runtime.machine inference_client.api_keys"
+    " inference_client.servers.managed",
     "__init__": "api",
 }
 

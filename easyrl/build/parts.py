@@ -68,7 +68,7 @@ def build_parts(
     if ranks.is_first:
         for notice in notices(config, load_recipe(config)):
             logger.warning("%s", notice)
-    own_urls = start_servers(config, opened)
+    own_servers = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")
     evaluation = config.evaluation
@@ -116,8 +116,10 @@ def build_parts(
     except ValueError as error:  # other settings than those of the checkpoint
         raise ConfigError(f"--resume: {error}") from error
 
-    urls: list[str] = collectives.broadcast(own_urls)
-    inference = open_inference(config, opened, urls=urls, num_shares=ranks.dp_size, record=record)
+    urls, own_keys = collectives.broadcast(own_servers)
+    inference = open_inference(
+        config, opened, urls=urls, own_keys=own_keys, num_shares=ranks.dp_size, record=record
+    )
     require_invariant_endpoints(config, inference.pool, output if ranks.is_first else None)
     warn_of_short_contexts(config, inference, rollout=True)
     weight_sync = build_weight_sync(

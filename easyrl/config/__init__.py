@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from easyrl.config.base import ConfigError, Section
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
 from easyrl.config.evaluation import EvaluationConfig
-from easyrl.config.inference import InferenceConfig, LaunchConfig, endpoint_url
+from easyrl.config.inference import EndpointConfig, InferenceConfig, LaunchConfig, endpoint_url
 from easyrl.config.ledger import CheckpointConfig, JournalConfig
 from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.recipe import RecipeConfig
