@@ -20,6 +20,8 @@ class WeightSyncConfig(Section):
     transport: Literal["auto", "file", "http", "nccl", "hccl"] = "auto"  # auto: files where the
     # endpoint sees the directory, else http; nccl, hccl: broadcast between devices
     directory: FilePath = SHARED_MEMORY  # of the weights: shared memory, or a disk that is shared
+    access: Literal["owner", "group"] = "owner"  # who may read them there; group: also the members
+    # of the folder's group, for endpoints of other Unix users (make the directory setgid for one)
     chunk_bytes: PositiveInt = 16 * 2**20
     advertise_host: str | None = None  # name under which endpoints reach this machine for http
     port: NonNegativeInt = 0  # of the http stream; 0: a free one

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.inference_client.transfer.access import GROUP, OWNER
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import remove_artifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
@@ -22,6 +23,7 @@ from easyrl.weight_sync.target import Target
 logger = logging.getLogger(__name__)
 
 EVERY_ADDRESS = "0.0.0.0"
+ACCESS = {"owner": OWNER, "group": GROUP}
 NamedWeights = Iterator[tuple[str, Tensor]]
 
 
@@ -40,7 +42,7 @@ class WeightStore:
     def begin(self, version: str) -> Target:
         """A version that is going to be written."""
         if self._announcement is None:  # removes what a crashed attempt of this run may have left
-            self._announcement = Announcement(self._root, self._run)
+            self._announcement = Announcement(self._root, self._run, ACCESS[self._config.access])
         return Target(version)
 
     def write(
@@ -55,6 +57,7 @@ class WeightStore:
             self._config.chunk_bytes,
             on_chunk=lambda chunk: loop.call_soon_threadsafe(target.add, chunk),
             memory=self._announcement.memory,
+            access=self._announcement.access,
         )
         loop.call_soon_threadsafe(target.complete)
 
