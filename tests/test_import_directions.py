@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema runtime.ranks",
-    "engines": "schema config runtime.machine runtime.ranks recipes"
+    "engines": "schema config runtime.interfaces runtime.rank_store runtime.ranks recipes"
     " kernels.attention.segment_layout"
     " models.loading models.lora models.policy_model models.tri_model",
     # the run
@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "ledger": "schema metrics.trackers runtime.run_files runtime.ranks runtime.collectives"
     " runtime.schedule dataloaders.producer.group_stream dataloaders.prompts.dataset",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
-    " runtime.machine runtime.stopping"
+    " runtime.interfaces runtime.machine runtime.stopping"
     " inference_client",
     "trainer": "",
     "trainer.row_split": "schema",

@@ -24,6 +24,7 @@ from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
+from easyrl.runtime.rank_store import spans_hosts
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Prompt
 from easyrl.weight_sync.canary import Canary, canary_prompts
@@ -49,7 +50,7 @@ def start_servers(config: Config, opened: ExitStack) -> tuple[list[str], dict[st
     urls = config.inference.urls
     if config.inference.launch is None:
         return urls, {}
-    if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_SIZE", "1")):
+    if spans_hosts():
         raise ConfigError(
             "inference.launch: starts servers for one machine, this run has several; start them "
             "with vllm serve and name their URLs in inference.endpoints"
