@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from omegaconf import OmegaConf
 
-from easyrl.config.file import validate_config
+from easyrl.config.file import resolve_config
 from easyrl.config.machine import check_paths
 from easyrl.inference_client.api_keys import new_api_key
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
@@ -73,7 +73,7 @@ def train_policy(
             tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
         for key, value in settings.items():
             OmegaConf.update(tree, key, value)
-        config = validate_config(OmegaConf.to_container(tree), source="train_policy")
+        config = resolve_config(tree, source="train_policy")
         check_paths(config)
         from easyrl.train import run
 

@@ -85,6 +85,7 @@ class EndpointClient:
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
+        self._api_key = api_key
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -259,7 +260,7 @@ class EndpointClient:
                 headers=self._headers if path == GENERATE else self._headers | CLOSE,
                 timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
             ) as response:
-                return response, await response.read()
+                return response, self._without_key(await response.read())
         except TimeoutError as error:
             connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
             what = "could not connect" if connecting else "was not answered"
@@ -270,6 +271,10 @@ class EndpointClient:
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{method} {path} failed: {type(error).__name__}: {error}"
             raise EndpointUnavailable(self.url, reason) from None
+
+    def _without_key(self, content: bytes) -> bytes:
+        """An answer that repeats our key: what it says may come into logs and files."""
+        return content if not self._api_key else content.replace(self._api_key.encode(), b"[key]")
 
 
 class _Proofs(msgspec.Struct):
