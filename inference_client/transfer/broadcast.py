@@ -65,7 +65,7 @@ class EndpointsClient:
         self._urls = urls
         self._api_keys = api_keys or ApiKeys()
         self._timeout_s = timeout_s
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
         self._threads = ThreadPoolExecutor(len(urls), "easyrl-broadcast")
         answers = self._on_all(lambda url, _: self._call(url, "GET", "/get_world_size", None))
         sizes = [int(json.loads(answer)["world_size"]) for answer in answers]  # workers, all ranks
@@ -118,6 +118,13 @@ class EndpointsClient:
             raise RuntimeError(f"{url}{route}: status {error.code}: {text}") from None
         except OSError as error:
             raise RuntimeError(f"{url}{route}: {error}") from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A key is not sent on to whom an endpoint names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 class Broadcast:
