@@ -12,7 +12,7 @@ import orjson
 from omegaconf import OmegaConf
 
 from easyrl.config import ConfigError
-from easyrl.config.file import validate_config
+from easyrl.config.file import resolve_config
 from easyrl.config.machine import check_paths
 from easyrl.runtime.machine import usable_cpus
 
@@ -69,7 +69,7 @@ def train_policy(
         tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
     for key, value in settings.items():
         OmegaConf.update(tree, key, value)
-    config = validate_config(OmegaConf.to_container(tree), source="train_policy")
+    config = resolve_config(tree, source="train_policy")
     check_paths(config, written_later=[prompts_file])
     if resume and prompts_file.exists() and prompts_file.read_bytes() != content:
         raise ConfigError(

@@ -54,7 +54,8 @@ PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may b
 CLOSE = {"Connection": "close"}
 IDENTITY = {"Accept-Encoding": "identity"}  # see ``answers.read_body``
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
-KEY_HINT = "; set inference.api_key_env to the variable that holds its key"  # 401, 403
+# 401, 403
+KEY_HINT = "; set inference.api_key_env, or that of its entry, to the variable that holds its key"
 # vLLM's names, which the embedded server uses too; a line per engine
 TOKEN_COUNTERS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)", re.M)
 ROUTE_HINT = "; start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
@@ -99,6 +100,7 @@ class EndpointClient:
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
+        self._api_key = api_key
         self._headers = {"Content-Type": "application/json"} | IDENTITY
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -283,7 +285,9 @@ class EndpointClient:
                 allow_redirects=False,  # key and weights go where the configuration says
                 auto_decompress=False,
             ) as response:
-                return response, await read_body(response, self.url, f"{method} {path}", max_bytes)
+                route = f"{method} {path}"
+                content = await read_body(response, self.url, route, max_bytes)
+                return response, self._without_key(content)
         except TimeoutError as error:
             connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
             what = "could not connect" if connecting else "was not answered"
@@ -294,6 +298,10 @@ class EndpointClient:
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{method} {path} failed: {type(error).__name__}: {shorten(str(error))}"
             raise EndpointUnavailable(self.url, reason) from None
+
+    def _without_key(self, content: bytes) -> bytes:
+        """An answer that repeats our key: what it says may come into logs and files."""
+        return content if not self._api_key else content.replace(self._api_key.encode(), b"[key]")
 
 
 class _ModelCard(msgspec.Struct):

@@ -37,12 +37,15 @@ MAY_IMPORT = {
     # the endpoints
     "inference_client": "schema config completion_check",
     "inference_client.fetching": "schema config completion_check runtime.machine runtime.workers"
-    " inference_client.client inference_client.errors inference_client.responses",
-    "inference_client.pool": "schema config runtime.small_files inference_client.client"
-    " inference_client.errors",
+    " inference_client.api_keys inference_client.client inference_client.errors"
+    " inference_client.responses",
+    "inference_client.pool": "schema config runtime.small_files inference_client.api_keys"
+    " inference_client.client inference_client.errors",
     "inference_client.vllm_plugin": "",
-    "inference_client.transfer": "runtime.small_files inference_client.vllm_plugin",
-    "inference_client.servers.managed": "config runtime.machine",
+    "inference_client.transfer": "runtime.small_files inference_client.api_keys"
+    " inference_client.vllm_plugin",
+    "inference_client.servers.managed": "config runtime.machine inference_client.api_keys"
+    " inference_client.vllm_plugin.easyrl_vllm.access",
     "inference_client.servers.embedded": "schema runtime.machine runtime.numerics"
     " inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
@@ -50,7 +53,7 @@ MAY_IMPORT = {
     "models.vocabulary": "config",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema runtime.ranks",
-    "engines": "schema config runtime.machine runtime.ranks recipes"
+    "engines": "schema config runtime.interfaces runtime.rank_store runtime.ranks recipes"
     " kernels.attention.segment_layout"
     " models.loading models.lora models.policy_model models.tri_model",
     # the run
@@ -71,7 +74,7 @@ MAY_IMPORT = {
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
-    " runtime.machine runtime.stopping"
+    " runtime.interfaces runtime.machine runtime.stopping"
     " inference_client",
     "trainer": "",
     "trainer.row_split": "schema",
@@ -92,7 +95,7 @@ MAY_IMPORT = {
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
     "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
-    " runtime.run_folder inference_client.servers.managed",
+    " runtime.run_folder inference_client.api_keys inference_client.servers.managed",
     "__init__": "api",
 }
 

@@ -25,6 +25,7 @@ from easyrl.build.recipe import accept_function
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import Config, ConfigError
+from easyrl.config.file import plain_secrets, public_tree
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
@@ -82,6 +83,13 @@ def build_parts(
         for notice in (*notices(config, load_recipe(config)), not_judged(config)):
             if notice is not None:
                 logger.warning("%s", notice)
+        for key in plain_secrets(config):
+            logger.warning(
+                "%s: is a secret in plain text; it is left out of the run's files and trackers, so "
+                "that --resume has to be given it again: better write ${oc.env:NAME} and export "
+                "the variable NAME",
+                key,
+            )
     version = next_attempt(config, output, collectives)
     tokenizer, vocab_size = load_tokenizer(config), policy_vocabulary(config)
     prompts = load_data(config.data, tokenizer, "data")
@@ -95,7 +103,7 @@ def build_parts(
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
         )
     earlier = open_earlier_run(config, output, version, order, collectives) if resume else None
-    own_urls = start_servers(config, opened, output / "servers")
+    own_servers = start_servers(config, opened, output / "servers")
     checkpoint_folder = output / "checkpoints"
     step, position = trained_before(checkpoint_folder) if resume else (0, 0)
     rejects = load_recipe(config).rejects
@@ -131,12 +139,13 @@ def build_parts(
     except ValueError as error:  # other settings than those of the checkpoint
         raise ConfigError(f"--resume: {error}") from error
 
-    urls: list[str] = collectives.broadcast(own_urls)
+    urls, own_keys = collectives.broadcast(own_servers)
     inference = open_inference(
         config,
         opened,
         vocab_size=vocab_size,
         urls=urls,
+        own_keys=own_keys,
         num_shares=ranks.dp_size,
         record=record,
     )
@@ -249,8 +258,8 @@ def _open_trackers(
     if "tensorboard" in config.run.trackers:
         trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
     if "wandb" in config.run.trackers:
-        plain = config.model_dump(mode="json")
-        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, plain))
+        tree = public_tree(config)
+        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, tree))
     if config.run.console:
         trackers.append(ConsoleView(total_steps))
     return trackers

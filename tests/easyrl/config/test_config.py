@@ -541,4 +541,4 @@ def test_an_override_with_the_brackets_of_an_ipv6_address_says_how_to_write_it()
     with pytest.raises(ConfigError, match=r'in quotes: \["http://\[::1\]:8000"\]'):
         load_config("benchmarks/overlap.yaml", ["inference.endpoints=[http://[::1]:8000]"])
     config = load_config("benchmarks/overlap.yaml", ['inference.endpoints=["http://[::1]:8000"]'])
-    assert config.inference.endpoints == ["http://[::1]:8000"]
+    assert config.inference.urls == ["http://[::1]:8000"]
