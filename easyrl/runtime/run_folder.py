@@ -7,11 +7,11 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +34,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LOCK_POLL_S = 0.2
+IDENTITY_BYTES = 8  # of a run's random part
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
 
 
@@ -63,18 +64,18 @@ def prepare_output(
 def begin_attempt(config: Config, output: Path, collectives: Collectives) -> PolicyVersion:
     """Which run and which of its attempts this is, with v 0. Collective.
 
-    The run is its name and a hash of the folder that it began in, so that runs of one name share
-    neither versions nor files. Raises ``ConfigError`` on every rank if the count cannot be read.
+    The run is its name and a random number drawn when it began, kept in its folder, so that no two
+    share versions or files, on whatever machines and paths. Raises ``ConfigError`` on every rank if
+    the count cannot be read.
     """
 
     def count() -> tuple[str, int]:
         file = output / ATTEMPT_FILE
-        if file.exists():
+        if file.exists() or (output / CERTIFICATE_FILE).exists():
             run, last = _read_attempt(file)
             attempt = last + 1
         else:
-            folder = str(output.resolve()).encode()
-            run, attempt = f"{config.run.name}-{blake2b(folder, digest_size=4).hexdigest()}", 0
+            run, attempt = f"{config.run.name}-{secrets.token_hex(IDENTITY_BYTES)}", 0
         write_durably(file, json.dumps({"run": run, "attempt": attempt}))
         return run, attempt
 
@@ -176,7 +177,7 @@ def _read_attempt(file: Path) -> tuple[str, int]:
         run, attempt = said["run"], said["attempt"]
         if not isinstance(run, str) or not isinstance(attempt, int):
             raise TypeError("run has to be a text and attempt a number")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         certificate = file.with_name(CERTIFICATE_FILE)
         raise ConfigError(
             f"{file}: cannot be read ({type(error).__name__}: {error}); "

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.random_model import write_random_model
 from easyrl.config import WeightSyncConfig
+from easyrl.inference_client.transfer.announcement import OWNER
 from easyrl.schema import PolicyVersion, Prompt
 from easyrl.weight_sync.canary import canary_prompts
 from easyrl.weight_sync.publish import NoEndpointServes
@@ -39,6 +40,7 @@ PROBE0 = "sync:0:0:probe"
 def test_an_honest_endpoint_is_confirmed_at_each_version(model_dir, server, tmp_path):
     engine = PlainEngine(model_dir)
     (tmp_path / "easyrl-sync" / "of-a-crashed-attempt").mkdir(parents=True)
+    (tmp_path / "easyrl-sync" / OWNER).write_text(socket.gethostname())
     with closing(Watched(server)) as proxy, weight_sync(engine, [proxy.url], tmp_path) as rank:
         metrics = rank.sync.publish(V0).metrics
         assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
