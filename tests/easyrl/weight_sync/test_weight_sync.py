@@ -167,12 +167,18 @@ def first_tensor(engine) -> str:
             {},
             "canary: log-probabilities differ",
         ),
+        (
+            lambda url: MissesUpdates(url, repeats=True),
+            {"probe": False, "canary": False},
+            r"serves other weights than version sync:0:0: 24 of 24 .*\(checksum ",
+        ),
         (ForgetsItsVersion, {"probe": False}, "serves version 'default'"),
         (AnswersFromItsPrefixCache, {}, "canary: log-probabilities differ"),
         (KeepsItsPrefixCache, {}, "did not reset its prefix cache"),
     ],
     ids=[
         *("missed", "missed-and-lying", "missed-and-lying-at-the-probe", "kept-the-probe"),
+        "repeats-what-it-was-told",
         *("version", "stale-prefix-cache", "prefix-cache-not-reset"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference_client.vllm.plugin_server import PYTHON, needs_vllm
+from tests.inference_client.vllm.plugin_server import PLUGIN_PATH, PYTHON, needs_vllm
 
 SCRIPT = Path(__file__).with_name("plugin_checks.py")
 NAMES = [
@@ -26,7 +26,8 @@ def results() -> dict[str, str | None]:
     assert PYTHON is not None
     done = subprocess.run(
         [PYTHON, str(SCRIPT)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": PLUGIN_PATH},
         capture_output=True,
         text=True,
         timeout=240,
