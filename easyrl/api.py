@@ -28,6 +28,7 @@ def train_policy(
     output_dir: str | Path = "runs/easyrl",
     endpoints: Sequence[str] | None = None,
     settings: Mapping[str, Any] | None = None,
+    seal: str | Path | None = None,
 ) -> Path:
     """Trains ``model`` with GRPO and returns the folder of the trained one.
 
@@ -41,6 +42,8 @@ def train_policy(
         endpoints: URLs of inference endpoints. Without any, an embedded server is started on this
             machine's processors, and training runs there too, in fp32.
         settings: any keys of the configuration, as ``{"trainer.max_steps": 20}``.
+
+        seal: file with a key, outside ``output_dir``: the certificate's lines are sealed with it.
 
     Raises ``ConfigError`` for settings and data that cannot be used.
     """
@@ -71,7 +74,7 @@ def train_policy(
         check_paths(config)
         from easyrl.train import run
 
-        run(config)
+        run(config, seal=None if seal is None else Path(seal))
     return output / "model"
 
 

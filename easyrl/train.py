@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from easyrl.config import Config, ConfigError
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals.install()
         end_with_launcher(signals.terminate)
         try:
-            run(config, resume=arguments.resume, signals=signals)
+            run(config, resume=arguments.resume, signals=signals, seal=arguments.seal)
         finally:
             signals.finish()
     except ConfigError as error:  # the user's to mend; a traceback would hide it
@@ -59,20 +60,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def run(config: Config, *, resume: bool = False, signals: RunSignals | None = None) -> None:
-    """Trains one model from ``config``; every rank calls this.
+def run(
+    config: Config,
+    *,
+    resume: bool = False,
+    signals: RunSignals | None = None,
+    seal: Path | None = None,
+) -> None:
+    """Trains one model from ``config``; every rank calls this. ``seal``: a key file, on rank 0.
+
+    Prints the certificate's hash last, also when the run is interrupted.
 
     Raises ``ConfigError`` for a recipe that cannot be used, ``InterruptedRun`` in an outage, and
     when a stop was asked for by ``signals``.
     """
     config = _checked(config)
+    from easyrl.build.ledger import load_seal_key, print_chain
     from easyrl.build.parts import build_parts
 
-    with ExitStack() as open_parts:
+    seal_key = load_seal_key(seal, config.run.output_dir, resume=resume)
+    with ExitStack() as at_end, ExitStack() as open_parts:
         if signals is None:
             signals = RunSignals(StopRequest(config.trainer.grace_s))
             open_parts.callback(signals.stop.close)  # of a command it lasts as long as the process
-        trainer, engine = build_parts(config, open_parts, resume=resume, signals=signals)
+        trainer, engine = build_parts(
+            config, open_parts, resume=resume, signals=signals, seal_key=seal_key
+        )
+        if engine.ranks.rank == 0:
+            at_end.callback(print_chain, config.run.output_dir)
         gc.collect()
         gc.freeze()  # what imports left behind; walking it took 0.2 s of every other step
         gc.set_threshold(10_000, 20, 50)  # the producer makes many objects, without cycles
@@ -121,6 +136,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument(
+        "--seal",
+        type=Path,
+        metavar="KEYFILE",
+        help="seal the certificate's lines with the key in this file, outside the run's folder",
+    )
     parser.add_argument("--print-config", action="store_true", help="show the result and stop")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the launcher
     return parser.parse_intermixed_args(argv)

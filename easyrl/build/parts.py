@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
+from easyrl.ledger.certificate.seal import SealKey
+from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.journal.batch import Journal, group_settings
 from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
@@ -55,9 +58,17 @@ logger = logging.getLogger(__name__)
 
 
 def build_parts(
-    config: Config, opened: ExitStack, *, resume: bool, signals: RunSignals
+    config: Config,
+    opened: ExitStack,
+    *,
+    resume: bool,
+    signals: RunSignals,
+    seal_key: SealKey | None = None,
 ) -> tuple[Trainer, DeepSpeedEngine]:
-    """The trainer and its model; ``opened`` closes what was opened, in reverse order."""
+    """The trainer and its model; ``opened`` closes what was opened, in reverse order.
+
+    ``seal_key``: on the first rank, for the certificate.
+    """
     stop = signals.stop
     make_deterministic(config)
     check_rewards(config.rewards)
@@ -144,7 +155,9 @@ def build_parts(
     weight_sync.confirmed.on_failed_proof = rollouts.withdraw
     weight_sync.confirmed.end_batch = rollouts.end_batch
     rollouts.on_withdrawal = lambda urls: inference.thread.run(set_aside(inference.pool, urls))
-    certificate = open_certificate(config, output, version, order, progress, collectives, opened)
+    certificate = open_certificate(
+        config, output, version, order, progress, collectives, opened, seal_key
+    )
     if ranks.is_first:
         keep_config(config, output, version.attempt)
     scheduled = None
@@ -158,6 +171,8 @@ def build_parts(
         trackers = _open_trackers(config, output, progress.reported_step, num_steps)
     for tracker in trackers:
         opened.callback(tracker.close)
+    if certificate is not None:
+        opened.callback(_publish_chain, certificate, trackers)
     trainer = Trainer(
         rollouts=rollouts,
         accumulator=build_accumulator(
@@ -206,6 +221,12 @@ def build_parts(
         )
     )
     return trainer, engine
+
+
+def _publish_chain(certificate: Certificate, trackers: Sequence[Tracker]) -> None:
+    """Tells the trackers what the certificate was when the attempt ended, however it did."""
+    for tracker in trackers:
+        tracker.note("certificate", certificate.chain_hash)
 
 
 def _open_trackers(

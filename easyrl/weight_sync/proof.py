@@ -19,17 +19,17 @@ from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.inference_client.transfer.artifact_reader import DamagedArtifact
-from easyrl.inference_client.transfer.challenge import (
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import whole_slice
+from easyrl.schema import Completion, WeightProof
+from easyrl.weight_sync.canary import Canary, CanaryReading, Expect, Expected
+from easyrl.weight_sync.challenge import (
     Challenge,
     Findings,
     SliceOf,
     UnknownSlices,
     answers_digest,
 )
-from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES
-from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import whole_slice
-from easyrl.schema import Completion, WeightProof
-from easyrl.weight_sync.canary import Canary, CanaryReading, Expect, Expected
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S
 from easyrl.weight_sync.target import Target
 

@@ -19,8 +19,8 @@ from typing import TypeVar
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
-from easyrl.inference_client.transfer.challenge import NONCE_BYTES
 from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, Broadcaster, TensorTee
+from easyrl.weight_sync.challenge import NONCE_BYTES
 from easyrl.weight_sync.store import WeightStore
 from easyrl.weight_sync.target import Target
 

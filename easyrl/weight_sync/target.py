@@ -10,10 +10,10 @@ from typing import Any
 
 from easyrl.inference_client.transfer.artifact import Chunk
 from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
-from easyrl.inference_client.transfer.challenge import NONCE_BYTES, Challenge, shapes_of
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import Slice
 from easyrl.schema import Completion
 from easyrl.weight_sync.canary import Expected
+from easyrl.weight_sync.challenge import NONCE_BYTES, Challenge, shapes_of
 
 MOST_CHUNKS = 16  # per request, so that a new version need not wait long for an old one to give up
 

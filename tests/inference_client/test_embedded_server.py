@@ -27,8 +27,8 @@ from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.server import main, start_site
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.challenge import Challenge, Findings, shapes_of
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from easyrl.weight_sync.challenge import Challenge, Findings, shapes_of
 from tests.inference_client.served_tensors import ArtifactInMemory
 from tests.inference_client.written_artifact import write_artifact
 

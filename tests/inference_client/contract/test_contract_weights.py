@@ -18,7 +18,7 @@ import torch
 from easyrl.inference_client.client import EndpointClient, WorkerProof
 from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
-from easyrl.inference_client.transfer.challenge import Challenge, shapes_of
+from easyrl.weight_sync.challenge import Challenge, shapes_of
 from tests.inference_client.contract.calls import (
     LOGPROB_TOLERANCE,
     PROMPT,

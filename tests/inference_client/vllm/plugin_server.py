@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from easyrl.inference_client.client import WorkerProof
-from easyrl.inference_client.transfer.challenge import Challenge, Findings
 from easyrl.runtime.machine import free_port
+from easyrl.weight_sync.challenge import Challenge, Findings
 from tests.inference_client.served_tensors import ArtifactInMemory, shapes
 
 PYTHON = os.environ.get("EASYRL_VLLM_PYTHON")

@@ -11,12 +11,6 @@ import torch
 from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.transfer.artifact import HEADER_BYTES
 from easyrl.inference_client.transfer.artifact_reader import ArtifactReader, DamagedArtifact
-from easyrl.inference_client.transfer.challenge import (
-    MOST_SLICES,
-    Challenge,
-    answers_digest,
-    shapes_of,
-)
 from easyrl.inference_client.transfer.keyed_hasher import FEWEST_BYTES, KeyedHasher
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import (
     parse_nonce,
@@ -24,6 +18,12 @@ from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import (
     whole_slice,
 )
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice, Slice
+from easyrl.weight_sync.challenge import (
+    MOST_SLICES,
+    Challenge,
+    answers_digest,
+    shapes_of,
+)
 from tests.inference_client.served_tensors import ArtifactInMemory, rows, shapes, whole
 from tests.inference_client.written_artifact import write_artifact
 
