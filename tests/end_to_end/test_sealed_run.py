@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.random_model import write_prompts
@@ -14,10 +15,12 @@ from easyrl.ledger.certificate.records import BatchRecord
 from tests.end_to_end.trainer_run import ROOT, run_trainer, trainer_command, trainer_environment
 
 
+@pytest.mark.runs
 def test_the_last_line_and_the_key_are_what_a_verdict_rests_on(served, tmp_path: Path) -> None:
     run_dir, key, prompts = tmp_path / "run", tmp_path / "key", tmp_path / "prompts.jsonl"
     write_prompts(prompts, 8, num_tokens=12)
     key.write_text("5ea1" * 16)
+    (tmp_path / "weights").mkdir()
     settings = ["trainer.batch_size=2", "rollout.num_generations=2", "rollout.max_tokens=6"]
     settings += ["trainer.max_steps=2", "trainer.learning_rate=1e-3", "checkpoint.every_steps=1"]
     settings += [f"weight_sync.directory={tmp_path / 'weights'}"]
