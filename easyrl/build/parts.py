@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,6 +29,8 @@ from easyrl.config.file import plain_secrets, public_tree
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
+from easyrl.ledger.certificate.seal import SealKey
+from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.journal.batch import Journal, group_settings
 from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
@@ -65,11 +67,13 @@ def build_parts(
     resume: bool,
     signals: RunSignals,
     on_folder: Callable[[], object] = lambda: None,
+    seal_key: SealKey | None = None,
 ) -> tuple[Trainer, DeepSpeedEngine]:
     """The trainer and its model; ``opened`` closes what was opened, in reverse order.
 
-    ``on_folder`` is called once the run's folder is this process's. Raises ``ConfigError`` for what
-    cannot be used, ``RunComplete`` where nothing is left to do.
+    ``on_folder`` is called once the run's folder is this process's; ``seal_key``: on the first
+    rank, for the certificate. Raises ``ConfigError`` for what cannot be used, ``RunComplete`` where
+    nothing is left to do.
     """
     stop = signals.stop
     make_deterministic(config)
@@ -158,7 +162,7 @@ def build_parts(
     require_invariant_endpoints(config, inference.pool, output if ranks.is_first else None)
     # From here on the folder is written: whatever could be refused has been.
     certificate = open_certificate(
-        config, output, version, order, progress, earlier, collectives, opened
+        config, output, version, order, progress, earlier, collectives, opened, seal_key
     )
     if ranks.is_first:
         keep_config(config, output, version.attempt)
@@ -194,6 +198,8 @@ def build_parts(
         trackers = _open_trackers(config, output, progress.reported_step, num_steps)
     for tracker in trackers:
         opened.callback(tracker.close)
+    if certificate is not None:
+        opened.callback(_publish_chain, certificate, trackers)
     trainer = Trainer(
         rollouts=rollouts,
         accumulator=build_accumulator(
@@ -248,6 +254,12 @@ def build_parts(
         )
     )
     return trainer, engine
+
+
+def _publish_chain(certificate: Certificate, trackers: Sequence[Tracker]) -> None:
+    """Tells the trackers what the certificate was when the attempt ended, however it did."""
+    for tracker in trackers:
+        tracker.note("certificate", certificate.chain_hash)
 
 
 def _open_trackers(

@@ -8,11 +8,11 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 LOCK_POLL_S = 0.2
 NAMES_SHOWN = 8
 MOST_ATTEMPT_BYTES = 2**16
+IDENTITY_BYTES = 8  # of a run's random part
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
 
 
@@ -69,17 +70,17 @@ def prepare_output(
 def next_attempt(config: Config, output: Path, collectives: Collectives) -> PolicyVersion:
     """Which run and which of its attempts this is, with v 0; writes nothing. Collective.
 
-    The run is its name and a hash of the folder that it began in, so that runs of one name share
-    neither versions nor files. Raises ``ConfigError`` on every rank if the count cannot be read.
+    The run is its name and a random number drawn when it began, kept in its folder, so that no two
+    share versions or files, on whatever machines and paths. Raises ``ConfigError`` on every rank if
+    the count cannot be read.
     """
 
     def count() -> tuple[str, int]:
         file = output / ATTEMPT_FILE
-        if file.exists():
+        if file.exists() or (output / CERTIFICATE_FILE).exists():
             run, last = _read_attempt(file)
             return run, last + 1
-        folder = str(output.resolve()).encode()
-        return f"{config.run.name}-{blake2b(folder, digest_size=4).hexdigest()}", 0
+        return f"{config.run.name}-{secrets.token_hex(IDENTITY_BYTES)}", 0
 
     run, attempt = on_rank_zero(collectives, count)
     return PolicyVersion(run, attempt, 0)

@@ -194,11 +194,35 @@ def test_attempts_are_counted_on_all_ranks(tmp_path):
     attempts = []
     for _ in range(2):
         attempts.append(on_two_ranks(lambda a: next_attempt(settings, tmp_path, a)))
-        assert on_two_ranks(lambda a: next_attempt(settings, tmp_path, a)) == attempts[-1]
+        seen_again = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
+        assert [version.attempt for version in seen_again] == [len(attempts) - 1] * 2
         keep_attempt(attempts[-1][0], tmp_path)  # it counts from here on
     assert [[version.attempt for version in ranks] for ranks in attempts] == [[0, 0], [1, 1]]
     assert len({version.run for ranks in attempts for version in ranks}) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["attempt.json"]
+
+
+def test_runs_of_one_name_in_folders_of_one_path_are_two_runs(tmp_path):
+    """Two clusters with the same paths, or a folder that was removed and made anew."""
+    settings = Settings(run=Run(output_dir=tmp_path))
+    born = []
+    for _ in range(2):
+        version = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))[0]
+        keep_attempt(version, tmp_path)
+        born.append(version.run)
+        (tmp_path / "attempt.json").unlink()
+    assert born[0] != born[1]
+    assert all(run.startswith(f"{settings.run.name}-") for run in born)
+
+
+def test_a_count_that_is_gone_is_not_begun_again(tmp_path):
+    """A run's identity is in no other file than this and the certificate."""
+    settings = Settings(run=Run(output_dir=tmp_path))
+    (tmp_path / "certificate.jsonl").write_text("")
+    told = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
+    assert all(isinstance(error, ConfigError) for error in told)
+    assert "attempt.json" in str(told[1]) and '"kind":"attempt"' in str(told[1])
+    assert not (tmp_path / "attempt.json").exists()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 1, "attempt": "x"}', '{"run": "r"}'])
