@@ -12,11 +12,18 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
+from easyrl.config import ConfigError
+from easyrl.runtime.interfaces import interface_of, is_loopback, local_address
 from easyrl.runtime.machine import free_port
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def start_process_group() -> int:
-    """Joins the processes that the launcher started, or makes a group of one; the local rank."""
+    """Joins the processes that the launcher started, or makes a group of one; the local rank.
+
+    Raises ``ConfigError`` if those of other hosts cannot be joined.
+    """
     deepspeed_logger.setLevel(logging.WARNING)
     # DeepSpeed calls collectives by their old names, once per parameter
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
@@ -24,6 +31,8 @@ def start_process_group() -> int:
     if "RANK" not in os.environ:
         os.environ.update(alone)
         os.environ["MASTER_PORT"] = str(free_port())
+    elif int(os.environ["WORLD_SIZE"]) > int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])):
+        os.environ.setdefault(GLOO_INTERFACE, _interface_between_hosts(os.environ["MASTER_ADDR"]))
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
@@ -33,6 +42,28 @@ def start_process_group() -> int:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return local_rank
+
+
+def _interface_between_hosts(master: str) -> str:
+    """The interface on the way to ``master``, the first host, or that has its address.
+
+    Left to itself, gloo takes the one that this host's own name leads to: on Debian the loopback.
+    """
+    try:
+        address = local_address(master)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR: no way leads to {master}, the first training node: {error}; give the "
+            "launcher an address that all nodes reach (--master_addr)"
+        ) from None
+    interface = None if is_loopback(address) else interface_of(address)
+    if interface is None:
+        raise ConfigError(
+            f"MASTER_ADDR: {master} leads to {address} on this node, which no other node reaches; "
+            "give the launcher the first node's address in the network (--master_addr), or name "
+            f"the interface in the environment variable {GLOO_INTERFACE}"
+        )
+    return interface
 
 
 def quiet() -> redirect_stdout[io.StringIO]:
