@@ -6,7 +6,6 @@ too, where the stranger is. Each host's own name leads to its loopback, as Debia
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.random_model import write_prompts, write_random_model
+from easyrl.metrics.event_log import read_events
 from tests.hosts.documented import ROOT, documented, replaced
 from tests.hosts.namespaces import Host, Network
 from tests.hosts.ssh import start_sshd, write_keys
@@ -66,7 +66,8 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
         }
-        settings = "".join(f"{k}={self.environment[k]}\n" for k in ("OMP_NUM_THREADS", "DS_ACCELERATOR"))
+        travels = ("OMP_NUM_THREADS", "DS_ACCELERATOR")
+        settings = "".join(f"{key}={self.environment[key]}\n" for key in travels)
         (self.trainers[0].home / ".deepspeed_env").write_text(settings)
 
     def start(
@@ -92,11 +93,13 @@ class Cluster:
     def command(self, beginning: str, run_dir: Path, num_prompts: int, *options: str) -> list[str]:
         """The documentation's command for several nodes, with this run's model, data and paths."""
         prompts = write_prompts(run_dir.with_suffix(".jsonl"), num_prompts, PROMPT_TOKENS)
-        words = documented("docs/endpoints.md", beginning)
+        words = documented("docs/several_nodes.md", beginning)
         ours = {
             "configs/gsm8k_qwen3.yaml": "benchmarks/overlap.yaml",
             "inference.endpoints": f"[{','.join(ENDPOINTS)}]",
         }
+        if "--master_addr" in words:
+            ours["10.0.0.1"] = HOSTS["train0"]["cluster"]
         return [
             *replaced(words, ours),
             *(f"run.output_dir={run_dir}", f"run.name={run_dir.name}", f"model.path={self.model}"),
@@ -104,6 +107,18 @@ class Cluster:
             *("rollout.num_generations=4", "rollout.max_tokens=12", "trainer.learning_rate=1e-3"),
             *("inference.health_interval_s=0.5", *options),
         ]
+
+    def start_ranks(
+        self, run_dir: Path, num_prompts: int, *options: str
+    ) -> list[tuple[subprocess.Popen[bytes], Path]]:
+        """The documentation's command on each trainer host, without ssh; process and log of each."""
+        started = []
+        for number, host in enumerate(self.trainers):
+            beginning = f"deepspeed --hostfile hosts --no_ssh --node_rank {number} "
+            command = self.command(beginning, run_dir, num_prompts, *options)
+            log = run_dir.with_name(f"{run_dir.name}-{host.name}.log")
+            started.append((self.start(host, command, log), log))
+        return started
 
     def verify(self, run_dir: Path) -> str:
         """What ``easyrl verify`` says; it must be content."""
@@ -132,13 +147,16 @@ def cluster(folder: Path, *server_options: str) -> Iterator[Cluster]:
         yield made
 
 
+def wait_for_ranks(started: Sequence[tuple[subprocess.Popen[bytes], Path]], status: int) -> None:
+    """Each of them ends with ``status``."""
+    for process, log in started:
+        said = process.wait(RUN_S)
+        assert said == status, f"status {said}: {log.read_text()[-5000:]}"
+
+
 def trained(run_dir: Path) -> list[list[int]]:
     """The prompts of the groups that each rank has trained, in closed batches."""
     return [
-        [
-            event["index"]
-            for event in map(json.loads, file.read_text().splitlines())
-            if event["event"] == "group_closed"
-        ]
+        [event["index"] for event in read_events(file) if event["event"] == "group_closed"]
         for file in sorted(run_dir.glob("events-rank*.jsonl"))
     ]
