@@ -31,7 +31,7 @@ def start_process_group() -> int:
     if "RANK" not in os.environ:
         os.environ.update(alone)
         os.environ["MASTER_PORT"] = str(free_port())
-    elif int(os.environ["WORLD_SIZE"]) > int(os.environ.get("LOCAL_SIZE", os.environ["WORLD_SIZE"])):
+    elif _spans_hosts():
         os.environ.setdefault(GLOO_INTERFACE, _interface_between_hosts(os.environ["MASTER_ADDR"]))
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
@@ -42,6 +42,13 @@ def start_process_group() -> int:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return local_rank
+
+
+def _spans_hosts() -> bool:
+    """Whether some ranks are on other hosts; not where the launcher (ours, torchrun) is silent."""
+    num_ranks = os.environ["WORLD_SIZE"]
+    num_here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or num_ranks
+    return int(num_ranks) > int(num_here)
 
 
 def _interface_between_hosts(master: str) -> str:

@@ -28,6 +28,7 @@ from easyrl.runtime.run_files import (
     METRICS_FILE,
     attempt_config_file,
 )
+from easyrl.runtime.shared_folder import require_shared
 from easyrl.schema import PolicyVersion
 
 T = TypeVar("T")
@@ -43,8 +44,8 @@ def prepare_output(
     """The folder, which is this run's alone until ``opened`` closes. Collective.
 
     Nothing may be written there, or be read to go on from, before this returns. Raises
-    ``ConfigError`` on every rank if it holds a run that is not to be resumed, or if another process
-    still uses it after ``trainer.grace_s``.
+    ``ConfigError`` on every rank if it holds a run that is not to be resumed, if another process
+    still uses it after ``trainer.grace_s``, or if it is another folder on one of the nodes.
     """
     output = config.run.output_dir
 
@@ -57,6 +58,7 @@ def prepare_output(
             _refuse_earlier_run(output)  # of the process that was waited for
 
     _on_rank_zero(collectives, prepare)
+    require_shared(output, collectives)
     return output
 
 

@@ -111,7 +111,7 @@ class Cluster:
     def start_ranks(
         self, run_dir: Path, num_prompts: int, *options: str
     ) -> list[tuple[subprocess.Popen[bytes], Path]]:
-        """The documentation's command on each trainer host, without ssh; process and log of each."""
+        """The documentation's command on each trainer host, without ssh: processes and their logs."""
         started = []
         for number, host in enumerate(self.trainers):
             beginning = f"deepspeed --hostfile hosts --no_ssh --node_rank {number} "

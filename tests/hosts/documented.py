@@ -20,7 +20,7 @@ def documented(page: str, beginning: str) -> list[str]:
 
 
 def replaced(command: list[str], others: Mapping[str, str]) -> list[str]:
-    """``command`` with other words: each key has to be one of its words, or the key of a setting."""
+    """``command`` with other words: each key is one of its words, or the key of a setting."""
     result = list(command)
     for key, value in others.items():
         places = [i for i, word in enumerate(result) if word == key or word.startswith(f"{key}=")]

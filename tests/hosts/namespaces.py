@@ -1,7 +1,7 @@
 """Hosts of a network on one machine: Linux namespaces joined by virtual Ethernet and a bridge.
 
-Each host has its own addresses, loopback, hostname, ``/etc/hosts``, home, ``/dev/shm``, ``/run`` and
-process ids; the disk is shared. Nothing of it lies in the machine's own network, and the kernel
+Each host has its own addresses, loopback, hostname, ``/etc/hosts``, home, ``/dev/shm``, ``/run``
+and process ids; the disk is shared. Nothing of it lies in the machine's own network, and the kernel
 removes all of it when the process that made it ends, in whatever way.
 """
 

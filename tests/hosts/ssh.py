@@ -1,4 +1,4 @@
-"""Logins without a password between hosts: keys, an sshd of each host's own, what ssh has to know."""
+"""Logins without a password between hosts: keys, an sshd on each, what ssh has to know."""
 
 from __future__ import annotations
 

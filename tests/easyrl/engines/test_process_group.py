@@ -16,7 +16,8 @@ def start(monkeypatch):
     """Starts a rank as the launcher does; GLOO_SOCKET_IFNAME as it then is."""
 
     def start(**variables):
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        for key in ("GLOO_SOCKET_IFNAME", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(key, raising=False)
         for key, value in (LAUNCHED | variables).items():
             monkeypatch.setenv(key, value)
         process_group.start_process_group()
@@ -49,8 +50,9 @@ def test_what_the_user_has_chosen_stays(start, own_address):
     assert start(LOCAL_SIZE="1", MASTER_ADDR="192.0.2.1", GLOO_SOCKET_IFNAME="eth0") == "eth0"
 
 
-def test_ranks_of_one_host_need_no_interface(start):
-    assert start(LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1") is None
+@pytest.mark.parametrize("variables", [{"LOCAL_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2"}, {}])
+def test_ranks_of_one_host_need_no_interface(start, variables):
+    assert start(**variables, MASTER_ADDR="127.0.0.1") is None
 
 
 @pytest.mark.parametrize("master", ["127.0.1.1", "localhost"])
