@@ -91,7 +91,7 @@ def build_parts(
     store = collectives.open_store()
     opened.enter_context(
         Heartbeats(
-            None if store is None else store.clone(),
+            None if store is None else store.clone(),  # type: ignore[attr-defined]  # in no stub
             ranks.rank,
             ranks.world_size,
             config.watchdog.peer_timeout_s,

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.random_model import write_prompts, write_random_model
-from easyrl.metrics.event_log import read_events
 from tests.hosts.documented import ROOT, documented, replaced
 from tests.hosts.namespaces import Host, Network
 from tests.hosts.ssh import start_sshd, write_keys
@@ -28,6 +27,7 @@ HOSTS = {
 PORTS = (8000, 8001)
 ENDPOINTS = [f"http://infer0:{port}" for port in PORTS]
 BIN = Path(sys.executable).parent
+KEY = "EASYRL_API_KEY"  # environment variable with the servers' key
 SERVER_UP_S, RUN_S = 60.0, 150.0
 PROMPT_TOKENS = 12
 
@@ -61,11 +61,14 @@ class Cluster:
             (self.work / part).symlink_to(ROOT / part)
         (self.work / "hosts").write_text("".join(f"{h.name} slots=1\n" for h in self.trainers))
         self.environment = {
+            KEY: "the-key-of-the-cluster",
             "PYTHONPATH": str(ROOT),
             "PATH": f"{BIN}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
         }
+        for host in self.trainers:  # what does not travel over ssh
+            (host.home / ".bashrc").write_text(f"export {KEY}='{self.environment[KEY]}'\n")
         travels = ("OMP_NUM_THREADS", "DS_ACCELERATOR")
         settings = "".join(f"{key}={self.environment[key]}\n" for key in travels)
         (self.trainers[0].home / ".deepspeed_env").write_text(settings)
@@ -105,13 +108,13 @@ class Cluster:
             *(f"run.output_dir={run_dir}", f"run.name={run_dir.name}", f"model.path={self.model}"),
             *(f"data.files=[{prompts}]", "data.max_prompt_tokens=16", "trainer.batch_size=4"),
             *("rollout.num_generations=4", "rollout.max_tokens=12", "trainer.learning_rate=1e-3"),
-            *("inference.health_interval_s=0.5", *options),
+            *("inference.health_interval_s=0.5", f"inference.api_key_env={KEY}", *options),
         ]
 
     def start_ranks(
         self, run_dir: Path, num_prompts: int, *options: str
     ) -> list[tuple[subprocess.Popen[bytes], Path]]:
-        """The documentation's command on each trainer host, without ssh: processes and their logs."""
+        """The documentation's command on each trainer host, without ssh: processes and logs."""
         started = []
         for number, host in enumerate(self.trainers):
             beginning = f"deepspeed --hostfile hosts --no_ssh --node_rank {number} "
@@ -152,11 +155,3 @@ def wait_for_ranks(started: Sequence[tuple[subprocess.Popen[bytes], Path]], stat
     for process, log in started:
         said = process.wait(RUN_S)
         assert said == status, f"status {said}: {log.read_text()[-5000:]}"
-
-
-def trained(run_dir: Path) -> list[list[int]]:
-    """The prompts of the groups that each rank has trained, in closed batches."""
-    return [
-        [event["index"] for event in read_events(file) if event["event"] == "group_closed"]
-        for file in sorted(run_dir.glob("events-rank*.jsonl"))
-    ]

@@ -11,6 +11,7 @@ from tests.hosts.namespaces import Host
 from tests.waiting import wait_until
 
 SSHD = "/usr/sbin/sshd"
+PROGRAMS = {SSHD: "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh"}  # and their packages
 _SERVER = """
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/id.pub
@@ -30,7 +31,7 @@ def why_missing() -> str | None:
     """Which program is not installed, or None."""
     missing = [
         f"{program} (apt-get install {package})"
-        for program, package in ((SSHD, "openssh-server"), ("ssh", "openssh-client"))
+        for program, package in PROGRAMS.items()
         if shutil.which(program) is None
     ]
     return f"not installed: {', '.join(missing)}" if missing else None

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from easyrl.metrics.trackers import read_metrics
-from tests.hosts.cluster import RUN_S, Cluster, trained, wait_for_ranks
+from tests.hosts.cluster import RUN_S, Cluster, wait_for_ranks
 from tests.hosts.documented import documented
+from tests.hosts.events import trained
 
 pytestmark = pytest.mark.hosts
 NUM_PROMPTS = 12
@@ -38,3 +39,14 @@ def test_one_command_on_each_host(hosts: Cluster) -> None:
     run_dir = hosts.folder / "each"
     wait_for_ranks(hosts.start_ranks(run_dir, NUM_PROMPTS), 0)
     assert_whole_run(hosts, run_dir)
+
+
+def test_a_run_folder_of_each_host_is_refused(hosts: Cluster) -> None:
+    run_dir, own = hosts.folder / "unshared", hosts.trainers[1]
+    run_dir.mkdir()
+    own.run("mount", "-t", "tmpfs", "tmpfs", str(run_dir))
+    started = hosts.start_ranks(run_dir, NUM_PROMPTS)
+    wait_for_ranks(started, 2)
+    said = [log.read_text() for _, log in started]
+    assert all("run.output_dir" in each and "rank 1 on train1" in each for each in said)
+    assert not any("Traceback" in each for each in said)

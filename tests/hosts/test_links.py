@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from easyrl.metrics.event_log import read_events
 from tests.golden.whole_run import outcome
-from tests.hosts.cluster import Cluster, trained, wait_for_ranks
-from tests.waiting import wait_until
+from tests.hosts.cluster import Cluster, wait_for_ranks
+from tests.hosts.events import num_events, trained, wait_for_open_batch
 
 pytestmark = pytest.mark.hosts
 NUM_PROMPTS, BATCH = 16, 8
@@ -25,18 +24,6 @@ STRICT = [
 ]
 
 
-def events(run_dir: Path, name: str) -> int:
-    """How many of them all ranks have recorded so far."""
-    files = run_dir.glob("events-rank*.jsonl")
-    return sum(e["event"] == name for file in files for e in read_events(file))
-
-
-def wait_for_open_batch(run_dir: Path, number: int) -> None:
-    """Some groups of it are finished, some are not."""
-    wait_until(lambda: events(run_dir, "group_ready") >= number * BATCH + 2, 120)
-    assert events(run_dir, "group_ready") < (number + 1) * BATCH
-
-
 def attempts(run_dir: Path) -> int:
     return json.loads((run_dir / "attempt.json").read_text())["attempt"] + 1
 
@@ -45,11 +32,11 @@ def test_the_inference_host_is_cut_off_for_a_while(hosts: Cluster) -> None:
     run_dir = hosts.folder / "outage"
     network, infer = hosts.networks["cluster"], hosts.hosts["infer0"]
     started = hosts.start_ranks(run_dir, NUM_PROMPTS, *OPTIONS)
-    wait_for_open_batch(run_dir, 1)
+    wait_for_open_batch(run_dir, 1, BATCH)
     network.cut(infer)
     try:
         time.sleep(DOWN_S)
-        assert events(run_dir, "group_closed") == BATCH  # the second batch stays open
+        assert num_events(run_dir, "group_closed") == BATCH  # the second batch stays open
     finally:
         network.mend(infer)
     wait_for_ranks(started, 0)
@@ -67,7 +54,7 @@ def test_a_trainer_host_is_cut_off(hosts: Cluster) -> None:
 
     network, lost = hosts.networks["cluster"], hosts.trainers[1]
     started = hosts.start_ranks(cut, NUM_PROMPTS, *OPTIONS, *STRICT)
-    wait_for_open_batch(cut, 1)
+    wait_for_open_batch(cut, 1, BATCH)
     network.cut(lost)
     try:
         cut_s = time.monotonic()
