@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema runtime.ranks",
-    "engines": "schema config runtime.machine runtime.ranks recipes"
+    "engines": "schema config runtime.interfaces runtime.machine runtime.ranks recipes"
     " kernels.attention.segment_layout"
     " models.loading models.lora models.policy_model models.tri_model",
     # the run

@@ -31,8 +31,8 @@ def start_process_group() -> int:
     if "RANK" not in os.environ:
         os.environ.update(alone)
         os.environ["MASTER_PORT"] = str(free_port())
-    elif _spans_hosts():
-        os.environ.setdefault(GLOO_INTERFACE, _interface_between_hosts(os.environ["MASTER_ADDR"]))
+    elif _spans_hosts() and GLOO_INTERFACE not in os.environ:
+        os.environ[GLOO_INTERFACE] = _interface_between_hosts(os.environ["MASTER_ADDR"])
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":

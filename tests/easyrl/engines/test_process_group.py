@@ -46,8 +46,9 @@ def test_ranks_of_several_hosts_meet_on_the_way_to_the_first(start, own_address)
     assert start(LOCAL_SIZE="1", MASTER_ADDR="192.0.2.1") == "ib0"
 
 
-def test_what_the_user_has_chosen_stays(start, own_address):
-    assert start(LOCAL_SIZE="1", MASTER_ADDR="192.0.2.1", GLOO_SOCKET_IFNAME="eth0") == "eth0"
+@pytest.mark.parametrize("master", ["192.0.2.1", "127.0.1.1"])
+def test_what_the_user_has_chosen_stays(start, master):
+    assert start(LOCAL_SIZE="1", MASTER_ADDR=master, GLOO_SOCKET_IFNAME="eth0") == "eth0"
 
 
 @pytest.mark.parametrize("variables", [{"LOCAL_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2"}, {}])
