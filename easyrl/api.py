@@ -12,11 +12,13 @@ from typing import Any
 import orjson
 from omegaconf import OmegaConf
 
-from easyrl.config.file import validate_config
+from easyrl.config.file import resolve_config
 from easyrl.config.machine import check_paths
+from easyrl.inference_client.api_keys import new_api_key
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.runtime.machine import usable_cpus
 
+SERVER_KEY = "EASYRL_TRAIN_POLICY_KEY"  # environment variable: the key of the server started here
 Reward = Callable[..., Any]  # (prompt, texts, token_ids) -> one float per response
 
 
@@ -47,8 +49,12 @@ def train_policy(
     output, settings = Path(output_dir), settings or {}
     output.mkdir(parents=True, exist_ok=True)
     with ExitStack() as opened:
+        own_endpoints: list[Any] = list(endpoints or [])
         if endpoints is None:
-            endpoints = [opened.enter_context(_embedded_server(Path(model), output)).url]
+            server = opened.enter_context(_embedded_server(Path(model), output))
+            os.environ[SERVER_KEY] = server.api_key or ""
+            opened.callback(os.environ.pop, SERVER_KEY, None)
+            own_endpoints = [{"url": server.url, "api_key_env": SERVER_KEY}]
         with_answers = any(not isinstance(prompt, str) and "answer" in prompt for prompt in prompts)
         tree = OmegaConf.create(
             {
@@ -58,7 +64,7 @@ def train_policy(
                     "files": [str(_write_prompts(prompts, output))],
                     "fields": {"answer": "answer" if with_answers else None},
                 },
-                "inference": {"endpoints": list(endpoints)},
+                "inference": {"endpoints": own_endpoints},
                 "rewards": [{"file": _source_file(reward), "function": reward.__name__}],
                 "trainer": {"batch_size": min(32, len(prompts)), "zero_stage": 0},
             }
@@ -67,7 +73,7 @@ def train_policy(
             tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
         for key, value in settings.items():
             OmegaConf.update(tree, key, value)
-        config = validate_config(OmegaConf.to_container(tree), source="train_policy")
+        config = resolve_config(tree, source="train_policy")
         check_paths(config)
         from easyrl.train import run
 
@@ -104,4 +110,6 @@ def _embedded_server(model: Path, output: Path) -> EmbeddedServerProcess:
     cpus = usable_cpus()
     server_cpus = cpus[len(cpus) // 2 :]
     options = ["--dtype", "float32", "--num-threads", str(len(server_cpus))]
-    return EmbeddedServerProcess(model, options, cpus=server_cpus, log=output / "server.log")
+    return EmbeddedServerProcess(
+        model, options, cpus=server_cpus, api_key=new_api_key(), log=output / "server.log"
+    )

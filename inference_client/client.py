@@ -39,7 +39,8 @@ PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may b
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
-KEY_HINT = "; set inference.api_key_env to the variable that holds its key"  # 401, 403
+# 401, 403
+KEY_HINT = "; set inference.api_key_env, or that of its entry, to the variable that holds its key"
 # vLLM's names, which the embedded server uses too; a line per engine
 TOKEN_COUNTERS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)", re.M)
 ROUTE_HINT = "; start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
@@ -84,6 +85,7 @@ class EndpointClient:
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
+        self._api_key = api_key
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -258,7 +260,7 @@ class EndpointClient:
                 headers=self._headers if path == GENERATE else self._headers | CLOSE,
                 timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
             ) as response:
-                return response, await response.read()
+                return response, self._without_key(await response.read())
         except TimeoutError as error:
             connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
             what = "could not connect" if connecting else "was not answered"
@@ -269,6 +271,10 @@ class EndpointClient:
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{method} {path} failed: {type(error).__name__}: {error}"
             raise EndpointUnavailable(self.url, reason) from None
+
+    def _without_key(self, content: bytes) -> bytes:
+        """An answer that repeats our key: what it says may come into logs and files."""
+        return content if not self._api_key else content.replace(self._api_key.encode(), b"[key]")
 
 
 class _Proofs(msgspec.Struct):

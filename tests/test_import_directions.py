@@ -33,18 +33,21 @@ MAY_IMPORT = {
     # the endpoints
     "inference_client": "schema config",
     "inference_client.fetching": "schema config runtime.machine runtime.workers"
-    " inference_client.client inference_client.errors inference_client.responses",
-    "inference_client.pool": "schema config inference_client.client inference_client.errors",
+    " inference_client.api_keys inference_client.client inference_client.errors"
+    " inference_client.responses",
+    "inference_client.pool": "schema config inference_client.api_keys inference_client.client"
+    " inference_client.errors",
     "inference_client.vllm_plugin": "",
-    "inference_client.transfer": "inference_client.vllm_plugin",
-    "inference_client.servers.managed": "config runtime.machine",
+    "inference_client.transfer": "inference_client.api_keys inference_client.vllm_plugin",
+    "inference_client.servers.managed": "config runtime.machine inference_client.api_keys"
+    " inference_client.vllm_plugin.easyrl_vllm.access",
     "inference_client.servers.embedded": "schema runtime.numerics inference_client.transfer"
     " inference_client.vllm_plugin",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema runtime.ranks",
-    "engines": "schema config runtime.interfaces runtime.machine runtime.ranks recipes"
+    "engines": "schema config runtime.interfaces runtime.rank_store runtime.ranks recipes"
     " kernels.attention.segment_layout"
     " models.loading models.lora models.policy_model models.tri_model",
     # the run
@@ -61,7 +64,7 @@ MAY_IMPORT = {
     "ledger": "schema metrics.trackers runtime.run_files runtime.ranks runtime.collectives"
     " runtime.schedule dataloaders.producer.group_stream dataloaders.prompts.dataset",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
-    " runtime.machine runtime.stopping"
+    " runtime.interfaces runtime.machine runtime.stopping"
     " inference_client",
     "trainer": "",
     "trainer.row_split": "schema",
@@ -75,11 +78,13 @@ MAY_IMPORT = {
     "build": "schema config dataloaders engines inference_client ledger metrics recipes rewards"
     " runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
-    "api": "config train runtime.machine inference_client.servers.managed",
+    "api": "config train runtime.machine inference_client.api_keys"
+    " inference_client.servers.managed",
     "commands": "schema config train build ledger recipes runtime"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands",
-    "demo": "config recipes metrics.trackers runtime.machine inference_client.servers.managed",
+    "demo": "config recipes metrics.trackers runtime.machine inference_client.api_keys"
+    " inference_client.servers.managed",
     "__init__": "api",
 }
 

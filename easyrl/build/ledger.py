@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from easyrl.build.steps import max_draws, num_epochs
 from easyrl.config import Config, ConfigError
+from easyrl.config.secrets import redact
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import AttemptRecord, RunRecord
@@ -42,7 +43,8 @@ def reference_identity(config: Config, collectives: Collectives) -> str | None:
 def recipe_digest(config: Config) -> str:
     """Of the recipe's name, keys and own file: what its decisions depend on. 32 hex digits."""
     section = config.recipe
-    text = json.dumps(section.model_dump(mode="json", exclude={"file"}), sort_keys=True)
+    # without secrets: verify has only what the run has written
+    text = json.dumps(redact(section.model_dump(mode="json", exclude={"file"})), sort_keys=True)
     own = b"" if section.file is None else section.file.read_bytes()
     return blake3(text.encode() + b"\n" + own).hexdigest(length=16)
 

@@ -23,6 +23,7 @@ from easyrl.build.ledger import open_certificate, reference_identity
 from easyrl.build.recipe import accept_function
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
 from easyrl.config import Config, ConfigError
+from easyrl.config.file import plain_secrets, public_tree
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
@@ -70,7 +71,14 @@ def build_parts(
     if ranks.is_first:
         for notice in notices(config, load_recipe(config)):
             logger.warning("%s", notice)
-    own_urls = start_servers(config, opened)
+        for key in plain_secrets(config):
+            logger.warning(
+                "%s: is a secret in plain text; it is left out of the run's files and trackers, so "
+                "that --resume has to be given it again: better write ${oc.env:NAME} and export "
+                "the variable NAME",
+                key,
+            )
+    own_servers = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
     prompts = load_data(config.data, tokenizer, "data")
     evaluation = config.evaluation
@@ -128,8 +136,10 @@ def build_parts(
     except ValueError as error:  # other settings than those of the checkpoint
         raise ConfigError(f"--resume: {error}") from error
 
-    urls: list[str] = collectives.broadcast(own_urls)
-    inference = open_inference(config, opened, urls=urls, num_shares=ranks.dp_size, record=record)
+    urls, own_keys = collectives.broadcast(own_servers)
+    inference = open_inference(
+        config, opened, urls=urls, own_keys=own_keys, num_shares=ranks.dp_size, record=record
+    )
     require_invariant_endpoints(config, inference.pool, output if ranks.is_first else None)
     warn_of_short_contexts(config, inference, rollout=True)
     weight_sync = build_weight_sync(
@@ -234,8 +244,8 @@ def _open_trackers(
     if "tensorboard" in config.run.trackers:
         trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
     if "wandb" in config.run.trackers:
-        plain = config.model_dump(mode="json")
-        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, plain))
+        tree = public_tree(config)
+        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, tree))
     if config.run.console:
         trackers.append(ConsoleView(total_steps))
     return trackers

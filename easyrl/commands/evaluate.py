@@ -44,7 +44,8 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
 
     prompts = load_data(evaluation.data, load_tokenizer(config), "evaluation.data")
     with ExitStack() as opened:
-        inference = open_inference(config, opened, urls=start_servers(config, opened))
+        urls, own_keys = start_servers(config, opened)
+        inference = open_inference(config, opened, urls=urls, own_keys=own_keys)
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)
         opened.callback(nobody_stops.close)

@@ -47,7 +47,7 @@ def _accept_of(
     if not file.is_file():
         return None
     try:
-        config = load_config(file, [])
+        config = load_config(file, to_look_back=True)
         own = config.recipe.file
         if attempt.recipe is not None and (own is None or own.is_file()):
             if (now := recipe_digest(config)) != attempt.recipe:

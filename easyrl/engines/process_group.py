@@ -14,7 +14,7 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from easyrl.config import ConfigError
 from easyrl.runtime.interfaces import interface_of, is_loopback, local_address
-from easyrl.runtime.machine import free_port
+from easyrl.runtime.rank_store import RENDEZVOUS, spans_hosts
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -30,9 +30,8 @@ def start_process_group() -> int:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     if "RANK" not in os.environ:
         os.environ.update(alone)
-        os.environ["MASTER_PORT"] = str(free_port())
-    elif _spans_hosts() and GLOO_INTERFACE not in os.environ:
-        os.environ[GLOO_INTERFACE] = _interface_between_hosts(os.environ["MASTER_ADDR"])
+    if GLOO_INTERFACE not in os.environ and (interface := _gloo_interface()) is not None:
+        os.environ[GLOO_INTERFACE] = interface
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
@@ -40,15 +39,17 @@ def start_process_group() -> int:
     backend = "gloo" if accelerator.device_name() == "cpu" else None  # None: the device's own
     # An all-reduce for inference on CPUs that we do not use; it would need a C++ compiler here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, init_method=RENDEZVOUS
+    )
     return local_rank
 
 
-def _spans_hosts() -> bool:
-    """Whether some ranks are on other hosts; not where the launcher (ours, torchrun) is silent."""
-    num_ranks = os.environ["WORLD_SIZE"]
-    num_here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or num_ranks
-    return int(num_ranks) > int(num_here)
+def _gloo_interface() -> str | None:
+    """Where ranks listen for each other; on one host nowhere else than on the loopback."""
+    if spans_hosts():
+        return _interface_between_hosts(os.environ["MASTER_ADDR"])
+    return interface_of("127.0.0.1")
 
 
 def _interface_between_hosts(master: str) -> str:

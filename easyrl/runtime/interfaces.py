@@ -1,4 +1,4 @@
-"""Addresses and network interfaces by which this host reaches others."""
+"""Addresses and network interfaces of this host."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ def local_address(host: str, port: int = 80) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing, only chooses the way
         return str(probe.getsockname()[0])
+
+
+def own_address(host: str) -> str | None:
+    """The address of this host that ``host`` stands for; None if it is another's, or unknown."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    # IPv4 first: who comes from elsewhere may have nothing else
+    for family, kind, _, _, target in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind(target)
+            except OSError:
+                continue
+            return str(target[0])
+    return None
 
 
 def interface_of(address: str) -> str | None:

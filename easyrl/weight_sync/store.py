@@ -14,14 +14,16 @@ from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.inference_client.transfer.access import GROUP, OWNER
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import remove_artifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from easyrl.runtime.interfaces import is_loopback, own_address
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
-EVERY_ADDRESS = "0.0.0.0"
+ACCESS = {"owner": OWNER, "group": GROUP}
 NamedWeights = Iterator[tuple[str, Tensor]]
 
 
@@ -40,7 +42,7 @@ class WeightStore:
     def begin(self, version: str) -> Target:
         """A version that is going to be written."""
         if self._announcement is None:  # removes what a crashed attempt of this run may have left
-            self._announcement = Announcement(self._root, self._run)
+            self._announcement = Announcement(self._root, self._run, ACCESS[self._config.access])
         return Target(version)
 
     def write(
@@ -55,6 +57,7 @@ class WeightStore:
             self._config.chunk_bytes,
             on_chunk=lambda chunk: loop.call_soon_threadsafe(target.add, chunk),
             memory=self._announcement.memory,
+            access=self._announcement.access,
         )
         loop.call_soon_threadsafe(target.complete)
 
@@ -92,10 +95,11 @@ class WeightStore:
     def _stream_url(self, url: str) -> str:
         """Address under which the endpoint at ``url`` reaches a server of the chunks.
 
-        A server listens only where the endpoints come from, unless another name is advertised.
+        A server listens at one address: that of ``bind_host`` or ``advertise_host``, else where the
+        endpoint comes from.
         """
         advertised = self._config.advertise_host
-        host = EVERY_ADDRESS if advertised is not None else local_address_towards(url)
+        host = self._config.bind_host or listen_address(advertised, url)
         with self._lock:  # endpoints are told at the same time
             server = self._servers.get(host)
             if server is None or not server.is_alive:
@@ -113,6 +117,19 @@ class WeightStore:
         if self._announcement is not None:
             self._announcement.remove()
             self._announcement = None
+
+
+def listen_address(advertised: str | None, url: str) -> str:
+    """Where to listen for the endpoint at ``url`` that is told the name ``advertised``.
+
+    The name's address, if it is this machine's (a name's may be the loopback in its own hosts
+    file, and another device may forward to here); else that on the way to the endpoint. Raises
+    ``EndpointUnavailable``.
+    """
+    own = None if advertised is None else own_address(advertised)
+    if own is not None and (not is_loopback(own) or advertised in (own, "localhost")):
+        return own
+    return local_address_towards(url)
 
 
 def local_address_towards(url: str) -> str:

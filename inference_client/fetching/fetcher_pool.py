@@ -11,10 +11,10 @@ import logging
 import pickle
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.fetching.fetcher_process import (
     ENTRY,
     HEARTBEAT_S,
@@ -57,8 +57,9 @@ class FetcherPool:
     behind; on Linux neither does a parent that is killed.
     """
 
-    def __init__(self, num_fetchers: int, api_key: str | None = None) -> None:
-        self._fetchers = [_Fetcher(api_key) for _ in range(num_fetchers)]
+    def __init__(self, num_fetchers: int, api_keys: ApiKeys | None = None) -> None:
+        self._fetchers = [_Fetcher() for _ in range(num_fetchers)]
+        self._api_keys = api_keys or ApiKeys()
         self._running = False
 
     async def start(self) -> None:
@@ -83,7 +84,8 @@ class FetcherPool:
         prompt = np.asarray(prompt_token_ids, dtype=np.int32).tobytes()
         encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
         fetcher = min(self._fetchers, key=lambda fetcher: len(fetcher.requests))
-        return await fetcher.fetch(Send(0, url, prompt, encoded, seed))
+        api_key = self._api_keys.of(url)
+        return await fetcher.fetch(Send(0, url, prompt, encoded, seed, api_key))
 
 
 @dataclass(slots=True, eq=False)
@@ -96,8 +98,8 @@ class _Request:
 class _Fetcher(SupervisedChild):
     """One process at a time, and the requests that it has."""
 
-    def __init__(self, api_key: str | None) -> None:
-        super().__init__(ENTRY, msgspec.msgpack.encode(api_key), ENVIRONMENT)
+    def __init__(self) -> None:
+        super().__init__(ENTRY, encode([]), ENVIRONMENT)  # it is greeted with no order
         self.requests: dict[int, _Request] = {}  # by number
         self._num_sent = 0
         self._outbox: list[Order] = []

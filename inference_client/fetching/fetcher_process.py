@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import MalformedResponse
 from easyrl.inference_client.responses import parse_generate_response
@@ -40,6 +41,7 @@ class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
     prompt: bytes  # int32 [P]
     sampling: bytes  # JSON
     seed: int
+    api_key: str | None = None  # of the endpoint
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -85,19 +87,20 @@ decode_replies: Any = msgspec.msgpack.Decoder(list[Reply]).decode
 decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
 
 
-def local_fetch(session: aiohttp.ClientSession, api_key: str | None = None) -> Fetch:
+def local_fetch(session: aiohttp.ClientSession, api_keys: ApiKeys | None = None) -> Fetch:
     """A ``Fetch`` in this loop: what each fetcher runs, and tests.
 
     ``await fetch(url, prompt_token_ids int32 [P], sampling, seed)`` gives one response. Raises
     subclasses of ``EndpointError``, and ``ValueError`` if the server cannot do what ``sampling``
     asks. Cancelling closes the connection, upon which the server aborts the request.
     """
-    client = functools.cache(lambda url: EndpointClient(url, session, api_key=api_key))
+    keys = api_keys or ApiKeys()
+    client = functools.cache(lambda url, key: EndpointClient(url, session, api_key=key))
 
     async def fetch(
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
-        body = await client(url).generate(prompt_token_ids, sampling, seed)
+        body = await client(url, keys.of(url)).generate(prompt_token_ids, sampling, seed)
         completions = parse_generate_response(body, url, len(prompt_token_ids))
         if len(completions) != 1:
             raise MalformedResponse(url, f"{len(completions)} choices, asked for 1")
@@ -118,13 +121,11 @@ async def _serve(connection: socket.socket) -> None:
     async with aiohttp.ClientSession(
         connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=READ_BUFFER_BYTES
     ) as session:
-        frames, fetcher = FrameSplitter(), None
+        frames = FrameSplitter()
+        api_keys = ApiKeys()
+        fetcher = _Fetcher(local_fetch(session, api_keys), api_keys, writer)
         while data := await reader.read(ORDERS_BYTES):
             for payload in frames.feed(data):
-                if fetcher is None:  # the first message is the API key
-                    api_key = msgspec.msgpack.decode(payload, type=str | None)
-                    fetcher = _Fetcher(local_fetch(session, api_key), writer)
-                    continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)
 
@@ -132,8 +133,9 @@ async def _serve(connection: socket.socket) -> None:
 class _Fetcher:
     """Turns orders into requests and responses into replies."""
 
-    def __init__(self, fetch: Fetch, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, fetch: Fetch, api_keys: ApiKeys, writer: asyncio.StreamWriter) -> None:
         self._fetch = fetch
+        self._api_keys = api_keys
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -161,6 +163,7 @@ class _Fetcher:
         try:
             prompt = np.frombuffer(order.prompt, np.int32)
             sampling = SamplingConfig.model_validate_json(order.sampling)
+            self._api_keys.learn(order.url, order.api_key)
             completion = await self._fetch(order.url, prompt, sampling, order.seed)
             reply = Fetched(
                 order.number,

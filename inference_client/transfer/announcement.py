@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import secrets
 import shutil
 import socket
@@ -19,6 +20,8 @@ from typing import IO, Any
 
 from blake3 import blake3
 
+from easyrl.inference_client.transfer.access import OWNER as OWNER_ALONE
+from easyrl.inference_client.transfer.access import Access
 from easyrl.inference_client.transfer.artifact import ReusedMemory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import is_memory
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.reading import ANNOUNCEMENT
@@ -31,18 +34,22 @@ class Announcement:
     """Where one run's artifacts are: makes ``root``, empty, and announces it with a new token.
 
     Roots beside it that killed trainers of this host left are removed. ``memory`` is for
-    ``write_artifact`` below the root. Raises ``OSError`` if it cannot be written.
+    ``write_artifact`` below the root, as is ``access``. Raises ``OSError`` if it cannot be written.
     """
 
-    def __init__(self, root: Path, run: str) -> None:
+    def __init__(self, root: Path, run: str, access: Access = OWNER_ALONE) -> None:
         self.root = root.absolute()
         self.run = run
         shutil.rmtree(self.root, ignore_errors=True)
         _remove_abandoned(self.root.parent)
-        self.root.mkdir(parents=True)
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        access.make_folder(self.root)
+        self.access = access
         self._owner = _own(self.root)
         self.token = secrets.token_urlsafe(32)
-        (self.root / ANNOUNCEMENT).write_text(blake3(self.token.encode()).hexdigest())
+        announcement = self.root / ANNOUNCEMENT
+        announcement.write_text(blake3(self.token.encode()).hexdigest())
+        announcement.chmod(access.file)
         # of folders, only those in memory are worth it
         self.memory = ReusedMemory(self.root) if is_memory(self.root) else None
 
@@ -74,6 +81,7 @@ def _own(root: Path) -> IO[str]:
     """Locks ``root`` for as long as this process lives, or the result is open."""
     new = root / f"{OWNER}.new"  # it has its name only with the lock
     owner = new.open("x")
+    os.fchmod(owner.fileno(), OWNER_ALONE.file)
     owner.write(socket.gethostname())
     owner.flush()
     with contextlib.suppress(OSError):  # a file system without locks: nobody removes it then

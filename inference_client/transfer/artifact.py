@@ -21,6 +21,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from easyrl.inference_client.transfer.access import Access
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES, Chunk
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes, map_file
 
@@ -56,6 +57,7 @@ def write_artifact(
     on_chunk: Callable[[Chunk], object] | None = None,
     *,
     memory: ReusedMemory | None = None,
+    access: Access | None = None,
 ) -> list[Chunk]:
     """Writes ``named_weights`` into ``directory``, in the dtypes given.
 
@@ -64,20 +66,26 @@ def write_artifact(
     ``on_chunk`` hears of each as soon as it can be read. An artifact of the same name is replaced.
     Raises ``ValueError`` if a name comes twice or a dtype cannot be sent, and ``OSError`` naming
     directory and bytes if it is full; then nothing is left behind. ``memory``: files of removed
-    artifacts to write over.
+    artifacts to write over. ``access``: who may read it; None: as the umask says.
     """
     directory = directory.absolute()
     remove_artifact(directory, memory)
     directory.mkdir(parents=True)
+    if access is not None:
+        directory.chmod(access.folder)
     chunks: list[Chunk] = []
     try:
         for chunk in _write_chunks(named_weights, directory, chunk_bytes, memory):
             chunks.append(chunk)
+            if access is not None:
+                (directory / chunk.file).chmod(access.file)
             if on_chunk is not None:
                 on_chunk(chunk)
         record = {"version": version, "chunks": [chunk.describe() for chunk in chunks]}
         unfinished = directory / f".{MANIFEST}.part"
         unfinished.write_text(json.dumps(record))
+        if access is not None:
+            unfinished.chmod(access.file)
         unfinished.rename(directory / MANIFEST)
     except BaseException:
         remove_artifact(directory, memory)
@@ -164,7 +172,7 @@ class ReusedMemory:
         with self._lock:
             if not directory.is_dir():
                 return
-            self._free.mkdir(exist_ok=True)
+            self._free.mkdir(0o750, exist_ok=True)
             for path in directory.glob("chunk-*"):
                 self.forget(self._free / path.name)
                 path.rename(self._free / path.name)

@@ -301,6 +301,27 @@ async def test_the_key_is_sent(endpoint, session):
         await EndpointClient(endpoint.url, session).served_model()
 
 
+async def test_an_endpoint_that_repeats_the_key_does_not_bring_it_into_messages(session):
+    async def echo(request):
+        said = f"not allowed: {dict(request.headers)}"
+        return web.json_response({"error": said, "weight_version": 7}, status=request.app["status"])
+
+    answers = {400: RequestRejected, 503: EndpointUnavailable, 200: MalformedResponse}
+    for code, kind in answers.items():
+        app = web.Application()
+        app["status"] = code
+        app.router.add_route("*", "/{path:.*}", echo)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        client = EndpointClient(url, session, api_key="MARKED-key")
+        with pytest.raises(kind) as caught:
+            await client.weight_version()
+        assert "Bearer [key]" in str(caught.value) and "MARKED" not in str(caught.value)
+        await runner.cleanup()
+
+
 @pytest.mark.parametrize(
     "fault, kind, said",
     [

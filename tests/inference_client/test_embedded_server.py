@@ -451,6 +451,27 @@ def test_command_serves_and_ends_on_sigterm(model_dir: Path) -> None:
         process.stdout.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--api-key-env", "EASYRL_TEST_KEY"], "--api-key-env: EASYRL_TEST_KEY is not set"),
+        (["--api-key-env", "EASYRL_EMPTY_KEY"], "is empty; every request would pass"),
+        (["--api-key", ""], "is empty; every request would pass"),
+    ],
+)
+def test_command_refuses_a_key_that_is_none(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("EASYRL_TEST_KEY", raising=False)
+    monkeypatch.setenv("EASYRL_EMPTY_KEY", "")
+    assert main([str(tmp_path), "--port", "0", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_command_refuses_a_folder_without_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

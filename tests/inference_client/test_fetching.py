@@ -19,6 +19,7 @@ from aiohttp import web
 from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncate
 
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
     EndpointUnavailable,
     MalformedResponse,
@@ -126,10 +127,20 @@ async def test_what_the_user_has_to_change_is_a_value_error(endpoint, fetch):
 
 async def test_the_key_is_sent(endpoint):
     endpoint.api_key = "secret"
-    fetchers = FetcherPool(1, "secret")
+    fetchers = FetcherPool(1, ApiKeys(default="secret"))
     await fetchers.start()
     await fetchers(endpoint.url, PROMPT, SAMPLING, 0)
     await fetchers.close()
+
+
+async def test_each_endpoint_is_sent_its_own_key_and_no_other(endpoint):
+    async with FakeEndpoint() as other:
+        fetchers = FetcherPool(1, ApiKeys({endpoint.url: "its own"}, default="all others'"))
+        await fetchers.start()
+        for url in (endpoint.url, other.url, endpoint.url):
+            await fetchers(url, PROMPT, SAMPLING, 0)
+        await fetchers.close()
+        assert endpoint.keys == {"Bearer its own"} and other.keys == {"Bearer all others'"}
 
 
 async def test_cancelling_closes_the_connection(endpoint, fetch):

@@ -52,8 +52,9 @@ def test_what_the_user_has_chosen_stays(start, master):
 
 
 @pytest.mark.parametrize("variables", [{"LOCAL_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "2"}, {}])
-def test_ranks_of_one_host_need_no_interface(start, variables):
-    assert start(**variables, MASTER_ADDR="127.0.0.1") is None
+def test_ranks_of_one_host_meet_on_the_loopback(start, variables):
+    loopback = interfaces.interface_of("127.0.0.1")
+    assert loopback is not None and start(**variables, MASTER_ADDR="192.0.2.1") == loopback
 
 
 @pytest.mark.parametrize("master", ["127.0.1.1", "localhost"])

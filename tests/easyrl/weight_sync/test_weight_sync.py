@@ -5,6 +5,7 @@ import socket
 from contextlib import ExitStack, closing
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from easyrl.config import WeightSyncConfig
 from easyrl.schema import PolicyVersion, Prompt
 from easyrl.weight_sync.canary import canary_prompts
 from easyrl.weight_sync.publish import NoEndpointServes
-from easyrl.weight_sync.store import WeightStore, local_address_towards
+from easyrl.weight_sync.store import WeightStore, listen_address, local_address_towards
 from tests.easyrl.weight_sync.weight_sync_parts import (
     AnswersFromItsPrefixCache,
     FailsAt,
@@ -111,6 +112,37 @@ def test_an_endpoint_that_does_not_see_the_folder_streams(model_dir, server, tmp
 def test_streams_listen_where_the_endpoint_comes_from():
     assert local_address_towards("http://127.0.0.1:8000") == "127.0.0.1"
     assert local_address_towards("http://localhost:8000/") in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "127.0.0.1"),
+        ({"advertise_host": "localhost"}, "127.0.0.1"),
+        ({"advertise_host": "127.0.0.3"}, "127.0.0.3"),
+        ({"advertise_host": "forwards-to-here.invalid"}, "127.0.0.1"),
+        ({"advertise_host": "forwards-to-here.invalid", "bind_host": "127.0.0.2"}, "127.0.0.2"),
+        ({"advertise_host": "localhost", "bind_host": "0.0.0.0"}, "0.0.0.0"),
+    ],
+)
+def test_the_stream_listens_at_one_address(settings, expected, tmp_path):
+    config = WeightSyncConfig(directory=tmp_path, transport="http", **settings)
+    with closing(WeightStore(config, "run")) as store:
+        store.begin("run:0:0")
+        info = asyncio.run(store.init_info("http://127.0.0.1:1"))
+        name = settings.get("advertise_host", expected)
+        assert info["url"].startswith(f"http://{name}:")
+        (server,) = store._servers.values()
+        found = [c.laddr.ip for c in psutil.Process(server.pid).net_connections()]
+        assert found == [expected]
+
+
+def test_a_name_that_is_the_loopback_only_here_is_not_listened_at(monkeypatch):
+    """Debian's hosts file gives a machine's own name 127.0.1.1; others know its real address."""
+    monkeypatch.setattr("easyrl.weight_sync.store.own_address", lambda name: "127.0.1.1")
+    assert listen_address("train0", "http://127.0.0.1:8000") == "127.0.0.1"
+    monkeypatch.setattr("easyrl.weight_sync.store.own_address", lambda name: "192.0.2.7")
+    assert listen_address("train0", "http://127.0.0.1:8000") == "192.0.2.7"
 
 
 @pytest.mark.parametrize("transport", ["auto", "http"])
