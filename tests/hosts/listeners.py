@@ -15,9 +15,10 @@ WILDCARDS = ("0.0.0.0", "*", "[::]")
 # On the host that asks: connects to each address, asks for a page, says what comes back.
 _PROBE = """
 import json, socket, sys
-def ask(address, port):
+from concurrent.futures import ThreadPoolExecutor
+def ask(place):
     try:
-        connection = socket.create_connection((address, port), timeout=3)
+        connection = socket.create_connection(place, timeout=3)
     except OSError as error:
         return type(error).__name__
     try:
@@ -25,7 +26,8 @@ def ask(address, port):
         return connection.recv(64).decode(errors="replace").splitlines()[0]
     except (OSError, IndexError):
         return "no answer"
-print(json.dumps([ask(*each) for each in json.loads(sys.argv[1])]))
+places = [tuple(place) for place in json.loads(sys.argv[1])]
+print(json.dumps(list(ThreadPoolExecutor(32).map(ask, places))))
 """
 
 
@@ -36,7 +38,8 @@ class Listener:
     host: str
     address: str  # that it is bound to, or a wildcard
     port: int
-    command: str  # of its process
+    pid: int  # of its process, on the host
+    command: str
 
     def is_at(self, address: str) -> bool:
         return self.address in (*WILDCARDS, address)
@@ -50,7 +53,8 @@ def listeners(host: Host) -> list[Listener]:
         process = re.search(r"pid=(\d+)", line)
         assert process is not None, line
         command = host.run("bash", "-c", f"tr '\\0' ' ' < /proc/{process[1]}/cmdline")
-        found.append(Listener(host.name, address.partition("%")[0], int(port), command.strip()))
+        address = address.partition("%")[0]
+        found.append(Listener(host.name, address, int(port), int(process[1]), command.strip()))
     return found
 
 
