@@ -11,7 +11,7 @@ from tests.hosts.cluster import RUN_S, Cluster, wait_for_ranks
 from tests.hosts.documented import documented
 from tests.hosts.events import trained
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 NUM_PROMPTS = 12
 OVER_SSH = "deepspeed --hostfile hosts --module"
 

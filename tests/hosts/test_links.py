@@ -12,7 +12,7 @@ from tests.golden.whole_run import outcome
 from tests.hosts.cluster import Cluster, wait_for_ranks
 from tests.hosts.events import num_events, trained, wait_for_open_batch
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 NUM_PROMPTS, BATCH = 16, 8
 DOWN_S = 20.0
 PEER_TIMEOUT_S = 10.0

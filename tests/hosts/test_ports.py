@@ -13,7 +13,7 @@ from tests.hosts.documented import ROOT
 from tests.hosts.events import wait_for_open_batch
 from tests.hosts.listeners import Listener, answers, listeners
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 PAGE, HEADER = "docs/endpoints.md", r"\| *port *\| *who listens.*"
 NUM_PROMPTS, BATCH = 24, 8
 OPTIONS = [f"trainer.batch_size={BATCH}", "rollout.num_generations=8", "rollout.max_tokens=40"]
