@@ -302,14 +302,14 @@ async def test_the_key_is_sent(endpoint, session):
 
 
 async def test_an_endpoint_that_repeats_the_key_does_not_bring_it_into_messages(session):
-    async def echo(request):
-        said = f"not allowed: {dict(request.headers)}"
-        return web.json_response({"error": said, "weight_version": 7}, status=request.app["status"])
-
     answers = {400: RequestRejected, 503: EndpointUnavailable, 200: MalformedResponse}
     for code, kind in answers.items():
+
+        async def echo(request, code=code):
+            said = f"not allowed: {dict(request.headers)}"
+            return web.json_response({"error": said, "weight_version": 7}, status=code)
+
         app = web.Application()
-        app["status"] = code
         app.router.add_route("*", "/{path:.*}", echo)
         runner = web.AppRunner(app)
         await runner.setup()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -115,6 +116,18 @@ def test_the_key_stays_when_the_server_is_started_again(model_dir: Path, tmp_pat
     for start in starts:
         assert "easyrl_vllm.access.RequireApiKey" in start["argv"]
         assert key not in " ".join(start["argv"])
+
+
+def test_sockets_between_its_processes_are_in_a_private_folder(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with managed(model_dir, tmp_path, **quick_server(tmp_path)) as (_, urls):
+        assert eventually(lambda: answers(urls[0]))
+        said = json.loads((tmp_path / "server-0.log").read_text().splitlines()[0])
+        folder = Path(said["env"]["VLLM_RPC_BASE_PATH"])
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert len(str(folder)) < 60  # a socket's name of 36 letters comes behind, 107 in all
+    assert not folder.exists()
 
 
 def test_a_users_own_middleware_is_kept_beside_the_guard(model_dir: Path, tmp_path: Path) -> None:

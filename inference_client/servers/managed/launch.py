@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -74,13 +76,21 @@ class VllmServerProcess(ServerProcess):
 
     name = "vLLM"
     _on_cpu = True  # until its packages have been looked at
+    _sockets = None  # folder of those between its processes, from its start on
 
     def __post_init__(self) -> None:
         self.model, self.python = self.model.absolute(), self.python.absolute()
         self._on_cpu = _is_cpu_build(self.python, self._environment())
         if self.port is None:
             self.port = free_port()
+        # in the folder of all temporary files another user might reach what unpickles there
+        self._sockets = Path(tempfile.mkdtemp(prefix="easyrl-vllm-"))
         super().__post_init__()
+
+    def close(self) -> None:
+        super().close()
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _command(self) -> list[str]:
         settings = {
@@ -121,6 +131,8 @@ class VllmServerProcess(ServerProcess):
             "PATH": f"{self.python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}",
         }
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if self._sockets is not None:
+            variables["VLLM_RPC_BASE_PATH"] = str(self._sockets)
         if self.cpus:  # the affinity that it inherits is enough
             variables |= {
                 "OMP_NUM_THREADS": str(len(self.cpus)),
