@@ -46,14 +46,16 @@ from easyrl.recipes.loading import load_recipe, notices
 from easyrl.rewards.functions import check_rewards
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict, make_deterministic, remember_arithmetic
+from easyrl.runtime.heartbeats import Heartbeats
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_files import METRICS_FILE
 from easyrl.runtime.run_folder import keep_config, next_attempt, open_event_log, prepare_output
 from easyrl.runtime.signals import RunSignals
+from easyrl.runtime.stacks import log_report
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
-from easyrl.schema import Progress
+from easyrl.schema import TEMPORARY_FAILURE, Progress
 from easyrl.trainer.evaluation import ScheduledEvaluation
 from easyrl.trainer.loop import Trainer
 
@@ -114,7 +116,17 @@ def build_parts(
     num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
 
     engine = DeepSpeedEngine(config, total_steps=num_steps)
-    peers = Notices(collectives.open_store(), ranks.rank)
+    store = collectives.open_store()
+    opened.enter_context(
+        Heartbeats(
+            None if store is None else store.clone(),  # type: ignore[attr-defined]  # in no stub
+            ranks.rank,
+            ranks.world_size,
+            config.watchdog.peer_timeout_s,
+            lambda reason: _end_without_peer(signals, reason),
+        )
+    )
+    peers = Notices(store, ranks.rank)
     opened.enter_context(stop.follows_peers(peers))
     tokens = TokenProgress()
     record = tokens.counting(open_event_log(config, output, collectives, opened))
@@ -254,6 +266,12 @@ def build_parts(
         )
     )
     return trainer, engine
+
+
+def _end_without_peer(signals: RunSignals, reason: str) -> None:
+    """No checkpoint: writing one takes all ranks."""
+    log_report(lambda: f"{reason}; ending with status {TEMPORARY_FAILURE}, go on with --resume")
+    signals.end(TEMPORARY_FAILURE, UNWIND_S)
 
 
 def _publish_chain(certificate: Certificate, trackers: Sequence[Tracker]) -> None:

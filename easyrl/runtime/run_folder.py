@@ -29,6 +29,7 @@ from easyrl.runtime.run_files import (
     METRICS_FILE,
     attempt_config_file,
 )
+from easyrl.runtime.shared_folder import require_shared
 from easyrl.runtime.small_files import read_small
 from easyrl.schema import PolicyVersion
 
@@ -49,7 +50,8 @@ def prepare_output(
 
     Nothing may be written there, or be read to go on from, before this returns. Raises
     ``ConfigError`` on every rank if it holds a run that is not to be resumed, or none that could
-    be, or if another process still uses it after ``trainer.grace_s``.
+    be, if another process still uses it after ``trainer.grace_s``, or if it is another folder on
+    one of the nodes.
     """
     output = config.run.output_dir
 
@@ -64,6 +66,7 @@ def prepare_output(
             _refuse_earlier_run(output)  # of the process that was waited for
 
     on_rank_zero(collectives, prepare)
+    require_shared(output, collectives)
     return output
 
 
