@@ -72,8 +72,8 @@ MAY_IMPORT = {
     " ledger.account trainer.accumulation",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping",
     # what puts the rooms together, and what a user calls
-    "build": "schema config dataloaders engines inference_client ledger metrics recipes rewards"
-    " runtime trainer weight_sync",
+    "build": "schema config dataloaders engines inference_client ledger metrics models recipes"
+    " rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine inference_client.servers.managed",
     "commands": "schema config train build ledger recipes runtime"

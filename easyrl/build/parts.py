@@ -36,6 +36,7 @@ from easyrl.metrics.event_log import ignore
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from easyrl.models.supported import model_notices
 from easyrl.recipes.loading import load_recipe, notices
 from easyrl.rewards.functions import check_rewards
 from easyrl.runtime.collectives import Collectives
@@ -61,12 +62,13 @@ def build_parts(
     stop = signals.stop
     make_deterministic(config)
     check_rewards(config.rewards)
+    said_of_model = model_notices(config.model)  # refuses a model before servers start
     start_process_group()
     ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
     collectives = Collectives(ranks)
     output = prepare_output(config, collectives, opened, resume=resume)
     if ranks.is_first:
-        for notice in notices(config, load_recipe(config)):
+        for notice in [*notices(config, load_recipe(config)), *said_of_model]:
             logger.warning("%s", notice)
     own_urls = start_servers(config, opened)
     tokenizer = load_tokenizer(config)
