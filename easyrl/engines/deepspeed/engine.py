@@ -21,11 +21,16 @@ from easyrl.config import Config
 from easyrl.engines.base import EngineState, MetricSums, NonFiniteLossError, SavedState, StepResult
 from easyrl.engines.deepspeed.config import (
     frozen_config,
+    fused_adam,
     parameter_groups,
     schedule_factor,
     training_config,
 )
-from easyrl.engines.deepspeed.late_denominator import LateScalarAdamW, step_divided
+from easyrl.engines.deepspeed.late_denominator import (
+    LateScalarAdamW,
+    require_late_scalar,
+    step_divided,
+)
 from easyrl.engines.deepspeed.state import (
     MASTER,
     Fragment,
@@ -343,13 +348,14 @@ def _initialize(
         "lr": trainer.learning_rate,
         "betas": trainer.adam_betas,
         "eps": trainer.adam_eps,
+        "fused": fused_adam(get_accelerator().device_name(), offload=trainer.offload_optimizer),
     }
     groups = parameter_groups(policy, trainer.weight_decay)
     optimizer: torch.optim.Optimizer
     if trainer.zero_stage == 0:
         optimizer = LateScalarAdamW(groups, max_norm=trainer.max_grad_norm, **settings)
     else:
-        optimizer = torch.optim.AdamW(groups, fused=trainer.offload_optimizer or None, **settings)
+        optimizer = torch.optim.AdamW(groups, **settings)
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=policy,
@@ -357,6 +363,7 @@ def _initialize(
             lr_scheduler=partial(LambdaLR, lr_lambda=factor),
             config=training_config(config),
         )
+    require_late_scalar(engine.optimizer)
     return engine
 
 
