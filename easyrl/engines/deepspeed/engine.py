@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from easyrl.engines.deepspeed.late_denominator import (
     require_late_scalar,
     step_divided,
 )
+from easyrl.engines.deepspeed.sharded_loading import sharded_loading
 from easyrl.engines.deepspeed.state import (
     MASTER,
     Fragment,
@@ -95,7 +96,7 @@ class DeepSpeedEngine:
         # never lagged too
         self._has_snapshot = needs.old_policy and config.trainer.updates_per_batch > 1
         with_old_policy = self._is_lagged or self._has_snapshot
-        self._policy = load()
+        self._policy = self._load(load, training_config(config))
         if config.model.lora is not None and with_old_policy:
             add_old_policy(self._policy.model)
         self._engine = _initialize(config, self._policy, factor)
@@ -236,7 +237,7 @@ class DeepSpeedEngine:
     def _reference(self, load: Callable[[], PolicyModel]) -> FrozenModel:
         if self._config.model.lora is not None:
             return frozen_adapter(self._engine, self._policy, None)
-        return self._frozen(load(), offload=self._config.trainer.offload_reference)
+        return self._frozen(load, offload=self._config.trainer.offload_reference)
 
     def _old_policy(self, load: Callable[[], PolicyModel]) -> FrozenModel:
         """Also remembers the parameters that ``_set_old_policy`` writes."""
@@ -247,7 +248,7 @@ class DeepSpeedEngine:
                 for name in self._parameters()
             }
             return frozen_adapter(self._engine, self._policy, OLD_ADAPTER)
-        old_policy = self._frozen(load(), offload=False)
+        old_policy = self._frozen(load, offload=False)
         parameters = old_policy.module.parameters()
         self._old_parameters = dict(zip(self._parameters(), parameters, strict=True))
         return old_policy
@@ -256,17 +257,22 @@ class DeepSpeedEngine:
         """``values`` as this rank holds the trained parameters."""
         restore(self._local(self._old_parameters.values()), values)
 
-    def _frozen(self, model: PolicyModel, *, offload: bool) -> FrozenModel:
+    def _frozen(self, load: Callable[[], PolicyModel], *, offload: bool) -> FrozenModel:
+        settings = frozen_config(self._config, offload=offload)
+        model = self._load(load, settings)
         if self._stage < 3:
             if not offload:
                 model.to(self._device)
             return frozen_model(model, self._device, offload=offload)
         model.requires_grad_(False)
         with quiet():
-            sharded, *_ = deepspeed.initialize(
-                model=model, config=frozen_config(self._config, offload=offload)
-            )
+            sharded, *_ = deepspeed.initialize(model=model, config=settings)
         return frozen_model(sharded, self._device)
+
+    def _load(self, load: Callable[[], PolicyModel], settings: dict[str, Any]) -> PolicyModel:
+        """With ZeRO-3 in shards from the beginning. Collective."""
+        with sharded_loading(settings) if self._stage == 3 else nullcontext(), quiet():
+            return load()
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
