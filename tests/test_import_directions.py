@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.machine runtime.ranks recipes"
     " kernels.attention.segment_layout"
-    " models.loading models.lora models.policy_model models.tri_model",
+    " models.loading models.lora models.offload models.policy_model models.tri_model",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
     "runtime": "schema config metrics.event_log",
@@ -67,9 +67,9 @@ MAY_IMPORT = {
     "trainer.row_split": "schema",
     "trainer.look_ahead": "schema metrics.event_log engines.base trainer.row_split",
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics engines.base"
-    " runtime.collectives runtime.stopping trainer.look_ahead",
+    " runtime.collectives runtime.device_time runtime.stopping trainer.look_ahead",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account trainer.accumulation",
+    " ledger.account runtime.device_time trainer.accumulation",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping",
     # what puts the rooms together, and what a user calls
     "build": "schema config dataloaders engines inference_client ledger metrics models recipes"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +29,7 @@ def load_policy_model(
     """
     config = read_model_config(model)
     dtype = dtype or DTYPES[model.dtype]
-    hf_model, found = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         model.path,
         config=config,
         dtype=dtype,
@@ -37,6 +39,7 @@ def load_policy_model(
         local_files_only=True,
         output_loading_info=True,
     )
+    hf_model, found = loaded
     if missing := sorted(found["missing_keys"]):  # transformers draws them at random
         raise ConfigError(
             f"model.path: {model.path} has no weights for {len(missing)} parameters, {missing[0]} "

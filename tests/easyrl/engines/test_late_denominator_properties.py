@@ -173,7 +173,7 @@ def streamed_updates(model: PolicyModel, spread: Spread, stop: StopRequest) -> d
     tri = TriModel(
         policy,
         reference=None,
-        old_policy=frozen_model(old, CPU),
+        old_policy=frozen_model(old),
         temperature=TEMPERATURE,
         device=CPU,
     )
