@@ -50,9 +50,10 @@ class OffloadedModel:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))  # small, and used by every layer
-        self._base: Any = model.model.base_model
-        ends = [self._base.norm, model.model.get_output_embeddings()]
-        self._layers: list[nn.Module] = [self._base.embed_tokens, *self._base.layers, *ends]
+        base: Any = model.model.base_model
+        ends: list[Any] = [base.norm, model.model.get_output_embeddings()]
+        self._base = base
+        self._layers: list[nn.Module] = [base.embed_tokens, *base.layers, *ends]
         self._weights = [_weights_of(layer) for layer in self._layers]
 
     @torch.no_grad()
