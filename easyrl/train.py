@@ -155,6 +155,7 @@ def _finish(config: Config, engine: TrainEngine) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     import argparse
+    from pathlib import Path
 
     parser = argparse.ArgumentParser(
         prog="easyrl train", description="Trains one model; see configs/ for files to start from."

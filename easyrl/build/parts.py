@@ -42,6 +42,7 @@ from easyrl.metrics.logprob_agreement import agreement_limit, not_judged
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from easyrl.models.supported import model_notices
 from easyrl.recipes.loading import load_recipe, notices
 from easyrl.rewards.functions import check_rewards
 from easyrl.runtime.collectives import Collectives
@@ -80,15 +81,16 @@ def build_parts(
     stop = signals.stop
     make_deterministic(config)
     check_rewards(config.rewards)
+    said_of_model = model_notices(config.model)  # refuses a model before servers start
     start_process_group()
     ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
     collectives = Collectives(ranks)
     output = prepare_output(config, collectives, opened, resume=resume)
     on_folder()
     if ranks.is_first:
-        for notice in (*notices(config, load_recipe(config)), not_judged(config)):
-            if notice is not None:
-                logger.warning("%s", notice)
+        said = [*notices(config, load_recipe(config)), not_judged(config), *said_of_model]
+        for notice in filter(None, said):
+            logger.warning("%s", notice)
         for key in plain_secrets(config):
             logger.warning(
                 "%s: is a secret in plain text; it is left out of the run's files and trackers, so "
