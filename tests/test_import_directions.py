@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.interfaces runtime.rank_store runtime.ranks recipes"
     " kernels.attention.segment_layout"
-    " models.loading models.lora models.policy_model models.tri_model",
+    " models.loading models.lora models.offload models.policy_model models.tri_model",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
     "runtime": "schema config metrics.event_log",
@@ -81,14 +81,14 @@ MAY_IMPORT = {
     "trainer.look_ahead": "schema metrics.event_log engines.base trainer.row_split",
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics"
     " metrics.logprob_agreement engines.base"
-    " runtime.collectives runtime.stopping trainer.look_ahead",
+    " runtime.collectives runtime.device_time runtime.stopping trainer.look_ahead",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account ledger.exclusions trainer.accumulation",
+    " ledger.account ledger.exclusions runtime.device_time trainer.accumulation",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
-    "build": "schema config completion_check models.vocabulary dataloaders engines inference_client"
-    " ledger metrics recipes rewards runtime trainer weight_sync",
+    "build": "schema config completion_check dataloaders engines inference_client ledger metrics"
+    " models recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine",
     "commands": "schema config train build ledger recipes runtime"

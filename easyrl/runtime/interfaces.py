@@ -8,6 +8,14 @@ import socket
 import psutil
 
 
+def local_address(host: str, port: int = 80) -> str:
+    """This host's address on the way to ``host``. Raises ``OSError`` if there is none."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing, only chooses the way
+        return str(probe.getsockname()[0])
+
+
 def own_address(host: str) -> str | None:
     """The address of this host that ``host`` stands for; None if it is another's, or unknown."""
     try:

@@ -24,8 +24,10 @@ RENDEZVOUS = "easyrl-ranks://"  # an ``init_method`` of torch.distributed
 
 
 def spans_hosts() -> bool:
-    """Whether the launcher started ranks on other hosts too."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_SIZE", "1"))
+    """Whether some ranks are on other hosts; not where the launcher (ours, torchrun) is silent."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    num_here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or num_ranks
+    return int(num_ranks) > int(num_here)
 
 
 def serve_store(host: str, port: int = 0, **options: Any) -> dist.TCPStore:

@@ -150,8 +150,8 @@ class WeightSync:
         probe_s = self._learn_probe(version)
         delivery = self._deliver(str(version), canary=self.config.canary)
         target = self._share(delivery)
-        readings = {url: delivery.shown.get(url, Shown()).reading for url in delivery.passed}
-        self.thread.run(self.confirmed.confirm(target, readings))
+        shown = {url: delivery.shown.get(url, Shown()) for url in delivery.passed}
+        self.thread.run(self.confirmed.confirm(target, shown))
         self._store.discard(self._current)  # the version before has been served until here
         self._current = delivery.target
         metrics = {"time/sync_s": time.monotonic() - start_s} | delivery.metrics()

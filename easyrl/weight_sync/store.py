@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +18,9 @@ from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.transfer.access import GROUP, OWNER
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import remove_artifact, write_artifact
+from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from easyrl.inference_client.transfer.keyed_hasher import KeyedHasher
 from easyrl.runtime.interfaces import is_loopback, own_address
 from easyrl.runtime.machine import url_host
 from easyrl.weight_sync.target import Target
@@ -51,16 +54,20 @@ class WeightStore:
     ) -> None:
         """Each chunk joins ``target`` on ``loop`` once it is there."""
         assert self._announcement is not None
-        write_artifact(
-            named_weights,
-            self._announcement.root / target.name,
-            target.version,
-            self._config.chunk_bytes,
-            on_chunk=lambda chunk: loop.call_soon_threadsafe(target.add, chunk),
-            memory=self._announcement.memory,
-            access=self._announcement.access,
-        )
-        loop.call_soon_threadsafe(target.complete)
+        directory = self._announcement.root / target.name
+        with closing(KeyedHasher(target.nonce)) as keyed:
+            chunks = write_artifact(
+                named_weights,
+                directory,
+                target.version,
+                self._config.chunk_bytes,
+                on_chunk=lambda chunk: loop.call_soon_threadsafe(target.add, chunk),
+                memory=self._announcement.memory,
+                access=self._announcement.access,
+                keyed=keyed if self._config.prove else None,
+            )
+        reader = ArtifactReader(directory, chunks)
+        loop.call_soon_threadsafe(target.complete, reader, keyed.digests)
 
     def discard(self, target: Target | None) -> None:
         """Removes a version that nobody serves any more."""

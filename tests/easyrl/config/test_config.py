@@ -47,7 +47,8 @@ BAD_VALUES = {
     "unknown key like no other": (
         ["model.xyzzy=1"],
         "model.xyzzy: unknown key; known keys: activation_checkpointing, attention, "
-        "checkpoint_every, dtype, logprob_backward, logprob_chunk_size, lora, path, tokenizer",
+        "checkpoint_every, dtype, ignore_router_aux_loss, logprob_backward, logprob_chunk_size, "
+        "lora, path, tokenizer",
     ),
     "unknown nested key": (
         ["data.fields.promt=q"],

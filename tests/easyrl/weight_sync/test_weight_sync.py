@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.random_model import write_random_model
 from easyrl.config import WeightSyncConfig
+from easyrl.inference_client.transfer.announcement import OWNER
 from easyrl.schema import PolicyVersion, Prompt
 from easyrl.weight_sync.canary import canary_prompts
 from easyrl.weight_sync.publish import NoEndpointServes
@@ -40,6 +41,7 @@ PROBE0 = "sync:0:0:probe"
 def test_an_honest_endpoint_is_confirmed_at_each_version(model_dir, server, tmp_path):
     engine = PlainEngine(model_dir)
     (tmp_path / "easyrl-sync" / "of-a-crashed-attempt").mkdir(parents=True)
+    (tmp_path / "easyrl-sync" / OWNER).write_text(socket.gethostname())
     with closing(Watched(server)) as proxy, weight_sync(engine, [proxy.url], tmp_path) as rank:
         metrics = rank.sync.publish(V0).metrics
         assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
@@ -210,12 +212,18 @@ def first_tensor(engine) -> str:
             {},
             "canary: log-probabilities differ",
         ),
+        (
+            lambda url: MissesUpdates(url, repeats=True),
+            {"probe": False, "canary": False},
+            "serves other weights than version sync:0:0: 24 of 24 tensors, first model.embed",
+        ),
         (ForgetsItsVersion, {"probe": False}, "serves version 'default'"),
         (AnswersFromItsPrefixCache, {}, "canary: log-probabilities differ"),
         (KeepsItsPrefixCache, {}, "did not reset its prefix cache"),
     ],
     ids=[
         *("missed", "missed-and-lying", "missed-and-lying-at-the-probe", "kept-the-probe"),
+        "repeats-what-it-was-told",
         *("version", "stale-prefix-cache", "prefix-cache-not-reset"),
     ],
 )
