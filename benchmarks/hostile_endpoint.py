@@ -278,12 +278,14 @@ class HostileEndpoint:
         finally:
             task.cancel()
         answer = task.result()
+        goes_on = exchange.request.headers.get("connection", "").lower() != "close"
         head = (
             f"HTTP/1.1 {answer.status} {'OK' if answer.status == 200 else 'Error'}\r\n"
-            f"Content-Type: {answer.content_type}\r\nContent-Length: {len(answer.body)}\r\n\r\n"
+            f"Content-Type: {answer.content_type}\r\nContent-Length: {len(answer.body)}\r\n"
+            f"Connection: {'keep-alive' if goes_on else 'close'}\r\n\r\n"
         )
         await exchange.send(head.encode() + answer.body)
-        return exchange.request.headers.get("connection", "").lower() != "close"
+        return goes_on
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Request | None:
@@ -299,3 +301,21 @@ async def _read_request(reader: asyncio.StreamReader) -> Request | None:
     }
     body = await reader.readexactly(int(headers.get("content-length", 0)))
     return Request(method, target, headers, body)
+
+
+class Stranger:
+    """A server that nobody was told of: it counts who comes all the same."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._serve, HOST, 0)
+        self.url = f"http://{HOST}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_requests += 1
+        writer.close()

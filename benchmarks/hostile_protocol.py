@@ -130,7 +130,9 @@ async def generate_never_answered(exchange: Exchange) -> None:
 @endpoint("protocol", share=0.5)
 async def tls_hello(exchange: Exchange) -> None:
     """The beginning of a TLS handshake, on every route."""
-    await exchange.send(b"\x16\x03\x03\x00\x7a\x02\x00\x00\x76\x03\x03" + exchange.rng.randbytes(64))
+    await exchange.send(
+        b"\x16\x03\x03\x00\x7a\x02\x00\x00\x76\x03\x03" + exchange.rng.randbytes(64)
+    )
 
 
 @endpoint("protocol", share=0.5)

@@ -113,7 +113,8 @@ async def wrong_tokens(listener: Listener, rng: random.Random) -> int:
 async def other_paths(listener: Listener, rng: random.Random) -> int:
     """Requests for files that are no weights."""
     paths = [b"/../../etc/passwd", b"/%2e%2e/owner", b"/v0/..%2fannouncement", b"//", b"*",
-             b"/v0/chunk-00000.safetensors\x00", b"http://localhost/", b"/" + b"a" * 60_000]  # fmt: skip
+             b"/v0/chunk-00000.safetensors\x00", b"http://localhost/",
+             b"/" + b"a" * 60_000]  # fmt: skip
     return sum([await _say(listener, b"GET " + path + b" HTTP/1.1\r\n\r\n") for path in paths])
 
 
@@ -137,7 +138,9 @@ async def slowloris(listener: Listener, rng: random.Random) -> int:
 @socket
 async def tls_handshake(listener: Listener, rng: random.Random) -> int:
     """The beginning of a TLS handshake."""
-    return await _say(listener, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500))
+    return await _say(
+        listener, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500)
+    )
 
 
 @socket
@@ -175,4 +178,3 @@ async def store_commands(listener: Listener, rng: random.Random) -> int:
     hello = b"\x00" + struct.pack("<I", 0x3C85F7CE)
     key = struct.pack("<Q", 2**40)
     return sum([await _say(listener, hello, bytes([command]) + key) for command in range(1, 16)])
-

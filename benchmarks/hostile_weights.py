@@ -130,7 +130,7 @@ async def proof_of_foreign_tensors(exchange: Exchange) -> None:
 async def restart_with_other_weights(exchange: Exchange) -> None:
     """It restarts in mid-batch, at a generate request, and comes back with another model."""
     server = exchange.endpoint
-    server.may_act = False  # once
+    _once(exchange)
     await server.restart(server.other_model)
     exchange.reset()
 
@@ -139,7 +139,7 @@ async def restart_with_other_weights(exchange: Exchange) -> None:
 async def weights_changed_in_silence(exchange: Exchange) -> None:
     """Its weights change in mid-batch, under the version that it has proved."""
     server = exchange.endpoint
-    server.may_act = False  # once
+    _once(exchange)
     engine = server.engine
     assert engine is not None
 
@@ -189,7 +189,11 @@ async def _claim(exchange: Exchange, max_model_len: int) -> None:
 
 async def _fail_once(exchange: Exchange) -> None:
     """The next look asks which model it serves."""
+    _once(exchange)
+    await exchange.answer(b"", "500 Internal Server Error")
+
+
+def _once(exchange: Exchange) -> None:
     if exchange.endpoint.has_failed:
         raise NotNow
     exchange.endpoint.has_failed = True
-    await exchange.answer(b"", "500 Internal Server Error")
