@@ -39,6 +39,7 @@ from benchmarks.hostile_endpoint import HostileEndpoint, Stranger
 from benchmarks.hostile_files import RunFiles
 from benchmarks.hostile_plan import RunPlan, plan_runs
 from benchmarks.hostile_run import HostileRun, Outcome
+from benchmarks.hostile_statuses import PROMPT_TOKENS
 from benchmarks.launched_run import start_servers
 from benchmarks.ledger import Ledger, dataset_order, read_ledger
 from benchmarks.random_model import write_prompts, write_random_model
@@ -48,7 +49,7 @@ from easyrl.runtime.loop_thread import LoopThread
 CONFIG = "benchmarks/hostile.yaml"
 NUM_HEALTHY = 2
 BATCH_SIZE, NUM_BATCHES = 8, 7
-PROMPT_TOKENS, MAX_MODEL_LEN = 12, 64
+MAX_MODEL_LEN = 64
 MOST_MB_OVER_CALM = 256
 SHOWN = 5  # problems of a kind, per run
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None

@@ -40,6 +40,11 @@ class Behaviour:
     def needs_killed_run(self) -> bool:
         return False
 
+    @property
+    def ends_75(self) -> bool:
+        """Whether a run among it may end with status 75, and goes on with ``--resume``."""
+        return False
+
 
 @dataclass(frozen=True)
 class EndpointBehaviour(Behaviour):
@@ -57,6 +62,10 @@ class EndpointBehaviour(Behaviour):
     act: Act
     share: float = 1.0
     may_end_75: bool = False
+
+    @property
+    def ends_75(self) -> bool:
+        return self.may_end_75
 
 
 @dataclass(frozen=True)
@@ -79,10 +88,15 @@ class FileBehaviour(Behaviour):
     when: When
     damage: Damage
     refused: str | None = None
+    may_end_75: bool = False  # nobody can be given the weights any more but by a resume
 
     @property
     def needs_killed_run(self) -> bool:
         return self.when == "killed"
+
+    @property
+    def ends_75(self) -> bool:
+        return self.may_end_75
 
 
 @dataclass
@@ -122,12 +136,14 @@ def socket(visit: Visit) -> Visit:
     return visit
 
 
-def file(when: When, refused: str | None = None) -> Callable[[Damage], Damage]:
+def file(
+    when: When, refused: str | None = None, may_end_75: bool = False
+) -> Callable[[Damage], Damage]:
     """Decorates what happens to the run's files."""
 
     def register(damage: Damage) -> Damage:
         name, says = _names(damage)
-        CATALOGUE.add(FileBehaviour(name, "file", says, when, damage, refused))
+        CATALOGUE.add(FileBehaviour(name, "file", says, when, damage, refused, may_end_75))
         return damage
 
     return register

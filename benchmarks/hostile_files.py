@@ -95,7 +95,7 @@ def _cut_last_line(path: Path, rng: random.Random) -> str:
 # ---- while it trains -----------------------------------------------------------------------------
 
 
-@file("live")
+@file("live", may_end_75=True)
 def artefact_changed(files: RunFiles, rng: random.Random) -> str:
     """A bit of the weights in shared memory flips while endpoints read them."""
     chunks = sorted(files.artefact_root.glob("*/chunk-*"))
@@ -105,7 +105,7 @@ def artefact_changed(files: RunFiles, rng: random.Random) -> str:
     return _flip(path, path.stat().st_size - 1 - rng.randrange(1000), rng.randrange(8))
 
 
-@file("live")
+@file("live", may_end_75=True)
 def artefact_removed(files: RunFiles, rng: random.Random) -> str:
     """The weights in shared memory are removed (a clean-up of /dev/shm)."""
     chunks = sorted(files.artefact_root.glob("*/chunk-*"))

@@ -53,7 +53,7 @@ class RunPlan:
 
     @property
     def may_end_75(self) -> bool:
-        return any(behaviour.may_end_75 for behaviour in self.endpoints)
+        return any(behaviour.ends_75 for behaviour in self.behaviours)
 
 
 def plan_runs(

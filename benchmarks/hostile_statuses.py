@@ -6,6 +6,8 @@ from benchmarks.hostile_behaviour import NotNow, endpoint
 from benchmarks.hostile_endpoint import Exchange
 from easyrl.inference_client.client import GENERATE
 
+PROMPT_TOKENS = 12  # of every prompt in these runs
+
 
 async def _refuse(exchange: Exchange, status: str, message: str, *headers: str) -> None:
     body = b'{"error": {"message": "%s"}}' % message.encode()
@@ -31,9 +33,9 @@ async def refuse_some_prompts(exchange: Exchange) -> None:
 
 
 @endpoint("status", GENERATE)
-async def refuse_long_prompts(exchange: Exchange) -> None:
-    """413 to every prompt of more than four tokens; the canary prompt is answered."""
-    if len(exchange.request.json["token_ids"]) <= 4:
+async def refuse_prompts_of_the_dataset(exchange: Exchange) -> None:
+    """413 to every prompt of the dataset; other lengths, the canary's, are answered."""
+    if len(exchange.request.json["token_ids"]) != PROMPT_TOKENS:
         raise NotNow
     await _refuse(exchange, "413 Payload Too Large", "too long")
 
