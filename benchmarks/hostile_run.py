@@ -17,13 +17,13 @@ from benchmarks.hostile_files import RunFiles
 from benchmarks.hostile_plan import Due, RunPlan
 from benchmarks.hostile_sockets import Listener, listeners
 from benchmarks.memory_peak import MemoryPeak, process_tree
-from benchmarks.run_phase import GENERATING, RunPhase
+from benchmarks.run_phase import GENERATING, TRAINING, RunPhase
 from benchmarks.run_watch import Event, RunStuck, RunWatch
 from easyrl.runtime.loop_thread import LoopThread
 
 TICK_S = 0.05
 MEMORY_LOOK_S = 0.5
-KILL_PATIENCE_S = 5.0  # for a moment in which the open batch has groups on disk
+KILL_PATIENCE_S = 1.0  # for a moment in which the open batch has groups on disk
 MAX_INTERRUPTIONS = 4  # status 75 and a resume, each for an endpoint that is excluded then
 INTERRUPTED, REFUSED = 75, 2
 LAST_WORDS = 2500  # characters
@@ -202,7 +202,7 @@ class HostileRun:
             return False
         now_s = time.monotonic()
         self._overdue_s = self._overdue_s or now_s
-        is_open = self._phase.name == GENERATING and self._ready > 0
+        is_open = self._phase.name in (GENERATING, TRAINING) and self._ready > 0
         return is_open or now_s - self._overdue_s > KILL_PATIENCE_S
 
     def _damage(self) -> FileBehaviour | None:
