@@ -27,8 +27,8 @@ def resume(
 ) -> Progress:
     """Engine and random state as they were saved; without a checkpoint, the beginning. Collective.
 
-    ``reference`` as for ``Ledger``; ``at_most``: a checkpoint of that step or earlier. Raises ``ValueError`` if the settings are not those of the
-    checkpoint.
+    ``reference`` as for ``Ledger``; ``at_most``: a checkpoint of that step or earlier. Raises
+    ``ValueError`` if the settings are not those of the checkpoint.
     """
     state = checkpoints.load_latest(at_most=at_most)
     if state is None:
