@@ -86,11 +86,13 @@ class RunWatch:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            if self._path.stat().st_size < self._read:  # its end was cut off
+                self._read = len(file.read())
             file.seek(self._read)
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]  # the last line may be half written
         self._read += len(whole)
-        return [orjson.loads(line) for line in whole.splitlines()]
+        return [orjson.loads(line) for line in whole.splitlines() if line]
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
