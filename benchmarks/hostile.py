@@ -38,7 +38,7 @@ from benchmarks.hostile_catalogue import BEHAVIOURS
 from benchmarks.hostile_endpoint import HostileEndpoint, Stranger
 from benchmarks.hostile_files import RunFiles
 from benchmarks.hostile_plan import RunPlan, plan_runs
-from benchmarks.hostile_run import HostileRun, Outcome
+from benchmarks.hostile_run import HostileRun, Outcome, StartAttempt
 from benchmarks.hostile_statuses import PROMPT_TOKENS
 from benchmarks.launched_run import start_servers
 from benchmarks.ledger import Ledger, dataset_order, read_ledger
@@ -261,7 +261,8 @@ def _add(
         print(f"  {problem}")
 
 
-def _attempts(site: Site, files: RunFiles, urls: Sequence[str], log: Path):  # noqa: ANN202
+def _attempts(site: Site, files: RunFiles, urls: Sequence[str], log: Path) -> StartAttempt:
+    """Starts attempts of a run on ``urls``."""
     settings = [
         f"run.output_dir={files.run_dir}",
         f"run.seed={site.seed}",
