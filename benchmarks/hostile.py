@@ -21,10 +21,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from typing import cast
@@ -40,47 +39,18 @@ from benchmarks.hostile_files import RunFiles
 from benchmarks.hostile_plan import RunPlan, plan_runs
 from benchmarks.hostile_run import HostileRun, Outcome, StartAttempt
 from benchmarks.hostile_statuses import PROMPT_TOKENS
+from benchmarks.hostile_verdict import Total
 from benchmarks.launched_run import start_servers
-from benchmarks.ledger import Ledger, dataset_order, read_ledger
+from benchmarks.ledger import dataset_order, read_ledger
 from benchmarks.random_model import write_prompts, write_random_model
-from benchmarks.trained_contents import ContentCheck, check_trained_contents
+from benchmarks.trained_contents import check_trained_contents
 from easyrl.runtime.loop_thread import LoopThread
 
 CONFIG = "benchmarks/hostile.yaml"
 NUM_HEALTHY = 2
 BATCH_SIZE, NUM_BATCHES = 8, 7
 MAX_MODEL_LEN = 64
-MOST_MB_OVER_CALM = 256
-SHOWN = 5  # problems of a kind, per run
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-
-
-@dataclass
-class Total:
-    """Over all runs; each of ``problems`` makes the benchmark fail."""
-
-    happened: Counter[str] = field(default_factory=Counter)
-    runs: int = 0
-    crashed: int = 0
-    prompts_lost: int = 0
-    prompts_trained_twice: int = 0
-    wrong_content_trained: int = 0
-    resume_failed: int = 0
-    peak_mb: float = 0.0
-    problems: list[str] = field(default_factory=list)
-
-    def line(self, calm_mb: float) -> dict[str, int]:
-        """The benchmark's last line."""
-        return {
-            "behaviours": sum(count > 0 for count in self.happened.values()),
-            "runs": self.runs,
-            "crashed": self.crashed,
-            "prompts_lost": self.prompts_lost,
-            "prompts_trained_twice": self.prompts_trained_twice,
-            "wrong_content_trained": self.wrong_content_trained,
-            "resume_failed": self.resume_failed,
-            "peak_over_calm_mb": max(0, round(self.peak_mb - calm_mb)),
-        }
 
 
 @dataclass(frozen=True)
@@ -147,9 +117,8 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> bool:
     for problem in total.problems:
         print(problem)
     print(f"{time.monotonic() - start_s:.0f} s; calm run: {calm.peak_mb:.0f} MB")
-    line = total.line(calm.peak_mb)
-    print(json.dumps(line))
-    return not total.problems and line["peak_over_calm_mb"] <= MOST_MB_OVER_CALM
+    print(json.dumps(total.line(calm.peak_mb)))
+    return total.is_good(calm.peak_mb)
 
 
 def _open_site(
@@ -210,55 +179,11 @@ def _run(site: Site, plan: RunPlan, total: Total) -> Outcome:
         ledger = read_ledger(files.run_dir, dataset_order(num_prompts, 1))
         check = check_trained_contents(files.run_dir, site.model)
     verdict = certificate_verdict(files.run_dir) if ledger else "not looked at"
-    _add(total, name, plan, outcome, ledger, check, verdict)
+    total.add(name, plan, outcome, ledger, check, verdict)
     if site.stranger.num_requests:
         total.problems.append(f"{name}: {site.stranger.num_requests} requests went elsewhere")
         site.stranger.num_requests = 0
     return outcome
-
-
-def _add(
-    total: Total,
-    name: str,
-    plan: RunPlan,
-    outcome: Outcome,
-    ledger: Ledger | None,
-    check: ContentCheck | None,
-    verdict: str,
-) -> None:
-    """Counts a run and prints its line."""
-    problems = [*outcome.crashed, *outcome.resume_failed]
-    total.crashed += len(outcome.crashed)
-    total.resume_failed += len(outcome.resume_failed)
-    if ledger is not None and check is not None:
-        excluded = ledger.prompts_excluded + ledger.prompts_skipped
-        total.prompts_lost += ledger.prompts_lost + excluded
-        total.prompts_trained_twice += ledger.prompts_trained_twice
-        total.wrong_content_trained += ledger.wrong_version_trained + len(check.wrong_groups)
-        problems += [f"{name}: {problem}" for problem in ledger.problems[:SHOWN]]
-        problems += [f"{name}: wrong content: {wrong}" for wrong in check.wrong_groups[:SHOWN]]
-        if excluded:
-            problems.append(f"{name}: {excluded} prompts excluded or skipped")
-        if not check.sees_old_weights:
-            problems.append(f"{name}: old weights would not show ({check.visible} nats)")
-        if verdict != "on-policy":
-            problems.append(f"{name}: easyrl verify: {verdict}")
-    total.happened.update(outcome.happened)
-    total.problems += problems
-    if plan.number >= 0:
-        total.runs += 1
-        total.peak_mb = max(total.peak_mb, outcome.peak_mb)
-    kinds = ", ".join(f"{b.name} {outcome.happened[b.name]}" for b in plan.behaviours)
-    contents = "" if check is None else (
-        f"{check.num_responses} responses agree within {check.largest:.1e} nats "
-        f"(a batch before: {check.visible or 0:.2f}); "
-    )  # fmt: skip
-    print(
-        f"{name}: {'good' if not problems else 'BAD'}, {outcome.seconds:.0f} s, "
-        f"{outcome.peak_mb:.0f} MB, attempts ended {outcome.statuses}; {contents}{kinds}"
-    )
-    for problem in problems:
-        print(f"  {problem}")
 
 
 def _attempts(site: Site, files: RunFiles, urls: Sequence[str], log: Path) -> StartAttempt:
