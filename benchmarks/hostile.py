@@ -48,6 +48,7 @@ from easyrl.runtime.loop_thread import LoopThread
 
 CONFIG = "benchmarks/hostile.yaml"
 NUM_HEALTHY = 2
+NUM_ALONE = 4  # hostile endpoints of a run without healthy ones, at most
 BATCH_SIZE, NUM_BATCHES = 8, 7
 MAX_MODEL_LEN = 64
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -93,8 +94,9 @@ def main() -> int:
 def _benchmark(arguments: argparse.Namespace, folder: Path) -> bool:
     chosen = [BEHAVIOURS[name] for name in arguments.only or BEHAVIOURS]
     num_runs = min(arguments.runs, len(chosen))
+    chosen = chosen if num_runs else []
     plans = plan_runs(chosen, num_runs, NUM_BATCHES, arguments.seed)
-    most = max(len(plan.endpoints) for plan in plans)
+    most = max((len(plan.endpoints) for plan in plans), default=NUM_ALONE)
     print(f"{len(chosen)} behaviours in {num_runs} runs, up to {most} hostile endpoints; {folder}")
     total, start_s = Total(), time.monotonic()
     with ExitStack() as opened:
@@ -209,7 +211,7 @@ def _attempts(site: Site, files: RunFiles, urls: Sequence[str], log: Path) -> St
 
 def _run_alone(site: Site, total: Total) -> None:
     """Runs without a healthy endpoint: one sentence, and the right status."""
-    for alone in runs_alone(len(site.hostile)):
+    for alone in runs_alone(min(NUM_ALONE, len(site.hostile))):
         outcome = _one_alone(site, alone)
         total.runs += 1
         total.crashed += outcome is not None
@@ -245,7 +247,9 @@ def _behaviour(name: str) -> str:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=14)
+    parser.add_argument(
+        "--runs", type=int, default=14, help="0: only those without a healthy endpoint"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", type=_behaviour, metavar="BEHAVIOUR")
     parser.add_argument("--list", action="store_true", help="show the behaviours and stop")

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import psutil
+
+from easyrl.metrics.event_log import decode_events
 
 Event = dict[str, Any]
 # Events that only work that gets done can cause; endpoints that come and go cause others.
@@ -92,7 +93,7 @@ class RunWatch:
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]  # the last line may be half written
         self._read += len(whole)
-        return [orjson.loads(line) for line in whole.splitlines() if line]
+        return decode_events(whole)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

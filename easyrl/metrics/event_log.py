@@ -52,8 +52,13 @@ class EventLog:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """All events of a log, in order; without a line whose end was lost."""
+    return decode_events(path.read_bytes())
+
+
+def decode_events(content: bytes) -> list[dict[str, Any]]:
+    """Those of the whole lines of ``content``."""
     events = []
-    for line in path.read_bytes().splitlines():
+    for line in content.splitlines():
         try:
             events.append(orjson.loads(line))
         except orjson.JSONDecodeError:
