@@ -67,7 +67,8 @@ class Alone:
         sentences = [line for line in said.splitlines() if line.startswith("easyrl: ")]
         if status != self.status:
             return f"ended with status {status}, not {self.status}:\n{said[-2000:]}"
-        if "Traceback" in said or len(sentences) != 1:
+        has_traceback = any(line.startswith("Traceback") for line in said.splitlines())
+        if has_traceback or len(sentences) != 1:  # an endpoint may send the word
             return f"did not end with one sentence:\n{said[-2000:]}"
         print(f"nobody healthy, {self.name}: {status}, {sentences[0][:200]}")
         return None

@@ -58,6 +58,7 @@ def test_a_seed_fixes_all():
         (2, "noise\neasyrl: no endpoint is up\n", True),
         (75, "easyrl: no endpoint is up\n", False),
         (2, "Traceback (most recent call last):\neasyrl: no endpoint is up\n", False),
+        (2, "easyrl: none is up: it answered 500: Traceback (most recent\n", True),  # its word
         (2, "no sentence\n", False),
         (2, "easyrl: one\neasyrl: two\n", False),
     ],

@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from easyrl.ledger.format import FORMAT, other_format
 from easyrl.runtime.durable_files import fsync, fsync_folder
+from easyrl.schema import LedgerError
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _ALL_ONES = 0xFFFFFFFF
 _BLOCK = 65536  # bytes read at a time where zeros are looked for
 
 
-class JournalError(ValueError):
+class JournalError(LedgerError):
     """A journal that cannot be written, or is not as it was written; names file and byte."""
 
 
