@@ -37,8 +37,8 @@ test-vllm: setup $(VLLM_SETUP)   ## the tests that start real vLLM servers
 
 # Triton's interpreter runs GPU kernels on a CPU. Installed apart: the trainer on a CPU needs none.
 test-triton: setup   ## the GPU kernels that are written in Triton, interpreted
-	test -d .triton || $(BIN)/pip install --quiet --no-deps -c constraints.txt --target .triton triton
-	PYTHONPATH=.triton $(BIN)/python -m pytest tests/kernels/test_triton_logprob.py
+	test -d .triton/liger_kernel || $(BIN)/pip install --quiet --no-deps --upgrade -c constraints.txt --target .triton triton liger-kernel
+	PYTHONPATH=.triton $(BIN)/python -m pytest tests/kernels/test_triton_logprob.py tests/kernels/test_fused_layers.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "runtime.startup_signals": "",
     "runtime.workers": "",
     "kernels.attention": "",
+    "kernels.layers": "",
     "kernels.logprobs": "",
     # prompts in, micro-batches out
     "dataloaders.prompts": "schema config",
@@ -119,6 +120,7 @@ PLAIN = {
     "functools",
     "importlib",
     "inspect",
+    "itertools",
     "logging",
     "math",
     "types",

@@ -28,6 +28,8 @@ class ModelConfig(Section):
     dtype: Literal["bf16", "fp32"] = "bf16"
     attention: Literal["auto", "reference", "merged", "flex", "varlen", "npu"] = "auto"  # of packed
     # rows; auto: the fastest that the device has
+    fused_layers: Literal["auto", "liger", "npu", "none"] = "auto"  # of RMSNorm, rotary embedding
+    # and SwiGLU; auto: liger on CUDA, npu on Ascend, where they agree with the plain layers
     activation_checkpointing: Literal["none", "layer", "selective"] = "none"  # what is computed
     # again in the backward pass: nothing, whole decoder layers, or all of them but matrix products
     # and attention

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from easyrl.config import ModelConfig
 from easyrl.models.activation_checkpointing import checkpoint_activations
+from easyrl.models.fused_layers import fuse_layers
 from easyrl.models.lora import add_adapter
 from easyrl.models.policy_model import ATTENTION, PolicyModel
 from easyrl.runtime.numerics import own_memory
@@ -48,6 +49,7 @@ def load_policy_model(
     own_memory(hf_model)
     if model.lora is not None:
         add_adapter(hf_model, model.lora, seed)
+    fuse_layers(hf_model, model.fused_layers)
     checkpoint_activations(hf_model, model.activation_checkpointing, model.checkpoint_every)
     # No dropout in these models: training mode only switches activation checkpointing on.
     return PolicyModel(hf_model, model.logprob_chunk_size, model.attention).train()
