@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "config": "",
     "completion_check": "schema",
     "metrics.event_log": "",
+    "runtime.allocator": "",
     "runtime.seeding": "",
     "runtime.numerics": "",
     "runtime.durable_files": "",
@@ -54,8 +55,8 @@ MAY_IMPORT = {
     "models.vocabulary": "config",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema runtime.ranks",
-    "engines": "schema config runtime.interfaces runtime.rank_store runtime.ranks recipes"
-    " kernels.attention.segment_layout"
+    "engines": "schema config runtime.allocator runtime.interfaces runtime.rank_store"
+    " runtime.ranks recipes kernels.attention.segment_layout"
     " models.loading models.lora models.offload models.policy_model models.tri_model",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",

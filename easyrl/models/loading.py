@@ -50,6 +50,6 @@ def load_policy_model(
     if model.lora is not None:
         add_adapter(hf_model, model.lora, seed)
     fuse_layers(hf_model, model.fused_layers)
-    checkpoint_activations(hf_model, model.activation_checkpointing, model.checkpoint_every)
+    checkpoint_activations(hf_model, model.recomputed, model.checkpoint_every)
     # No dropout in these models: training mode only switches activation checkpointing on.
     return PolicyModel(hf_model, model.logprob_chunk_size, model.attention).train()

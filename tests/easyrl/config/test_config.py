@@ -47,8 +47,8 @@ BAD_VALUES = {
     "unknown key like no other": (
         ["model.xyzzy=1"],
         "model.xyzzy: unknown key; known keys: activation_checkpointing, attention, "
-        "checkpoint_every, dtype, ignore_router_aux_loss, logprob_backward, logprob_chunk_size, "
-        "lora, path, tokenizer",
+        "checkpoint_every, dtype, fused_layers, ignore_router_aux_loss, logprob_backward, "
+        "logprob_chunk_size, lora, path, tokenizer",
     ),
     "unknown nested key": (
         ["data.fields.promt=q"],
@@ -163,7 +163,7 @@ BAD_VALUES = {
         "use 1, or a temperature above 0",
     ),
     "checkpointing of no layer": (
-        ["model.checkpoint_every=2"],
+        ["model.checkpoint_every=2", "model.activation_checkpointing=none"],
         "model.checkpoint_every: has no effect without checkpointing",
     ),
     "not looking ahead in sync mode": (
