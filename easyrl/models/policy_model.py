@@ -6,6 +6,8 @@ The model itself is not rewritten: its attention is ours through transformers'
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
@@ -15,7 +17,9 @@ from easyrl.kernels.attention.path_gather import gather_tokens
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.logprobs.chunk_size import default_chunk_size
 from easyrl.kernels.logprobs.linear_logprob import TokenLoss, linear_logprobs
-from easyrl.schema import MicroBatch
+
+if TYPE_CHECKING:  # torch and transformers are all that a model needs
+    from easyrl.schema import MicroBatch
 
 ATTENTION = "easyrl_shared_prompt"
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.config import ModelConfig
-from easyrl.engines.host_copies import HostCopy, one_ahead
-from easyrl.engines.weight_names import saved_weights
-from easyrl.models.loading import load_policy_model
-from tests.tiny_models import save_tiny_model
+pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+
+from easyrl.config import ModelConfig  # noqa: E402
+from easyrl.engines.host_copies import HostCopy, one_ahead  # noqa: E402
+from easyrl.engines.weight_names import saved_weights  # noqa: E402
+from easyrl.models.loading import load_policy_model  # noqa: E402
+from tests.tiny_models import save_tiny_model  # noqa: E402
 
 gpu = [
     pytest.mark.gpu,
