@@ -24,6 +24,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = missing_vllm() if item.get_closest_marker("vllm") else None
     if reason is not None:
         pytest.fail(reason, pytrace=False)
+    if item.get_closest_marker("gpu") and "EASYRL_TEST_DEVICE" not in os.environ:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 def pytest_collection_finish() -> None:

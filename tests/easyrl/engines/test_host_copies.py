@@ -18,11 +18,6 @@ from easyrl.engines.weight_names import saved_weights  # noqa: E402
 from easyrl.models.loading import load_policy_model  # noqa: E402
 from tests.tiny_models import save_tiny_model  # noqa: E402
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def test_a_copy_on_a_cpu_is_a_copy() -> None:
     weight = torch.randn(3, 4, requires_grad=True)
@@ -73,9 +68,8 @@ def test_of_nothing_there_is_nothing() -> None:
     assert list(one_ahead([])) == []
 
 
+@pytest.mark.gpu
 class TestOnGpu:
-    pytestmark = gpu
-
     def test_weights_arrive_in_page_locked_memory(self, tmp_path: Path) -> None:
         save_tiny_model(tmp_path, "qwen3", tied=True)
         model = load_policy_model(ModelConfig(path=tmp_path, dtype="bf16"))
