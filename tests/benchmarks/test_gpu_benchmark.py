@@ -194,6 +194,15 @@ TRAINED = {
 }
 
 
+WEIGHTS = {
+    "status": "done",
+    "artefact_gb_per_s": 2.49,
+    "copy_gb_per_s": 50.06,
+    "pageable_gb_per_s": 4.96,
+    "note": "",
+}
+
+
 def test_the_docs_show_what_was_measured() -> None:
     _, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     shown, end, _ = rest.partition(END)
@@ -209,14 +218,23 @@ def test_tables() -> None:
         {
             "rows": [
                 TRAINED,
+                TRAINED | {"name": "training 4B plain layers", "mfu": None, "step_s": None},
+                WEIGHTS | {"name": "weights 4B"},
+                WEIGHTS | {"name": "weights 8B", "artefact_gb_per_s": None, "note": "no room"},
                 {"name": "engine 4B", "status": "skipped", "error": "no module\nnamed | deepspeed"},
                 {"name": "head 8B", "status": "done", "head_ms": {"512": 12.34, "4096": 9.87}},
             ]
         }
     )
     assert "NVIDIA H200, torch 2.13.0." in text
-    assert "| training 4B | 12,346 | 23,457 | 43.2% | 0.051 | 100.3 | 72.4 |" in text
-    assert "| engine 4B | skipped: no module named / deepspeed | | | | | |" in text
+    numbers = "12,346 | 23,457 | 43.2% | 0.051 | 100.3 | 72.4"
+    assert f"| training 4B | {numbers} | 2.5 | 50.1 | 5.0 |" in text
+    assert (
+        "| training 4B plain layers | 12,346 | 23,457 | – | – | 100.3 | 72.4 | – | – | – |" in text
+    )
+    assert "| weights 8B | – | – | – | – | – | – | – (no room) | 50.1 | 5.0 |" in text
+    assert "weights 4B" not in text
+    assert "| engine 4B | skipped: no module named / deepspeed |" in text
     assert "| head 8B | 12.3 | 9.9 |" in text
     widths = {line.count("|") for line in text.splitlines() if "4B" in line or "MFU" in line}
     assert len(widths) == 1

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from easyrl.kernels.attention import path_gather
-from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.attention.segment_layout import Paths, SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import reference_attention
 from easyrl.kernels.attention.varlen_attention import torch_kernel, varlen_attention_backend
+from tests.kernels import test_path_gather as path_forms
 from tests.kernels.forests import output_and_gradients, random_inputs
 from tests.kernels.memory_recorder import LargestTensor, PeakMemory
 from tests.kernels.test_varlen_attention import (
@@ -132,3 +135,65 @@ def test_stand_in_of_sequences_sees_each_piece(gathered_keys: Callable[[int], No
     output = varlen_attention_backend(*inputs, WIDE, SCALE, kernel=causal_by_sequence)
     expected = reference_attention(*inputs, WIDE, SCALE)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+
+# ---- activation checkpointing --------------------------------------------------------------------
+
+SPLIT = 15  # of the queries
+INDEX_PARTS = (path_forms.INDEX[:200], path_forms.INDEX[200:])
+
+
+def piece(index: Tensor, queries: int) -> Paths:
+    starts = (torch.tensor([0, queries]), torch.tensor([0, len(index)]))
+    return Paths(index, (queries,), (len(index),), *starts, queries, len(index))
+
+
+PIECES = [
+    piece(INDEX_PARTS[0], SPLIT),
+    piece(INDEX_PARTS[1], path_forms.TOKENS - SPLIT),
+]
+
+
+def in_pieces(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return path_gather.attend_over_paths(
+        lambda q, k, v, paths: path_forms.fused(q, k, v),
+        *(query.sin(), key.sin(), value.sin()),
+        PIECES,
+    )
+
+
+def selectively(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    context = partial(create_selective_checkpoint_contexts, path_forms._policy)
+    return checkpoint(
+        *(in_pieces, query, key, value),
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=context,
+    )
+
+
+def by_indexing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    outputs = []
+    for rows, index in zip(query.sin().tensor_split([SPLIT]), INDEX_PARTS, strict=True):
+        scores = torch.einsum("qhd,khd->hqk", rows, key.sin()[index])
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(2), value.sin()[index]))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("form", [in_pieces, selectively])
+def test_attention_of_no_piece_is_computed_again(form: Callable[..., Tensor]) -> None:
+    tensors = path_forms.inputs()
+    expected = path_forms.results(by_indexing, tensors)
+    with path_forms.Calls() as calls:
+        got = path_forms.results(form, tensors)
+    assert calls.number == len(PIECES)
+    for tensor, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(tensor, right, rtol=0, atol=1e-12)
+
+
+def test_gradients_are_taken_twice_where_the_graph_is_retained() -> None:
+    tensors = path_forms.inputs()
+    output = in_pieces(*tensors).sum()
+    first = torch.autograd.grad(output, tensors, retain_graph=True)
+    for got, expected in zip(torch.autograd.grad(output, tensors), first, strict=True):
+        assert torch.equal(got, expected)
