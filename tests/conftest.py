@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 
 import pytest
 
@@ -29,6 +30,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """A package that a GPU machine lacks, or has too old, costs the tests that need it, and says
+    so."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        missing = error if isinstance(error, ImportError) else error.__cause__
+        if isinstance(missing, ImportError) and item.get_closest_marker("gpu"):
+            pytest.skip(str(missing))
+        raise
 
 
 def pytest_collection_finish() -> None:
