@@ -75,6 +75,7 @@ def main() -> int:
     arguments = _parse()
     # a fork must not inherit threads; nothing is fetched
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])  # of servers, elsewhere
     kinds = [
         (f"{area}: {mistake.title}", mistake)
         for area, mistakes in AREAS.items()

@@ -28,7 +28,7 @@ def _dangling(folder: Path) -> None:
 def _in_use(folder: Path) -> None:
     """This process, which is the benchmark, holds the folder's lock until it ends."""
     _mkdir(folder)
-    descriptor = os.open(folder / "run" / "lock", os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(folder / "run" / "run.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 

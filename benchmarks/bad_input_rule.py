@@ -40,7 +40,7 @@ ALTERNATIVES = (
     r"to have \S+ \S+, ",
 )
 # A clause begins behind a sign or a conjunction; a clause of condition may stand before the verb.
-_BEGIN = r"(?:^|[;:,(.]\s+|\b(?:or|and|please|to go on)\s+)(?:then )?"
+_BEGIN = r"(?:^|[;:,.]\s+|\(|\b(?:or|and|please|to go on)\s+)(?:then )?"
 _REMEDY = re.compile(
     rf"{_BEGIN}(?:{'|'.join(IMPERATIVES)})\b(?! of\b)|{'|'.join(ALTERNATIVES)}", re.M | re.I
 )

@@ -118,22 +118,16 @@ class Inference:
         )
 
 
-def open_inference(
-    config: Config,
-    opened: ExitStack,
-    *,
-    vocab_size: int,
-    urls: Sequence[str] | None = None,
-    num_shares: int = 1,
-    record: Record = ignore,
-) -> Inference:
-    """Starts fetchers, worker processes and the producer's thread, and waits for an endpoint.
+@dataclass(frozen=True)
+class Scoring:
+    """The producer's thread, and the worker processes in which rewards are called."""
 
-    Args:
-        vocab_size: of the policy; another token id is its endpoint's fault.
-        urls: of the endpoints; default: the configuration's.
-        num_shares: ranks that share them.
-    """
+    thread: LoopThread
+    workers: WorkerPool
+
+
+def open_scoring(config: Config, opened: ExitStack) -> Scoring:
+    """Starts both; the workers import what they need meanwhile."""
     thread = opened.enter_context(LoopThread())
     workers = WorkerPool(
         config.scoring.num_workers,
@@ -142,6 +136,28 @@ def open_inference(
     )
     thread.run(workers.start())
     opened.callback(lambda: thread.run(workers.close()))
+    return Scoring(thread, workers)
+
+
+def open_inference(
+    config: Config,
+    opened: ExitStack,
+    scoring: Scoring,
+    *,
+    vocab_size: int,
+    urls: Sequence[str] | None = None,
+    num_shares: int = 1,
+    record: Record = ignore,
+) -> Inference:
+    """Starts fetchers and waits for an endpoint.
+
+    Args:
+        scoring: its thread is the producer's.
+        vocab_size: of the policy; another token id is its endpoint's fault.
+        urls: of the endpoints; default: the configuration's.
+        num_shares: ranks that share them.
+    """
+    thread, workers = scoring.thread, scoring.workers
     fetchers = FetcherPool(
         config.inference.num_fetchers, read_api_key(config.inference), vocab_size=vocab_size
     )

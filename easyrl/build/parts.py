@@ -18,11 +18,12 @@ from easyrl.build.endpoints import (
     start_servers,
     warn_of_short_contexts,
 )
-from easyrl.build.inference import open_inference
+from easyrl.build.inference import open_inference, open_scoring
 from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import open_certificate, open_earlier_run, reference_identity
 from easyrl.build.recipe import accept_function
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
+from easyrl.build.trial import try_user_code
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.prompts.dataset import PromptOrder
@@ -47,7 +48,13 @@ from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_files import METRICS_FILE
-from easyrl.runtime.run_folder import keep_config, next_attempt, open_event_log, prepare_output
+from easyrl.runtime.run_folder import (
+    keep_config,
+    next_attempt,
+    on_rank_zero,
+    open_event_log,
+    prepare_output,
+)
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
 from easyrl.schema import Progress
@@ -83,10 +90,12 @@ def build_parts(
             if notice is not None:
                 logger.warning("%s", notice)
     version = next_attempt(config, output, collectives)
+    scoring = open_scoring(config, opened)  # its processes start while the data is read
     tokenizer, vocab_size = load_tokenizer(config), policy_vocabulary(config)
     prompts = load_data(config.data, tokenizer, "data")
     evaluation = config.evaluation
     held_out = load_data(evaluation.data, tokenizer, "evaluation.data") if evaluation else []
+    on_rank_zero(collectives, lambda: try_user_code(config, prompts[0], scoring))
     order = PromptOrder(
         prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=num_epochs(config)
     )
@@ -135,6 +144,7 @@ def build_parts(
     inference = open_inference(
         config,
         opened,
+        scoring,
         vocab_size=vocab_size,
         urls=urls,
         num_shares=ranks.dp_size,

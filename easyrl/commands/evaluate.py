@@ -39,7 +39,7 @@ def eval_command(
 def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
     from easyrl.build.endpoints import start_servers, warn_of_short_contexts
-    from easyrl.build.inference import open_inference
+    from easyrl.build.inference import open_inference, open_scoring
     from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
@@ -51,6 +51,7 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
         inference = open_inference(
             config,
             opened,
+            open_scoring(config, opened),
             vocab_size=policy_vocabulary(config),
             urls=start_servers(config, opened, log_dir),
         )

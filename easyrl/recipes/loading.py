@@ -20,6 +20,7 @@ from easyrl.recipes.dapo import DAPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import Recipe, RunSettings
+from easyrl.runtime.user_code import describe, import_remedy, raised_at
 from easyrl.schema import EndedBySignal
 
 BUILT_IN: dict[str, type[Recipe]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO}
@@ -211,6 +212,7 @@ def _module(file: Path) -> Any:
     except BaseException as error:  # users' code may raise anything
         del sys.modules[name]
         raise ConfigError(
-            f"recipe.file: {file} cannot be run, {type(error).__name__}: {error}"
+            f"recipe.file: {raised_at(error, file)}: {file} cannot be run, {describe(error)}; "
+            f"correct the file{import_remedy(error)}"
         ) from error
     return module
