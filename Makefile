@@ -17,7 +17,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-runs test-slow test-triton test-vllm lint typecheck setup setup-vllm clean
+.PHONY: demo test test-runs test-slow test-triton test-vllm test-hosts lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
@@ -34,6 +34,10 @@ test-slow: setup       ## the tests that take minutes
 
 test-vllm: setup $(VLLM_SETUP)   ## the tests that start real vLLM servers
 	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m pytest -m vllm
+
+# Needs root, iproute2, openssh-server and pdsh; elsewhere it is skipped with the reason.
+test-hosts: setup      ## several nodes as in the documentation, hosts made of network namespaces
+	$(BIN)/python -m pytest -m hosts tests/hosts
 
 # Triton's interpreter runs GPU kernels on a CPU. Installed apart: the trainer on a CPU needs none.
 test-triton: setup   ## the GPU kernels that are written in Triton, interpreted

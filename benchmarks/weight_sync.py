@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -39,6 +40,7 @@ from easyrl.config import SHARED_MEMORY
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import Chunk, remove_artifact, write_artifact
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from easyrl.inference_client.transfer.keyed_hasher import KeyedHasher
 from easyrl.runtime.machine import pin_process, usable_cpus
 
 VOCAB_SIZE = 32_000
@@ -165,14 +167,16 @@ class Measurement:
             self._send("chunk", transport, name, chunk.describe())
 
         start = time.perf_counter()
-        self._chunks = write_artifact(
-            self._weights.items(),
-            self._told.root / name,
-            name,
-            self._chunk_bytes,
-            on_chunk=tell,
-            memory=self._told.memory,
-        )
+        with closing(KeyedHasher(secrets.token_bytes(32))) as keyed:  # as a run that proves
+            self._chunks = write_artifact(
+                self._weights.items(),
+                self._told.root / name,
+                name,
+                self._chunk_bytes,
+                on_chunk=tell,
+                memory=self._told.memory,
+                keyed=keyed,
+            )
         self._send("end")
         self._wait()
         elapsed = time.perf_counter() - start

@@ -12,7 +12,7 @@ import orjson
 from omegaconf import OmegaConf
 
 from easyrl.config import ConfigError
-from easyrl.config.file import validate_config
+from easyrl.config.file import resolve_config
 from easyrl.config.machine import check_paths
 from easyrl.runtime.machine import usable_cpus
 
@@ -28,6 +28,7 @@ def train_policy(
     endpoints: Sequence[str] | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: bool = False,
+    seal: str | Path | None = None,
 ) -> Path:
     """Trains ``model`` with GRPO and returns the folder of the trained one.
 
@@ -43,6 +44,7 @@ def train_policy(
         settings: any keys of the configuration, as ``{"trainer.max_steps": 20}``.
         resume: go on with the run in ``output_dir``, from its last checkpoint. One that is finished
             is left as it is, unless the settings now give it more to do.
+        seal: file with a key, outside ``output_dir``: the certificate's lines are sealed with it.
 
     Raises ``ConfigError`` for settings and data that cannot be used, and for an ``output_dir`` that
     holds another run; then nothing in it has changed.
@@ -69,7 +71,7 @@ def train_policy(
         tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
     for key, value in settings.items():
         OmegaConf.update(tree, key, value)
-    config = validate_config(OmegaConf.to_container(tree), source="train_policy")
+    config = resolve_config(tree, source="train_policy")
     check_paths(config, written_later=[prompts_file])
     if resume and prompts_file.exists() and prompts_file.read_bytes() != content:
         raise ConfigError(
@@ -82,7 +84,8 @@ def train_policy(
         if not (resume and prompts_file.exists()):
             prompts_file.write_bytes(content)
 
-    run(config, resume=resume, on_folder=write_prompts)
+    seal_file = None if seal is None else Path(seal)
+    run(config, resume=resume, on_folder=write_prompts, seal=seal_file)
     return output / "model"
 
 

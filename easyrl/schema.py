@@ -132,6 +132,17 @@ class Decision(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class WeightProof:
+    """A question about the served bits that an endpoint has answered right (``challenge.py``)."""
+
+    nonce: str  # 64 hex digits, drawn for the question
+    num_tensors: int  # that it was asked about
+    num_workers: int  # that answered
+    answers: str  # blake3 of all their answers, 64 hex digits
+    whole: bool  # one worker with every tensor in one piece: weights and nonce say what is right
+
+
+@dataclass(frozen=True, slots=True)
 class Confirmation:
     """What an endpoint has shown of the weights it serves."""
 
@@ -139,6 +150,7 @@ class Confirmation:
     version: str
     bits_proved: bool  # the hash of every served tensor was read back and compared
     canary_mean: float | None  # mean |log-prob difference| to the trainer, nats
+    proof: WeightProof | None = None  # None where no bits were proved
 
 
 class EndpointAgreement(msgspec.Struct, frozen=True):

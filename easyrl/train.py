@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from easyrl.config import Config
     from easyrl.engines.base import TrainEngine
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals.install()
         end_with_launcher(signals.terminate)
         try:
-            run(config, resume=arguments.resume, signals=signals)
+            run(config, resume=arguments.resume, signals=signals, seal=arguments.seal)
         finally:
             signals.finish()
     except ConfigError as error:  # the user's to mend; a traceback would hide it
@@ -67,8 +68,12 @@ def run(
     resume: bool = False,
     signals: RunSignals | None = None,
     on_folder: Callable[[], object] = lambda: None,
+    seal: Path | None = None,
 ) -> None:
     """Trains one model from ``config``; every rank calls this.
+
+    ``seal``: a key file, on rank 0. Prints the certificate's hash last, also when the run is
+    interrupted.
 
     ``on_folder`` is called once the run's folder is this process's, before the data is read. A
     finished run that is resumed with nothing left to do is left as it is, and said so. Raises
@@ -80,24 +85,33 @@ def run(
     from contextlib import ExitStack
 
     config = _checked(config)
+    from easyrl.build.ledger import load_seal_key, print_chain
     from easyrl.build.parts import build_parts
     from easyrl.runtime.signals import RunSignals
     from easyrl.runtime.stopping import StopRequest
     from easyrl.schema import RunComplete
 
-    with ExitStack() as open_parts:
+    seal_key = load_seal_key(seal, config.run.output_dir, resume=resume)
+    with ExitStack() as at_end, ExitStack() as open_parts:
         if signals is None:
             signals = RunSignals(StopRequest(config.trainer.grace_s))
             open_parts.callback(signals.stop.close)  # of a command it lasts as long as the process
         try:
             trainer, engine = build_parts(
-                config, open_parts, resume=resume, signals=signals, on_folder=on_folder
+                config,
+                open_parts,
+                resume=resume,
+                signals=signals,
+                on_folder=on_folder,
+                seal_key=seal_key,
             )
         except RunComplete as complete:
             # a success: who starts the run again until it has one must come to an end
             if int(os.environ.get("RANK", "0")) == 0:
                 print(f"easyrl: {complete}", file=sys.stderr)
             return
+        if engine.ranks.rank == 0:
+            at_end.callback(print_chain, config.run.output_dir)
         gc.collect()
         gc.freeze()  # what imports left behind; walking it took 0.2 s of every other step
         gc.set_threshold(10_000, 20, 50)  # the producer makes many objects, without cycles
@@ -141,6 +155,7 @@ def _finish(config: Config, engine: TrainEngine) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     import argparse
+    from pathlib import Path
 
     parser = argparse.ArgumentParser(
         prog="easyrl train", description="Trains one model; see configs/ for files to start from."
@@ -148,6 +163,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument(
+        "--seal",
+        type=Path,
+        metavar="KEYFILE",
+        help="seal the certificate's lines with the key in this file, outside the run's folder",
+    )
     parser.add_argument("--print-config", action="store_true", help="show the result and stop")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the launcher
     return parser.parse_intermixed_args(argv)

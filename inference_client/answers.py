@@ -19,8 +19,8 @@ RESPONSE_BYTES = 2**16  # of a response beside its tokens
 ERROR_BYTES = 8 * 2**10  # that are read of an answer that is not 200
 # vLLM writes at most 210 for a token: its id twice more, log-probability and rank twice
 BYTES_PER_TOKEN = 512
-# a checksum or what is wrong, quotes and commas; besides the tensor's name
-BYTES_PER_TENSOR = 256
+# the slices of a tensor that a worker serves, 200 bytes each, or what is wrong; besides its name
+BYTES_PER_TENSOR = 1024
 MAX_WORKERS = 32  # of one server, tensor times pipeline parallel
 QUOTED_CHARACTERS = 500  # of what it sent, in a message
 

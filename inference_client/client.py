@@ -37,6 +37,7 @@ from easyrl.inference_client.errors import (
     RequestRejected,
 )
 from easyrl.inference_client.responses import GENERATE
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice
 from easyrl.schema import Completion
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ T = TypeVar("T")
 # url, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
 Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 Body = Mapping[str, Any] | None  # of a request, JSON-able
+TensorShapes = Mapping[str, tuple[str, Sequence[int]]]  # by name: safetensors' dtype, shape
 
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
 HEALTH_TIMEOUT_S = 10.0
@@ -54,7 +56,8 @@ PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may b
 CLOSE = {"Connection": "close"}
 IDENTITY = {"Accept-Encoding": "identity"}  # see ``answers.read_body``
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
-KEY_HINT = "; set inference.api_key_env to the variable that holds its key"  # 401, 403
+# 401, 403
+KEY_HINT = "; set inference.api_key_env, or that of its entry, to the variable that holds its key"
 # vLLM's names, which the embedded server uses too; a line per engine
 TOKEN_COUNTERS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)", re.M)
 ROUTE_HINT = "; start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
@@ -76,8 +79,8 @@ class ServedModel:
 class WorkerProof:
     """What one worker of a server says of the weights it serves, read back through its model."""
 
-    checksums: Mapping[str, str]  # by tensor; the artefact's only if the served bits equal it
-    problems: Mapping[str, str]  # by tensor: what is wrong with it
+    slices: Mapping[str, Sequence[ServedSlice]]  # by tensor: what it serves of it
+    problems: Mapping[str, str]  # by tensor: why it cannot be shown
     transport: str  # how its weights came: "file" or "http"
 
 
@@ -99,6 +102,7 @@ class EndpointClient:
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
+        self._api_key = api_key
         self._headers = {"Content-Type": "application/json"} | IDENTITY
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -194,17 +198,15 @@ class EndpointClient:
         body = {"update_info": {"abandon": True}}
         await self._answer("POST", "/update_weights", body, self._timeout_s)
 
-    async def prove_weights(
-        self, artifact: str, chunks: Sequence[Mapping[str, Any]]
-    ) -> list[WorkerProof]:
-        """What each worker serves, compared bit by bit with the artefact of that name.
+    async def prove_weights(self, nonce: bytes, tensors: TensorShapes) -> list[WorkerProof]:
+        """What each worker serves of ``tensors``: digests keyed with ``nonce``, 32 bytes.
 
-        ``chunks`` as in ``update_weights``, all of the artefact. ``problems`` raise nothing here.
+        Whether they are right is the caller's to say (``challenge.py``).
         """
-        kwargs = {"artifact": artifact, "chunks": orjson.dumps(chunks).decode()}
+        asked = orjson.dumps(tensors).decode()  # as text: vLLM passes nothing else on
+        kwargs = {"nonce": nonce.hex(), "tensors": asked}
         body = {"method": PROVE_WEIGHTS, "kwargs": kwargs}
-        names = [name for chunk in chunks for name in chunk["checksums"]]
-        of_a_worker = sum(len(name.encode()) + BYTES_PER_TENSOR for name in names)
+        of_a_worker = sum(len(name.encode()) + BYTES_PER_TENSOR for name in tensors)
         max_bytes = ANSWER_BYTES + MAX_WORKERS * of_a_worker
         answer = await self._decoded(_PROOFS, "POST", "/collective_rpc", body, max_bytes=max_bytes)
         return answer.results
@@ -283,7 +285,9 @@ class EndpointClient:
                 allow_redirects=False,  # key and weights go where the configuration says
                 auto_decompress=False,
             ) as response:
-                return response, await read_body(response, self.url, f"{method} {path}", max_bytes)
+                route = f"{method} {path}"
+                content = await read_body(response, self.url, route, max_bytes)
+                return response, self._without_key(content)
         except TimeoutError as error:
             connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
             what = "could not connect" if connecting else "was not answered"
@@ -294,6 +298,10 @@ class EndpointClient:
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{method} {path} failed: {type(error).__name__}: {shorten(str(error))}"
             raise EndpointUnavailable(self.url, reason) from None
+
+    def _without_key(self, content: bytes) -> bytes:
+        """An answer that repeats our key: what it says may come into logs and files."""
+        return content if not self._api_key else content.replace(self._api_key.encode(), b"[key]")
 
 
 class _ModelCard(msgspec.Struct):

@@ -37,12 +37,15 @@ MAY_IMPORT = {
     # the endpoints
     "inference_client": "schema config completion_check",
     "inference_client.fetching": "schema config completion_check runtime.machine runtime.workers"
-    " inference_client.client inference_client.errors inference_client.responses",
-    "inference_client.pool": "schema config runtime.small_files inference_client.client"
-    " inference_client.errors",
+    " inference_client.api_keys inference_client.client inference_client.errors"
+    " inference_client.responses",
+    "inference_client.pool": "schema config runtime.small_files inference_client.api_keys"
+    " inference_client.client inference_client.errors",
     "inference_client.vllm_plugin": "",
-    "inference_client.transfer": "runtime.small_files inference_client.vllm_plugin",
-    "inference_client.servers.managed": "config runtime.machine",
+    "inference_client.transfer": "runtime.small_files inference_client.api_keys"
+    " inference_client.vllm_plugin",
+    "inference_client.servers.managed": "config runtime.machine inference_client.api_keys"
+    " inference_client.vllm_plugin.easyrl_vllm.access",
     "inference_client.servers.embedded": "schema runtime.machine runtime.numerics"
     " inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
@@ -50,9 +53,9 @@ MAY_IMPORT = {
     "models.vocabulary": "config",
     "models": "schema config engines.base kernels recipes runtime.numerics",
     "engines.base": "schema runtime.ranks",
-    "engines": "schema config runtime.machine runtime.ranks recipes"
+    "engines": "schema config runtime.interfaces runtime.rank_store runtime.ranks recipes"
     " kernels.attention.segment_layout"
-    " models.loading models.lora models.policy_model models.tri_model",
+    " models.loading models.lora models.offload models.policy_model models.tri_model",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
     "runtime": "schema config metrics.event_log",
@@ -71,28 +74,28 @@ MAY_IMPORT = {
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
-    " runtime.machine runtime.stopping"
+    " runtime.interfaces runtime.machine runtime.stopping"
     " inference_client",
     "trainer": "",
     "trainer.row_split": "schema",
     "trainer.look_ahead": "schema metrics.event_log engines.base trainer.row_split",
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics"
     " metrics.logprob_agreement engines.base"
-    " runtime.collectives runtime.stopping trainer.look_ahead",
+    " runtime.collectives runtime.device_time runtime.stopping trainer.look_ahead",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account ledger.exclusions trainer.accumulation",
+    " ledger.account ledger.exclusions runtime.device_time trainer.accumulation",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
-    "build": "schema config completion_check models.vocabulary dataloaders engines inference_client"
-    " ledger metrics recipes rewards runtime trainer weight_sync",
+    "build": "schema config completion_check dataloaders engines inference_client ledger metrics"
+    " models recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine",
     "commands": "schema config train build ledger recipes runtime"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
     "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
-    " runtime.run_folder inference_client.servers.managed",
+    " runtime.run_folder inference_client.api_keys inference_client.servers.managed",
     "__init__": "api",
 }
 

@@ -21,10 +21,10 @@ from easyrl.inference_client.pool.endpoint_list import (
     begin_membership,
 )
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
-from easyrl.inference_client.pool.fleet import read_api_key
 from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
+from easyrl.runtime.rank_store import spans_hosts
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Prompt
 from easyrl.weight_sync.canary import FEWEST_TOKENS, Canary, canary_prompts
@@ -41,21 +41,24 @@ def _limits(pool: EndpointPool) -> dict[str, int]:
     return {url: s.max_model_len for url, s in served.items() if s and s.max_model_len is not None}
 
 
-def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> list[str]:
-    """Starts the servers of ``inference.launch``, on the first rank; the URLs of all endpoints.
+def start_servers(
+    config: Config, opened: ExitStack, log_dir: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Starts the servers of ``inference.launch``, on the first rank.
 
-    They come up while the model loads. ``log_dir`` receives what they print.
+    They come up while the model loads. ``log_dir`` receives what they print. Returns the URLs of
+    all endpoints, and by URL the keys that were made for the servers.
     """
-    urls = list(config.inference.endpoints)
+    urls = config.inference.urls
     if config.inference.launch is None:
-        return urls
-    if int(os.environ.get("WORLD_SIZE", "1")) > int(os.environ.get("LOCAL_SIZE", "1")):
+        return urls, {}
+    if spans_hosts():
         raise ConfigError(
             "inference.launch: starts servers for one machine, this run has several; start them "
             "with vllm serve and name their URLs in inference.endpoints"
         )
     if int(os.environ.get("RANK", "0")) > 0:
-        return urls
+        return urls, {}
     servers = ManagedServers(
         config.inference.launch,
         config.model.path,
@@ -65,7 +68,7 @@ def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> list[str]
     )
     opened.callback(servers.close)
     try:
-        return urls + servers.start()
+        return urls + servers.start(), servers.api_keys
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -159,7 +162,7 @@ def build_weight_sync(
             canary=canary,
             dummy=dummy_micro_batch,
             stop=stop,
-            api_key=read_api_key(config.inference),
+            api_keys=inference.api_keys,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

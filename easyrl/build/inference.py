@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from easyrl.build.accumulation import is_interruption
 from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
     NoEndpointError,
     PromptRejected,
@@ -17,7 +18,6 @@ from easyrl.inference_client.errors import (
 )
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
-from easyrl.inference_client.pool.fleet import read_api_key
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
@@ -41,6 +41,7 @@ class Inference:
     workers: WorkerPool
     fetchers: FetcherPool
     pool: EndpointPool
+    api_keys: ApiKeys
     record: Record
 
     def rollouts(self) -> RolloutGenerator:
@@ -146,6 +147,7 @@ def open_inference(
     *,
     vocab_size: int,
     urls: Sequence[str] | None = None,
+    own_keys: Mapping[str, str] | None = None,
     num_shares: int = 1,
     record: Record = ignore,
 ) -> Inference:
@@ -155,18 +157,21 @@ def open_inference(
         scoring: its thread is the producer's.
         vocab_size: of the policy; another token id is its endpoint's fault.
         urls: of the endpoints; default: the configuration's.
+        own_keys: by URL, of servers that the run has started.
         num_shares: ranks that share them.
     """
     thread, workers = scoring.thread, scoring.workers
-    fetchers = FetcherPool(
-        config.inference.num_fetchers, read_api_key(config.inference), vocab_size=vocab_size
-    )
+    api_keys = ApiKeys.read(config.inference)
+    for url, key in (own_keys or {}).items():
+        api_keys.learn(url, key)
+    fetchers = FetcherPool(config.inference.num_fetchers, api_keys, vocab_size=vocab_size)
     thread.run(fetchers.start())
     opened.callback(lambda: thread.run(fetchers.close()))
     pool = EndpointPool(
         config.inference,
         fetchers,
         urls=urls,
+        api_keys=api_keys,
         num_shares=num_shares,
         update_timeout_s=config.weight_sync.timeout_s,
     )
@@ -176,4 +181,4 @@ def open_inference(
         thread.run(pool.wait_until_healthy())
     except (NoEndpointError, RequestRejected) as error:
         raise ConfigError(f"inference.endpoints: {error}") from error
-    return Inference(config, thread, workers, fetchers, pool, record)
+    return Inference(config, thread, workers, fetchers, pool, api_keys, record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,9 +11,12 @@ from blake3 import blake3
 
 from easyrl.build.steps import has_more_batches, max_draws, num_epochs
 from easyrl.config import Config, ConfigError
+from easyrl.config.secrets import redact
 from easyrl.dataloaders.prompts.dataset import PromptOrder
+from easyrl.ledger.certificate.chain import chain_hash, refuse_other_seal
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import AttemptRecord, RunRecord
+from easyrl.ledger.certificate.seal import SealKey, read_seal_key
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.export import WEIGHT_SUFFIXES, is_newer
 from easyrl.ledger.checkpoints.folder import CheckpointFolder, file_blake3
@@ -45,7 +49,8 @@ def reference_identity(config: Config, collectives: Collectives) -> str | None:
 def recipe_digest(config: Config) -> str:
     """Of the recipe's name, keys and own file: what its decisions depend on. 32 hex digits."""
     section = config.recipe
-    text = json.dumps(section.model_dump(mode="json", exclude={"file"}), sort_keys=True)
+    # without secrets: verify has only what the run has written
+    text = json.dumps(redact(section.model_dump(mode="json", exclude={"file"})), sort_keys=True)
     own = b"" if section.file is None else section.file.read_bytes()
     return blake3(text.encode() + b"\n" + own).hexdigest(length=16)
 
@@ -98,6 +103,28 @@ def _completion(
     return f"{output} is finished after {step} steps{where}; to train it further, {further}"
 
 
+def load_seal_key(file: Path | None, output: Path, *, resume: bool) -> SealKey | None:
+    """The key that lines of the certificate are sealed with, on the first rank.
+
+    Raises ``ConfigError`` if it cannot be used, or if the run was begun with or without one.
+    """
+    if int(os.environ.get("RANK", "0")) > 0:
+        return None
+    try:
+        key = None if file is None else read_seal_key(file, output)
+        if resume:
+            refuse_other_seal(output / CERTIFICATE_FILE, with_key=key is not None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return key
+
+
+def print_chain(output: Path) -> None:
+    """The certificate's last hash, for whoever keeps the log (``easyrl verify --chain``)."""
+    file = output / CERTIFICATE_FILE
+    print(f"certificate {chain_hash(file)} {file}", flush=True)
+
+
 def open_certificate(
     config: Config,
     output: Path,
@@ -107,6 +134,7 @@ def open_certificate(
     earlier: EarlierRun | None,
     collectives: Collectives,
     opened: ExitStack,
+    seal_key: SealKey | None = None,
 ) -> Certificate | None:
     """The certificate on the first rank, which says that a new attempt begins. Collective.
 
@@ -133,7 +161,7 @@ def open_certificate(
             if earlier is not None:
                 earlier.refuse(attempt)
             keep_attempt(version, output)
-            certificate = Certificate(output / CERTIFICATE_FILE, run, attempt)
+            certificate = Certificate(output / CERTIFICATE_FILE, run, attempt, seal_key)
         except CertificateError as error:
             raise ConfigError(f"--resume: {error}") from error
         opened.callback(certificate.close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,9 +26,12 @@ from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_befor
 from easyrl.build.trial import try_user_code
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import Config, ConfigError
+from easyrl.config.file import plain_secrets, public_tree
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.process_group import start_process_group
+from easyrl.ledger.certificate.seal import SealKey
+from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.journal.batch import Journal, group_settings
 from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
@@ -40,10 +43,12 @@ from easyrl.metrics.logprob_agreement import agreement_limit, not_judged
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from easyrl.models.supported import model_notices
 from easyrl.recipes.loading import load_recipe, notices
 from easyrl.rewards.functions import check_rewards
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict, make_deterministic, remember_arithmetic
+from easyrl.runtime.heartbeats import Heartbeats
 from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
@@ -56,8 +61,9 @@ from easyrl.runtime.run_folder import (
     prepare_output,
 )
 from easyrl.runtime.signals import RunSignals
+from easyrl.runtime.stacks import log_report
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
-from easyrl.schema import Progress
+from easyrl.schema import TEMPORARY_FAILURE, Progress
 from easyrl.trainer.evaluation import ScheduledEvaluation
 from easyrl.trainer.loop import Trainer
 
@@ -71,24 +77,34 @@ def build_parts(
     resume: bool,
     signals: RunSignals,
     on_folder: Callable[[], object] = lambda: None,
+    seal_key: SealKey | None = None,
 ) -> tuple[Trainer, DeepSpeedEngine]:
     """The trainer and its model; ``opened`` closes what was opened, in reverse order.
 
-    ``on_folder`` is called once the run's folder is this process's. Raises ``ConfigError`` for what
-    cannot be used, ``RunComplete`` where nothing is left to do.
+    ``on_folder`` is called once the run's folder is this process's; ``seal_key``: on the first
+    rank, for the certificate. Raises ``ConfigError`` for what cannot be used, ``RunComplete`` where
+    nothing is left to do.
     """
     stop = signals.stop
     make_deterministic(config)
     check_rewards(config.rewards)
+    said_of_model = model_notices(config.model)  # refuses a model before servers start
     start_process_group()
     ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
     collectives = Collectives(ranks)
     output = prepare_output(config, collectives, opened, resume=resume)
     on_folder()
     if ranks.is_first:
-        for notice in (*notices(config, load_recipe(config)), not_judged(config)):
-            if notice is not None:
-                logger.warning("%s", notice)
+        said = [*notices(config, load_recipe(config)), not_judged(config), *said_of_model]
+        for notice in filter(None, said):
+            logger.warning("%s", notice)
+        for key in plain_secrets(config):
+            logger.warning(
+                "%s: is a secret in plain text; it is left out of the run's files and trackers, so "
+                "that --resume has to be given it again: better write ${oc.env:NAME} and export "
+                "the variable NAME",
+                key,
+            )
     version = next_attempt(config, output, collectives)
     scoring = open_scoring(config, opened)  # its processes start while the data is read
     tokenizer, vocab_size = load_tokenizer(config), policy_vocabulary(config)
@@ -104,14 +120,24 @@ def build_parts(
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
         )
     earlier = open_earlier_run(config, output, version, order, collectives) if resume else None
-    own_urls = start_servers(config, opened, output / "servers")
+    own_servers = start_servers(config, opened, output / "servers")
     checkpoint_folder = output / "checkpoints"
     step, position = trained_before(checkpoint_folder) if resume else (0, 0)
     rejects = load_recipe(config).rejects
     num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
 
     engine = DeepSpeedEngine(config, total_steps=num_steps)
-    peers = Notices(collectives.open_store(), ranks.rank)
+    store = collectives.open_store()
+    opened.enter_context(
+        Heartbeats(
+            None if store is None else store.clone(),  # type: ignore[attr-defined]  # in no stub
+            ranks.rank,
+            ranks.world_size,
+            config.watchdog.peer_timeout_s,
+            lambda reason: _end_without_peer(signals, reason),
+        )
+    )
+    peers = Notices(store, ranks.rank)
     opened.enter_context(stop.follows_peers(peers))
     tokens = TokenProgress()
     record = tokens.counting(open_event_log(config, output, collectives, opened))
@@ -140,13 +166,14 @@ def build_parts(
     except ValueError as error:  # other settings than those of the checkpoint
         raise ConfigError(f"--resume: {error}") from error
 
-    urls: list[str] = collectives.broadcast(own_urls)
+    urls, own_keys = collectives.broadcast(own_servers)
     inference = open_inference(
         config,
         opened,
         scoring,
         vocab_size=vocab_size,
         urls=urls,
+        own_keys=own_keys,
         num_shares=ranks.dp_size,
         record=record,
     )
@@ -159,7 +186,7 @@ def build_parts(
     require_invariant_endpoints(config, inference.pool, output if ranks.is_first else None)
     # From here on the folder is written: whatever could be refused has been.
     certificate = open_certificate(
-        config, output, version, order, progress, earlier, collectives, opened
+        config, output, version, order, progress, earlier, collectives, opened, seal_key
     )
     if ranks.is_first:
         keep_config(config, output, version.attempt)
@@ -195,6 +222,8 @@ def build_parts(
         trackers = _open_trackers(config, output, progress.reported_step, num_steps)
     for tracker in trackers:
         opened.callback(tracker.close)
+    if certificate is not None:
+        opened.callback(_publish_chain, certificate, trackers)
     trainer = Trainer(
         rollouts=rollouts,
         accumulator=build_accumulator(
@@ -251,6 +280,18 @@ def build_parts(
     return trainer, engine
 
 
+def _end_without_peer(signals: RunSignals, reason: str) -> None:
+    """No checkpoint: writing one takes all ranks."""
+    log_report(lambda: f"{reason}; ending with status {TEMPORARY_FAILURE}, go on with --resume")
+    signals.end(TEMPORARY_FAILURE, UNWIND_S)
+
+
+def _publish_chain(certificate: Certificate, trackers: Sequence[Tracker]) -> None:
+    """Tells the trackers what the certificate was when the attempt ended, however it did."""
+    for tracker in trackers:
+        tracker.note("certificate", certificate.chain_hash)
+
+
 def _open_trackers(
     config: Config, output: Path, from_step: int, total_steps: int | None
 ) -> list[Tracker]:
@@ -259,8 +300,8 @@ def _open_trackers(
     if "tensorboard" in config.run.trackers:
         trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
     if "wandb" in config.run.trackers:
-        plain = config.model_dump(mode="json")
-        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, plain))
+        tree = public_tree(config)
+        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, tree))
     if config.run.console:
         trackers.append(ConsoleView(total_steps))
     return trackers

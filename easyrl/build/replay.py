@@ -76,6 +76,9 @@ class LastMetrics:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.metrics = metrics
 
+    def note(self, name: str, text: str) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from easyrl.config import endpoint_url
+from easyrl.config.inference import endpoint_url, variable_name
 from easyrl.inference_client.pool.endpoint_list import (
     WANTED_FILE,
     EndpointState,
@@ -33,7 +33,18 @@ Url = Annotated[str, typer.Argument(help="base URL, such as http://host:8000", m
 
 
 @endpoints_commands.command("add")
-def add_command(run_dir: RunDir, url: Url) -> None:
+def add_command(
+    run_dir: RunDir,
+    url: Url,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            help="variable of the run's own environment that holds the server's key; default: "
+            "inference.api_key_env",
+            metavar="NAME",
+        ),
+    ] = None,
+) -> None:
     """Take in a server: it is given the current weights, proves them, and is used."""
 
     def change(wanted: Wanted) -> Wanted:
@@ -42,10 +53,14 @@ def add_command(run_dir: RunDir, url: Url) -> None:
                 f"{url} is an endpoint of {run_dir} already; to have an excluded one tried again, "
                 "remove it first"
             )
-        return wanted.with_added(url)
+        return wanted.with_added(url, api_key_env)
 
     with _refusals():
         url = _checked_url(url)
+        try:
+            variable_name(api_key_env)
+        except ValueError as error:
+            raise ValueError(f"--api-key-env: {error}") from None
         _change(run_dir, change, f"{url} is added: it is given the weights, then used")
 
 

@@ -48,12 +48,14 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     with ExitStack() as opened:
         # not into run.output_dir, which may be a run's
         log_dir = Path(opened.enter_context(TemporaryDirectory(prefix="easyrl-eval-")))
+        urls, own_keys = start_servers(config, opened, log_dir)
         inference = open_inference(
             config,
             opened,
             open_scoring(config, opened),
             vocab_size=policy_vocabulary(config),
-            urls=start_servers(config, opened, log_dir),
+            urls=urls,
+            own_keys=own_keys,
         )
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)

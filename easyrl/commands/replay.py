@@ -168,7 +168,7 @@ def _config(run: RecordedRun, attempt: int, overrides: Sequence[str]) -> Config:
     """Of an attempt, with all keys of its recipe."""
     from easyrl.recipes.loading import with_whole_recipe
 
-    return with_whole_recipe(load_config(run.config_file(attempt), overrides))
+    return with_whole_recipe(load_config(run.config_file(attempt), overrides, to_look_back=True))
 
 
 def _differing(one: Config, other: Config) -> list[str]:

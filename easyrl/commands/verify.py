@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from easyrl.runtime.run_files import CERTIFICATE_FILE
+
 if TYPE_CHECKING:
     from easyrl.ledger.certificate.records import AttemptRecord
     from easyrl.schema import RolloutGroup
@@ -17,16 +19,35 @@ if TYPE_CHECKING:
 
 def verify_command(
     run_dir: Annotated[Path, typer.Argument(help="the run's run.output_dir", metavar="RUN_DIR")],
+    seal: Annotated[
+        Path | None, typer.Option(help="key file of a sealed run", metavar="KEYFILE")
+    ] = None,
+    chain: Annotated[
+        str | None,
+        typer.Option(help="hash that the run printed last, or gave its trackers", metavar="HASH"),
+    ] = None,
 ) -> None:
     """Check a run's certificate and journal; exits with 1, naming it, at the first violation."""
+    from easyrl.build.weight_answers import RecomputedAnswers
+    from easyrl.ledger.certificate.seal import read_seal_key
     from easyrl.ledger.verify import verify
 
     try:
-        verdict = verify(run_dir, cache(partial(_accept_of, run_dir)))
+        key = None if seal is None else read_seal_key(seal, run_dir)
+        verdict = verify(
+            run_dir,
+            cache(partial(_accept_of, run_dir)),
+            answers_of=RecomputedAnswers(run_dir),
+            key=key,
+            chain=chain,
+        )
     except (ValueError, OSError) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     print(verdict)
+    if verdict.on_policy:
+        print(verdict.proofs_told)
+        print(f"certificate {verdict.chain} {run_dir / CERTIFICATE_FILE} ({verdict.seal_told})")
     raise typer.Exit(0 if verdict.on_policy else 1)
 
 
@@ -47,7 +68,7 @@ def _accept_of(
     if not file.is_file():
         return None
     try:
-        config = load_config(file, [])
+        config = load_config(file, to_look_back=True)
         own = config.recipe.file
         if attempt.recipe is not None and (own is None or own.is_file()):
             if (now := recipe_digest(config)) != attempt.recipe:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from easyrl.config.base import ConfigError, Section
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
 from easyrl.config.evaluation import EvaluationConfig
-from easyrl.config.inference import InferenceConfig, LaunchConfig, endpoint_url
+from easyrl.config.inference import EndpointConfig, InferenceConfig, LaunchConfig, endpoint_url
 from easyrl.config.ledger import CheckpointConfig, JournalConfig
 from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.recipe import RecipeConfig
@@ -39,6 +39,8 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     journal: JournalConfig = JournalConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    # by path of the value: what the file says instead of it, ${oc.env:NAME}
+    _expressions: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,32 @@ from yaml import YAMLError
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.base import Section
+from easyrl.config.environment import (
+    escaped,
+    expressions,
+    with_variables_as_they_are,
+    without_defaults,
+)
 from easyrl.config.recipe import moved_keys
+from easyrl.config.secrets import (
+    REDACTED,
+    dotted,
+    is_secret_key,
+    leaves,
+    redact,
+    redacted_paths,
+    secret_paths,
+)
+from easyrl.config.secrets import Path as Path_
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, to_look_back: bool = False
+) -> Config:
     """Reads ``path`` (YAML), applies ``key.path=value`` overrides and validates the result.
 
-    Relative paths are taken from the working directory. Raises ``ConfigError``.
+    Relative paths are taken from the working directory. ``to_look_back``: at a run that is not to
+    go on; secrets and environment variables may be missing. Raises ``ConfigError``.
     """
     path = Path(path)
     if not path.is_file():
@@ -33,12 +52,36 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree = OmegaConf.load(path)
         for override in overrides:
             _apply(tree, override)
-        values = OmegaConf.to_container(tree, resolve=True)
-    except InterpolationResolutionError as error:
-        raise ConfigError(f"{path}: {error}\n(a literal ${{ is written \\${{)") from error
+        if to_look_back:
+            tree = with_variables_as_they_are(tree)
     except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    return validate_config(values, source=str(path))
+    return resolve_config(tree, str(path), to_look_back=to_look_back)
+
+
+def resolve_config(tree: Any, source: str, *, to_look_back: bool = False) -> Config:
+    """Validates an OmegaConf tree, whose environment variables are read now and kept by their
+    names. Raises ``ConfigError``."""
+    try:
+        values = OmegaConf.to_container(tree, resolve=True)
+        written = expressions(tree)
+    except InterpolationResolutionError as error:
+        raise ConfigError(f"{source}: {error}\n(a literal ${{ is written \\${{)") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source}: {error}") from error
+    if not to_look_back and (lost := redacted_paths(values)):
+        lines = [
+            f"  {dotted(path)}: was a secret in plain text, which is not kept; give it again as "
+            "an override, best as ${oc.env:NAME} with the variable NAME exported"
+            for path in lost
+        ]
+        raise ConfigError("\n".join([f"{source}: {len(lost)} problem(s)", *lines]))
+    try:
+        config = validate_config(values, source)
+    except ConfigError as error:
+        raise ConfigError(_without_secrets(str(error), values, written)) from None
+    config._expressions.update(written)
+    return config
 
 
 def _apply(tree: Any, override: str) -> None:
@@ -53,9 +96,10 @@ def _apply(tree: Any, override: str) -> None:
         # keys are its own: recipe={name: ...} leaves no other's behind.
         OmegaConf.update(tree, key.strip(), parsed["value"], merge=key.strip() != "recipe")
     except (YAMLError, OmegaConfBaseException, TypeError) as error:
+        shown = f"{key}={REDACTED}" if is_secret_key(key) else override
         # of an IPv6 address; YAML takes it for a list
         quoted = '; write it in quotes: ["http://[::1]:8000"]' if "://[" in value else ""
-        raise ConfigError(f"override {override!r}: {error}{quoted}") from error
+        raise ConfigError(f"override {shown!r}: {error}{quoted}") from error
 
 
 def validate_config(values: Any, source: str = "config") -> Config:
@@ -72,19 +116,46 @@ def validate_config(values: Any, source: str = "config") -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved tree as YAML, readable by ``load_config``."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json"))))
+    """The whole tree as YAML, readable by ``load_config``, without secrets.
+
+    What comes from an environment variable is written as ``${oc.env:NAME}``; secrets in plain text
+    (``plain_secrets``) are left out.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(public_tree(config)))
 
 
-def _escape(value: Any) -> Any:
-    """A tree whose strings OmegaConf reads back as they are, a literal ``${`` included."""
-    if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escape(item) for item in value]
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
-    return value
+def public_tree(config: Config) -> dict[str, Any]:
+    """What ``dump_config`` writes, as a tree, for trackers."""
+    plain = config.model_dump(mode="json")
+    written = config._expressions
+
+    def public(value: Any, hidden: Any, path: tuple[str | int, ...]) -> Any:
+        if path in written:
+            return written[path] if hidden == value else without_defaults(written[path])
+        if isinstance(value, dict):
+            return {key: public(item, hidden[key], (*path, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [public(item, hidden[i], (*path, i)) for i, item in enumerate(value)]
+        return escaped(hidden) if isinstance(hidden, str) else hidden
+
+    return public(plain, redact(plain), ())
+
+
+def plain_secrets(config: Config) -> list[str]:
+    """Keys whose values are secrets in plain text, by their names."""
+    paths = secret_paths(config.model_dump(mode="json"))
+    return [dotted(path) for path in paths if path not in config._expressions]
+
+
+def _without_secrets(message: str, values: Any, written: Mapping[Path_, str]) -> str:
+    """``message``, which may show some of ``values``, with stand-ins for what is secret."""
+    stand_ins = dict.fromkeys(secret_paths(values), REDACTED) | dict(written)
+    for path, value in leaves(values):
+        if path in stand_ins:
+            message = message.replace(f"(got {value!r})", f"(got {stand_ins[path]})")
+            if isinstance(value, str) and len(value) >= 8:  # a short one may be in other words
+                message = message.replace(value, stand_ins[path])
+    return message
 
 
 def _describe(problem: Any) -> str:
@@ -96,6 +167,8 @@ def _describe(problem: Any) -> str:
         message += f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
     elif problem["type"] == "missing":
         message = "is required"
+    elif location[-1:] == ("api_key_env",):
+        pass  # who writes the key itself there does not want to see it
     elif "input" in problem and not isinstance(problem["input"], dict | list | BaseModel):
         message += f" (got {problem['input']!r})"
     if not location:
@@ -104,9 +177,7 @@ def _describe(problem: Any) -> str:
     own_key = re.match(r"(\w+): ", message)
     if problem["type"] == "value_error" and own_key:
         location, message = (*location, own_key[1]), message[own_key.end() :]
-    # ("rewards", 0, "file") as rewards[0].file, the way overrides write it
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return f"  {''.join(parts).removeprefix('.')}: {message}"
+    return f"  {dotted(tuple(location))}: {message}"
 
 
 def _known_keys(location: Sequence[Any]) -> list[str]:

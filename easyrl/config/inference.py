@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import re
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from easyrl.config.base import FilePath, Section
 
@@ -38,15 +46,40 @@ class LaunchConfig(Section):
         for given in self.devices or []:
             if given and len(given) != wanted:
                 raise ValueError(f"devices: {given} are not tensor_parallel={wanted} devices")
+        if any(re.match(r"--api[-_]key\b", option) for option in self.options):
+            raise ValueError(
+                "options: --api-key is made by the run, for each of its servers another one; "
+                "remove it"
+            )
         return self
+
+
+class EndpointConfig(Section):
+    """A server that somebody else runs; written as its URL alone where it has no key of its own."""
+
+    url: str  # base URL
+    api_key_env: str | None = None  # variable that holds its bearer token; default: the section's
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, value: str | None) -> str | None:
+        return variable_name(value)
+
+    @model_serializer
+    def _as_written(self) -> str | dict[str, str]:
+        if self.api_key_env is None:
+            return self.url
+        return {"url": self.url, "api_key_env": self.api_key_env}
 
 
 class InferenceConfig(Section):
     """The inference endpoints (``vllm serve`` or ``easyrl serve``)."""
 
-    endpoints: list[str] = []  # base URLs of servers that somebody else runs
+    endpoints: list[EndpointConfig] = []  # servers that somebody else runs: base URLs, or
+    # {url: …, api_key_env: …} where one has a key of its own
     launch: LaunchConfig | None = None  # servers of our own, beside or instead of them
     api_key_env: str | None = None  # name of the environment variable that holds the bearer token
+    # of all endpoints that name none of their own
     max_inflight: PositiveInt = 256  # requests at a time per endpoint
     dispatch: Literal["shortest_first", "prompt_order"] = "shortest_first"  # which groups go first
     num_fetchers: PositiveInt = 1  # processes that talk to the endpoints and decode responses
@@ -56,13 +89,30 @@ class InferenceConfig(Section):
     startup_timeout_s: PositiveFloat = 300.0
     max_outage_s: PositiveFloat = 1800.0  # without any endpoint; then checkpoint and stop
 
+    @field_validator("endpoints", mode="before")
+    @classmethod
+    def _url_alone(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [{"url": entry} if isinstance(entry, str) else entry for entry in value]
+
     @field_validator("endpoints")
     @classmethod
-    def _urls(cls, value: list[str]) -> list[str]:
-        cleaned = [endpoint_url(url) for url in value]
-        if len(set(cleaned)) != len(cleaned):
+    def _urls(cls, value: list[EndpointConfig]) -> list[EndpointConfig]:
+        cleaned = [e.model_copy(update={"url": endpoint_url(e.url)}) for e in value]
+        if len({endpoint.url for endpoint in cleaned}) != len(cleaned):
             raise ValueError("names an endpoint twice")
         return cleaned
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _names_a_variable(cls, value: str | None) -> str | None:
+        return variable_name(value)
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the endpoints that somebody else runs."""
+        return [endpoint.url for endpoint in self.endpoints]
 
     @model_validator(mode="after")
     def _some_endpoint(self) -> Self:
@@ -91,3 +141,13 @@ def endpoint_url(url: str) -> str:
     if not has_server or parts.query or parts.fragment:
         raise ValueError(f"{url!r} names no server")
     return url
+
+
+def variable_name(name: str | None) -> str | None:
+    """``name`` if it can be an environment variable's. Raises ``ValueError`` without showing it."""
+    if name is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(
+            "is the name of an environment variable, not the key itself; export the key and write "
+            "the variable's name"
+        )
+    return name

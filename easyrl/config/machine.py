@@ -21,12 +21,17 @@ def check_paths(config: Config, *, written_later: Collection[Path] = ()) -> None
 
 
 def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
-    variable, model = config.inference.api_key_env, config.model
-    if variable is not None and variable not in os.environ:
-        yield (
-            f"inference.api_key_env: the environment variable {variable} is not set; export it, or "
-            "remove the key"
-        )
+    model, inference = config.model, config.inference
+    variables = {"inference.api_key_env": inference.api_key_env} | {
+        f"inference.endpoints[{i}].api_key_env": endpoint.api_key_env
+        for i, endpoint in enumerate(inference.endpoints)
+    }
+    for key, variable in variables.items():
+        if variable is not None and not os.environ.get(variable):
+            yield (
+                f"{key}: the environment variable {variable} is not set; export it, or remove the "
+                "key"
+            )
     if "wandb" in config.run.trackers:
         found = importlib.util.find_spec("wandb")
         if found is None or found.origin is None:  # the latter is a folder of wandb's runs

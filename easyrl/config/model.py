@@ -35,6 +35,8 @@ class ModelConfig(Section):
     logprob_chunk_size: PositiveInt = 512  # positions projected to the vocabulary at a time
     logprob_backward: Literal["auto", "same_pass", "recompute"] = "auto"  # auto: the gradient of
     # the projection is formed with its values where the recipe's loss is a sum over tokens
+    ignore_router_aux_loss: bool = False  # trains a mixture of experts whose config.json asks for
+    # the router's load-balancing loss without it; else such a model is refused
     lora: LoraConfig | None = None
 
     @property

@@ -35,7 +35,8 @@ class TrainerConfig(Section):
     adam_betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     adam_eps: PositiveFloat = 1e-8
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no clipping
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 2  # what data-parallel ranks share: nothing, the optimizer's
+    # state, gradients too, weights too; bytes of each: docs/memory.md
     offload_optimizer: bool = False
     offload_reference: bool = False
     max_bad_steps: PositiveInt = 3  # steps with a non-finite loss or gradient before the run stops

@@ -21,9 +21,13 @@ class WeightSyncConfig(Section):
     transport: Literal["auto", "file", "http", "nccl", "hccl"] = "auto"  # auto: files where the
     # endpoint sees the directory, else http; nccl, hccl: broadcast between devices
     directory: FilePath = SHARED_MEMORY  # of the weights: shared memory, or a disk that is shared
+    access: Literal["owner", "group"] = "owner"  # who may read them there; group: also the members
+    # of the folder's group, for endpoints of other Unix users (make the directory setgid for one)
     chunk_bytes: PositiveInt = 16 * 2**20
     # name or address, IPv6 too, under which endpoints reach this machine for http
     advertise_host: str | None = None
+    bind_host: str | None = None  # address that the http stream listens at, 0.0.0.0 for all;
+    # default: that of advertise_host, else the one on the way to the endpoint
     port: NonNegativeInt = 0  # of the http stream; 0: a free one
     timeout_s: PositiveFloat = 600.0
     prove: bool = True  # every endpoint proves the bits of what it serves after each sync

@@ -27,8 +27,9 @@ from transformers.utils.logging import disable_progress_bar
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
 from easyrl.demo.build_model import build_model
-from easyrl.demo.servers import Engine, start_server, vllm_python
+from easyrl.demo.servers import SERVER_KEY, Engine, start_server, vllm_python
 from easyrl.demo.task import END_THINK, write_splits
+from easyrl.inference_client.api_keys import new_api_key
 from easyrl.inference_client.servers.managed.server_process import ServerStartError
 from easyrl.metrics.trackers import read_metrics
 from easyrl.recipes.loading import load_recipe
@@ -55,7 +56,7 @@ def main() -> int:
         "evaluation.data.files": f"[{data / 'heldout.jsonl'}]",
     }
     overrides = [*(f"{key}={value}" for key, value in own.items()), *arguments.overrides]
-    own_keys = (*own, "inference.endpoints", "checkpoint.export_at_end")
+    own_keys = (*own, "inference.endpoints", "inference.api_key_env", "checkpoint.export_at_end")
     try:
         for override in arguments.overrides:
             if override.startswith(tuple(f"{key}=" for key in own_keys)):
@@ -208,11 +209,11 @@ def _train(
     trainer_cpus, server_cpus = cpus[: len(cpus) // 2] or cpus, cpus[len(cpus) // 2 :]
     deepspeed = Path(sys.executable).with_name("deepspeed")
     with ExitStack() as servers:
-        urls = []
+        urls, api_key = [], new_api_key()
         for number in range(num_servers):
             log = run_dir / f"server-{number}.log"
             try:
-                server = start_server(engine, model, server_cpus, log)
+                server = start_server(engine, model, server_cpus, api_key, log)
             except (ValueError, ServerStartError) as error:
                 sys.exit(f"easyrl demo: {error}")
             urls.append(servers.enter_context(server).url)
@@ -220,10 +221,12 @@ def _train(
         command = [
             *(sys.executable, str(deepspeed), "--quiet", "--num_accelerators", "1"),
             *("--module", "easyrl.train", CONFIG),
-            *(f"inference.endpoints=[{','.join(urls)}]", *overrides),
+            *(f"inference.endpoints=[{','.join(urls)}]", f"inference.api_key_env={SERVER_KEY}"),
+            *overrides,
         ]
         environment = {
             **os.environ,
+            SERVER_KEY: api_key,
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": str(len(trainer_cpus)),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

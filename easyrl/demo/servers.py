@@ -14,6 +14,7 @@ from easyrl.inference_client.servers.managed.server_process import ServerProcess
 Engine = Literal["embedded", "vllm"]
 
 VLLM_PYTHON = "EASYRL_VLLM_PYTHON"  # environment variable
+SERVER_KEY = "EASYRL_DEMO_KEY"  # environment variable: what the demo's servers ask for
 MAX_MODEL_LEN = 128  # the longest problem and its longest answer take half of it
 
 
@@ -31,7 +32,9 @@ def vllm_python() -> Path:
     return Path(named)
 
 
-def start_server(engine: Engine, model: Path, cpus: Sequence[int], log: Path) -> ServerProcess:
+def start_server(
+    engine: Engine, model: Path, cpus: Sequence[int], api_key: str, log: Path
+) -> ServerProcess:
     """A server of ``model`` on a free loopback port, restricted to the processors ``cpus``.
 
     Raises ``ValueError`` if vLLM's environment is not fit for it, ``ServerStartError`` if the
@@ -39,6 +42,6 @@ def start_server(engine: Engine, model: Path, cpus: Sequence[int], log: Path) ->
     """
     options = ["--max-model-len", str(MAX_MODEL_LEN)]
     if engine == "vllm":
-        return VllmServerProcess(model, vllm_python(), options, cpus=cpus, log=log)
+        return VllmServerProcess(model, vllm_python(), options, cpus=cpus, api_key=api_key, log=log)
     options += ["--num-threads", str(len(cpus))]
-    return EmbeddedServerProcess(model, options, cpus=cpus, log=log)
+    return EmbeddedServerProcess(model, options, cpus=cpus, api_key=api_key, log=log)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from easyrl.runtime.ranks import Ranks
@@ -132,6 +133,7 @@ class TrainEngine(Protocol):
     """A model being trained. All ranks call every method; *collective* ones wait for all."""
 
     ranks: Ranks
+    device: torch.device  # that runs what is launched here, perhaps behind the host
     lockstep: bool  # all ranks must run equally many micro-batches (ZeRO 2 and 3)
     can_look_ahead: bool  # there are frozen models, and this rank can run them by itself
 
@@ -142,6 +144,13 @@ class TrainEngine(Protocol):
     def begin_batch(self) -> None:
         """The weights as they are now are the old policy of the batch's updates, with
         ``updates_per_batch`` above 1; else without effect. All ranks call it before each batch.
+        """
+
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The rows that are ready together, before each goes through ``forward_backward``.
+
+        With an offloaded reference they come back with what the frozen models say of them: its
+        weights travel once for all of them. Else as they are. Never collective.
         """
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:

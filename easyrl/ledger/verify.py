@@ -6,20 +6,22 @@ follow from seed and dataset size, the versions on the tokens from the journalle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from easyrl.dataloaders.prompts.dataset import PromptOrder
+from easyrl.ledger.certificate.chain import START
 from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import BatchRecord, RunRecord
+from easyrl.ledger.certificate.seal import SealKey
 from easyrl.ledger.evidence import AcceptOf, JournalEvidence
 from easyrl.ledger.traces import Traces
 from easyrl.runtime.run_files import CERTIFICATE_FILE
-from easyrl.schema import GroupOutcome, PolicyVersion, Prompt
+from easyrl.schema import GroupOutcome, PolicyVersion, Prompt, WeightProof
 
 
 @dataclass
@@ -43,6 +45,13 @@ class Verdict:
     unjournalled: int = 0  # groups without a record to compare with
     pruned: int = 0  # batches that the journal has removed, as it may
     torn: bool = False  # the last line was cut off
+    proofs: int = 0  # answers to questions about the served bits
+    recomputed: int = 0  # of them, those that were formed again from the weights
+    sealed: bool = False
+    seals_checked: bool = False
+    lines: int = 0
+    chain: str = START  # hash of the last line
+    published: int | None = None  # the line whose hash was given
     ended: bool = False
 
     @property
@@ -80,28 +89,70 @@ class Verdict:
         ]
         return "on-policy: " + ", ".join(fact for counts, fact in told if counts)
 
+    @property
+    def proofs_told(self) -> str:
+        """How far the answers about served bits could be checked."""
+        told = f"weights: {_number(self.proofs, 'answer')} to a nonce"
+        if self.recomputed < self.proofs:
+            gone = self.proofs - self.recomputed
+            told += f", {gone} not recomputed (the weights are gone, or were in shards)"
+        return told
 
-def verify(run_dir: Path, accept_of: AcceptOf = lambda attempt: None) -> Verdict:
+    @property
+    def seal_told(self) -> str:
+        """What guards the certificate against being written anew."""
+        sealed = "sealed, checked with --seal KEYFILE" if self.sealed else "not sealed"
+        if self.sealed and self.seals_checked:
+            sealed = "seals checked"
+        if self.published is None:
+            return f"{sealed}, compare the hash with the published one: --chain HASH"
+        return f"{sealed}, line {self.published} of {self.lines} has the published hash"
+
+
+AnswersOf = Callable[[str, str, WeightProof], str | None]
+
+
+def verify(
+    run_dir: Path,
+    accept_of: AcceptOf = lambda attempt: None,
+    *,
+    answers_of: AnswersOf = lambda version, weights, proof: None,
+    key: SealKey | None = None,
+    chain: str | None = None,
+) -> Verdict:
     """Checks the whole run, which may be going on.
 
     ``accept_of``: what an attempt's recipe decides of a group; None where that is not known: the
-    rule of membership is checked then, not the recipe's decisions.
+    rule of membership is checked then, not the recipe's decisions. ``answers_of``: the digest of
+    the right answers to a proof, by the version and the digest of its weights; None where they are
+    gone. ``key``: of the seals. ``chain``: a published hash, which one of the lines has to have.
     Raises ``ValueError`` or ``OSError`` if there is none to check.
     """
     if not (run_dir / CERTIFICATE_FILE).is_file():
         raise ValueError(f"{run_dir}: has no {CERTIFICATE_FILE}; name a run's run.output_dir")
     verdict = Verdict()
     try:
-        _verify(run_dir, verdict, accept_of)
+        _verify(run_dir, verdict, accept_of, answers_of, key, chain)
     except CertificateError as error:
         verdict.violation = error
     return verdict
 
 
-def _verify(run_dir: Path, verdict: Verdict, accept_of: AcceptOf) -> None:
+def _verify(
+    run_dir: Path,
+    verdict: Verdict,
+    accept_of: AcceptOf,
+    answers_of: AnswersOf,
+    key: SealKey | None,
+    chain: str | None,
+) -> None:
     traces = Traces.read(run_dir)  # first: a run that goes on meanwhile only ever adds to them
-    history = History(run_dir / CERTIFICATE_FILE)
+    history = History(run_dir / CERTIFICATE_FILE, key)
     history.take_all()
+    verdict.lines, verdict.chain = history.last.number, history.last.hash
+    verdict.sealed, verdict.seals_checked = bool(history.sealed), key is not None
+    if chain is not None:
+        verdict.published = _published_line(history, chain)
     verdict.torn, verdict.ended = history.torn, history.end is not None
     verdict.attempts, verdict.superseded = len(history.attempts), history.num_superseded
     traces.examine(history)
@@ -114,12 +165,42 @@ def _verify(run_dir: Path, verdict: Verdict, accept_of: AcceptOf) -> None:
         with located(line=batch.line.number, batch=v):
             _refuse_other_prompts(order, batch.first_position, record.groups)
             evidence.examine(record)
+            _recompute(record, verdict, answers_of)
         _count(record, verdict)
         attempt = history.attempts[PolicyVersion.parse(record.version).attempt]
         verdict.unjudged += attempt.agreement_limit is None
         verdict.unconfirmed += batch.num_unconfirmed
     verdict.decisions = evidence.num_replayed
     verdict.pruned, verdict.unjournalled = evidence.num_pruned, evidence.num_unjournalled
+
+
+def _published_line(history: History, chain: str) -> int:
+    """The line with the hash ``chain``. Raises ``CertificateError`` if none has it."""
+    number = history.hashes.get(chain)
+    if number is None:
+        raise CertificateError(
+            f"no line has the published hash {chain}: the certificate is another one, or was "
+            "written anew"
+        )
+    return number
+
+
+def _recompute(record: BatchRecord, verdict: Verdict, answers_of: AnswersOf) -> None:
+    """Raises ``CertificateError`` naming an endpoint whose answer was not right."""
+    for confirmation in record.confirmations:
+        if (proof := confirmation.proof) is None:
+            continue
+        verdict.proofs += 1
+        right = answers_of(record.version, record.weights, proof)
+        if right is None:
+            continue
+        verdict.recomputed += 1
+        if right != proof.answers:
+            raise CertificateError(
+                f"answered {proof.answers[:16]} to the nonce {proof.nonce[:16]}, its weights give "
+                f"{right[:16]}",
+                endpoint=confirmation.url,
+            )
 
 
 def _order(run: RunRecord) -> PromptOrder:

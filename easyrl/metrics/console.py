@@ -48,6 +48,9 @@ class ConsoleView:
         self._rows = [*self._rows, (step, shown)][-ROWS_SHOWN:]
         self._live.update(self._table(), refresh=True)
 
+    def note(self, name: str, text: str) -> None:
+        """Nothing: the run's last line, behind all that ends, has it."""
+
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()

@@ -16,6 +16,9 @@ class Tracker(Protocol):
     """A metrics back end."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def note(self, name: str, text: str) -> None:
+        """A text about the whole run; a later one of the same name replaces it."""
+
     def close(self) -> None: ...
 
 
@@ -47,6 +50,9 @@ class JsonlTracker:
             raise OSError(error.errno, message, self._file.name) from error
         self._end += len(line)
 
+    def note(self, name: str, text: str) -> None:
+        """Nothing: the file holds numbers, and lies beside what is told of."""
+
     def close(self) -> None:
         self._file.close()
 
@@ -62,6 +68,9 @@ class TensorBoardTracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def note(self, name: str, text: str) -> None:
+        self._writer.add_text(name, text)
 
     def close(self) -> None:
         self._writer.close()
@@ -81,6 +90,9 @@ class WandbTracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
+
+    def note(self, name: str, text: str) -> None:
+        self._run.summary[name] = text
 
     def close(self) -> None:
         self._run.finish()

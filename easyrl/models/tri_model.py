@@ -8,11 +8,10 @@ ratio 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,51 +23,41 @@ from easyrl.recipes.losses import TokenLoss, loss_metrics, policy_loss, token_lo
 from easyrl.recipes.recipe import Recipe
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
+Rows = Sequence[tuple[MicroBatch, SegmentLayout]]  # on the device
+
+
+class Frozen(Protocol):
+    """A model that is only run without gradient (``FrozenModel``, ``OffloadedModel``)."""
+
+    def logprobs(self, rows: Rows, temperature: float) -> list[Tensor]:
+        """Log-probabilities float32 [N] of each row."""
+        ...
+
 
 @dataclass
 class FrozenModel:
-    """A model that is only run without gradient.
+    """A frozen model on the device.
 
-    ``module`` is a ``PolicyModel`` or an engine around one; inside ``in_use`` it is that model, on
-    the device: offloaded weights are brought there, the policy's own have another adapter.
+    ``module`` is a ``PolicyModel`` or an engine around one; inside ``in_use`` it is that model: the
+    policy's own have another adapter there.
     """
 
     module: nn.Module
     in_use: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @torch.no_grad()
-    def logprobs(
-        self, micro_batch: MicroBatch, layout: SegmentLayout, temperature: float
-    ) -> Tensor:
-        """Log-probabilities float32 [N], of a micro-batch on the device."""
+    def logprobs(self, rows: Rows, temperature: float) -> list[Tensor]:
         with self.in_use():
-            logprobs, _ = run_micro_batch(self.module, micro_batch, temperature, layout=layout)
-        return logprobs
+            return [
+                run_micro_batch(self.module, row, temperature, layout=layout)[0]
+                for row, layout in rows
+            ]
 
 
-def frozen_model(module: nn.Module, device: torch.device, *, offload: bool = False) -> FrozenModel:
-    """``module`` frozen: on ``device``, or with ``offload`` kept in host memory between uses."""
+def frozen_model(module: nn.Module) -> FrozenModel:
+    """``module`` frozen, where it is."""
     module.requires_grad_(False).eval()
-    return FrozenModel(module, partial(_moved, module, device) if offload else nullcontext)
-
-
-@contextmanager
-def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Weights are copied over; they never change there, so nothing is copied back."""
-    parameters = [(parameter, parameter.data) for parameter in module.parameters()]
-    buffers = [  # which a move replaces, whereas it changes a parameter
-        (owner, name, buffer)
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
-    ]
-    try:
-        module.to(device)
-        yield
-    finally:
-        for parameter, host_data in parameters:
-            parameter.data = host_data
-        for owner, name, buffer in buffers:
-            setattr(owner, name, buffer)
+    return FrozenModel(module)
 
 
 @dataclass
@@ -80,10 +69,10 @@ class TriModel:
     """
 
     policy: nn.Module  # being trained; an engine around it where one intercepts the forward
-    reference: FrozenModel | None  # of the start of the run; None where the recipe needs none
+    reference: Frozen | None  # of the start of the run; None where the recipe needs none
     # The weights before the previous update (``old_policy: lagged``), or those at the start of the
     # batch (``updates_per_batch`` above 1); None where the policy itself is the old policy.
-    old_policy: FrozenModel | None
+    old_policy: Frozen | None
     temperature: float  # of the sampling, at which all log-probabilities are taken
     device: torch.device
     old_is_policy: bool = False  # for now their weights are the same: one forward serves both
@@ -117,7 +106,11 @@ class TriModel:
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
         """Those of reference and old policy, as far as the recipe needs them; no gradient."""
-        return self._frozen(*self._on_device(micro_batch))
+        return self.frozen_logprobs_of([micro_batch])[0]
+
+    def frozen_logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> list[FrozenLogprobs]:
+        """``frozen_logprobs`` of each; an offloaded model's weights travel once for all."""
+        return self._of_rows([self._on_device(row) for row in micro_batches])
 
     @torch.no_grad()
     def policy_logprobs(self, micro_batch: MicroBatch) -> Tensor:
@@ -135,11 +128,12 @@ class TriModel:
         return run_micro_batch(self.policy, row, self.temperature, layout=layout, token_loss=losses)
 
     def _frozen(self, row: MicroBatch, layout: SegmentLayout) -> FrozenLogprobs:
-        if row.frozen is not None:
-            return row.frozen
+        return self._of_rows([(row, layout)])[0] if row.frozen is None else row.frozen
 
-        def of(model: FrozenModel | None) -> Tensor | None:
-            return None if model is None else model.logprobs(row, layout, self.temperature)
+    def _of_rows(self, rows: Rows) -> list[FrozenLogprobs]:
+        def of(model: Frozen | None) -> Sequence[Tensor | None]:
+            return [None] * len(rows) if model is None else model.logprobs(rows, self.temperature)
 
         old_policy = None if self.old_is_policy else self.old_policy
-        return FrozenLogprobs(reference=of(self.reference), old_policy=of(old_policy))
+        said = zip(of(self.reference), of(old_policy), strict=True)
+        return [FrozenLogprobs(reference, old) for reference, old in said]

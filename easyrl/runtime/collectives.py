@@ -13,6 +13,7 @@ import orjson
 import torch
 import torch.distributed as dist
 
+from easyrl.runtime.rank_store import serve_store
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested, TooManyExcluded
 
@@ -80,7 +81,7 @@ class Collectives:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store: dist.TCPStore | None = None
         if self.ranks.rank == 0:
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            store = serve_store(host, wait_for_workers=False)
         port = self.broadcast(None if store is None else store.port)
         if store is None:
             store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)

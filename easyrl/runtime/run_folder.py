@@ -8,11 +8,11 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ from easyrl.runtime.run_files import (
     METRICS_FILE,
     attempt_config_file,
 )
+from easyrl.runtime.shared_folder import require_shared
 from easyrl.runtime.small_files import read_small
 from easyrl.schema import PolicyVersion
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 LOCK_POLL_S = 0.2
 NAMES_SHOWN = 8
 MOST_ATTEMPT_BYTES = 2**16
+IDENTITY_BYTES = 8  # of a run's random part
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
 
 
@@ -48,7 +50,8 @@ def prepare_output(
 
     Nothing may be written there, or be read to go on from, before this returns. Raises
     ``ConfigError`` on every rank if it holds a run that is not to be resumed, or none that could
-    be, or if another process still uses it after ``trainer.grace_s``.
+    be, if another process still uses it after ``trainer.grace_s``, or if it is another folder on
+    one of the nodes.
     """
     output = config.run.output_dir
 
@@ -63,23 +66,24 @@ def prepare_output(
             _refuse_earlier_run(output)  # of the process that was waited for
 
     on_rank_zero(collectives, prepare)
+    require_shared(output, collectives)
     return output
 
 
 def next_attempt(config: Config, output: Path, collectives: Collectives) -> PolicyVersion:
     """Which run and which of its attempts this is, with v 0; writes nothing. Collective.
 
-    The run is its name and a hash of the folder that it began in, so that runs of one name share
-    neither versions nor files. Raises ``ConfigError`` on every rank if the count cannot be read.
+    The run is its name and a random number drawn when it began, kept in its folder, so that no two
+    share versions or files, on whatever machines and paths. Raises ``ConfigError`` on every rank if
+    the count cannot be read.
     """
 
     def count() -> tuple[str, int]:
         file = output / ATTEMPT_FILE
-        if file.exists():
+        if file.exists() or (output / CERTIFICATE_FILE).exists():
             run, last = _read_attempt(file)
             return run, last + 1
-        folder = str(output.resolve()).encode()
-        return f"{config.run.name}-{blake2b(folder, digest_size=4).hexdigest()}", 0
+        return f"{config.run.name}-{secrets.token_hex(IDENTITY_BYTES)}", 0
 
     run, attempt = on_rank_zero(collectives, count)
     return PolicyVersion(run, attempt, 0)

@@ -9,9 +9,11 @@ started go on without it. A scheduler that stops a job would leave the training 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +46,7 @@ class RunSignals:
         self._is_training = False
         self._raise: BaseException | None = None
         self._has_said = False
+        self._ended_with: int | None = None  # by this process itself
 
     def install(self) -> None:
         """From now on, for good, signals come here. Call it on the main thread."""
@@ -72,6 +75,7 @@ class RunSignals:
         if not self._is_installed:  # the process is somebody else's
             signal.pthread_kill(main_thread, signal.SIGINT)
             return
+        self._ended_with = status
         self._raise = SystemExit(status)
         self._exit_after(within_s, status)
         signal.pthread_kill(main_thread, signal.SIGTERM)  # ends a blocking call, too
@@ -79,8 +83,14 @@ class RunSignals:
     def finish(self) -> None:
         """The stopped run has ended: one more signal must not change its exit status.
 
-        Python gives signals back to the system before the process is gone, ignored ones not.
+        Python gives signals back to the system before the process is gone, ignored ones not. A run
+        that has ended itself leaves here: threads that wait in C for what does not come, a lost
+        rank, would hold up the interpreter's end, or abort it.
         """
+        if self._ended_with is not None:
+            logging.shutdown()
+            sys.stdout.flush()
+            os._exit(self._ended_with)
         if self.stop.requested:
             self._ignore_all()
 
@@ -100,6 +110,8 @@ class RunSignals:
 
     def _listen(self) -> None:
         while numbers := self._bytes.recv(64):
+            if self._ended_with is not None:
+                continue  # that signal is its own
             if not self._is_training:  # it may wait in C for ranks that never come
                 self._exit_after(UNWIND_S, 128 + numbers[0], lambda: self._say(numbers[0]))
             elif signal.SIGTERM in numbers and self._raise is None:

@@ -22,6 +22,7 @@ LONGEST_LOOK_S = 1.0
 LONGEST_GAP_S = 10.0  # between two looks; more than that the whole process was stopped
 OUTAGE_SLACK_S = 60.0
 PEERS_S = 2 * LONGEST_LOOK_S  # until the other ranks have logged their stacks, too
+CLOSE_S = 2 * LONGEST_LOOK_S  # a thread that reads the notices may wait for a lost rank 0
 NOTICE = "stuck"
 
 
@@ -115,7 +116,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self.config.window_s > 0:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
 
     def _watch(self) -> None:
         window = ProgressWindow(self.config.window_s, self.config.min_tokens_per_s)

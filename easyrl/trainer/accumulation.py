@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Literal, Protocol
 
@@ -15,6 +15,7 @@ from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.event_log import Record
 from easyrl.metrics.logprob_agreement import agreement, disagreements
 from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.device_time import DeviceTimer
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     EndpointAgreement,
@@ -107,6 +108,7 @@ class Accumulator:
     def accumulate(self, groups: GroupSource) -> BatchTotals:
         """Sums of this rank, up to an interruption. Raises ``OnPolicyViolation``."""
         totals = BatchTotals()
+        timer = DeviceTimer.of(self.engine.device)
         ahead = None
         if self.look_ahead and self.engine.has_frozen_models:
             ahead = LookAhead(
@@ -117,22 +119,21 @@ class Accumulator:
                 record=self.record,
                 note=groups.note_ahead,
             )
-        work = self._micro_batches(groups, totals, ahead)
+        work = self._micro_batches(groups, totals, ahead, timer)
         if self.engine.lockstep:
             work = self.collectives.in_lockstep(work, self.functions.dummy)
         with self.stop.wakes(groups.interrupt):
             for micro_batch in work:
                 self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
-                start = time.monotonic()
-                if ahead is not None:
-                    micro_batch = ahead.complete(micro_batch)
-                try:
-                    for sums in self.engine.forward_backward([micro_batch]):
-                        totals.metrics.add(sums)
-                except NonFiniteLossError as error:
-                    # The gradient is NaN now, so every rank will skip the step; the batch goes on.
-                    self.record("non_finite_loss", problem=str(error))
-                totals.train_s += time.monotonic() - start
+                with timer.span():
+                    if ahead is not None:
+                        micro_batch = ahead.complete(micro_batch)
+                    try:
+                        for sums in self.engine.forward_backward([micro_batch]):
+                            totals.metrics.add(sums)
+                    except NonFiniteLossError as error:
+                        # The gradient is NaN now: every rank will skip the step; the batch goes on.
+                        self.record("non_finite_loss", problem=str(error))
                 if not micro_batch.is_dummy:
                     totals.num_packed_tokens += micro_batch.num_tokens
                     totals.num_micro_batches += 1
@@ -140,6 +141,7 @@ class Accumulator:
         if ahead is not None:
             totals.look_ahead_s = ahead.work_s
             totals.num_look_ahead_tokens = ahead.num_tokens
+        totals.train_s = timer.total_s()
         totals.wait_s = groups.wait_s
         totals.first_group_wait_s = groups.first_group_wait_s or 0.0  # a rank may have no prompt
         return totals
@@ -150,7 +152,11 @@ class Accumulator:
             raise EndpointsDisagree(problems)
 
     def _micro_batches(
-        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
+        self,
+        groups: GroupSource,
+        totals: BatchTotals,
+        ahead: LookAhead | None,
+        timer: DeviceTimer,
     ) -> Iterator[MicroBatch]:
         """Packed rows as groups arrive; ends early, noting it in ``totals``, when interrupted."""
         compared: set[str] = set()  # endpoints
@@ -158,8 +164,11 @@ class Accumulator:
             if self.synchronous and self.functions.scope == "group":  # "batch" waits by itself
                 self.record("waiting_for_batch")
                 groups.complete()
-            for trained in self._trained(self._drains(groups, totals, ahead)):
-                for row in self.functions.pack(self._to_run(trained, compared, totals)):
+            for trained in self._trained(self._drains(groups, totals, ahead, timer)):
+                rows = self.functions.pack(self._to_run(trained, compared, totals))
+                with timer.span():
+                    rows = self.engine.prepare(rows)
+                for row in rows:
                     self.stop.raise_if_requested()
                     yield row
                     self.judge(agreement(totals.metrics.compared))
@@ -197,11 +206,17 @@ class Accumulator:
             yield list(islice(trained, len(drain)))
 
     def _drains(
-        self, groups: GroupSource, totals: BatchTotals, ahead: LookAhead | None
+        self,
+        groups: GroupSource,
+        totals: BatchTotals,
+        ahead: LookAhead | None,
+        timer: DeviceTimer,
     ) -> Iterator[list[RolloutGroup]]:
         """Groups that are packed together, checked and counted."""
         max_tokens = self.rows_per_drain * self.max_tokens
         idle = None if ahead is None else ahead.work
+        if timer.runs_behind:
+            idle = partial(_idle, timer, idle)
         while True:
             if ahead is not None:
                 for piece in groups.ahead_of_drain(max_tokens):
@@ -240,6 +255,12 @@ class Accumulator:
                 compared |= _endpoints(group)
                 kept.append(group)
         return kept
+
+
+def _idle(timer: DeviceTimer, other_work: Callable[[], bool] | None) -> bool:
+    """Waits for the device first, so that waiting for a group is time in which nothing works."""
+    timer.wait()
+    return other_work is not None and other_work()
 
 
 def _endpoints(trained: TrainedGroup) -> set[str]:

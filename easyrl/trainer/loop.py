@@ -18,6 +18,7 @@ from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.exclusions import recent_exclusions
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
 from easyrl.metrics.reporter import StepReporter
+from easyrl.runtime.device_time import DeviceTimer
 from easyrl.schema import (
     NEEDS_CHANGE,
     TEMPORARY_FAILURE,
@@ -275,13 +276,14 @@ class Trainer:
 
     def _step(self, update: Update) -> None:
         """The late scalar, the clip, the step."""
-        start = time.monotonic()
-        if update.totals.denominator > 0:
-            update.result = self._engine.optimizer_step(update.totals.denominator)
-            self._open_updates += 1
-        else:  # every token was masked
-            self._engine.discard_gradients()
-        update.optimizer_s = time.monotonic() - start
+        timer = DeviceTimer.of(self._engine.device)
+        with timer.span():
+            if update.totals.denominator > 0:
+                update.result = self._engine.optimizer_step(update.totals.denominator)
+                self._open_updates += 1
+            else:  # every token was masked
+                self._engine.discard_gradients()
+        update.optimizer_s = timer.total_s()  # what comes next needs the weights anyway
 
     def _nothing_accepted(self, refused: Sequence[GroupOutcome]) -> NothingAccepted:
         reasons = sorted({f"{group.outcome}: {group.reason}" for group in refused})

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.inference_client.transfer.broadcast import (
     BACKENDS,
@@ -203,7 +204,7 @@ class Broadcaster:
             closing.join(wait_s)
 
 
-def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup:
+def device_broadcast(config: WeightSyncConfig, api_keys: ApiKeys) -> OpenGroup:
     """Opens groups of ``config.transport``, nccl or hccl.
 
     Raises ``ValueError`` if the package that does it is not installed.
@@ -220,7 +221,7 @@ def device_broadcast(config: WeightSyncConfig, api_key: str | None) -> OpenGroup
         )
 
     def open_group(urls: Sequence[str], metadata: Sequence[WeightMeta]) -> Broadcast:
-        client = EndpointsClient(urls, api_key, config.timeout_s)
+        client = EndpointsClient(urls, api_keys, config.timeout_s)
         try:
             return Broadcast(
                 transport,

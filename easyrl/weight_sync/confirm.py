@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.schema import Confirmation
-from easyrl.weight_sync.canary import CanaryReading, Expect
+from easyrl.weight_sync.canary import Expect
 from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S, while_up
 from easyrl.weight_sync.reconcile import Reconciler
@@ -66,13 +66,14 @@ class ConfirmedEndpoints:
             work.cancel()
         self.pool.withdraw_confirmations()
 
-    async def confirm(self, target: Target, readings: Mapping[str, CanaryReading | None]) -> None:
-        """``target`` is published; the URLs of ``readings`` have proved it."""
+    async def confirm(self, target: Target, shown: Mapping[str, Shown]) -> None:
+        """``target`` is published; the URLs of ``shown`` have proved it."""
         self._target = target
+        target.published()
         self._doubted = {}
-        self._confirmations = {url: self._confirmation(url, r) for url, r in readings.items()}
+        self._confirmations = {url: self._confirmation(url, s) for url, s in shown.items()}
         for endpoint in self.pool.endpoints:
-            if endpoint.url in readings and endpoint.excluded is None and not endpoint.leaving:
+            if endpoint.url in shown and endpoint.excluded is None and not endpoint.leaving:
                 self.pool.confirm(endpoint, target.version)
         self._settled.set()
 
@@ -104,7 +105,7 @@ class ConfirmedEndpoints:
                 _ = work.cancelled() or work.exception()  # is no news by now
                 continue
             url = endpoint.url
-            self._confirmations[url] = self._confirmation(url, work.result().reading)
+            self._confirmations[url] = self._confirmation(url, work.result())
             self.pool.confirm(endpoint, target.version)
 
     async def _bring(self, endpoint: Endpoint, target: Target) -> Shown:
@@ -143,7 +144,8 @@ class ConfirmedEndpoints:
             self._doubted[url] = proof
             self.on_failed_proof(url, proof)
 
-    def _confirmation(self, url: str, reading: CanaryReading | None) -> Confirmation:
+    def _confirmation(self, url: str, shown: Shown) -> Confirmation:
         assert self._target is not None
-        mean = None if reading is None else reading.mean
-        return Confirmation(url, self._target.version, self.prover.reads_bits, mean)
+        mean = None if shown.reading is None else shown.reading.mean
+        proved = self.prover.reads_bits
+        return Confirmation(url, self._target.version, proved, mean, shown.proof)

@@ -1,29 +1,41 @@
 """What an endpoint has to show before a request of a version goes to it (docs/endpoints.md).
 
 *Version and checksums* are the proof that a small step arrived: what is served, read back by each
-of the endpoint's workers, has the artefact's hashes. The *canary* compares what the endpoint
-samples with the trainer's log-probabilities. (For what neither sees there is the *probe*.)
+of the endpoint's workers and hashed with a fresh nonce, is the artefact. The *canary* compares what
+the endpoint samples with the trainer's log-probabilities. (For what neither sees there is the
+*probe*.)
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from easyrl.inference_client.client import WorkerProof
-from easyrl.inference_client.errors import EndpointError
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
-from easyrl.schema import Completion
+from easyrl.inference_client.transfer.artifact_reader import DamagedArtifact
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import whole_slice
+from easyrl.schema import Completion, WeightProof
 from easyrl.weight_sync.canary import (
     GROSS_DIFFERENCE,
     Canary,
     CanaryReading,
     Expect,
     Expected,
+)
+from easyrl.weight_sync.challenge import (
+    Challenge,
+    Findings,
+    SliceOf,
+    UnknownSlices,
+    answers_digest,
 )
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S
 from easyrl.weight_sync.target import Target
@@ -42,6 +54,32 @@ class OtherVersionShown(EndpointError):
     """It shows another version than it was given: it has restarted, or is given another one."""
 
 
+@dataclass(frozen=True, slots=True)
+class BitsShown:
+    """Right answers of all workers of an endpoint."""
+
+    challenge: Challenge
+    proofs: Sequence[WorkerProof]
+
+    @property
+    def layout(self) -> list[SliceOf]:
+        """Which slices its workers serve."""
+        return [(name, served.slice) for proof in self.proofs
+                for name, answer in proof.slices.items() for served in answer]  # fmt: skip
+
+    def record(self) -> WeightProof:
+        """For the certificate."""
+        tensors = self.challenge.tensors
+        whole = [(name, whole_slice(DTYPES[d], shape)) for name, (d, shape) in tensors.items()]
+        return WeightProof(
+            self.challenge.nonce.hex(),
+            len(tensors),
+            len(self.proofs),
+            answers_digest(self.proofs),
+            whole=sorted(self.layout, key=str) == sorted(whole, key=str),
+        )
+
+
 @dataclass(slots=True)
 class Shown:
     """What an endpoint has shown of a version, and the seconds that it took."""
@@ -49,6 +87,7 @@ class Shown:
     samples: Sequence[Completion] = ()
     expected: Expected | None = None  # of ``samples``; None: without a canary
     reading: CanaryReading | None = None
+    proof: WeightProof | None = None  # None: no bits were asked for
     probe_s: float = 0.0
     proof_s: float = 0.0  # version and checksums
     canary_s: float = 0.0
@@ -118,6 +157,9 @@ class Prover:
         """Of the canary's mean |Δ log-prob|, nats: above it an endpoint has failed."""
         return max(self.tolerance, GROSS_DIFFERENCE) if self.reads_bits else self.tolerance
 
+    def __post_init__(self) -> None:
+        self._layouts: dict[str, list[SliceOf]] = {}  # by URL, of its last good proof
+
     async def prove(
         self,
         endpoint: Endpoint,
@@ -132,7 +174,13 @@ class Prover:
         ``OtherVersionShown``, ``EndpointError`` without an answer.
         """
         start_s = time.monotonic()
-        await prove_weights(endpoint, weights, stamp=stamp, bits=self.reads_bits)
+        layout = self._layouts.get(endpoint.url, ())
+        bits = await prove_weights(
+            endpoint, weights, stamp=stamp, bits=self.reads_bits, layout=layout
+        )
+        if bits is not None:
+            self._layouts[endpoint.url] = bits.layout
+            shown.proof = bits.record()
         shown.proof_s += time.monotonic() - start_s
         if expect is None:
             return
@@ -172,43 +220,54 @@ class Prover:
         return samples
 
 
-async def prove_weights(endpoint: Endpoint, weights: Target, *, stamp: str, bits: bool) -> None:
-    """``stamp`` and, if ``bits`` are asked for, the checksum of every tensor in every worker.
+async def prove_weights(
+    endpoint: Endpoint,
+    weights: Target,
+    *,
+    stamp: str,
+    bits: bool,
+    layout: Iterable[SliceOf] = (),
+) -> BitsShown | None:
+    """``stamp`` and, if ``bits`` are asked for, every tensor in every worker.
 
-    Raises ``ProofFailed`` naming the first wrong tensor, ``OtherVersionShown``, ``EndpointError``
-    without an answer.
+    ``layout``: slices that are expected in the answers, whose digests are formed meanwhile. Raises
+    ``ProofFailed`` naming the first wrong tensor, ``OtherVersionShown``, ``EndpointError`` without
+    an answer.
     """
     shown = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
     if shown != stamp:
         raise OtherVersionShown(endpoint.url, f"serves version {shown!r}, not {stamp!r}")
     if not bits:
-        return
-    described = [chunk.describe() for chunk in weights.chunks]
-    proofs = await endpoint.client.prove_weights(weights.name, described)
-    if not proofs:
-        raise ProofFailed(endpoint.url, "none of its workers proved what it serves")
-    checksums = {name: value for chunk in weights.chunks for name, value in chunk.checksums.items()}
-    for number, proof in enumerate(proofs):
-        differ = {n for n, value in proof.checksums.items() if checksums.get(n) != value}
-        wrong = differ | proof.problems.keys()
+        return None
+    challenge = weights.challenge(endpoint.url)
+    try:
+        proofs, _ = await asyncio.gather(
+            endpoint.client.prove_weights(challenge.nonce, challenge.tensors),
+            asyncio.to_thread(challenge.prepare, layout),
+        )
+        if not proofs:
+            raise ProofFailed(endpoint.url, "none of its workers proved what it serves")
+        findings = await asyncio.to_thread(challenge.check, proofs)
+    except (DamagedArtifact, UnknownSlices) as error:  # no word of the endpoint's is wrong
+        raise EndpointUnavailable(endpoint.url, f"cannot be proved: {error}") from error
+    _refuse(endpoint, weights.version, challenge.tensors, findings)
+    return BitsShown(challenge, proofs)
+
+
+def _refuse(endpoint: Endpoint, version: str, tensors: Collection[str], findings: Findings) -> None:
+    """Raises ``ProofFailed`` naming the first tensor that is wrong or missing, if any is."""
+    for number, wrong in enumerate(findings.wrong):
         if wrong:  # first in the order of the artefact, then what is served beside it
-            first = next((name for name in checksums if name in wrong), min(wrong))
+            first = next((name for name in tensors if name in wrong), min(wrong))
             raise ProofFailed(
                 endpoint.url,
-                f"worker {number} of {len(proofs)} serves other weights than version "
-                f"{weights.version}: {len(wrong)} of {len(checksums)} tensors, first {first} "
-                f"({_problem(proof, first, checksums)})",
+                f"worker {number} of {len(findings.wrong)} serves other weights than version "
+                f"{version}: {len(wrong)} of {len(tensors)} tensors, first {first[:200]} "
+                f"({wrong[first][:500]})",
             )
-    # With pipeline or expert parallelism a tensor may be in one worker only.
-    proved = set().union(*(proof.checksums for proof in proofs))
-    if missing := [name for name in checksums if name not in proved]:
+    if findings.uncovered:  # with pipeline or expert parallelism one may be in one worker only
         raise ProofFailed(
             endpoint.url,
-            f"no worker proved {len(missing)} of {len(checksums)} tensors of version "
-            f"{weights.version}, first {missing[0]}",
+            f"no worker proved {len(findings.uncovered)} of {len(tensors)} tensors of version "
+            f"{version}, first {findings.uncovered[0]}",
         )
-
-
-def _problem(proof: WorkerProof, name: str, expected: Mapping[str, str]) -> str:
-    shown = f"checksum {proof.checksums.get(name, 'missing')}, pushed {expected.get(name)}"
-    return f"{proof.problems[name]}; {shown}" if name in proof.problems else shown

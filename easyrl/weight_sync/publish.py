@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from easyrl.config import WeightSyncConfig
 from easyrl.engines.base import TrainEngine
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
@@ -96,7 +97,7 @@ class WeightSync:
         stop: ends the waiting for an endpoint.
         startup_timeout_s: how long another rank waits for rank 0 to repair an endpoint.
         max_outage_s: how long all endpoints may be down.
-        api_key: the endpoints' bearer token, for a broadcast's own requests.
+        api_keys: the endpoints' bearer tokens, for a broadcast's own requests.
         open_group: of a broadcast; default: what the transport says.
     """
 
@@ -112,7 +113,7 @@ class WeightSync:
     stop: StopRequest
     startup_timeout_s: float = 60.0
     max_outage_s: float = 1800.0
-    api_key: str | None = None
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
     open_group: OpenGroup | None = None
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class WeightSync:
         self._prover = Prover(self.canary, self.tolerance, reads_bits=config.prove)
         self._broadcaster: Broadcaster | None = None
         if config.transport in ("nccl", "hccl"):
-            open_group = self.open_group or device_broadcast(config, self.api_key)
+            open_group = self.open_group or device_broadcast(config, self.api_keys)
             self._broadcaster = Broadcaster(open_group, config.timeout_s)
         # used on rank 0 only, as are the next two
         self._store = WeightStore(config, self.run_name)
@@ -149,8 +150,8 @@ class WeightSync:
         probe_s = self._learn_probe(version)
         delivery = self._deliver(str(version), canary=self.config.canary)
         target = self._share(delivery)
-        readings = {url: delivery.shown.get(url, Shown()).reading for url in delivery.passed}
-        self.thread.run(self.confirmed.confirm(target, readings))
+        shown = {url: delivery.shown.get(url, Shown()) for url in delivery.passed}
+        self.thread.run(self.confirmed.confirm(target, shown))
         self._store.discard(self._current)  # the version before has been served until here
         self._current = delivery.target
         metrics = {"time/sync_s": time.monotonic() - start_s} | delivery.metrics()

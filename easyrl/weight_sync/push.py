@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, Broadcaster, TensorTee
+from easyrl.weight_sync.challenge import NONCE_BYTES
 from easyrl.weight_sync.store import WeightStore
 from easyrl.weight_sync.target import Target
 
@@ -124,7 +126,7 @@ class WeightPusher:
         await client.set_weight_version(version, ANSWER_TIMEOUT_S)
         if checks_start and given.artifact is not None:
             # it may have restarted just before the stamp, and would refuse: no trainer is known
-            await client.prove_weights(given.artifact, [])
+            await client.prove_weights(secrets.token_bytes(NONCE_BYTES), {})
 
     async def disown(self, endpoint: Endpoint, weights: Target) -> None:
         """``endpoint`` failed: it counts as restarted, and keeps no stamp that requests ask for.

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,15 +15,19 @@ from torch import Tensor
 
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.inference_client.transfer.access import GROUP, OWNER
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import remove_artifact, write_artifact
+from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from easyrl.inference_client.transfer.keyed_hasher import KeyedHasher
+from easyrl.runtime.interfaces import is_loopback, own_address
 from easyrl.runtime.machine import url_host
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
-EVERY_ADDRESS, EVERY_IPV6_ADDRESS = "0.0.0.0", "::"
+ACCESS = {"owner": OWNER, "group": GROUP}
 NamedWeights = Iterator[tuple[str, Tensor]]
 
 
@@ -41,7 +46,7 @@ class WeightStore:
     def begin(self, version: str) -> Target:
         """A version that is going to be written."""
         if self._announcement is None:  # removes what a crashed attempt of this run may have left
-            self._announcement = Announcement(self._root, self._run)
+            self._announcement = Announcement(self._root, self._run, ACCESS[self._config.access])
         return Target(version)
 
     def write(
@@ -49,15 +54,20 @@ class WeightStore:
     ) -> None:
         """Each chunk joins ``target`` on ``loop`` once it is there."""
         assert self._announcement is not None
-        write_artifact(
-            named_weights,
-            self._announcement.root / target.name,
-            target.version,
-            self._config.chunk_bytes,
-            on_chunk=lambda chunk: loop.call_soon_threadsafe(target.add, chunk),
-            memory=self._announcement.memory,
-        )
-        loop.call_soon_threadsafe(target.complete)
+        directory = self._announcement.root / target.name
+        with closing(KeyedHasher(target.nonce)) as keyed:
+            chunks = write_artifact(
+                named_weights,
+                directory,
+                target.version,
+                self._config.chunk_bytes,
+                on_chunk=lambda chunk: loop.call_soon_threadsafe(target.add, chunk),
+                memory=self._announcement.memory,
+                access=self._announcement.access,
+                keyed=keyed if self._config.prove else None,
+            )
+        reader = ArtifactReader(directory, chunks)
+        loop.call_soon_threadsafe(target.complete, reader, keyed.digests)
 
     def discard(self, target: Target | None) -> None:
         """Removes a version that nobody serves any more."""
@@ -93,10 +103,11 @@ class WeightStore:
     def _stream_url(self, url: str) -> str:
         """Address under which the endpoint at ``url`` reaches a server of the chunks.
 
-        A server listens only where the endpoints come from, unless another name is advertised.
+        A server listens at one address: that of ``bind_host`` or ``advertise_host``, else where the
+        endpoint comes from.
         """
         advertised = self._config.advertise_host
-        host = local_address_towards(url) if advertised is None else _every_address(advertised)
+        host = self._config.bind_host or listen_address(advertised, url)
         with self._lock:  # endpoints are told at the same time
             server = self._servers.get(host)
             if server is None or not server.is_alive:
@@ -116,13 +127,17 @@ class WeightStore:
             self._announcement = None
 
 
-def _every_address(advertised: str) -> str:
-    """All of this machine's, of the family in which endpoints reach ``advertised``."""
-    try:
-        families = {family for family, *_ in socket.getaddrinfo(advertised, None)}
-    except OSError:  # a name that only the endpoints know
-        return EVERY_ADDRESS
-    return EVERY_IPV6_ADDRESS if families == {socket.AF_INET6} else EVERY_ADDRESS
+def listen_address(advertised: str | None, url: str) -> str:
+    """Where to listen for the endpoint at ``url`` that is told the name ``advertised``.
+
+    The name's address, if it is this machine's (a name's may be the loopback in its own hosts
+    file, and another device may forward to here); else that on the way to the endpoint. Raises
+    ``EndpointUnavailable``.
+    """
+    own = None if advertised is None else own_address(advertised)
+    if own is not None and (not is_loopback(own) or advertised in (own, "localhost")):
+        return own
+    return local_address_towards(url)
 
 
 def local_address_towards(url: str) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from easyrl.inference_client.transfer.artifact import Chunk
+from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import Slice
 from easyrl.schema import Completion
 from easyrl.weight_sync.canary import Expected
+from easyrl.weight_sync.challenge import NONCE_BYTES, Challenge, shapes_of
 
 MOST_CHUNKS = 16  # per request, so that a new version need not wait long for an old one to give up
 
@@ -26,6 +31,10 @@ class Target:
         self.name = version.replace(":", "-")  # of the artefact, a single path component
         self.expected: Expected | None = None
         self.chunks: list[Chunk] = []
+        self.nonce = secrets.token_bytes(NONCE_BYTES)  # of the first question to each endpoint
+        self._first = Challenge({}, nonce=self.nonce)
+        self._asked: set[str] = set()  # URLs, the first question
+        self._is_published = False
         self._complete = False
         self._grown = asyncio.Event()
 
@@ -39,8 +48,12 @@ class Target:
         self.chunks.append(chunk)
         self._tell()
 
-    def complete(self) -> None:
-        """No further chunk will come."""
+    def complete(
+        self, artifact: ArtifactReader | None = None, digests: Mapping[str, str] | None = None
+    ) -> None:
+        """No further chunk will come. ``digests``: of whole tensors, keyed with ``nonce``."""
+        self._first = Challenge(shapes_of(self.chunks), artifact, nonce=self.nonce)
+        self._first.learn(digests or {})
         self._complete = True
         self._tell()
 
@@ -48,6 +61,24 @@ class Target:
         """Waits until all chunks are there."""
         while not self._complete:
             await self._grown.wait()
+
+    def published(self) -> None:
+        """From here on no endpoint is asked with ``nonce``."""
+        self._is_published = True
+
+    def challenge(self, url: str) -> Challenge:
+        """A question that the endpoint at ``url`` has not been asked; all chunks are there.
+
+        Its digests are formed as the weights are written for the first question, from the host's
+        copy for later ones. Another rank than the writer has no copy: it asks the first question
+        again, whose answers it knows.
+        """
+        if self._first.artifact is None:
+            return self._first
+        if self._is_published or url in self._asked:
+            return Challenge(self._first.tensors, self._first.artifact)
+        self._asked.add(url)
+        return self._first
 
     async def batches(self) -> AsyncIterator[list[Chunk]]:
         """All chunks from the first, at each turn those written since; waits for the writer."""
@@ -73,7 +104,11 @@ class Target:
 
     def to_json(self) -> dict[str, Any]:
         """For the other ranks: hashes of the weights, not the weights."""
+        digests = self._first.digests.items()
         return {
+            "tensors": self._first.tensors,
+            "nonce": self.nonce.hex(),
+            "digests": [[name, *astuple(part), digest] for (name, part), digest in digests],
             "version": self.version,
             "chunks": [chunk.describe() for chunk in self.chunks],
             "expected": None if self.expected is None else self.expected.to_json(),
@@ -85,6 +120,15 @@ class Target:
         for chunk in record["chunks"]:
             target.add(Chunk(**chunk))
         target.complete()
+        target.nonce = bytes.fromhex(record["nonce"])
+        digests = {
+            (name, Slice(tuple(starts), tuple(sizes), dtype, flushed)): digest
+            for name, starts, sizes, dtype, flushed, digest in record["digests"]
+        }
+        tensors = {
+            name: (dtype, tuple(shape)) for name, (dtype, shape) in record["tensors"].items()
+        }
+        target._first = Challenge(tensors, None, digests, target.nonce)
         if record["expected"] is not None:
             target.expected = Expected.from_json(record["expected"])
         return target

@@ -12,6 +12,7 @@ import itertools
 import numpy as np
 
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.fetching.fetcher import Fetcher, Request
 from easyrl.inference_client.fetching.fetcher_process import Send, Settings
 from easyrl.inference_client.fetching.suspects import Suspects
@@ -29,11 +30,12 @@ class FetcherPool:
     """
 
     def __init__(
-        self, num_fetchers: int, api_key: str | None = None, *, vocab_size: int = 2**31
+        self, num_fetchers: int, api_keys: ApiKeys | None = None, *, vocab_size: int = 2**31
     ) -> None:
-        settings = Settings(api_key, vocab_size)
+        settings = Settings(vocab_size)
         self._suspects = Suspects(settings)
         self._fetchers = [Fetcher(settings, self._suspects.add) for _ in range(num_fetchers)]
+        self._api_keys = api_keys or ApiKeys()
         self._numbers = itertools.count()
         self._running = False
 
@@ -61,7 +63,8 @@ class FetcherPool:
             raise RuntimeError("the fetchers are not running")
         prompt = np.asarray(prompt_token_ids, dtype=np.int32).tobytes()
         encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
-        message = Send(next(self._numbers), url, prompt, encoded, seed)
+        api_key = self._api_keys.of(url)
+        message = Send(next(self._numbers), url, prompt, encoded, seed, api_key)
         request = Request(message, asyncio.get_running_loop().create_future())
         min(self._fetchers, key=lambda fetcher: len(fetcher.requests)).take(request)
         try:

@@ -14,6 +14,7 @@ import numpy as np
 
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.responses import parse_generate_response
@@ -36,7 +37,6 @@ MAX_DELIVERY_DELAY_S = 0.1
 class Settings(msgspec.Struct, array_like=True):
     """The first message to a fetcher."""
 
-    api_key: str | None  # of the endpoints
     vocab_size: int  # of the policy
 
 
@@ -51,6 +51,7 @@ class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
     prompt: bytes  # int32 [P]
     sampling: bytes  # JSON
     seed: int
+    api_key: str | None = None  # of the endpoint
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -97,7 +98,7 @@ decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
 
 
 def local_fetch(
-    session: aiohttp.ClientSession, api_key: str | None = None, *, vocab_size: int = 2**31
+    session: aiohttp.ClientSession, api_keys: ApiKeys | None = None, *, vocab_size: int = 2**31
 ) -> Fetch:
     """A ``Fetch`` in this loop: what each fetcher runs, and tests.
 
@@ -106,12 +107,13 @@ def local_fetch(
     and ``ValueError`` if the server cannot do what ``sampling`` asks. Cancelling closes the
     connection, upon which the server aborts the request.
     """
-    client = functools.cache(lambda url: EndpointClient(url, session, api_key=api_key))
+    keys = api_keys or ApiKeys()
+    client = functools.cache(lambda url, key: EndpointClient(url, session, api_key=key))
 
     async def fetch(
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
-        body = await client(url).generate(prompt_token_ids, sampling, seed)
+        body = await client(url, keys.of(url)).generate(prompt_token_ids, sampling, seed)
         limits = CompletionLimits(vocab_size, sampling.max_tokens)
         return parse_generate_response(body, url, len(prompt_token_ids), limits, n=1)[0]
 
@@ -131,13 +133,13 @@ async def _serve(connection: socket.socket) -> None:
     async with aiohttp.ClientSession(
         connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=READ_BUFFER_BYTES
     ) as session:
-        frames, fetcher = FrameSplitter(), None
+        frames, api_keys, fetcher = FrameSplitter(), ApiKeys(), None
         while data := await reader.read(ORDERS_BYTES):
             for payload in frames.feed(data):
                 if fetcher is None:
                     settings = msgspec.msgpack.decode(payload, type=Settings)
-                    fetch = local_fetch(session, settings.api_key, vocab_size=settings.vocab_size)
-                    fetcher = _Fetcher(fetch, writer)
+                    fetch = local_fetch(session, api_keys, vocab_size=settings.vocab_size)
+                    fetcher = _Fetcher(fetch, api_keys, writer)
                     continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)
@@ -146,8 +148,9 @@ async def _serve(connection: socket.socket) -> None:
 class _Fetcher:
     """Turns orders into requests and responses into replies."""
 
-    def __init__(self, fetch: Fetch, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, fetch: Fetch, api_keys: ApiKeys, writer: asyncio.StreamWriter) -> None:
         self._fetch = fetch
+        self._api_keys = api_keys
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -175,6 +178,7 @@ class _Fetcher:
         try:
             prompt = np.frombuffer(order.prompt, np.int32)
             sampling = SamplingConfig.model_validate_json(order.sampling)
+            self._api_keys.learn(order.url, order.api_key)
             completion = await self._fetch(order.url, prompt, sampling, order.seed)
             reply = Fetched(
                 order.number,

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,14 +41,17 @@ class Wanted:
 
     version: int  # counts changes
     added: dict[str, int]  # URL → the version with which it came
+    api_key_envs: dict[str, str] = field(default_factory=dict)  # URL → variable with its own key
 
-    def with_added(self, url: str) -> Wanted:
+    def with_added(self, url: str, api_key_env: str | None = None) -> Wanted:
         version = self.version + 1
-        return Wanted(version, self.added | {url: version})
+        named = {} if api_key_env is None else {url: api_key_env}
+        return Wanted(version, self.added | {url: version}, self.api_key_envs | named)
 
     def without(self, url: str) -> Wanted:
         added = {other: since for other, since in self.added.items() if other != url}
-        return Wanted(self.version + 1, added)
+        named = {other: name for other, name in self.api_key_envs.items() if other != url}
+        return Wanted(self.version + 1, added, named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class RunState:
 class Members(Protocol):
     """The endpoints of a rank (``EndpointPool``)."""
 
-    def add(self, url: str) -> Any: ...
+    def add(self, url: str, api_key_env: str | None = None) -> Any: ...
     def remove(self, url: str) -> None: ...
     def states(self) -> list[EndpointState]: ...
 
@@ -109,7 +113,12 @@ def read_wanted(run_dir: Path) -> Wanted:
     content = _read(run_dir / WANTED_FILE)
     try:
         added = {str(entry["url"]): int(entry["added"]) for entry in content["endpoints"]}
-        return Wanted(int(content["version"]), added)
+        named = {
+            str(entry["url"]): str(entry["api_key_env"])
+            for entry in content["endpoints"]
+            if "api_key_env" in entry
+        }
+        return Wanted(int(content["version"]), added, named)
     except (KeyError, TypeError, ValueError) as error:
         raise MembershipError(f"{run_dir / WANTED_FILE} is not a list of endpoints") from error
 
@@ -130,7 +139,11 @@ def write_state(run_dir: Path, endpoints: Sequence[EndpointState], *, running: b
 
 
 def _write_wanted(run_dir: Path, wanted: Wanted) -> None:
-    entries = [{"url": url, "added": since} for url, since in wanted.added.items()]
+    entries: list[dict[str, Any]] = []
+    for url, since in wanted.added.items():
+        name = wanted.api_key_envs.get(url)
+        entry = {"url": url, "added": since}
+        entries.append(entry if name is None else entry | {"api_key_env": name})
     _replace(run_dir / WANTED_FILE, {"version": wanted.version, "endpoints": entries})
 
 
@@ -216,14 +229,15 @@ class MembershipFollower:
                 self._tell(f"endpoint {url} is removed", self.members.remove, url)
         for url, since in wanted.added.items():
             if before.get(url) != since:
-                self._tell(f"endpoint {url} is added", self.members.add, url)
+                add = partial(self.members.add, api_key_env=wanted.api_key_envs.get(url))
+                self._tell(f"endpoint {url} is added", add, url)
 
     def _tell(self, what: str, change: Callable[[str], object], url: str) -> None:
         try:
             change(url)
             log.warning("%s", what)
-        except ValueError as error:  # the file was written by hand
-            log.warning("%s: %s", self.run_dir / WANTED_FILE, error)
+        except ValueError as error:  # written by hand, or a variable that is not set
+            log.warning("%s: %s: %s", self.run_dir / WANTED_FILE, url, error)
 
     def _write_state(self, *, running: bool) -> None:
         try:

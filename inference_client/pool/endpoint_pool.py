@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from easyrl.config import InferenceConfig, SamplingConfig
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import Fetch
 from easyrl.inference_client.errors import (
     AttemptsFailed,
@@ -50,6 +51,7 @@ class EndpointPool(Fleet):
     Args:
         fetch: sends one request and decodes the answer; cancelling it aborts the request.
         urls: of the endpoints at the start, without trailing slashes; default: the configuration's.
+        api_keys: their bearer tokens; default: those that the configuration names.
         num_shares: processes that share the endpoints (trainer ranks); ``max_inflight`` is divided
             by it.
         update_timeout_s: for each answer to a request that touches weights.
@@ -61,11 +63,13 @@ class EndpointPool(Fleet):
         fetch: Fetch,
         *,
         urls: Sequence[str] | None = None,
+        api_keys: ApiKeys | None = None,
         num_shares: int = 1,
         update_timeout_s: float = 600.0,
     ) -> None:
-        urls = config.endpoints if urls is None else urls
-        super().__init__(config, fetch, urls, num_shares, update_timeout_s)
+        urls = config.urls if urls is None else urls
+        api_keys = api_keys or ApiKeys.read(config)
+        super().__init__(config, fetch, urls, api_keys, num_shares, update_timeout_s)
         self.num_retries = 0
         self._fetch = fetch
         self._orders = itertools.count()

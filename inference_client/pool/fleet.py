@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from easyrl.config import InferenceConfig, endpoint_url
+from easyrl.inference_client.api_keys import ApiKeys, read_variable
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -38,19 +38,6 @@ NUM_UNANSWERED = 2  # probes in a row that make a hang
 SMALLEST_CONTEXT = 2  # tokens: one of a prompt, one of its response
 
 
-def read_api_key(config: InferenceConfig) -> str | None:
-    """The endpoints' bearer token, if they want one. Raises ``ValueError`` if it is not set."""
-    if config.api_key_env is None:
-        return None
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        raise ValueError(
-            f"inference.api_key_env: the environment variable {config.api_key_env} is not set; "
-            "export it with the endpoints' key, or remove inference.api_key_env"
-        )
-    return key
-
-
 class Fleet:
     """Endpoints that come and go, each asked every ``health_interval_s`` what it serves.
 
@@ -66,13 +53,14 @@ class Fleet:
         config: InferenceConfig,
         fetch: Fetch,
         urls: Sequence[str],
+        api_keys: ApiKeys,
         num_shares: int,
         update_timeout_s: float,
     ) -> None:
         self.endpoints: list[Endpoint] = []  # replaced, never changed: other threads read it
         self._config = config
         self._first_urls = list(urls)
-        self._api_key = read_api_key(config)
+        self._api_keys = api_keys
         self._max_inflight = max(1, config.max_inflight // num_shares)
         self._update_timeout_s = update_timeout_s
         self.back_off_s = 0.5  # set aside for so long after a first failure; doubles up to 30 s
@@ -146,10 +134,12 @@ class Fleet:
 
     # ---- who belongs to it -----------------------------------------------------------------------
 
-    def add(self, url: str) -> Endpoint:
+    def add(self, url: str, api_key_env: str | None = None) -> Endpoint:
         """Takes in the endpoint at ``url``: once it answers it is repaired, then used.
 
-        Raises ``ValueError`` if it is no URL, or there already.
+        ``api_key_env`` names a variable of this process's environment that holds its key, if it has
+        one of its own. Raises ``ValueError`` if it is not set, if ``url`` is no URL, or there
+        already.
         """
         assert self._session is not None, "start first"
         url = endpoint_url(url)
@@ -157,9 +147,12 @@ class Fleet:
         if there is not None:
             if not there.leaving:
                 raise ValueError(f"{url} is an endpoint already")
+        if api_key_env is not None:
+            self._api_keys.learn(url, read_variable(api_key_env, "--api-key-env"))
+        if there is not None:
             self._forget(there)  # what it has in flight finishes all the same
         client = EndpointClient(
-            url, self._session, api_key=self._api_key, timeout_s=self._update_timeout_s
+            url, self._session, api_key=self._api_keys.of(url), timeout_s=self._update_timeout_s
         )
         endpoint = Endpoint(client, self._max_inflight)
         endpoint.down = "no answer yet"

@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,15 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES, Chunk
+from easyrl.inference_client.transfer.access import Access
+from easyrl.inference_client.transfer.keyed_hasher import KeyedHasher
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPE_NAMES, Chunk, Entry
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes, map_file
 
 MANIFEST = "manifest.json"
 FREE = ".free"  # folder in the root, of files that wait for their next use
 HEADER_BYTES = 2**16  # in front of the tensors, padded with spaces; longer only for one long name
 BLOCK_BYTES = 2**19  # copied and hashed at a time: stays in the processor's cache
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def weights_digest(chunks: Iterable[Chunk]) -> str:
@@ -56,6 +58,8 @@ def write_artifact(
     on_chunk: Callable[[Chunk], object] | None = None,
     *,
     memory: ReusedMemory | None = None,
+    access: Access | None = None,
+    keyed: KeyedHasher | None = None,
 ) -> list[Chunk]:
     """Writes ``named_weights`` into ``directory``, in the dtypes given.
 
@@ -64,20 +68,27 @@ def write_artifact(
     ``on_chunk`` hears of each as soon as it can be read. An artifact of the same name is replaced.
     Raises ``ValueError`` if a name comes twice or a dtype cannot be sent, and ``OSError`` naming
     directory and bytes if it is full; then nothing is left behind. ``memory``: files of removed
-    artifacts to write over.
+    artifacts to write over. ``access``: who may read it; None: as the umask says. ``keyed``: hashes
+    each tensor a second time, meanwhile.
     """
     directory = directory.absolute()
     remove_artifact(directory, memory)
     directory.mkdir(parents=True)
+    if access is not None:
+        directory.chmod(access.folder)
     chunks: list[Chunk] = []
     try:
-        for chunk in _write_chunks(named_weights, directory, chunk_bytes, memory):
+        for chunk in _write_chunks(named_weights, directory, chunk_bytes, memory, keyed):
             chunks.append(chunk)
+            if access is not None:
+                (directory / chunk.file).chmod(access.file)
             if on_chunk is not None:
                 on_chunk(chunk)
         record = {"version": version, "chunks": [chunk.describe() for chunk in chunks]}
         unfinished = directory / f".{MANIFEST}.part"
         unfinished.write_text(json.dumps(record))
+        if access is not None:
+            unfinished.chmod(access.file)
         unfinished.rename(directory / MANIFEST)
     except BaseException:
         remove_artifact(directory, memory)
@@ -90,6 +101,7 @@ def _write_chunks(
     directory: Path,
     chunk_bytes: int,
     memory: ReusedMemory | None,
+    keyed: KeyedHasher | None,
 ) -> Iterator[Chunk]:
     """Distributes tensors over chunk files; each file comes when it can be read."""
     names: set[str] = set()
@@ -108,7 +120,7 @@ def _write_chunks(
             if file is None:
                 file = ChunkFile(directory / f"chunk-{num_chunks:05d}.safetensors", memory)
                 num_chunks += 1
-            file.append(name, weight)
+            file.append(name, weight, keyed)
         if file is not None:
             yield file.finish()
             file = None
@@ -164,7 +176,7 @@ class ReusedMemory:
         with self._lock:
             if not directory.is_dir():
                 return
-            self._free.mkdir(exist_ok=True)
+            self._free.mkdir(0o750, exist_ok=True)
             for path in directory.glob("chunk-*"):
                 self.forget(self._free / path.name)
                 path.rename(self._free / path.name)
@@ -183,6 +195,7 @@ class ChunkFile:
 
     def __init__(self, path: Path, memory: ReusedMemory | None) -> None:
         self._checksums: dict[str, str] = {}
+        self._entries: list[Entry] = []
         self.num_bytes = 0  # of the tensors
         self._path = path
         self._unfinished = path.with_name(f".{path.name}.part")
@@ -200,7 +213,7 @@ class ChunkFile:
         """Whether the header can take one more entry."""
         return self._header_bytes + len(_json(_entry(name, weight, 2**50))) <= HEADER_BYTES
 
-    def append(self, name: str, weight: Tensor) -> None:
+    def append(self, name: str, weight: Tensor, keyed: KeyedHasher | None = None) -> None:
         """Copies and hashes one tensor.
 
         Raises ``ValueError`` for a dtype that cannot be sent, ``OSError`` if the disk is full.
@@ -213,11 +226,15 @@ class ChunkFile:
         self._header |= entry
         self._header_bytes += len(_json(entry))
         source = bytes_of(weight)
+        start, shape = self.num_bytes, tuple(weight.shape)
+        end = start + len(source)
+        self._entries.append(Entry(name, weight.dtype, shape, len(source), start, end))
         digest = blake3()
-        for start in range(0, len(source), BLOCK_BYTES):
-            block = source[start : start + BLOCK_BYTES]
-            self._put(block)
-            digest.update(block.data)
+        with nullcontext() if keyed is None else keyed.beside(name, source):
+            for first in range(0, len(source), BLOCK_BYTES):
+                block = source[first : first + BLOCK_BYTES]
+                self._put(block)
+                digest.update(block.data)
         self._checksums[name] = digest.hexdigest()
 
     def finish(self) -> Chunk:
@@ -234,7 +251,7 @@ class ChunkFile:
             self._write(np.frombuffer(header, np.uint8))
         self._close()
         self._unfinished.rename(self._path)
-        return Chunk(self._path.name, self.num_bytes, self._checksums)
+        return Chunk(self._path.name, self.num_bytes, self._checksums, tuple(self._entries))
 
     def discard(self) -> None:
         """Gives up what was written."""

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from easyrl.inference_client.api_keys import ApiKeys
+
 # by transport: module of the trainer-side engine, how its classes' names begin, what has it
 BACKENDS = {
     "nccl": ("vllm.distributed.weight_transfer.nccl_engine", "NCCL", "vLLM 0.29 or newer"),
@@ -54,18 +56,16 @@ class EndpointsClient:
 
     Args:
         urls: of the servers.
-        api_key: bearer token.
+        api_keys: their bearer tokens.
         timeout_s: of one call, a whole broadcast included.
     """
 
-    def __init__(self, urls: Sequence[str], api_key: str | None, timeout_s: float) -> None:
+    def __init__(self, urls: Sequence[str], api_keys: ApiKeys | None, timeout_s: float) -> None:
         self.weight_version: str | None = None  # taken by the endpoints at the end of an update
         self._urls = urls
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._api_keys = api_keys or ApiKeys()
         self._timeout_s = timeout_s
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
         self._threads = ThreadPoolExecutor(len(urls), "easyrl-broadcast")
         answers = self._on_all(lambda url, _: self._call(url, "GET", "/get_world_size", None))
         sizes = [int(json.loads(answer)["world_size"]) for answer in answers]  # workers, all ranks
@@ -106,7 +106,10 @@ class EndpointsClient:
         return [future.result() for future in futures]
 
     def _call(self, url: str, method: str, route: str, body: bytes | None) -> bytes:
-        request = urllib.request.Request(url + route, body, self._headers, method=method)
+        headers = {"Content-Type": "application/json"}
+        if (api_key := self._api_keys.of(url)) is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
+        request = urllib.request.Request(url + route, body, headers, method=method)
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 return response.read()
@@ -115,6 +118,13 @@ class EndpointsClient:
             raise RuntimeError(f"{url}{route}: status {error.code}: {text}") from None
         except OSError as error:
             raise RuntimeError(f"{url}{route}: {error}") from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A key is not sent on to whom an endpoint names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 class Broadcast:

@@ -157,4 +157,4 @@ async def test_it_takes_weights_and_proves_nothing(endpoint: SleepingEndpoint) -
         await client.resume()
         assert await client.weight_version() == "run:0:2"
         with pytest.raises(RequestRejected):
-            await client.prove_weights("a", [])
+            await client.prove_weights(bytes(32), {})

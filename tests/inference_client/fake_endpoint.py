@@ -26,6 +26,7 @@ class FakeEndpoint:
     model: str = "fake"
     num_tokens: int = 3
     api_key: str | None = None
+    keys: set[str | None] = field(default_factory=set)  # Authorization headers that were sent
     has_tokenizer: bool = True
     healthy: bool = True
     max_model_len: int = 512
@@ -99,6 +100,7 @@ class FakeEndpoint:
 
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.keys.add(request.headers.get("Authorization"))
         guarded = request.path.startswith(("/v1", "/inference"))
         if self.api_key is not None and guarded:
             if request.headers.get("Authorization") != f"Bearer {self.api_key}":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,28 @@ def test_a_small_file_is_read_within_its_bound(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):
         read_small(tmp_path / "pipe", 3)
+
+
+def test_a_root_that_a_living_trainer_holds_is_left_alone(tmp_path: Path) -> None:
+    """Two clusters with the same paths, or a copied run folder, resumed beside its original."""
+    first = Announcement(tmp_path / "easyrl-run", "run")
+    (first.root / "weights").write_text("served")
+    second = Announcement(tmp_path / "easyrl-run", "run")
+    assert (first.root / "weights").read_text() == "served"
+    assert second.root != first.root and second.token != first.token
+    second.remove()
+    assert first.root.is_dir() and not second.root.exists()
+    first.remove()
+
+
+@pytest.mark.parametrize("left", ["dead", "elsewhere", "unowned"])
+def test_of_its_own_name_only_a_dead_trainers_root_is_removed(tmp_path: Path, left: str) -> None:
+    root = tmp_path / "easyrl-run"
+    root.mkdir()
+    if left != "unowned":  # a file system without locks: nobody knows whether it lives
+        (root / OWNER).write_text(socket.gethostname() if left == "dead" else "elsewhere")
+    (root / "weights").write_text("left")
+    told = Announcement(root, "run")
+    assert (told.root == root) == (left == "dead")
+    assert (root / "weights").exists() == (left != "dead")
+    told.remove()

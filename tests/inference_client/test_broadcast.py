@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.transfer.broadcast import Broadcast, EndpointsClient
 from tests.vllm_environment import VLLM_PYTHON
 
@@ -26,6 +27,8 @@ class FakeEndpoint(ThreadingHTTPServer):
         self.world_size = world_size
         self.calls: list[tuple[str, Any]] = []
         self.refuses: str | None = None
+        self.redirects_to: str | None = None
+        self.keys: set[str | None] = set()  # Authorization headers
         super().__init__(("127.0.0.1", 0), FakeRoutes)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -35,6 +38,13 @@ class FakeRoutes(BaseHTTPRequestHandler):
     server: FakeEndpoint
 
     def do_GET(self) -> None:  # noqa: N802
+        self.server.keys.add(self.headers["Authorization"])
+        if self.server.redirects_to is not None:
+            self.send_response(302)
+            self.send_header("Location", self.server.redirects_to)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         self._answer(200, {"world_size": self.server.world_size})
 
     def do_POST(self) -> None:  # noqa: N802
@@ -104,6 +114,22 @@ def test_a_refusal_names_the_endpoints(endpoints: list[FakeEndpoint]) -> None:
     assert all(endpoint.url in str(raised.value) for endpoint in endpoints[1:])
     assert all(endpoint.calls for endpoint in endpoints)  # the others were told nevertheless
     client.close()
+
+
+def test_each_endpoint_is_sent_its_own_key(endpoints: list[FakeEndpoint]) -> None:
+    urls = [endpoint.url for endpoint in endpoints]
+    EndpointsClient(urls, ApiKeys({urls[0]: "its own"}, "of all others"), 600.0).close()
+    first, *others = (endpoint.keys for endpoint in endpoints)
+    assert first == {"Bearer its own"}
+    assert others == [{"Bearer of all others"}, {"Bearer of all others"}]
+
+
+def test_a_key_is_not_sent_on_to_where_an_endpoint_redirects(endpoints: list[FakeEndpoint]) -> None:
+    first, second, _ = endpoints
+    first.redirects_to = f"{second.url}/get_world_size"
+    with pytest.raises(RuntimeError, match=f"{first.url}/get_world_size: status 302"):
+        EndpointsClient([first.url], ApiKeys({first.url: "its own"}), 600.0)
+    assert second.keys == set()
 
 
 def test_an_endpoint_that_is_away_is_named() -> None:

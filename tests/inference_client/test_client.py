@@ -27,6 +27,7 @@ from easyrl.inference_client.errors import (
     RequestRejected,
 )
 from easyrl.inference_client.responses import parse_generate_response
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice, Slice
 from easyrl.schema import VersionSpan
 
 REAL_RESPONSE = Path(__file__).with_name("vllm_generate_response.json").read_bytes()
@@ -204,7 +205,9 @@ async def test_control_routes_send_what_vllm_expects(endpoint, client):
     ]
 
 
-CHUNKS = [{"file": "chunk-00000.safetensors", "num_bytes": 8, "checksums": {"w": "ab"}}]
+TENSORS = {"w": ("F32", (2, 3))}
+NONCE = bytes(range(32))
+SLICE = {"starts": [0, 0], "sizes": [2, 3], "dtype": "F32", "flushed": False}
 
 
 @pytest.fixture
@@ -241,20 +244,25 @@ async def test_every_worker_proves_its_weights(one_route, session):
     one_route.body = orjson.dumps(
         {
             "results": [
-                {"checksums": {"w": "ab"}, "problems": {}, "transport": "file"},
-                {"checksums": {}, "problems": {"w": "other bits"}, "transport": "http", "more": 1},
+                {
+                    "slices": {"w": [{"slice": SLICE, "digest": "ab", "copy": ""}]},
+                    "problems": {},
+                    "transport": "file",
+                },
+                {"slices": {}, "problems": {"w": "other bits"}, "transport": "http", "more": 1},
             ]
         }
     )
-    proofs = await EndpointClient(one_route.url, session).prove_weights("v-4", CHUNKS)
+    proofs = await EndpointClient(one_route.url, session).prove_weights(NONCE, TENSORS)
     assert proofs == [
-        WorkerProof({"w": "ab"}, {}, "file"),
+        WorkerProof({"w": [ServedSlice(Slice((0, 0), (2, 3), "F32"), "ab")]}, {}, "file"),
         WorkerProof({}, {"w": "other bits"}, "http"),
     ]
     ((path, body),) = one_route.received
     assert path == "/collective_rpc" and body["method"] == "easyrl_prove_weights"
-    assert body["kwargs"]["artifact"] == "v-4"
-    assert orjson.loads(body["kwargs"]["chunks"]) == CHUNKS  # vLLM passes on strings only
+    assert body["kwargs"]["nonce"] == NONCE.hex()
+    # vLLM passes on strings only
+    assert orjson.loads(body["kwargs"]["tensors"]) == {"w": ["F32", [2, 3]]}
 
 
 @pytest.mark.parametrize(
@@ -263,8 +271,8 @@ async def test_every_worker_proves_its_weights(one_route, session):
         (b'{"results": []}', r"length >= 1 - at `\$\.results`"),
         (b'{"results": [null]}', r"POST /collective_rpc: .* at `\$\.results\[0\]`"),
         (
-            b'{"results": [{"checksums": {"w": 1}, "problems": {}, "transport": "file"}]}',
-            r"at `\$\.results\[0\]\.checksums",
+            b'{"results": [{"slices": {"w": 1}, "problems": {}, "transport": "file"}]}',
+            r"at `\$\.results\[0\]\.slices",
         ),
         (b'{"message": "done"}', "missing required field `results`"),
         (b"", "empty body"),
@@ -273,12 +281,12 @@ async def test_every_worker_proves_its_weights(one_route, session):
 async def test_an_answer_without_proofs_is_no_proof(one_route, session, body, reason):
     one_route.body = body
     with pytest.raises(MalformedResponse, match=reason):
-        await EndpointClient(one_route.url, session).prove_weights("v-4", CHUNKS)
+        await EndpointClient(one_route.url, session).prove_weights(NONCE, TENSORS)
 
 
 async def test_a_server_without_the_proof_says_so(endpoint, client):
     with pytest.raises(RequestRejected, match="404"):
-        await client.prove_weights("v-4", CHUNKS)
+        await client.prove_weights(NONCE, TENSORS)
 
 
 @pytest.mark.parametrize("status_code", [200, 400, 500])
@@ -302,6 +310,27 @@ async def test_the_key_is_sent(endpoint, session):
     assert len(endpoint.requests) == 1
     with pytest.raises(RequestRejected, match="401.*Unauthorized.*inference.api_key_env"):
         await EndpointClient(endpoint.url, session).served_model()
+
+
+async def test_an_endpoint_that_repeats_the_key_does_not_bring_it_into_messages(session):
+    answers = {400: RequestRejected, 503: EndpointUnavailable, 200: MalformedResponse}
+    for code, kind in answers.items():
+
+        async def echo(request, code=code):
+            said = f"not allowed: {dict(request.headers)}"
+            return web.json_response({"error": said, "weight_version": 7}, status=code)
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", echo)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        client = EndpointClient(url, session, api_key="MARKED-key")
+        with pytest.raises(kind) as caught:
+            await client.weight_version()
+        assert "Bearer [key]" in str(caught.value) and "MARKED" not in str(caught.value)
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,12 @@ from easyrl.inference_client.servers.embedded.sampling import (
     penalize,
 )
 from easyrl.inference_client.transfer.artifact import tensor_checksum
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import slice_digest, whole_slice
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice
 from tests.inference_client.written_artifact import WeightArtifact, write_artifact
 
 VOCAB = 64
+NONCE = bytes(range(32))
 EOS = 63
 SIZES = dict(
     vocab_size=VOCAB,
@@ -450,7 +453,7 @@ def test_one_update_at_a_time_and_one_artifact_in_it(
     with pytest.raises(ValueError, match="a weight update is open"):
         engine.weights.start().result(10)
     with pytest.raises(ValueError, match="a weight update is open"):
-        engine.weights.prove(artifact.checksums).result(10)
+        engine.weights.prove(NONCE, artifact.checksums.keys()).result(10)
     engine.weights.abandon().result(10)
     # nothing was written: the old weights still serve
     assert run(engine, prompts(1)[0]).finish_reason in ("stop", "length")
@@ -462,7 +465,7 @@ def test_one_update_at_a_time_and_one_artifact_in_it(
     with pytest.raises(UnavailableError, match="the last weight update failed"):
         run(engine, prompts(1)[0])
     update(engine, artifact)
-    assert engine.weights.prove(artifact.checksums).result(10).problems == {}
+    assert engine.weights.prove(NONCE, artifact.checksums.keys()).result(10).problems == {}
 
 
 def test_proof_names_each_tensor_that_differs(
@@ -471,14 +474,19 @@ def test_proof_names_each_tensor_that_differs(
     artifact = artifact_of(qwen3[0], tmp_path, "v1")
     update(engine, artifact)
     stale, absent = "model.norm.weight", "model.embed_tokens.weight"
-    expected = {name: value for name, value in artifact.checksums.items() if name != absent}
-    expected |= {stale: "0" * 64, "x.weight": "1" * 64}
-    proof = engine.weights.prove(expected).result(10)
+    asked = artifact.checksums.keys() - {absent} | {"x.weight"}
+    proof = engine.weights.prove(NONCE, asked).result(10)
     assert proof.transport == "file"
-    assert proof.problems.keys() == {stale, absent, "x.weight"}
-    assert proof.checksums == {
-        name: value for name, value in artifact.checksums.items() if name not in (stale, absent)
+    assert proof.problems.keys() == {absent, "x.weight"}
+    weights = dict(saved_weights(qwen3[0]))
+    assert proof.slices == {
+        name: [ServedSlice(whole_slice(w.dtype, w.shape), slice_digest(w, NONCE))]
+        for name, w in weights.items()
+        if name != absent
     }
+    engine.weights._tensors[stale].view(-1)[0] += 1e-3
+    again = engine.weights.prove(NONCE, asked).result(10)
+    assert {name for name in proof.slices if again.slices[name] != proof.slices[name]} == {stale}
 
 
 def saved_weights(directory: Path) -> list[tuple[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 import torch
@@ -21,11 +22,14 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.server import main, start_site
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
+from easyrl.weight_sync.challenge import Challenge, Findings, shapes_of
+from tests.inference_client.served_tensors import ArtifactInMemory
 from tests.inference_client.written_artifact import write_artifact
 
 EOS = 62
@@ -272,13 +276,15 @@ async def test_weight_update_over_http(model_dir: Path, tmp_path: Path) -> None:
         compare = {"action": "compare", "baseline": artifact.checksums | {"lm_head.weight": "0"}}
         _, reply = await post(http, "/weight_checker", compare)
         assert reply == {"match": False, "mismatches": ["lm_head.weight"]}
-        chunks = json.dumps(artifact.update_info()["chunks"])
-        proof = {"artifact": artifact.name, "chunks": chunks}
-        rpc = {"method": "easyrl_prove_weights", "kwargs": proof}
+        asked = Challenge(shapes_of(artifact.chunks), ArtifactInMemory(changed))
+        kwargs = {"nonce": asked.nonce.hex(), "tensors": json.dumps(asked.tensors)}
+        rpc = {"method": "easyrl_prove_weights", "kwargs": kwargs}
         _, reply = await post(http, "/collective_rpc", rpc)
-        assert reply == {
-            "results": [{"checksums": artifact.checksums, "problems": {}, "transport": "file"}]
-        }
+        (proof,) = msgspec.convert(reply["results"], list[WorkerProof])
+        assert (proof.problems, proof.transport) == ({}, "file")
+        assert asked.check([proof]) == Findings([{}], [])
+        rpc["kwargs"] = kwargs | {"nonce": "0"}
+        assert (await post(http, "/collective_rpc", rpc))[0] == 400
         after = (await post(http, "/inference/v1/generate", generate_body()))[1]
         (old,), (new,) = before["choices"], after["choices"]
         assert new["weight_versions"] == [{"version": "run:0:1", "start": 0, "end": 8}]
@@ -353,7 +359,8 @@ async def test_weights_come_over_http_too(model_dir: Path, tmp_path: Path) -> No
             assert (await post(http, "/update_weights", whole))[0] == 200
             finish = {"weight_version": "v1"}
             assert (await post(http, "/finish_weight_update", finish))[0] == 200
-            proof = await asyncio.wrap_future(engine.weights.prove(artifact.checksums))
+            asked = engine.weights.prove(bytes(32), artifact.checksums.keys())
+            proof = await asyncio.wrap_future(asked)
             assert (proof.transport, proof.problems) == ("http", {})
 
 
@@ -449,6 +456,27 @@ def test_command_serves_and_ends_on_sigterm(model_dir: Path) -> None:
         assert process.wait(30) == 0
         assert process.stdout is not None
         process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--api-key-env", "EASYRL_TEST_KEY"], "--api-key-env: EASYRL_TEST_KEY is not set"),
+        (["--api-key-env", "EASYRL_EMPTY_KEY"], "is empty; every request would pass"),
+        (["--api-key", ""], "is empty; every request would pass"),
+    ],
+)
+def test_command_refuses_a_key_that_is_none(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("EASYRL_TEST_KEY", raising=False)
+    monkeypatch.setenv("EASYRL_EMPTY_KEY", "")
+    assert main([str(tmp_path), "--port", "0", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_command_refuses_a_folder_without_a_model(

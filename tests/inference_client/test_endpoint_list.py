@@ -29,6 +29,29 @@ def test_an_attempt_begins_with_what_its_configuration_says(tmp_path):
     assert second.version == 4 and list(read_wanted(tmp_path).added) == ["http://a"]
 
 
+def test_a_key_is_named_in_the_list_and_forgotten_with_its_endpoint(tmp_path):
+    begin_membership(tmp_path, ["http://a"])
+    change_wanted(tmp_path, lambda wanted: wanted.with_added("http://b", "KEY_OF_B"))
+    assert read_wanted(tmp_path).api_key_envs == {"http://b": "KEY_OF_B"}
+    change_wanted(tmp_path, lambda wanted: wanted.with_added("http://c"))
+    assert read_wanted(tmp_path).api_key_envs == {"http://b": "KEY_OF_B"}
+    change_wanted(tmp_path, lambda wanted: wanted.without("http://b"))
+    assert read_wanted(tmp_path).api_key_envs == {}
+
+
+async def test_a_rank_adds_an_endpoint_with_the_key_that_the_list_names(tmp_path, monkeypatch):
+    (old,) = servers(1)
+    monkeypatch.setenv("EASYRL_TEST_KEY", "its own")
+    async with FakeEndpoint(api_key="its own") as new, pool_of(old) as pool:
+        begun = begin_membership(tmp_path, [old.url])
+        follower = MembershipFollower(pool, tmp_path, begun, writes_state=False, poll_s=0.02)
+        await follower.start()
+        change_wanted(tmp_path, lambda wanted: wanted.with_added(new.url, "EASYRL_TEST_KEY"))
+        await until(lambda: len(pool.endpoints) == 2 and pool.endpoints[1].is_up)
+        await follower.close()
+        assert new.keys == {"Bearer its own"}
+
+
 def test_changes_at_the_same_time_do_not_undo_each_other(tmp_path):
     begin_membership(tmp_path, [])
     urls = [f"http://host:{port}" for port in range(1000, 1020)]

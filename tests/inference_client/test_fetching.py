@@ -22,6 +22,7 @@ from fake_endpoint import FakeEndpoint, Fault, answer, break_off, hang, status, 
 from pool_cases import V1, ask, pool_of
 
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
     EndpointUnavailable,
     MalformedResponse,
@@ -133,10 +134,20 @@ async def test_what_the_user_has_to_change_is_a_value_error(endpoint, fetch):
 
 async def test_the_key_is_sent(endpoint):
     endpoint.api_key = "secret"
-    fetchers = FetcherPool(1, "secret")
+    fetchers = FetcherPool(1, ApiKeys(default="secret"))
     await fetchers.start()
     await fetchers(endpoint.url, PROMPT, SAMPLING, 0)
     await fetchers.close()
+
+
+async def test_each_endpoint_is_sent_its_own_key_and_no_other(endpoint):
+    async with FakeEndpoint() as other:
+        fetchers = FetcherPool(1, ApiKeys({endpoint.url: "its own"}, default="all others'"))
+        await fetchers.start()
+        for url in (endpoint.url, other.url, endpoint.url):
+            await fetchers(url, PROMPT, SAMPLING, 0)
+        await fetchers.close()
+        assert endpoint.keys == {"Bearer its own"} and other.keys == {"Bearer all others'"}
 
 
 async def test_cancelling_closes_the_connection(endpoint, fetch):
@@ -290,7 +301,7 @@ async def test_answers_beyond_the_fetchers_memory_are_their_endpoints_fault():
     ours, theirs = socket.socketpair()
     with ours:
         reader, writer = await asyncio.open_unix_connection(sock=theirs)
-        process = fetcher_process._Fetcher(fetch, writer)
+        process = fetcher_process._Fetcher(fetch, ApiKeys(), writer)
         process.obey(Send(3, "http://a", PROMPT.tobytes(), SAMPLING.model_dump_json().encode(), 0))
         frames, replies = FrameSplitter(), []
         ours.setblocking(False)

@@ -29,7 +29,7 @@ from easyrl.inference_client.responses import parse_generate_response
 RECORDED = Path(__file__).with_name("vllm_generate_response.json").read_bytes()
 PROMPT = np.array([5, 6, 7, 8], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=4)
-CHUNKS = [{"file": "chunk-00000.safetensors", "num_bytes": 8, "checksums": {"w": "ab"}}]
+NONCE, TENSORS = bytes(32), {"w": ("F32", [2])}
 
 Call = Callable[[EndpointClient], Awaitable[object]]
 DECODED: dict[str, Call] = {  # routes whose answer is used
@@ -37,7 +37,7 @@ DECODED: dict[str, Call] = {  # routes whose answer is used
     "GET /weight_info": lambda c: c.weight_version(),
     "POST /reset_prefix_cache": lambda c: c.reset_prefix_cache(),
     "POST /update_weight_version": lambda c: c.set_weight_version("r:0:1"),
-    "POST /collective_rpc": lambda c: c.prove_weights("v-4", CHUNKS),
+    "POST /collective_rpc": lambda c: c.prove_weights(NONCE, TENSORS),
     "POST /inference/v1/generate": lambda c: local_fetch(c._session)(c.url, PROMPT, SAMPLING, 0),
 }
 IGNORED: dict[str, Call] = {  # ... of which only the status is
@@ -121,7 +121,7 @@ async def test_bad_json_on_a_route_that_is_decoded_is_malformed(server, client, 
         ("GET /v1/models", b'{"data": [{"id": "m", "max_model_len": 9.5}]}', "max_model_len"),
         ("GET /v1/models", b'{"data": [{"id": "m", "arithmetic": 1}]}', "arithmetic"),
         ("POST /reset_prefix_cache", b'{"success": 1}', "success"),
-        ("POST /collective_rpc", b'{"results": [{"checksums": {"w": 1}}]}', "results[0].checksums"),
+        ("POST /collective_rpc", b'{"results": [{"slices": {"w": 1}}]}', "results[0].slices"),
     ],
 )
 async def test_the_fault_names_the_field(server, client, route, body, field):
@@ -327,10 +327,11 @@ async def test_the_bounds_leave_room_for_the_longest_answers(server, client):
     assert len(made.token_ids) == 4096
 
     names = [f"model.layers.{i}.mlp.experts.{i}.down_proj.weight" for i in range(2000)]
-    chunks = [{"file": "c", "num_bytes": 8, "checksums": {name: "ab" * 32 for name in names}}]
-    proof = {"checksums": {name: "ab" * 32 for name in names}, "problems": {}, "transport": "file"}
-    server.answer = http(json.dumps({"results": [proof] * 16}).encode())
-    assert len(await client.prove_weights("v-4", chunks)) == 16
+    box = {"starts": [123_456, 123_456], "sizes": [123_456, 123_456], "dtype": "BF16"}
+    served = {"slice": box | {"flushed": False}, "digest": "ab" * 32, "copy": "linear 1"}
+    proof = {"slices": dict.fromkeys(names, [served] * 3), "problems": {}, "transport": "file"}
+    server.answer = http(json.dumps({"results": [proof] * 32}).encode())
+    assert len(await client.prove_weights(NONCE, dict.fromkeys(names, ("BF16", [1, 1])))) == 32
 
 
 async def test_a_drip_is_no_progress():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -66,15 +68,78 @@ def listener_of(url: str) -> int:
 
 def test_starts_all_at_once_and_closes_all(model_dir: Path, tmp_path: Path) -> None:
     logs, options = tmp_path / "logs", ["--max-model-len=77"]
-    with managed(model_dir, logs, count=2, options=options, batch_invariant=True) as (_, urls):
+    with managed(model_dir, logs, count=2, options=options, batch_invariant=True) as (
+        servers,
+        urls,
+    ):
         assert len(set(urls)) == 2
         assert eventually(lambda: all(map(answers, urls)), 120)
         pids = [listener_of(url) for url in urls]
         for url in urls:
-            served = requests.get(f"{url}/v1/models", timeout=5).json()["data"][0]
+            headers = bearer(servers.api_keys[url])
+            asked = requests.get(f"{url}/v1/models", headers=headers, timeout=5)
+            served = asked.json()["data"][0]
             assert served["max_model_len"] == 77 and served["batch_invariant"] is True
     assert not any(map(psutil.pid_exists, pids))
     assert sorted(p.name for p in logs.iterdir()) == ["server-0.log", "server-1.log"]
+
+
+def test_each_server_has_a_key_of_its_own_on_all_routes(model_dir: Path, tmp_path: Path) -> None:
+    with managed(model_dir, tmp_path, count=2) as (servers, urls):
+        assert eventually(lambda: all(map(answers, urls)), 120)
+        keys = [servers.api_keys[url] for url in urls]
+        assert len(set(keys)) == 2
+        for url, own, other in (urls[0], *keys), (urls[1], *reversed(keys)):
+            for route in ("/weight_info", "/v1/models"):
+                statuses = [
+                    requests.get(f"{url}{route}", headers=headers, timeout=5).status_code
+                    for headers in ({}, bearer(other), bearer(own))
+                ]
+                assert statuses == [401, 401, 200]
+            assert requests.post(f"{url}/pause", timeout=5).status_code == 401
+            said = " ".join(psutil.Process(listener_of(url)).cmdline())
+            assert own not in said and own not in repr(servers)
+        said = "".join(log.read_text() for log in tmp_path.iterdir())
+        assert not any(key in said for key in keys)
+
+
+def test_the_key_stays_when_the_server_is_started_again(model_dir: Path, tmp_path: Path) -> None:
+    with managed(model_dir, tmp_path, **quick_server(tmp_path)) as (servers, urls):
+        (key,) = servers.api_keys.values()
+        assert eventually(lambda: answers(urls[0]))
+        os.kill(first := listener_of(urls[0]), signal.SIGKILL)
+        assert eventually(lambda: answers(urls[0]) and listener_of(urls[0]) != first)
+        starts = (tmp_path / "server-0.log").read_text().splitlines()
+        starts = [json.loads(line) for line in starts if line.startswith('{"argv"')]
+    assert [start["env"]["EASYRL_API_KEY"] for start in starts] == [key, key]
+    assert [start["env"]["VLLM_API_KEY"] for start in starts] == [key, key]
+    for start in starts:
+        assert "easyrl_vllm.access.RequireApiKey" in start["argv"]
+        assert key not in " ".join(start["argv"])
+
+
+def test_sockets_between_its_processes_are_in_a_private_folder(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with managed(model_dir, tmp_path, **quick_server(tmp_path)) as (_, urls):
+        assert eventually(lambda: answers(urls[0]))
+        said = json.loads((tmp_path / "server-0.log").read_text().splitlines()[0])
+        folder = Path(said["env"]["VLLM_RPC_BASE_PATH"])
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert len(str(folder)) < 60  # a socket's name of 36 letters comes behind, 107 in all
+    assert not folder.exists()
+
+
+def test_a_users_own_middleware_is_kept_beside_the_guard(model_dir: Path, tmp_path: Path) -> None:
+    options = ["--middleware=their.own"]
+    with managed(model_dir, tmp_path, options=options, **quick_server(tmp_path)) as (_, urls):
+        assert eventually(lambda: answers(urls[0]))
+        said = json.loads((tmp_path / "server-0.log").read_text().splitlines()[0])["argv"]
+    assert "easyrl_vllm.access.RequireApiKey" in said and "--middleware=their.own" in said
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def test_killed_server_is_restarted_on_its_port_and_the_other_is_left_alone(

@@ -315,6 +315,36 @@ async def test_a_wrong_key_is_told_at_once_and_a_missing_one_before_the_start(mo
         assert pool.endpoints[0].served.name == "fake"
 
 
+async def test_each_endpoint_is_sent_its_own_key_on_every_route(monkeypatch):
+    monkeypatch.setenv("EASYRL_TEST_KEY", "of all")
+    monkeypatch.setenv("EASYRL_TEST_OWN_KEY", "of one")
+    async with FakeEndpoint(api_key="of all") as first, FakeEndpoint(api_key="of one") as second:
+        config = InferenceConfig(
+            endpoints=[first.url, {"url": second.url + "/", "api_key_env": "EASYRL_TEST_OWN_KEY"}],
+            api_key_env="EASYRL_TEST_KEY",
+            health_interval_s=0.05,
+        )
+        pool = EndpointPool(config, never_fetch)
+        await pool.start()
+        await until(lambda: all(endpoint.is_up for endpoint in pool.endpoints))
+        await pool.endpoints[1].client.pause("wait")
+        await pool.close()
+        assert first.keys == {"Bearer of all"} and second.keys == {"Bearer of one"}
+
+
+async def test_an_endpoint_that_is_added_names_its_own_key(monkeypatch):
+    (old,) = servers(1)
+    monkeypatch.delenv("EASYRL_TEST_KEY", raising=False)
+    async with FakeEndpoint(api_key="its own") as new, pool_of(old) as pool:
+        with pytest.raises(ValueError, match="--api-key-env: .* EASYRL_TEST_KEY is not set"):
+            pool.add(new.url, "EASYRL_TEST_KEY")
+        assert len(pool.endpoints) == 1
+        monkeypatch.setenv("EASYRL_TEST_KEY", "its own")
+        pool.add(new.url, "EASYRL_TEST_KEY")
+        await until(lambda: pool.endpoints[1].is_up)
+        assert new.keys == {"Bearer its own"} and old.keys == {None}
+
+
 async def never_fetch(*_: Any) -> Any:
     raise AssertionError("not to be called")
 

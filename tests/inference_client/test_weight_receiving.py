@@ -343,11 +343,12 @@ def test_what_is_announced(told: Announcement) -> None:
         told.init_info("http")
     with pytest.raises(ValueError, match="'nccl' moves no files"):
         told.init_info("nccl")
-    again = Announcement(told.root, "run")  # by the next attempt of the run
+    again = Announcement(told.root, "run")  # this one lives: see test_announcement
     assert again.token != told.token
     again.remove()
     again.remove()
-    assert not told.root.exists()
+    told.remove()
+    assert not again.root.exists() and not told.root.exists()
 
 
 # ---- connections that fail -----------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from easyrl.inference_client.transfer import artifact
 from easyrl.inference_client.transfer.artifact import Chunk, ReusedMemory
+from easyrl.inference_client.transfer.keyed_hasher import KeyedHasher
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ def write_artifact(
     on_chunk: Callable[[Chunk], object] | None = None,
     *,
     memory: ReusedMemory | None = None,
+    keyed: KeyedHasher | None = None,
 ) -> WeightArtifact:
     chunks = artifact.write_artifact(
-        named_weights, directory, version, chunk_bytes, on_chunk, memory=memory
+        named_weights, directory, version, chunk_bytes, on_chunk, memory=memory, keyed=keyed
     )
     return WeightArtifact(version, directory, tuple(chunks), memory)

@@ -10,6 +10,9 @@ from torch import nn
 
 from easyrl.config import Config, ConfigError, TrainerConfig
 
+# Elements reduced together. DeepSpeed's own default, half a billion, is buffers of 3 GB and more.
+REDUCE_BUCKET = 50_000_000
+
 
 def training_config(config: Config) -> dict[str, Any]:
     """DeepSpeed's configuration of the policy.
@@ -19,6 +22,8 @@ def training_config(config: Config) -> dict[str, Any]:
     """
     trainer = config.trainer
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    if trainer.zero_stage > 0:
+        zero["reduce_bucket_size"] = REDUCE_BUCKET
     if trainer.zero_stage in (1, 2):
         zero["overlap_comm"] = False  # refused by stage 1 with our own accumulation
     if trainer.offload_optimizer:
@@ -56,9 +61,26 @@ def _common(config: Config) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": config.model.dtype == "bf16", "check_grad_overflow": True},
+        "bf16": {
+            "enabled": config.model.dtype == "bf16",
+            "check_grad_overflow": True,
+            # ZeRO-1 adds a parameter's bf16 gradient to the fp32 one as soon as it is there, and
+            # frees it; else all of them stay until the step, 2 bytes a parameter
+            "immediate_grad_update": True,
+        },
         "steps_per_print": 10**9,
     }
+
+
+def fused_adam(device: str, *, offload: bool) -> bool | None:
+    """Whether AdamW steps with torch's fused kernel; None is torch's own choice.
+
+    On CUDA: one kernel reads and writes each number once and has no temporaries, whereas torch's
+    choice there has some of the size of a moment. DeepSpeed's own fused Adam is compiled with nvcc
+    when it is first used, which many machines do not have. With the optimizer's state in host
+    memory: on the CPU, for speed. Elsewhere the bits stay those of torch's choice.
+    """
+    return True if device == "cuda" or offload else None
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,11 +22,17 @@ from easyrl.config import Config
 from easyrl.engines.base import EngineState, MetricSums, NonFiniteLossError, SavedState, StepResult
 from easyrl.engines.deepspeed.config import (
     frozen_config,
+    fused_adam,
     parameter_groups,
     schedule_factor,
     training_config,
 )
-from easyrl.engines.deepspeed.late_denominator import LateScalarAdamW, step_divided
+from easyrl.engines.deepspeed.late_denominator import (
+    LateScalarAdamW,
+    require_late_scalar,
+    step_divided,
+)
+from easyrl.engines.deepspeed.sharded_loading import sharded_loading
 from easyrl.engines.deepspeed.state import (
     MASTER,
     Fragment,
@@ -46,8 +53,9 @@ from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model
 from easyrl.models.lora import OLD_POLICY as OLD_ADAPTER
 from easyrl.models.lora import TRAINED, add_old_policy, frozen_adapter
+from easyrl.models.offload import OffloadedModel
 from easyrl.models.policy_model import PolicyModel
-from easyrl.models.tri_model import FrozenModel, TriModel, frozen_model
+from easyrl.models.tri_model import Frozen, FrozenModel, TriModel, frozen_model
 from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
@@ -81,7 +89,7 @@ class DeepSpeedEngine:
         self._config = config
         self._stage = config.trainer.zero_stage
         self.lockstep = self._stage >= 2 and self.ranks.dp_size > 1
-        self._device = torch.device(get_accelerator().device_name(local_rank))
+        self.device = torch.device(get_accelerator().device_name(local_rank))
         load = load_model or (lambda: load_policy_model(config.model, seed=config.run.seed))
         factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
         self._recipe = load_recipe(config)
@@ -90,7 +98,7 @@ class DeepSpeedEngine:
         # never lagged too
         self._has_snapshot = needs.old_policy and config.trainer.updates_per_batch > 1
         with_old_policy = self._is_lagged or self._has_snapshot
-        self._policy = load()
+        self._policy = self._load(load, training_config(config))
         if config.model.lora is not None and with_old_policy:
             add_old_policy(self._policy.model)
         self._engine = _initialize(config, self._policy, factor)
@@ -100,7 +108,7 @@ class DeepSpeedEngine:
             reference=self._reference(load) if needs.reference else None,
             old_policy=self._old_policy(load) if with_old_policy else None,
             temperature=config.rollout.temperature,
-            device=self._device,
+            device=self.device,
         )
         self.can_look_ahead = (needs.reference or with_old_policy) and not (
             self._stage == 3 and self.ranks.dp_size > 1  # the frozen models are sharded too
@@ -116,6 +124,12 @@ class DeepSpeedEngine:
             self._set_old_policy(self._local(self._parameters().values()))
             self._tri_model.old_is_policy = True  # in the first update: no forward of the snapshot
         self._tri_model.sampled_by = "policy"
+
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        if not isinstance(self._tri_model.reference, OffloadedModel):
+            return list(micro_batches)
+        frozen = self._tri_model.frozen_logprobs_of(micro_batches)
+        return [replace(row, frozen=said) for row, said in zip(micro_batches, frozen, strict=True)]
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         metrics = []
@@ -179,13 +193,13 @@ class DeepSpeedEngine:
 
     def _backward_of_nothing(self, scale: float) -> None:
         """A backward through all parameters whose gradient is ``scale`` times something."""
-        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         layout = SegmentLayout([Segment(0, 1, -1)])  # one token that predicts itself
         logprobs, _ = self._engine(zero, zero, layout, zero, zero)
         self._backward(logprobs.sum() * scale)
 
     def _backwards_of_all_ranks(self) -> int:
-        count = torch.tensor([self._num_backwards], device=self._device)
+        count = torch.tensor([self._num_backwards], device=self.device)
         dist.all_reduce(count)
         return int(count)
 
@@ -230,10 +244,13 @@ class DeepSpeedEngine:
 
     # ---- frozen models ---------------------------------------------------------------------------
 
-    def _reference(self, load: Callable[[], PolicyModel]) -> FrozenModel:
+    def _reference(self, load: Callable[[], PolicyModel]) -> Frozen:
         if self._config.model.lora is not None:
             return frozen_adapter(self._engine, self._policy, None)
-        return self._frozen(load(), offload=self._config.trainer.offload_reference)
+        offload = self._config.trainer.offload_reference
+        if offload and self._stage < 3:
+            return OffloadedModel(load(), self.device)
+        return self._frozen(load, offload=offload)
 
     def _old_policy(self, load: Callable[[], PolicyModel]) -> FrozenModel:
         """Also remembers the parameters that ``_set_old_policy`` writes."""
@@ -244,7 +261,7 @@ class DeepSpeedEngine:
                 for name in self._parameters()
             }
             return frozen_adapter(self._engine, self._policy, OLD_ADAPTER)
-        old_policy = self._frozen(load(), offload=False)
+        old_policy = self._frozen(load, offload=False)
         parameters = old_policy.module.parameters()
         self._old_parameters = dict(zip(self._parameters(), parameters, strict=True))
         return old_policy
@@ -253,17 +270,21 @@ class DeepSpeedEngine:
         """``values`` as this rank holds the trained parameters."""
         restore(self._local(self._old_parameters.values()), values)
 
-    def _frozen(self, model: PolicyModel, *, offload: bool) -> FrozenModel:
+    def _frozen(self, load: Callable[[], PolicyModel], *, offload: bool) -> FrozenModel:
+        """``offload``: with ZeRO-3 the shards are in host memory, which DeepSpeed streams."""
+        settings = frozen_config(self._config, offload=offload)
+        model = self._load(load, settings)
         if self._stage < 3:
-            if not offload:
-                model.to(self._device)
-            return frozen_model(model, self._device, offload=offload)
+            return frozen_model(model.to(self.device))
         model.requires_grad_(False)
         with quiet():
-            sharded, *_ = deepspeed.initialize(
-                model=model, config=frozen_config(self._config, offload=offload)
-            )
-        return frozen_model(sharded, self._device)
+            sharded, *_ = deepspeed.initialize(model=model, config=settings)
+        return frozen_model(sharded)
+
+    def _load(self, load: Callable[[], PolicyModel], settings: dict[str, Any]) -> PolicyModel:
+        """With ZeRO-3 in shards from the beginning. Collective."""
+        with sharded_loading(settings) if self._stage == 3 else nullcontext(), quiet():
+            return load()
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -345,13 +366,14 @@ def _initialize(
         "lr": trainer.learning_rate,
         "betas": trainer.adam_betas,
         "eps": trainer.adam_eps,
+        "fused": fused_adam(get_accelerator().device_name(), offload=trainer.offload_optimizer),
     }
     groups = parameter_groups(policy, trainer.weight_decay)
     optimizer: torch.optim.Optimizer
     if trainer.zero_stage == 0:
         optimizer = LateScalarAdamW(groups, max_norm=trainer.max_grad_norm, **settings)
     else:
-        optimizer = torch.optim.AdamW(groups, fused=trainer.offload_optimizer or None, **settings)
+        optimizer = torch.optim.AdamW(groups, **settings)
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=policy,
@@ -359,6 +381,7 @@ def _initialize(
             lr_scheduler=partial(LambdaLR, lr_lambda=factor),
             config=training_config(config),
         )
+    require_late_scalar(engine.optimizer)
     return engine
 
 

@@ -15,6 +15,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from easyrl.config import ConfigError
+
 
 class LateScalarAdamW(torch.optim.AdamW):
     """AdamW for ZeRO-0, where DeepSpeed has no optimizer of its own.
@@ -45,6 +47,25 @@ class LateScalarAdamW(torch.optim.AdamW):
         super().step()
 
 
+# In each of them the gradients of a step are divided, and a test has seen it.
+DIVIDED = (
+    LateScalarAdamW,
+    BF16_Optimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+)
+
+
+def require_late_scalar(optimizer: Any) -> None:
+    """Raises ``ConfigError`` for an optimizer of DeepSpeed that ``step_divided`` cannot divide."""
+    if not isinstance(optimizer, DIVIDED):
+        raise ConfigError(
+            f"trainer.zero_stage: DeepSpeed steps with {type(optimizer).__name__}, which is not "
+            "known to divide the gradients before they are measured and clipped; use the version "
+            "of DeepSpeed that setup.py asks for"
+        )
+
+
 def step_divided(engine: deepspeed.DeepSpeedEngine, divisor: float) -> tuple[float, bool]:
     """Divides the accumulated gradients (averaged over ranks) by ``divisor``, clips and steps.
 
@@ -63,7 +84,6 @@ def step_divided(engine: deepspeed.DeepSpeedEngine, divisor: float) -> tuple[flo
             gradients.div_(divisor)
         engine.step()
     else:
-        assert isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
         optimizer.loss_scale = divisor
         engine.step()
         optimizer.loss_scale = 1.0  # backward would multiply by it

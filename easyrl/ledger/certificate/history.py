@@ -17,6 +17,7 @@ from easyrl.ledger.certificate.records import (
     RunRecord,
 )
 from easyrl.ledger.certificate.rules import Context, examine
+from easyrl.ledger.certificate.seal import SealKey
 from easyrl.ledger.format import FORMAT, other_format
 
 
@@ -37,14 +38,18 @@ class History:
     Only what needs comparing is held in memory: a batch's line is read again when it is wanted.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key: SealKey | None = None) -> None:
         self._path = path
+        self._key = key
+        self.sealed: bool | None = None  # whether its lines are; None: there is none
+        self._nonces: dict[str, str] = {}  # of proofs: the version that each was drawn for
         self.run: RunRecord | None = None
         self.attempt: AttemptRecord | None = None
         self.attempts: dict[int, AttemptRecord] = {}
         self.batches: list[CertifiedBatch] = []  # effective ones; batches[v] is batch v
         self.end: EndRecord | None = None
         self.last = Line()
+        self.hashes: dict[str, int] = {}  # of all lines, with their numbers
         self.torn = False  # whether a line was cut off behind the last one
         self.num_superseded = 0
         self.last_step = 0  # the highest that was ever certified
@@ -70,11 +75,11 @@ class History:
 
     def take_all(self) -> None:
         """Adds every line of the file. Raises ``CertificateError`` naming the line."""
-        chain = ChainReader(self._path)
+        chain = ChainReader(self._path, self._key)
         for line, record in chain:
             with located(line=line.number):
                 self.take(line, record)
-        self.torn = chain.torn
+        self.torn, self.sealed = chain.torn, chain.sealed
 
     def take(self, line: Line, record: Record) -> None:
         """Adds ``record``, which ``line`` says. Raises ``CertificateError``."""
@@ -92,6 +97,7 @@ class History:
             case EndRecord():
                 self._end(record)
         self.last = line
+        self.hashes[line.hash] = line.number
 
     def examine(self, record: BatchRecord, *, whole: bool = True) -> int:
         """Raises ``CertificateError`` if ``record`` cannot be the next batch.
@@ -109,6 +115,7 @@ class History:
             context = Context(self.run, self.attempt, earlier, num_left)
             num_unconfirmed = examine(record, context, whole=whole)
             self._refuse_drawn_before(record)
+            self._refuse_asked_before(record)
             before = self.batches[-1].last_step if self.batches else 0
             if whole and record.step != before + record.num_updates:
                 raise CertificateError(
@@ -152,6 +159,9 @@ class History:
         self._owners[places] = record.batch
         self._lines.setdefault(record.batch, []).append(line)
         self.last_step = max(self.last_step, record.step)
+        for confirmation in record.confirmations:
+            if confirmation.proof is not None:
+                self._nonces[confirmation.proof.nonce] = record.version
 
     def _end(self, end: EndRecord) -> None:
         if self.attempt is None:
@@ -185,6 +195,16 @@ class History:
                 f"is in batch {owners[place]} already: it would be trained twice",
                 key=record.groups[place].key,
             )
+
+    def _refuse_asked_before(self, record: BatchRecord) -> None:
+        """An answer to an earlier question would prove nothing."""
+        for confirmation in record.confirmations:
+            if (proof := confirmation.proof) is not None:
+                version = self._nonces.get(proof.nonce, record.version)
+                if version != record.version:
+                    raise CertificateError(
+                        f"was asked with the nonce of version {version}", endpoint=confirmation.url
+                    )
 
     def _positions(self, record: BatchRecord) -> np.ndarray:
         """Place of each group's prompt among all prompts of all epochs, int64 [groups].

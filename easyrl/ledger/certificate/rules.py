@@ -6,6 +6,7 @@ asks says which batch it is: the errors name prompt and endpoint only.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, RunRecord
 from easyrl.metrics.logprob_agreement import disagreements
 from easyrl.schema import GroupOutcome, Key, PolicyVersion
+
+HASH = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ def examine(record: BatchRecord, context: Context, *, whole: bool = True) -> int
     _discarded(record)
     _agreement(record, context.attempt.agreement_limit)
     confirmed = _confirmed(record, context)
+    _proofs(record)
     certified = _certified(record, context)
     num_unconfirmed = 0
     for group in record.groups:
@@ -185,6 +189,27 @@ def _agreement(record: BatchRecord, limit: float | None) -> None:
     """Each endpoint's log-probabilities are the trainer's, up to rounding."""
     for url, problem in disagreements(record.agreement, limit).items():
         raise CertificateError(problem, endpoint=url)
+
+
+def _proofs(record: BatchRecord) -> None:
+    """Who proved bits has answered a question; the same question has the same right answer."""
+    right: dict[tuple[str, int], str] = {}
+    for each in record.confirmations:
+        proof, problem = each.proof, None
+        if proof is None:
+            problem = "proved its bits, but no answer is recorded" if each.bits_proved else None
+        elif not each.bits_proved:
+            problem = "has an answer recorded, but did not prove its bits"
+        elif not (HASH.fullmatch(proof.nonce) and HASH.fullmatch(proof.answers)):
+            problem = "has no nonce of 64 hex digits, or no such digest of its answers"
+        elif proof.num_workers < 1 or proof.num_tensors < 1:
+            problem = f"proved {proof.num_tensors} tensors in {proof.num_workers} workers"
+        elif proof.whole:
+            asked = (proof.nonce, proof.num_tensors)
+            if right.setdefault(asked, proof.answers) != proof.answers:
+                problem = "answered otherwise than another endpoint with the same nonce"
+        if problem is not None:
+            raise CertificateError(problem, endpoint=each.url)
 
 
 def _confirmed(record: BatchRecord, context: Context) -> dict[str, set[str]]:

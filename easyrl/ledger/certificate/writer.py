@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from easyrl.ledger.certificate.chain import seal
+from easyrl.ledger.certificate.chain import encode_line, refuse_other_seal
 from easyrl.ledger.certificate.errors import CertificateError, OtherSettings
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import (
@@ -18,6 +18,7 @@ from easyrl.ledger.certificate.records import (
     Record,
     RunRecord,
 )
+from easyrl.ledger.certificate.seal import SealKey
 from easyrl.runtime.durable_files import fsync, fsync_folder
 
 # What has to stay as it was when a run is resumed: the setting that it comes from, if it is one.
@@ -31,14 +32,17 @@ class Certificate:
 
     Begins ``attempt`` of ``run`` in the file ``path``, whose folder is there. Raises
     ``CertificateError`` if what is there is broken, of another run, or has no place for this
-    attempt; ``OtherSettings`` if the run was begun with others.
+    attempt; ``OtherSettings`` if the run was begun with others. Lines are sealed with ``key``.
     """
 
-    def __init__(self, path: Path, run: RunRecord, attempt: AttemptRecord) -> None:
+    def __init__(
+        self, path: Path, run: RunRecord, attempt: AttemptRecord, key: SealKey | None = None
+    ) -> None:
         self._path = path
+        self._key = key
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._file = os.fdopen(descriptor, "r+b", 0)
-        self._history = History(path)
+        self._history = History(path, key)
         try:
             self._begin(run, attempt)
         except CertificateError as error:
@@ -64,12 +68,21 @@ class Certificate:
         """The run is complete and has the ``weights`` with this hash."""
         self._append(EndRecord(weights, len(self._history.batches)))
 
+    @property
+    def chain_hash(self) -> str:
+        """Hash of the last line, which stands for all before it."""
+        return self._history.last.hash
+
     def close(self) -> None:
         """Safe to call twice."""
         self._file.close()
 
     def _begin(self, run: RunRecord, attempt: AttemptRecord) -> None:
         """A last line that a crash cut off is dropped."""
+        try:
+            refuse_other_seal(self._path, with_key=self._key is not None)
+        except ValueError as error:
+            raise OtherSettings(str(error)) from error
         self._history.take_all()
         if self._history.run is not None:
             refuse_other_settings(self._history.run, run)
@@ -84,7 +97,7 @@ class Certificate:
 
         Raises ``OSError`` naming the file and the remedy.
         """
-        data = seal(record, self._history.last.hash)
+        data = encode_line(record, self._history.last.hash, self._key)
         line = self._history.last.following(data)
         self._history.take(line, record)
         try:

@@ -12,7 +12,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from easyrl.completion_check import CompletionLimits
-from easyrl.config import Config
+from easyrl.config import Config, RewardConfig
+from easyrl.config.secrets import redact
 from easyrl.dataloaders.producer.group_stream import Piece
 from easyrl.ledger.journal.codec import (
     EVER,
@@ -261,6 +262,11 @@ class Journal:
                 _remove(batch_folder(self.directory, v))
 
 
+def _without_secrets(reward: RewardConfig) -> RewardConfig:
+    """Another key for a judge does not make other groups."""
+    return reward.model_copy(update={"kwargs": redact(reward.kwargs)})
+
+
 def group_settings(config: Config, *, rejects: bool) -> str:
     """Digest of sampling, seed and rewards, 32 hex digits; with the contents of reward files.
 
@@ -272,7 +278,7 @@ def group_settings(config: Config, *, rejects: bool) -> str:
         config.rollout.model_dump_json(exclude={"queue_size"}),
         str(config.run.seed),
         str(config.scoring.truncated_reward),
-        *(reward.model_dump_json() for reward in config.rewards),
+        *(_without_secrets(reward).model_dump_json() for reward in config.rewards),
     ]
     for part in parts:
         digest.update(part.encode() + b"\n")

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import numpy as np
-from pydantic import BaseModel, Field, Json, model_validator
+from pydantic import BaseModel, Field, Json, field_validator, model_validator
 
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.requests import (
@@ -22,6 +22,7 @@ from easyrl.inference_client.servers.embedded.requests import (
 )
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams
 from easyrl.inference_client.servers.embedded.text import decode
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import parse_nonce
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -136,18 +137,15 @@ class UpdateBody(BaseModel):
     update_info: UpdateInfo
 
 
-class ProofChunk(BaseModel):
-    checksums: dict[str, str]
-
-
 class ProofArguments(BaseModel):
-    artifact: str
-    chunks: Json[list[ProofChunk]]
+    nonce: str
+    tensors: Json[dict[str, tuple[str, list[int]]]]  # by name: safetensors' dtype, shape
 
-    @property
-    def checksums(self) -> dict[str, str]:
-        """The artifact's hashes by tensor."""
-        return {name: value for chunk in self.chunks for name, value in chunk.checksums.items()}
+    @field_validator("nonce")
+    @classmethod
+    def _is_a_nonce(cls, value: str) -> str:
+        parse_nonce(value)
+        return value
 
 
 class RpcBody(BaseModel):

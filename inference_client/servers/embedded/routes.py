@@ -41,9 +41,10 @@ from easyrl.inference_client.servers.embedded.requests import (
     Sequence,
     UnavailableError,
 )
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.access import OPEN_ROUTES
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import parse_nonce
 
 MAX_BODY_BYTES = 64 * 2**20
-OPEN_ROUTES = frozenset({"/health", "/metrics"})  # as vLLM: probes have no key
 
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class EmbeddedServer:
 
     def app(self, api_key: str | None = None) -> web.Application:
         """The application; with ``api_key`` every route but the open ones asks for it."""
-        middlewares: list[Any] = [_authentication(api_key)] if api_key else []
+        middlewares: list[Any] = [] if api_key is None else [_authentication(api_key)]
         middlewares.append(_errors)
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app.add_routes(
@@ -225,7 +226,8 @@ class EmbeddedServer:
     async def _collective_rpc(self, http: web.Request) -> web.Response:
         """The one method that the vLLM plugin adds to vLLM's workers."""
         body = await _parse(http, RpcBody)
-        proof = await _done(self._weights.prove(body.kwargs.checksums))
+        asked = body.kwargs
+        proof = await _done(self._weights.prove(parse_nonce(asked.nonce), asked.tensors.keys()))
         return _json({"results": [asdict(proof)]})
 
     async def _update_weight_version(self, http: web.Request) -> web.Response:

@@ -21,6 +21,7 @@ from easyrl.inference_client.servers.embedded.engine import DTYPES, EmbeddedEngi
 from easyrl.inference_client.servers.embedded.requests import UnavailableError
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.access import API_KEY_VARIABLE
 from easyrl.runtime.machine import url_host
 
 
@@ -48,8 +49,11 @@ def serve(
     max_queue: Annotated[int, typer.Option(help="waiting samples before 503")] = 4096,
     logprobs_mode: LogprobsMode = "processed_logprobs",
     api_key: Annotated[
-        str | None, typer.Option(envvar="EASYRL_API_KEY", help="bearer token")
+        str | None, typer.Option(help="bearer token; shown by ps, --api-key-env is better")
     ] = None,
+    api_key_env: Annotated[
+        str, typer.Option(help="environment variable with the bearer token, if it is set")
+    ] = API_KEY_VARIABLE,
     served_model_name: Annotated[str | None, typer.Option(help="default: the path")] = None,
     num_threads: Annotated[
         int | None, typer.Option(help="of torch; default: torch's, 1 with --batch-invariant")
@@ -67,6 +71,12 @@ def serve(
 
     Prints one line with the URL when it is ready. Flags are vLLM's where vLLM has them.
     """
+    if api_key is None:
+        api_key = os.environ.get(api_key_env)
+        if api_key is None and api_key_env != API_KEY_VARIABLE:
+            raise ValueError(f"--api-key-env: {api_key_env} is not set; export it")
+    if api_key == "":
+        raise ValueError("the key of --api-key or --api-key-env is empty; every request would pass")
     if batch_invariant:
         torch.use_deterministic_algorithms(True)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

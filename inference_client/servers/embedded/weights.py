@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.inference_client.transfer.artifact import tensor_checksum
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import slice_digest, whole_slice
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.receiving import WeightReceiver
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice
 
 INITIAL_VERSION = "default"  # vLLM's name for the weights a server started with
 
@@ -27,10 +29,10 @@ class _Update:
 
 @dataclass(frozen=True, slots=True)
 class ServedProof:
-    """What is served, compared with an artifact."""
+    """What is served: keyed digests of all tensors, whole."""
 
     transport: str  # by which artifacts come in, file or http
-    checksums: dict[str, str] = field(default_factory=dict)  # of tensors that are equal to the bit
+    slices: dict[str, list[ServedSlice]] = field(default_factory=dict)  # by name
     problems: dict[str, str] = field(default_factory=dict)  # by name
 
 
@@ -155,8 +157,8 @@ class ServedWeights:
         """blake3 of each tensor as it is served, by its saved name."""
         return self._thread.submit(self._checksums)
 
-    def prove(self, expected: Mapping[str, str]) -> Future[ServedProof]:
-        """Hashes what is served and compares with ``expected``, an artifact's hashes by name.
+    def prove(self, nonce: bytes, asked: Set[str]) -> Future[ServedProof]:
+        """Hashes what is served, keyed with ``nonce``; problems where it is not what is ``asked``.
 
         Raises ``ValueError`` while an update is open and before ``announce``.
         """
@@ -165,17 +167,14 @@ class ServedWeights:
             if self._update is not None:
                 raise ValueError("a weight update is open; finish or abandon it before the proof")
             proof = ServedProof(self._known_receiver().transport)
-            served = self._checksums()
-            for name in served.keys() | expected.keys():
-                ours, theirs = served.get(name), expected.get(name)
-                if ours is None:
-                    proof.problems[name] = "the served model has no weight of this name"
-                elif theirs is None:
-                    proof.problems[name] = "is served, but the artifact does not hold it"
-                elif ours != theirs:
-                    proof.problems[name] = f"served hash {ours}, the artifact's {theirs}"
-                else:
-                    proof.checksums[name] = ours
+            for name in asked - self._tensors.keys():
+                proof.problems[name] = "the served model has no weight of this name"
+            for name in self._tensors.keys() - asked:
+                proof.problems[name] = "is served, but the artifact does not hold it"
+            for name in asked & self._tensors.keys():
+                tensor = self._tensors[name]
+                whole = whole_slice(tensor.dtype, tensor.shape)
+                proof.slices[name] = [ServedSlice(whole, slice_digest(tensor, nonce))]
             return proof
 
         return self._thread.submit(run)

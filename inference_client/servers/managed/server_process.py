@@ -43,6 +43,8 @@ class ServerProcess(ABC):
     port: int | None = None  # None takes a free one
     cpus: Sequence[int] | None = None  # processors it may use; default: all
     env: Mapping[str, str] = field(default_factory=dict)  # further variables, over all others
+    api_key: str | None = field(default=None, repr=False)  # that requests have to show; in the
+    # server's environment, where only its own user can read it
     log: Path | None = None  # what it prints goes behind its end; default: a temporary file
     start_timeout_s: float = 120.0  # until it has to answer
     wait: bool = True  # return only when it answers; else ``wait_until_healthy`` later

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from easyrl.config import LaunchConfig
+from easyrl.inference_client.api_keys import new_api_key
 from easyrl.inference_client.servers.managed.launch import (
     EmbeddedServerProcess,
     VllmServerProcess,
@@ -72,6 +73,12 @@ class ManagedServers:
         return [watched.server.url for watched in self._watched]
 
     @property
+    def api_keys(self) -> dict[str, str]:
+        """The key of each server, by URL; it stays when the server is started again."""
+        servers = [watched.server for watched in self._watched]
+        return {s.url: s.api_key for s in servers if s.api_key is not None}
+
+    @property
     def given_up(self) -> dict[str, str]:
         """Servers that will not come back, by URL, and why."""
         return {w.server.url: w.given_up for w in self._watched if w.given_up is not None}
@@ -111,6 +118,7 @@ class ManagedServers:
                 tensor_parallel=config.tensor_parallel,
                 env=env,
                 batch_invariant=self.batch_invariant,
+                api_key=new_api_key(),
                 log=log,
                 wait=False,
             )
@@ -120,7 +128,13 @@ class ManagedServers:
             options.insert(0, "--device=cuda")
             env = visible_devices(devices) | env
         return EmbeddedServerProcess(
-            self.model, options, port=free_port(), env=env, log=log, wait=False
+            self.model,
+            options,
+            port=free_port(),
+            env=env,
+            api_key=new_api_key(),
+            log=log,
+            wait=False,
         )
 
 

@@ -44,20 +44,21 @@ class WeightProof:
         vllm_config: VllmConfig
         _weight_update_active: bool
 
-    def easyrl_prove_weights(self, artifact: str, chunks: str) -> dict[str, Any]:
-        """Compares what this worker serves with an artifact, bit by bit.
+    def easyrl_prove_weights(self, nonce: str, tensors: str) -> dict[str, Any]:
+        """Digests of what this worker serves, keyed with ``nonce`` (64 hex digits).
 
-        ``chunks``: JSON text of the artifact's chunks, as in ``/update_weights``. Returns
-        ``{"checksums": {name: blake3}, "problems": {name: text}, "transport": "file" | "http"}``:
-        a tensor is in ``checksums`` if this worker serves it, or its shard of it, to the bit. With
-        several workers a tensor that another one serves is in neither. Raises ``ValueError`` if the
-        artifact cannot be read, if it has other hashes, and while an update is open.
+        ``tensors``: JSON text, ``{name: [dtype, shape]}`` of a checkpoint, by safetensors' names.
+        Returns ``{"slices": {name: [slice]}, "problems": {name: text}, "transport": "file" |
+        "http"}``, a slice as ``ServedSlice`` has it. What another worker serves is in neither.
+        Raises ``ValueError`` while an update is open and before a trainer has announced itself.
         """
+        from .keyed_digests import parse_nonce
         from .proof import prove
 
         if self._weight_update_active:
             raise ValueError("a weight update is open; finish or abandon it before the proof")
         engine = self.weight_transfer_engine
-        receiver = engine.opened_receiver()
-        result = prove(engine.model, self.vllm_config, receiver, artifact, json.loads(chunks))
-        return asdict(result) | {"transport": receiver.transport}
+        transport = engine.opened_receiver().transport
+        asked = json.loads(tensors)
+        result = prove(engine.model, self.vllm_config, parse_nonce(nonce), asked)
+        return asdict(result) | {"transport": transport}

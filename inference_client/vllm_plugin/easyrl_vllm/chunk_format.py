@@ -31,6 +31,19 @@ DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file's header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+    start: int  # its bytes' offsets behind the header
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,7 @@ class Chunk:
     file: str  # name inside the artifact's directory
     num_bytes: int  # of the tensors in it
     checksums: Mapping[str, str]  # name as ``save_pretrained`` writes it -> blake3, 64 hex digits
+    entries: tuple[Entry, ...] = ()  # of its header, known to its writer
 
     def describe(self) -> dict[str, Any]:
         """As ``parse`` takes it."""
@@ -61,18 +75,6 @@ class Chunk:
             if not isinstance(checksum, str) or not HASH.fullmatch(checksum):
                 raise ValueError(f"{file}: {checksum!r} of tensor {name!r} is not a blake3 hash")
         return cls(file, num_bytes, checksums)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file's header."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    num_bytes: int
-    start: int  # its bytes' offsets behind the header
-    end: int
 
 
 def read_header(stream: ChunkStream, chunk: Chunk, where: str) -> list[Entry]:

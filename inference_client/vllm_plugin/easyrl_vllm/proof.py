@@ -1,15 +1,16 @@
-"""Proof of what a vLLM worker serves: an artifact, read again, against the bits in use.
+"""Proof of what a vLLM worker serves: keyed digests of its slices of a checkpoint's tensors.
 
-The model's own ``load_weights`` runs on stand-ins without data (on torch's ``meta`` device): it
-says which part of which tensor belongs where, fused, sharded and replicated as it may be, without
-a table of names, and cannot write to what is served. Each copy that it makes is caught and compared
-with the same place in the served tensor.
+The model's own ``load_weights`` runs on stand-ins without data (on torch's ``meta`` device), for
+the checkpoint's tensors as for the model's: it says which slice of which tensor belongs where,
+fused, sharded and replicated as it may be, without a table of names, and cannot write to what is
+served. For each copy that it makes, the same place in the served tensor is read and hashed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,55 +30,62 @@ from vllm.model_executor.model_loader.reload.meta import (
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
-from .loading import verified_chunks
-from .receiving import WeightReceiver
+from .chunk_format import DTYPE_NAMES, DTYPES
+from .keyed_digests import slice_digest
+from .slices import ServedSlice, Slice
 
 NUM_READ_BACK = 3  # layers whose weights are kept after reading: those that are loaded in parts
 BLOCK_COLUMNS = 256  # of a packed weight, per product that reads it back
 
 aten = torch.ops.aten
 ReadBack = Callable[[nn.Module, Tensor], Tensor]  # see ``read_packed``
+KEEPS_NUMBERS = (aten.clone.default, aten._to_copy.default)
 WRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 
 
 @dataclass
 class Proof:
-    """What was found of one artifact on one worker."""
+    """What one worker shows of a checkpoint's tensors."""
 
-    checksums: dict[str, str] = field(default_factory=dict)  # name -> hash, served to the bit
-    problems: dict[str, str] = field(default_factory=dict)  # name -> what differs
+    slices: dict[str, list[ServedSlice]] = field(default_factory=dict)  # by name
+    problems: dict[str, str] = field(default_factory=dict)  # name -> why it cannot be shown
 
 
 @torch.no_grad()
 def prove(
     model: Any,  # a module of vLLM's, with load_weights
     vllm_config: VllmConfig,
-    receiver: WeightReceiver,
-    artifact: str,
-    chunks: Sequence[Mapping[str, Any]],
+    nonce: bytes,
+    tensors: Mapping[str, Sequence[Any]],
 ) -> Proof:
-    """Compares what ``model`` serves with ``artifact``, a tensor at a time.
+    """Digests of what ``model`` serves of ``tensors`` (name -> dtype, shape), keyed with ``nonce``.
 
-    Memory: two chunks of the receiver, and on CPUs the unpacked weights of a few layers. Raises
-    ``ValueError`` as the receiver does. Not proven, but reported as a problem: layers that are
-    served quantised, and weights that the model transforms as it loads them.
+    Memory: the largest tensor on the CPU, and on CPUs the unpacked weights of a few layers. Raises
+    ``ValueError`` for a dtype that cannot be sent, and what ``load_weights`` raises. Not shown, but
+    reported as a problem: layers that are served quantised, and weights that the model transforms
+    as it loads them.
     """
     proof = Proof()
     parts = disable_mtp_completeness_check()  # a tensor at a time
     with set_current_vllm_config(vllm_config), parts, stand_ins(model) as served:
-        comparing = Comparing(served)
-        announced = {name: h for chunk in chunks for name, h in chunk["checksums"].items()}
-        for chunk in verified_chunks(receiver, artifact, chunks):
-            for name, tensor in chunk:
-                comparing.problem, comparing.num_compared = None, 0
-                with comparing:
-                    model.load_weights([(name, tensor)])
-                if comparing.problem is not None:
-                    proof.problems[name] = comparing.problem
-                elif comparing.num_compared:
-                    proof.checksums[name] = announced[name]
-                elif vllm_config.parallel_config.world_size == 1:
-                    proof.problems[name] = "the served model has no use for it"
+        loading = ObservedLoading(served, nonce)
+        for name, (dtype, shape) in tensors.items():
+            if dtype not in DTYPES:
+                raise ValueError(f"tensor {name!r}: {dtype!r} cannot be sent")
+            source = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+            loading.begin(source)
+            try:
+                with loading:
+                    model.load_weights([(name, source)])
+            except CannotShow as error:
+                proof.problems[name] = str(error)
+                continue
+            if loading.problem is not None:
+                proof.problems[name] = loading.problem
+            elif loading.slices:
+                proof.slices[name] = loading.slices
+            elif source.numel() and vllm_config.parallel_config.world_size == 1:
+                proof.problems[name] = "the served model has no use for it"
         proof.problems |= {weight.name: gap for weight in served if (gap := weight.gap())}
     return proof
 
@@ -90,49 +98,59 @@ class ServedWeight:
     stand_in: Tensor  # like the parameter before post-processing, without data
     parameter: Tensor | None
     packed_in: list[nn.Module] = field(default_factory=list)
-    num_compared: int = 0
+    num_loaded: int = 0  # numbers that the checkpoint's tensors and its loader have given
     optional: bool = False  # no checkpoint need hold it
 
     def copies(self, read_back: ReadBack) -> Iterator[tuple[str, Tensor]]:
         """Every copy of the weight that is in use, in the checkpoint's shape, and what it is.
 
-        Raises ``CannotCompare`` if there is one in another form only.
+        Raises ``CannotShow`` if there is one in another form only.
         """
         plain = self.parameter
         if plain is not None and plain.shape == self.stand_in.shape:
             if plain.dtype != self.stand_in.dtype and not self.name.endswith("bias"):
-                raise CannotCompare(f"is served as {plain.dtype}")
+                raise CannotShow(f"is served as {plain.dtype}")
             yield "", plain
         elif not self.packed_in:
             form = "in no form" if plain is None else f"as {plain.dtype} {tuple(plain.shape)}"
-            raise CannotCompare(f"is served {form}, which the artifact's bits do not determine")
+            raise CannotShow(f"is served {form}, which the artifact's bits do not determine")
         for layer in self.packed_in:
             yield f"packed copy in {type(layer).__name__}: ", read_back(layer, self.stand_in)
 
     def gap(self) -> str | None:
         """What is served but was not in the artifact."""
         needed = get_tensor_load_numel(self.stand_in)
-        if self.optional or self.num_compared >= needed:
+        if self.optional or self.num_loaded >= needed:
             return None
-        return f"{needed - self.num_compared} of {needed} served numbers are not in the artifact"
+        return f"{needed - self.num_loaded} of {needed} served numbers are not in the artifact"
 
 
-class CannotCompare(Exception):
-    """What is served cannot be compared; the message says why."""
+class CannotShow(Exception):
+    """What is served cannot be hashed as the checkpoint has it; the message says why."""
 
 
-class Comparing(TorchDispatchMode):
-    """Catches what a loader writes to a stand-in and compares it with the weight served for it."""
+class ObservedLoading(TorchDispatchMode):
+    """Catches what a loader writes to a stand-in and hashes the weight that is served for it."""
 
-    def __init__(self, served: Sequence[ServedWeight]) -> None:
+    def __init__(self, served: Sequence[ServedWeight], nonce: bytes) -> None:
         super().__init__()
         self._served = {storage_of(weight.stand_in): weight for weight in served}
         self._read_back = functools.lru_cache(NUM_READ_BACK)(read_packed)
-        self.problem: str | None = None  # of the current tensor
-        self.num_compared = 0
+        self._nonce = nonce
+        self.begin(torch.empty(0, device="meta"))
+
+    def begin(self, source: Tensor) -> None:
+        """``source`` stands for the checkpoint's tensor that is loaded next."""
+        self._source = source
+        self.slices: list[ServedSlice] = []
+        self.problem: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in KEEPS_NUMBERS and storage_of(args[0]) == storage_of(self._source):
+            return args[0]  # where its numbers go does not depend on dtype and layout
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            raise CannotShow("is loaded as a number, not as a tensor, which cannot be compared")
         written = [
             value
             for value, argument in zip(args, func._schema.arguments, strict=False)
@@ -149,27 +167,68 @@ class Comparing(TorchDispatchMode):
         source = args[1] if len(args) > 1 else 0
         if not isinstance(source, Tensor):
             source = torch.tensor(source, dtype=target.dtype)
-        self._compare(weights[id(target)], target, source.expand(target.shape))
+        self._observe(weights[id(target)], target, source.expand(target.shape))
         return target
 
-    def _compare(self, weight: ServedWeight | None, target: Tensor, source: Tensor) -> None:
+    def _observe(self, weight: ServedWeight | None, target: Tensor, source: Tensor) -> None:
         assert weight is not None, "one tensor is written by these"
-        if source.is_meta:
-            self._report("is moved by its loader to where it cannot be compared")
-            return
-        weight.num_compared += target.numel()
-        self.num_compared += target.numel()
+        weight.num_loaded += target.numel()
         try:
+            if source.is_meta and storage_of(source) != storage_of(self._source):
+                raise CannotShow("is transformed as it is loaded, which cannot be compared")
             for copy, served in weight.copies(self._read_back):
                 place = placed(served, weight.stand_in, target)
-                exact = served is weight.parameter
-                if difference := describe_difference(source, place, exact):
-                    self._report(f"{copy}{difference}")
-        except CannotCompare as error:
+                flushed = served is not weight.parameter
+                if source.is_meta:
+                    self._hash(place, source, flushed, copy)
+                elif not torch.equal(place.cpu(), source.to(place.dtype)):
+                    raise CannotShow(f"{copy}is not {source.flatten()[:1].tolist()} where padded")
+        except CannotShow as error:
             self._report(str(error))
+
+    def _hash(self, place: Tensor, source: Tensor, flushed: bool, copy: str) -> None:
+        if not source.numel():
+            return
+        starts, sizes, order = box_of(source, self._source.shape)
+        digest = slice_digest(place.permute(order), self._nonce, flushed=flushed)
+        shown = Slice(starts, sizes, DTYPE_NAMES[place.dtype], flushed)
+        self.slices.append(ServedSlice(shown, digest, copy))
 
     def _report(self, problem: str) -> None:
         self.problem = self.problem or problem
+
+
+Dimensions = tuple[int, ...]
+
+
+def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Dimensions, Dimensions, list[int]]:
+    """Which box of a contiguous tensor of ``shape`` the view of it is: starts, sizes.
+
+    And the order of the view's dimensions in which its numbers come as in the box, row by row.
+    Raises ``CannotShow`` if it is no box.
+    """
+    order = sorted(range(view.dim()), key=lambda d: view.stride(d), reverse=True)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    first = view.storage_offset()
+    last = first + sum((view.size(d) - 1) * view.stride(d) for d in order)
+    starts = tuple(first // strides[d] % shape[d] for d in range(len(shape)))
+    ends = tuple(last // strides[d] % shape[d] for d in range(len(shape)))
+    sizes = tuple(end - start + 1 for start, end in zip(starts, ends, strict=True))
+    ordered = [(view.size(d), view.stride(d)) for d in order]
+    if _merged(zip(sizes, strides, strict=True)) != _merged(ordered):
+        raise CannotShow("is rearranged as it is loaded, which cannot be compared")
+    return starts, sizes, order
+
+
+def _merged(dimensions: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sizes and strides, without dimensions of 1 and with neighbours that are one, as one."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in dimensions:
+        if merged and merged[-1][1] == size * stride and size != 1:
+            merged[-1] = merged[-1][0] * size, stride
+        elif size != 1:
+            merged.append((size, stride))
+    return merged
 
 
 @contextmanager
@@ -252,29 +311,3 @@ def placed(served: Tensor, stand_in: Tensor, target: Tensor) -> Tensor:
         served = arranged.copy_(served)
     offset = served.storage_offset() + target.storage_offset()
     return torch.as_strided(served.detach(), target.shape, target.stride(), offset)
-
-
-def describe_difference(source: Tensor, served: Tensor, exact: bool) -> str | None:
-    """What tells ``served`` from ``source``, an artifact's tensor or a part of it.
-
-    With ``exact`` false, zeros of either sign and numbers too small for a normal one are as equal
-    as the kernel that was read back can tell.
-    """
-    source = source.to(served.device)
-    expected = source.to(served.dtype)
-    if source.dtype != served.dtype and not torch.equal(expected.to(source.dtype), source):
-        return (
-            f"rounded from {source.dtype} to {served.dtype}; start the server with the trainer's "
-            "--dtype"
-        )
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[served.element_size()]
-    differs = expected.view(bits) != served.view(bits)
-    if not exact:
-        tiny = torch.finfo(served.dtype).tiny
-        differs &= ~((served == 0) & (expected.abs() < tiny))
-    count = int(differs.sum())
-    if count == 0:
-        return None
-    distance = (expected.double() - served.double()).abs()
-    largest = float(torch.where(differs, distance, 0.0).max())
-    return f"{count} of {differs.numel()} numbers differ, by up to {largest:.3g}"

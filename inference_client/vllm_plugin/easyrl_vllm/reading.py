@@ -73,6 +73,12 @@ class FileSource:
         self._root = Path(root)
         try:
             announced = (self._root / ANNOUNCEMENT).read_bytes()
+        except PermissionError as error:
+            raise ValueError(
+                f"root {root}: not readable for this server's Unix user ({error.strerror}); run it "
+                "as the trainer's, or set weight_sync.access=group and give both the folder's "
+                "group, or send weights by weight_sync.transport=http (auto does)"
+            ) from None
         except OSError as error:
             raise ValueError(f"root {root}: not readable here ({error.strerror})") from None
         expected = blake3(token.encode()).hexdigest().encode()

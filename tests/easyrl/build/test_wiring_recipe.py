@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from easyrl.build.accumulation import ROWS_PER_DRAIN, build_accumulator, rows_per_drain
 from easyrl.build.recipe import RecipeFailed, accept_function, group_functions, pack_in_order
@@ -68,12 +69,16 @@ class Ready:
 class Engine:
     """Remembers the prompts of each row, and asks for a stop with the row of number ``last``."""
 
+    device = torch.device("cpu")
     lockstep = False
     can_look_ahead = False
 
     def __init__(self, stop: StopRequest, last: int = -1) -> None:
         self.rows: list[list[int]] = []
         self._stop, self._last = stop, last
+
+    def prepare(self, rows: list[MicroBatch]) -> list[MicroBatch]:
+        return rows
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> list[object]:
         for row in micro_batches:

@@ -47,7 +47,8 @@ BAD_VALUES = {
     "unknown key like no other": (
         ["model.xyzzy=1"],
         "model.xyzzy: unknown key; known keys: activation_checkpointing, attention, "
-        "checkpoint_every, dtype, logprob_backward, logprob_chunk_size, lora, path, tokenizer",
+        "checkpoint_every, dtype, ignore_router_aux_loss, logprob_backward, logprob_chunk_size, "
+        "lora, path, tokenizer",
     ),
     "unknown nested key": (
         ["data.fields.promt=q"],
@@ -541,4 +542,4 @@ def test_an_override_with_the_brackets_of_an_ipv6_address_says_how_to_write_it()
     with pytest.raises(ConfigError, match=r'in quotes: \["http://\[::1\]:8000"\]'):
         load_config("benchmarks/overlap.yaml", ["inference.endpoints=[http://[::1]:8000]"])
     config = load_config("benchmarks/overlap.yaml", ['inference.endpoints=["http://[::1]:8000"]'])
-    assert config.inference.endpoints == ["http://[::1]:8000"]
+    assert config.inference.urls == ["http://[::1]:8000"]

@@ -189,7 +189,7 @@ def check_gradient(
     result = engine.optimizer_step(denominator(aggregation))
     after = weights_of(engine)
     old = engine._tri_model.old_policy
-    lagged = old.logprobs(probe, SegmentLayout(probe.segments), TEMPERATURE).cpu()
+    (lagged,) = old.logprobs([(probe, SegmentLayout(probe.segments))], TEMPERATURE)
     return {
         "gradient": relative_error(
             {n: (before[n].double() - after[n].double()) / SGD_SCALE for n in before},
@@ -213,8 +213,8 @@ def bf16_gold(session: Session, accumulate: torch.dtype) -> Gold:
     device = torch.device("cpu")
     tri = TriModel(
         policy,
-        reference=frozen_model(reference, device),
-        old_policy=frozen_model(old, device),
+        reference=frozen_model(reference),
+        old_policy=frozen_model(old),
         temperature=TEMPERATURE,
         device=device,
     )
@@ -299,7 +299,7 @@ def check_updates(
         )
     engine.begin_batch()
     row = rows_of(slices(1)[0])[0]
-    of_old = plain(row, SegmentLayout(row.segments), TEMPERATURE).cpu()
+    (of_old,) = plain([(row, SegmentLayout(row.segments))], TEMPERATURE)
     return {"updates": measured, "next_old": float((of_old - engine.logprobs(row)).abs().max())}
 
 

@@ -12,11 +12,13 @@ from transformers import get_scheduler
 from easyrl.config import Config, ConfigError, TrainerConfig
 from easyrl.config.file import validate_config
 from easyrl.engines.deepspeed.config import (
+    fused_adam,
     parameter_groups,
     schedule_factor,
     training_config,
 )
 from easyrl.engines.deepspeed.engine import perturbation
+from easyrl.engines.deepspeed.late_denominator import require_late_scalar
 
 
 def factors(num_steps: int, **trainer: object) -> list[float]:
@@ -91,6 +93,40 @@ def test_bf16_accumulates_and_communicates_in_fp32(tmp_path: Path, stage: int) -
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
     assert settings["communication_data_type"] == "fp32"
     assert settings["managed_gradient_accumulation"] is False
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_reduction_buffers_are_bounded(tmp_path: Path, stage: int) -> None:
+    """DeepSpeed's default bucket of half a billion elements is 2 GB in fp32, held by ZeRO-3."""
+    for dtype in ("bf16", "fp32"):
+        settings = training_config(config(tmp_path, dtype=dtype, zero_stage=stage))
+        assert settings["zero_optimization"]["reduce_bucket_size"] * 4 <= 256 * 2**20
+
+
+def test_bf16_gradients_do_not_wait_for_the_step(tmp_path: Path) -> None:
+    settings = training_config(config(tmp_path, dtype="bf16", zero_stage=1))
+    assert settings["bf16"]["immediate_grad_update"] is True
+
+
+def test_default_shares_gradients_between_ranks(tmp_path: Path) -> None:
+    assert config(tmp_path).trainer.zero_stage == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "fused"),
+    [("cuda", False, True), ("cuda", True, True), ("cpu", True, True), ("cpu", False, None)],
+)
+def test_adam_is_fused_where_that_saves_memory_or_time(
+    device: str, offload: bool, fused: bool | None
+) -> None:
+    assert fused_adam(device, offload=offload) is fused
+
+
+def test_optimizer_that_ignores_the_late_scalar_is_refused() -> None:
+    """As DeepSpeed's fp16 optimizer would, or a wrapper that another version brings."""
+    plain = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ConfigError, match="trainer.zero_stage: DeepSpeed steps with AdamW"):
+        require_late_scalar(plain)
 
 
 def test_perturbation_is_never_small_and_has_both_signs() -> None:

@@ -142,10 +142,14 @@ class Arrivals:
 class OneRank:
     """What the accumulator wants of a ``TrainEngine``."""
 
+    device = CPU
     lockstep = False
 
     def __init__(self, tri: TriModel) -> None:
         self._tri = tri
+
+    def prepare(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        return micro_batches
 
     def forward_backward(self, micro_batches: list[MicroBatch]) -> list[MetricSums]:
         sums = []
@@ -173,7 +177,7 @@ def streamed_updates(model: PolicyModel, spread: Spread, stop: StopRequest) -> d
     tri = TriModel(
         policy,
         reference=None,
-        old_policy=frozen_model(old, CPU),
+        old_policy=frozen_model(old),
         temperature=TEMPERATURE,
         device=CPU,
     )

@@ -1,9 +1,11 @@
 """What no batch may be certified with: asked of the trainer's certificate and of ``verify``."""
 
+import dataclasses
+
 import msgspec
 
 from easyrl.schema import Confirmation, EndpointAgreement
-from tests.easyrl.ledger.certified_run import RUN, URLS
+from tests.easyrl.ledger.certified_run import RUN, URLS, confirmation
 
 replace = msgspec.structs.replace
 
@@ -30,6 +32,12 @@ def with_another(record, key=(1, 5)):
     last = record.groups[-1]
     more = replace(last, epoch=key[0], index=key[1], position=last.position + 1)
     return replace(record, groups=[*record.groups, more], num_drawn=record.num_drawn + 1)
+
+
+def with_proof(record, proof):
+    """``record`` with another proof of its first endpoint."""
+    first, *others = record.confirmations
+    return replace(record, confirmations=[dataclasses.replace(first, proof=proof), *others])
 
 
 # What a trainer might want to certify as batch 1, what is wrong with it, and where it is: "key" is
@@ -163,6 +171,39 @@ VIOLATIONS = {
             r, confirmations=[Confirmation(URLS[0], f"{RUN}:0:0", True, None), r.confirmations[1]]
         ),
         f"confirmed version {RUN}:0:0, not {RUN}:0:1",
+        ("endpoint",),
+    ),
+    "a proof without an answer": (
+        lambda r: with_proof(r, None),
+        "proved its bits, but no answer is recorded",
+        ("endpoint",),
+    ),
+    "a proof that was not asked for": (
+        lambda r: replace(
+            r,
+            confirmations=[dataclasses.replace(c, bits_proved=False) for c in r.confirmations],
+        ),
+        "has an answer recorded, but did not prove its bits",
+        ("endpoint",),
+    ),
+    "an answer to no nonce": (
+        lambda r: with_proof(r, dataclasses.replace(r.confirmations[0].proof, nonce="0" * 63)),
+        "has no nonce of 64 hex digits",
+        ("endpoint",),
+    ),
+    "another answer to the same question": (
+        lambda r: with_proof(r, dataclasses.replace(r.confirmations[0].proof, answers="0" * 64)),
+        "answered otherwise than another endpoint with the same nonce",
+        (),
+    ),
+    "an answer of nobody": (
+        lambda r: with_proof(r, dataclasses.replace(r.confirmations[0].proof, num_workers=0)),
+        "proved 24 tensors in 0 workers",
+        ("endpoint",),
+    ),
+    "an answer to the question before": (
+        lambda r: with_proof(r, confirmation(URLS[0], f"{RUN}:0:0").proof),
+        f"was asked with the nonce of version {RUN}:0:0",
         ("endpoint",),
     ),
     "trained and skipped": (

@@ -14,8 +14,9 @@ import numpy as np
 from blake3 import blake3
 
 from easyrl.dataloaders.prompts.dataset import PromptOrder
-from easyrl.ledger.certificate.chain import ChainReader, seal
+from easyrl.ledger.certificate.chain import ChainReader, encode_line
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, Record, RunRecord
+from easyrl.ledger.certificate.seal import SealKey
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.folder import CheckpointFolder
 from easyrl.ledger.journal.batch import Journal
@@ -37,6 +38,7 @@ from easyrl.schema import (
     Score,
     ServedWeights,
     VersionSpan,
+    WeightProof,
 )
 
 RUN = "small-1234abcd"
@@ -56,6 +58,12 @@ def with_refused(
         refused = run.refused | {run.batches[v][position].key: outcome}
         run = CertifiedRun(folder, refused=refused, **options)
     return run
+
+
+def confirmation(url: str, version: str) -> Confirmation:
+    """Of an endpoint that has answered the question asked of all about this version."""
+    nonce, answers = (blake3(f"{version} {what}".encode()).hexdigest() for what in ("nonce", ""))
+    return Confirmation(url, version, True, 1e-4, WeightProof(nonce, 24, 1, answers, whole=True))
 
 
 class CertifiedRun:
@@ -83,8 +91,10 @@ class CertifiedRun:
         num_batches: int | None = None,
         recipe: str | None = None,
         agreement_limit: float | None = 0.2,
+        key: SealKey | None = None,
     ) -> None:
         self.folder = folder
+        self.key = key
         self.certificate_path = folder / "certificate.jsonl"
         self.journal_path = folder / "journal"
         self.prompts = [
@@ -148,6 +158,7 @@ class CertifiedRun:
                 recipe=self.recipe,
                 agreement_limit=self.agreement_limit,
             ),
+            self.key,
         )
         return self.certificate
 
@@ -230,7 +241,7 @@ class CertifiedRun:
             num_drawn=len(groups),
             ended_by=ended_by,
             groups=by_position,
-            confirmations=[Confirmation(url, str(served.version), True, 1e-4) for url in URLS],
+            confirmations=[confirmation(url, str(served.version)) for url in URLS],
             accepted_versions=sorted(accepted_versions),
             discarded=sorted(discarded),
             skipped_updates=[],
@@ -281,7 +292,7 @@ class CertifiedRun:
         edit(records)
         previous, lines = "0" * 32, []
         for record in records:
-            lines.append(seal(record, previous))
+            lines.append(encode_line(record, previous, self.key))
             previous = blake3(lines[-1][:-1]).hexdigest(length=16)
         self.write_lines(lines)
 

@@ -172,7 +172,9 @@ def hashes(engine: DeepSpeedEngine) -> dict[str, str]:
     old = engine._tri_model.old_policy
     assert old is not None
     probe = streamed("token")[0]
-    found["old_policy"] = _hash(old.logprobs(probe, SegmentLayout(probe.segments), TEMPERATURE))
+    found["old_policy"] = _hash(
+        old.logprobs([(probe, SegmentLayout(probe.segments))], TEMPERATURE)[0]
+    )
     found["counts"] = str(counts)
     found["schedule"] = str((engine._engine.lr_scheduler.last_epoch, engine._engine.get_lr()))
     return found

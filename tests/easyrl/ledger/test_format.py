@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from easyrl.ledger.certificate.chain import START, seal
+from easyrl.ledger.certificate.chain import START, encode_line
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import RunRecord
@@ -21,7 +21,7 @@ LAST = "commit e7cfbd6 is the last that reads it"
 
 def history_of(path: Path, form: int) -> History:
     run = RunRecord("run", 0, True, 4, 2, "data", format=form)
-    path.write_bytes(seal(run, START))
+    path.write_bytes(encode_line(run, START))
     history = History(path)
     history.take_all()
     return history

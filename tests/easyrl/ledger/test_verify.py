@@ -18,7 +18,7 @@ from easyrl.__main__ import command_line
 from easyrl.build.ledger import recipe_digest
 from easyrl.config.file import dump_config, validate_config
 from easyrl.ledger import evidence
-from easyrl.ledger.certificate.chain import START, ChainReader, seal
+from easyrl.ledger.certificate.chain import START, ChainReader, chain_hash, encode_line
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import BatchRecord, EndRecord
@@ -392,7 +392,7 @@ def test_a_run_that_was_killed_before_its_first_batch_was_certified(num_lines, t
 
 def test_a_batch_before_any_attempt(tmp_path, run):
     batch = next(r for _, r in ChainReader(run.certificate_path) if isinstance(r, BatchRecord))
-    run.write_lines([seal(batch, START)])
+    run.write_lines([encode_line(batch, START)])
     assert "line 1, batch 0: is a batch before any attempt" in str(violation(run))
 
 
@@ -733,10 +733,10 @@ def test_the_command_tells_and_exits_by_what_it_found(run, tmp_path_factory):
         return CliRunner().invoke(command_line(), ["verify", str(folder)])
 
     good = call(run.folder)
-    assert (good.exit_code, good.stdout) == (
-        0,
-        "on-policy: 3 batches, 12 groups trained, complete\n",
-    )
+    first, weights, chain = good.stdout.splitlines()
+    assert (good.exit_code, first) == (0, "on-policy: 3 batches, 12 groups trained, complete")
+    assert weights.startswith(f"weights: {3 * len(URLS)} answers to a nonce, {3 * len(URLS)} not")
+    assert chain.startswith(f"certificate {chain_hash(run.certificate_path)} ")
     change_journal(run.folder / FILE, other_token, recompute=True)
     bad = call(run.folder)
     assert bad.exit_code == 1

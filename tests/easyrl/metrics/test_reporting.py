@@ -285,15 +285,20 @@ def test_tensorboard_files_hold_the_figures(tmp_path):
 
     tracker = TensorBoardTracker(tmp_path, 0)
     tracker.log(1, {"reward/mean": 0.25})
+    tracker.note("certificate", "ab12")
     tracker.close()
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("reward/mean")
-    assert [(e.step, e.value) for e in events] == [(1, 0.25)]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25)]
+    (told,) = events.Tensors("certificate/text_summary")
+    assert list(told.tensor_proto.string_val) == [b"ab12"]
 
 
 def test_wandb_gets_steps_by_name(tmp_path, monkeypatch):
     calls = []
 
     class FakeRun:
+        summary: dict[str, str] = {}
+
         def log(self, metrics, step):
             calls.append((step, metrics))
 
@@ -309,7 +314,9 @@ def test_wandb_gets_steps_by_name(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", FakeWandb)
     tracker = WandbTracker("project", "name", tmp_path, {})
     tracker.log(3, {"loss": 1.0})
+    tracker.note("certificate", "ab12")
     tracker.close()
+    assert FakeRun.summary == {"certificate": "ab12"}
     assert calls == ["project", (3, {"loss": 1.0}), "finish"]
 
 

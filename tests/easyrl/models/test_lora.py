@@ -73,7 +73,7 @@ def logprobs(policy: PolicyModel, row: MicroBatch) -> torch.Tensor:
 
 def of_frozen(policy: PolicyModel, row: MicroBatch, adapter: str | None) -> torch.Tensor:
     frozen = frozen_adapter(policy, policy, adapter)
-    return frozen.logprobs(row, SegmentLayout(row.segments), TEMPERATURE)
+    return frozen.logprobs([(row, SegmentLayout(row.segments))], TEMPERATURE)[0]
 
 
 # ---- the adapter at the start --------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -24,6 +25,7 @@ from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel, run_micro_batch
+from easyrl.models.supported import model_notices
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
 from tests.kernels.memory_recorder import PeakMemory
 from tests.recipes import pack_groups
@@ -353,6 +355,22 @@ def test_runs_in_bf16(tmp_path: Path) -> None:
             "dynamic rotary",
         ),
         ("qwen2", {"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM"),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+            "quantization_config in its config.json, fp8.*use the bf16 checkpoint",
+        ),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "quantised.*gptq.*dequantise",
+        ),
+        ("llama", {"quantization_config": {"load_in_4bit": True}}, "quantised checkpoint"),
+        (
+            "qwen3_moe",
+            {"output_router_logits": True, "router_aux_loss_coef": 0.001},
+            "auxiliary loss.*model.ignore_router_aux_loss=true",
+        ),
     ],
 )
 def test_unsupported_models_are_refused(
@@ -363,6 +381,35 @@ def test_unsupported_models_are_refused(
     with pytest.raises(ValueError, match=named) as raised:
         load_policy_model(ModelConfig(path=tmp_path))
     assert "model.path" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ignored"),
+    [
+        ({"output_router_logits": False, "router_aux_loss_coef": 0.001}, False),  # as published
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.0}, False),
+        ({"output_router_logits": True, "router_aux_loss_coef": 0.001}, True),
+    ],
+)
+def test_mixture_without_an_auxiliary_loss_is_trained(
+    tmp_path: Path, overrides: dict[str, object], ignored: bool
+) -> None:
+    path = save_tiny_model(tmp_path, "qwen3_moe", **overrides)
+    model = ModelConfig(path=path, ignore_router_aux_loss=ignored)
+    assert ["left out" in notice for notice in model_notices(model)] == [True] * ignored
+    policy = load_policy_model(model)
+    logprobs, _ = run_micro_batch(policy, pack(200)[0], 1.0)
+    assert torch.isfinite(logprobs).all()
+
+
+def test_model_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would draw them at random: a part of the download, or gptq without its key."""
+    path = save_tiny_model(tmp_path, "qwen3")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="model.path: .*no weights for 1 .*layers.1.mlp.up_proj"):
+        load_policy_model(ModelConfig(path=path))
 
 
 def test_missing_model_is_refused(tmp_path: Path) -> None:

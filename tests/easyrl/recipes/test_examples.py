@@ -73,7 +73,7 @@ def packed_gradients(
         load_policy_model(ModelConfig(path=folder / name), dtype=torch.float64)
         for name in ("policy", "old")
     )
-    frozen = frozen_model(old, CPU) if recipe.needs.old_policy else None
+    frozen = frozen_model(old) if recipe.needs.old_policy else None
     tri = TriModel(policy, reference=None, old_policy=frozen, temperature=TEMPERATURE, device=CPU)
     run = run_settings(num_generations=3)
     trained = trained_groups(recipe, run, groups, [group.rewards for group in groups])

@@ -1,7 +1,6 @@
 """Who may use a run's folder, between real processes; and files that a power cut left empty."""
 
 import errno
-import json
 import logging
 import os
 import signal
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from pydantic import BaseModel
 
 from easyrl.config import ConfigError
 from easyrl.runtime import durable_files as durable
-from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_folder import keep_attempt, locked_folder, next_attempt, prepare_output
+from tests.thread_ranks import on_ranks
 
 # Takes the folder, and starts a child that outlives it, as workers, fetchers and servers might.
 HOLDER = """
@@ -99,28 +97,6 @@ def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, cap
 # ---- all ranks -----------------------------------------------------------------------------------
 
 
-class Shared:
-    """What an ``Collectives`` of two ranks does, between threads."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=10)
-        self.said = None
-
-
-class ThreadCollectives:
-    def __init__(self, rank: int, shared: Shared) -> None:
-        self.ranks = Ranks.data_parallel(rank, 2)
-        self._shared = shared
-
-    def broadcast(self, value):
-        if self.ranks.rank == 0:
-            self._shared.said = json.dumps(value)
-        self._shared.barrier.wait()
-        said = json.loads(self._shared.said)
-        self._shared.barrier.wait()
-        return said
-
-
 class Run(BaseModel):
     output_dir: Path
     name: str = "run"
@@ -136,17 +112,7 @@ class Settings(BaseModel):
 
 
 def on_two_ranks(work):
-    """What ``work(collectives)`` of each rank returned or raised."""
-    ranks = Shared()
-
-    def one(rank):
-        try:
-            return work(ThreadCollectives(rank, ranks))
-        except ConfigError as error:
-            return error
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(one, range(2)))
+    return on_ranks(2, work)
 
 
 def test_all_ranks_are_refused_and_nothing_is_written(tmp_path):
@@ -194,11 +160,35 @@ def test_attempts_are_counted_on_all_ranks(tmp_path):
     attempts = []
     for _ in range(2):
         attempts.append(on_two_ranks(lambda a: next_attempt(settings, tmp_path, a)))
-        assert on_two_ranks(lambda a: next_attempt(settings, tmp_path, a)) == attempts[-1]
+        seen_again = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
+        assert [version.attempt for version in seen_again] == [len(attempts) - 1] * 2
         keep_attempt(attempts[-1][0], tmp_path)  # it counts from here on
     assert [[version.attempt for version in ranks] for ranks in attempts] == [[0, 0], [1, 1]]
     assert len({version.run for ranks in attempts for version in ranks}) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["attempt.json"]
+
+
+def test_runs_of_one_name_in_folders_of_one_path_are_two_runs(tmp_path):
+    """Two clusters with the same paths, or a folder that was removed and made anew."""
+    settings = Settings(run=Run(output_dir=tmp_path))
+    born = []
+    for _ in range(2):
+        version = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))[0]
+        keep_attempt(version, tmp_path)
+        born.append(version.run)
+        (tmp_path / "attempt.json").unlink()
+    assert born[0] != born[1]
+    assert all(run.startswith(f"{settings.run.name}-") for run in born)
+
+
+def test_a_count_that_is_gone_is_not_begun_again(tmp_path):
+    """A run's identity is in no other file than this and the certificate."""
+    settings = Settings(run=Run(output_dir=tmp_path))
+    (tmp_path / "certificate.jsonl").write_text("")
+    told = on_two_ranks(lambda a: next_attempt(settings, tmp_path, a))
+    assert all(isinstance(error, ConfigError) for error in told)
+    assert "attempt.json" in str(told[1]) and '"kind":"attempt"' in str(told[1])
+    assert not (tmp_path / "attempt.json").exists()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 1, "attempt": "x"}', '{"run": "r"}'])

@@ -281,6 +281,32 @@ finally:
     assert (status, out) == (70, said), log
 
 
+def test_a_run_that_ends_itself_does_not_wait_for_its_threads():
+    """The interpreter's end would: for one in C that waits for a lost rank, for ever."""
+    script = Script("""
+signals.begin_training()
+threading.Thread(target=threading.Event().wait).start()
+threading.Timer(0.2, signals.end, args=(75, 40)).start()
+try: threading.Event().wait(60)
+finally: signals.finish()
+""")
+    assert script.end()[0] == 75  # before the last resort
+
+
+def test_a_run_that_ends_itself_before_training_keeps_its_status():
+    """The signal that wakes its main thread is not a SIGTERM from outside."""
+    script = Script("""
+import easyrl.runtime.signals
+easyrl.runtime.signals.UNWIND_S = 0.1
+threading.Timer(0.2, signals.end, args=(75, 40)).start()
+try: threading.Event().wait(60)
+finally:
+    time.sleep(0.5)
+    say("closed")
+""")
+    assert script.end()[:2] == (75, "closed\n")
+
+
 def test_a_process_of_somebody_else_is_sent_ctrl_c():
     script = Script("""
 signal.signal(signal.SIGINT, signal.default_int_handler)

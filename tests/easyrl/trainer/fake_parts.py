@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.prompts.dataset import PromptOrder
@@ -144,6 +145,7 @@ class FakeRollouts:
 
 class FakeEngine:
     ranks = Ranks.data_parallel()
+    device = torch.device("cpu")
     lockstep = False
 
     def __init__(self, events, results=()):
@@ -152,6 +154,9 @@ class FakeEngine:
 
     def begin_batch(self):
         pass
+
+    def prepare(self, micro_batches):
+        return list(micro_batches)
 
     def forward_backward(self, micro_batches):
         self.events.append("backward")

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from easyrl.engines.base import MetricSums
 from easyrl.metrics.batch_metrics import BatchTotals
@@ -64,10 +65,14 @@ class Source:
 class Engine:
     """Remembers rows, and what had come of all ranks when it got the first."""
 
+    device = torch.device("cpu")
     lockstep = False
 
     def __init__(self) -> None:
         self.rows: list[MicroBatch] = []
+
+    def prepare(self, rows: list[MicroBatch]) -> list[MicroBatch]:
+        return rows
 
     def forward_backward(self, rows: list[MicroBatch]) -> list[MetricSums]:
         self.rows += rows

@@ -52,6 +52,7 @@ class TellingEngine:
     ``weights`` stands for those of the old policy; ``frozen`` keeps the rows they were run on.
     """
 
+    device = torch.device("cpu")
     lockstep = False
 
     def __init__(self, *, reference: bool = True, old_policy: bool = True) -> None:
@@ -78,6 +79,9 @@ class TellingEngine:
         return FrozenLogprobs(
             of(-1) if reference else None, of(self.weights) if old_policy else None
         )
+
+    def prepare(self, rows: list[MicroBatch]) -> list[MicroBatch]:
+        return rows
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         self.trained += micro_batches

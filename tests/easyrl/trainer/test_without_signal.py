@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from easyrl.engines.base import MetricSums
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
@@ -57,10 +58,14 @@ class Drains:
 class Engine:
     """Remembers the prompts that it was given."""
 
+    device = torch.device("cpu")
     lockstep = False
 
     def __init__(self) -> None:
         self.prompts: list[int] = []
+
+    def prepare(self, rows: list[MicroBatch]) -> list[MicroBatch]:
+        return rows
 
     def forward_backward(self, rows: list[MicroBatch]) -> list[MetricSums]:
         self.prompts += [p for row in rows for p in {key.prompt for key in row.sequences}]

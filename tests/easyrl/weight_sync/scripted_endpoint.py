@@ -3,11 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import torch
+
 from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.transfer.artifact import Chunk
 from easyrl.weight_sync.target import Target
+from tests.inference_client.served_tensors import ArtifactInMemory, entries, whole
 
 URL = "http://endpoint"
+WEIGHTS = {f"weight-{number}": torch.full((1,), 1.0 + number) for number in range(40)}
 VERSION, UPDATING = "run:0:1", "run:0:1:updating"
 PUSH = ["init", "pause", "stamp", "start", "update", "finish", "reset", "resume"]
 
@@ -24,7 +28,8 @@ class ScriptedClient:
         self.stamps: list[tuple[str, str]] = []  # each call, and the stamp on tokens at that time
         self.version = "default"
         self.resets = True
-        self.proof = WorkerProof({"weight-0": "00"}, {}, "file")
+        self.nonces: list[bytes] = []  # that it was asked with
+        self.served = WEIGHTS
 
     async def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -62,10 +67,10 @@ class ScriptedClient:
         await self._called("stamp")
         self.version = version
 
-    async def prove_weights(self, artifact, chunks) -> list[WorkerProof]:
-        assert artifact == "run-0-1"
-        await self._called("prove" if chunks else "ask")
-        return [self.proof]
+    async def prove_weights(self, nonce, tensors) -> list[WorkerProof]:
+        self.nonces.append(nonce)
+        await self._called("prove" if tensors else "ask")
+        return [whole({name: self.served[name] for name in tensors}, nonce)]
 
     async def reset_prefix_cache(self) -> bool:
         await self._called("reset")
@@ -92,7 +97,8 @@ def failing(*errors):
 
 
 def chunk(number: int) -> Chunk:
-    return Chunk(f"chunk-{number}", 4, {f"weight-{number}": "00"})
+    held = {f"weight-{number}": WEIGHTS[f"weight-{number}"]}
+    return Chunk(f"chunk-{number}", 4, dict.fromkeys(held, "00"), entries(held))
 
 
 def stream(num_chunks: int, *, complete: bool = True) -> Target:
@@ -100,7 +106,7 @@ def stream(num_chunks: int, *, complete: bool = True) -> Target:
     for number in range(num_chunks):
         weights.add(chunk(number))
     if complete:
-        weights.complete()
+        weights.complete(ArtifactInMemory(WEIGHTS))
     return weights
 
 

@@ -1,9 +1,12 @@
 """What counts as proof, on numbers made by hand."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import orjson
 import pytest
 import torch
 
@@ -11,7 +14,8 @@ from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.inference_client.client import WorkerProof
 from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.transfer.artifact import Chunk
+from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum
+from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import Completion, Prompt, VersionSpan
@@ -25,89 +29,165 @@ from easyrl.weight_sync.proof import (
     prove_weights,
 )
 from easyrl.weight_sync.target import Target
+from tests.inference_client.served_tensors import ArtifactInMemory, entries, rows, shapes, whole
 from tests.recipes import pack_groups
 
 URL = "http://endpoint:8000"
-HASHES = {"embed": "e0", "layer": "f0", "norm": "a0"}
+SERVED = {"embed": torch.randn(4, 3), "layer": torch.randn(2), "norm": torch.randn(1)}
+OTHER = SERVED | {"layer": torch.nextafter(SERVED["layer"], torch.tensor(9.0))}
 
 
 class Client:
-    """Answers the two questions of the proof."""
+    """Answers the two questions of the proof; each worker gives what ``answer(nonce)`` says."""
 
     url = URL
 
-    def __init__(self, proofs: list[WorkerProof], version: str = "run:0:1") -> None:
-        self.proofs, self.version = proofs, version
-        self.asked: tuple[str, list[dict]] | None = None
+    def __init__(self, *answers: Callable[[bytes], WorkerProof], version: str = "run:0:1") -> None:
+        self.answers, self.version = answers, version
+        self.asked: list[tuple[bytes, dict]] = []
 
     async def weight_version(self, timeout_s=None) -> str:
         return self.version
 
-    async def prove_weights(self, artifact, chunks):
-        self.asked = artifact, chunks
-        return self.proofs
+    async def prove_weights(self, nonce, tensors):
+        self.asked.append((nonce, tensors))
+        return [answer(nonce) for answer in self.answers]
 
 
-def weights() -> Target:
+def serves(weights=SERVED, **problems: str) -> Callable[[bytes], WorkerProof]:
+    return lambda nonce: whole(weights, nonce, **problems)
+
+
+def weights(artifact: ArtifactReader | None = None) -> Target:
     stream = Target("run:0:1")
-    stream.add(Chunk("chunk-0", 8, {"embed": "e0", "layer": "f0"}))
-    stream.add(Chunk("chunk-1", 4, {"norm": "a0"}))
+    for number, names in enumerate((("embed", "layer"), ("norm",))):
+        held = {name: SERVED[name] for name in names}
+        stream.add(Chunk(f"chunk-{number}", 8, dict.fromkeys(held, "00"), entries(held)))
+    stream.complete(artifact or ArtifactInMemory(SERVED))
     return stream
 
 
-def prove(client: Client, bits: bool = True) -> None:
-    asyncio.run(prove_weights(Endpoint(client, 1), weights(), stamp="run:0:1", bits=bits))
+def prove(client: Client, bits: bool = True, target: Target | None = None):
+    target = target or weights()
+    return asyncio.run(prove_weights(Endpoint(client, 1), target, stamp="run:0:1", bits=bits))
 
 
 def test_every_tensor_of_every_worker_passes():
-    client = Client([WorkerProof(dict(HASHES), {}, "file"), WorkerProof(dict(HASHES), {}, "http")])
-    prove(client)
-    assert client.asked is not None
-    name, chunks = client.asked
-    assert name == "run-0-1"
-    assert [chunk["file"] for chunk in chunks] == ["chunk-0", "chunk-1"]
+    client = Client(serves(), serves())
+    shown = prove(client)
+    ((nonce, tensors),) = client.asked
+    assert tensors == shapes(SERVED) and len(nonce) == 32
+    record = shown.record()
+    assert record.nonce == nonce.hex()
+    assert (record.num_tensors, record.num_workers, record.whole) == (3, 2, False)
+    assert prove(Client(serves())).record().whole
+
+
+def test_the_question_does_not_hold_its_answer():
+    """Every question has a nonce of its own, but the first to each endpoint of a version."""
+    target = weights()
+    clients = [Client(serves()), Client(serves())]
+    clients[1].url = "http://other"
+    for client in [*clients, *clients]:
+        prove(client, target=target)
+    (first, again), (shared, other) = ([nonce for nonce, _ in c.asked] for c in clients)
+    assert first == shared and len({first, again, other}) == 3
+    target = weights()
+    target.published()  # who joins now is asked anew
+    prove(clients[0], target=target)
+    assert clients[0].asked[-1][0] != target.nonce
+    told = str(clients[0].asked)
+    assert not any(tensor_checksum(weight) in told for weight in SERVED.values())
+
+
+@pytest.mark.parametrize("answer", ["before", "plain checksums", "another nonce"])
+def test_what_was_hashed_before_is_no_answer(answer):
+    """The weights are right, the digests were not formed for this question."""
+    kept: list[WorkerProof] = []
+
+    def repeated(nonce: bytes) -> WorkerProof:
+        if answer == "plain checksums":
+            proof = whole(SERVED, nonce)
+            for name, (served,) in proof.slices.items():
+                proof.slices[name] = [replace(served, digest=tensor_checksum(SERVED[name]))]
+            return proof
+        kept.append(whole(SERVED, nonce if answer == "before" else bytes(32)))
+        return kept[0]
+
+    client, target = Client(repeated), weights()
+    if answer == "before":
+        prove(client, target=target)
+    with pytest.raises(ProofFailed, match="serves other weights .* 3 of 3 tensors, first embed"):
+        prove(client, target=target)
 
 
 @pytest.mark.parametrize(
-    ("proofs", "message"),
+    ("answers", "message"),
     [
-        ([HASHES, HASHES | {"layer": "ff"}], r"worker 1 of 2 .* 1 of 3 .* layer \(checksum ff"),
-        ([{"norm": "a0"}], r"no worker proved 2 of 3 tensors .* first embed"),
+        ([serves(), serves(OTHER)], r"worker 1 of 2 .* 1 of 3 .* layer \(checksum "),
+        ([serves({"norm": SERVED["norm"]})], r"no worker proved 2 of 3 tensors .* first embed"),
         ([], "none of its workers"),
     ],
     ids=["other", "missing", "nobody"],
 )
-def test_what_is_not_served_is_named(proofs, message):
+def test_what_is_not_served_is_named(answers, message):
     with pytest.raises(ProofFailed, match=message) as caught:
-        prove(Client([WorkerProof(dict(checksums), {}, "file") for checksums in proofs]))
+        prove(Client(*answers))
     assert URL in str(caught.value)
 
 
 def test_the_workers_own_words_are_passed_on():
-    proof = WorkerProof({"embed": "e0", "norm": "a0"}, {"layer": "shape [2] for [3]"}, "file")
-    with pytest.raises(ProofFailed, match=r"layer \(shape \[2\] for \[3\]; checksum missing"):
-        prove(Client([proof]))
+    some = {name: SERVED[name] for name in ("embed", "norm")}
+    with pytest.raises(ProofFailed, match=r"layer \(shape \[2\] for \[3\]\)"):
+        prove(Client(serves(some, layer="shape [2] for [3]")))
 
 
 def test_a_tensor_may_be_in_one_of_the_workers_only():
     """Pipeline and expert parallelism."""
-    parts = [{"embed": "e0", "layer": HASHES["layer"]}, {"norm": "a0"}]
-    prove(Client([WorkerProof(part, {}, "file") for part in parts]))
+    parts = [{name: SERVED[name] for name in names} for names in (("embed", "layer"), ("norm",))]
+    prove(Client(*map(serves, parts)))
 
 
 def test_what_is_served_beside_the_artefact_is_a_problem():
-    proof = WorkerProof(dict(HASHES), {"lm_head.weight": "512 numbers are not in it"}, "file")
+    beside = {"lm_head.weight": "512 numbers are not in it"}
     with pytest.raises(ProofFailed, match=r"first lm_head.weight \(512 numbers are not in it"):
-        prove(Client([proof]))
+        prove(Client(serves(**beside)))
+
+
+def test_a_copy_on_this_host_that_was_damaged_is_not_the_endpoints_fault():
+    damaged = weights(ArtifactInMemory(OTHER, frozenset({"layer"})))
+    with pytest.raises(EndpointUnavailable, match="'layer' was changed after it was written"):
+        prove(Client(serves()), target=damaged)
+
+
+def test_another_rank_knows_the_answers_of_proven_endpoints_and_no_others():
+    """It has no copy of the weights: it is told nonce and digests."""
+    target = weights()
+    prove(Client(serves()), target=target)
+    told = Target.from_json(orjson.loads(orjson.dumps(target.to_json())))
+    for _ in range(2):
+        prove(Client(serves()), target=told)
+    with pytest.raises(ProofFailed, match="first layer"):
+        prove(Client(serves(OTHER)), target=told)
+
+    def in_rows(nonce: bytes) -> WorkerProof:
+        proof = whole(SERVED, nonce)
+        embed = SERVED["embed"]
+        halves = [rows(embed, 0, 2, nonce), rows(embed, 2, 4, nonce)]
+        return replace(proof, slices=dict(proof.slices) | {"embed": halves})
+
+    prove(Client(in_rows))
+    with pytest.raises(EndpointUnavailable, match="embed: its slices are others"):
+        prove(Client(in_rows), target=told)
 
 
 def test_another_version_fails_with_or_without_bits():
     for bits in (True, False):
         with pytest.raises(OtherVersionShown, match="serves version 'default', not 'run:0:1'"):
-            prove(Client([], version="default"), bits)
-    client = Client([])
-    prove(client, bits=False)
-    assert client.asked is None
+            prove(Client(version="default"), bits)
+    client = Client()
+    assert prove(client, bits=False) is None
+    assert client.asked == []
 
 
 def sample(tokens, logprobs, version="run:0:1") -> Completion:
@@ -161,7 +241,7 @@ def test_with_proved_bits_the_canary_warns_up_to_half_a_nat(nats, bits, fails, c
         return said
 
     prover = Prover(Sampling(), tolerance=0.05, reads_bits=bits)  # type: ignore[arg-type]
-    endpoint = Endpoint(Client([WorkerProof(dict(HASHES), {}, "file")]), 1)
+    endpoint = Endpoint(Client(serves()), 1)
 
     def prove():
         asyncio.run(prover.prove(endpoint, weights(), "run:0:1", expect, Shown()))
@@ -196,7 +276,7 @@ def test_samples_of_other_weights_are_refused():
             return responses
 
     prover = Prover(Sampling(), tolerance=0.1, reads_bits=True)  # type: ignore[arg-type]
-    endpoint = Endpoint(Client([]), 1)
+    endpoint = Endpoint(Client(), 1)
     asyncio.run(prover.sample(endpoint, "run:0:1"))
     responses.append(sample([5], [-1.0], "default"))
     with pytest.raises(OtherVersionShown, match="tokens of default, not of run:0:1"):

@@ -118,7 +118,7 @@ class WrongWhenItReturns(Restarting):
         if request.path == "/start_weight_update":
             self.wrong = False
         if request.path == PROVE and self.wrong:
-            proof = {"checksums": {}, "problems": {"lm_head.weight": "a flipped bit"}}
+            proof = {"slices": {}, "problems": {"lm_head.weight": "a flipped bit"}}
             return reply({"results": [proof | {"transport": "file"}]})
         return await super().answer(request, body)
 

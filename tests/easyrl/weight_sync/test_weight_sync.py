@@ -5,15 +5,17 @@ import socket
 from contextlib import ExitStack, closing
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from benchmarks.random_model import write_random_model
 from easyrl.config import WeightSyncConfig
+from easyrl.inference_client.transfer.announcement import OWNER
 from easyrl.schema import PolicyVersion, Prompt
 from easyrl.weight_sync.canary import canary_prompts
 from easyrl.weight_sync.publish import NoEndpointServes
-from easyrl.weight_sync.store import WeightStore, local_address_towards
+from easyrl.weight_sync.store import WeightStore, listen_address, local_address_towards
 from tests.easyrl.weight_sync.weight_sync_parts import (
     AnswersFromItsPrefixCache,
     FailsAt,
@@ -39,6 +41,7 @@ PROBE0 = "sync:0:0:probe"
 def test_an_honest_endpoint_is_confirmed_at_each_version(model_dir, server, tmp_path):
     engine = PlainEngine(model_dir)
     (tmp_path / "easyrl-sync" / "of-a-crashed-attempt").mkdir(parents=True)
+    (tmp_path / "easyrl-sync" / OWNER).write_text(socket.gethostname())
     with closing(Watched(server)) as proxy, weight_sync(engine, [proxy.url], tmp_path) as rank:
         metrics = rank.sync.publish(V0).metrics
         assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
@@ -113,6 +116,37 @@ def test_streams_listen_where_the_endpoint_comes_from():
     assert local_address_towards("http://localhost:8000/") in ("127.0.0.1", "::1")
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "127.0.0.1"),
+        ({"advertise_host": "localhost"}, "127.0.0.1"),
+        ({"advertise_host": "127.0.0.3"}, "127.0.0.3"),
+        ({"advertise_host": "forwards-to-here.invalid"}, "127.0.0.1"),
+        ({"advertise_host": "forwards-to-here.invalid", "bind_host": "127.0.0.2"}, "127.0.0.2"),
+        ({"advertise_host": "localhost", "bind_host": "0.0.0.0"}, "0.0.0.0"),
+    ],
+)
+def test_the_stream_listens_at_one_address(settings, expected, tmp_path):
+    config = WeightSyncConfig(directory=tmp_path, transport="http", **settings)
+    with closing(WeightStore(config, "run")) as store:
+        store.begin("run:0:0")
+        info = asyncio.run(store.init_info("http://127.0.0.1:1"))
+        name = settings.get("advertise_host", expected)
+        assert info["url"].startswith(f"http://{name}:")
+        (server,) = store._servers.values()
+        found = [c.laddr.ip for c in psutil.Process(server.pid).net_connections()]
+        assert found == [expected]
+
+
+def test_a_name_that_is_the_loopback_only_here_is_not_listened_at(monkeypatch):
+    """Debian's hosts file gives a machine's own name 127.0.1.1; others know its real address."""
+    monkeypatch.setattr("easyrl.weight_sync.store.own_address", lambda name: "127.0.1.1")
+    assert listen_address("train0", "http://127.0.0.1:8000") == "127.0.0.1"
+    monkeypatch.setattr("easyrl.weight_sync.store.own_address", lambda name: "192.0.2.7")
+    assert listen_address("train0", "http://127.0.0.1:8000") == "192.0.2.7"
+
+
 @pytest.mark.parametrize("transport", ["auto", "http"])
 def test_a_port_that_is_in_use_leaves_the_folder(transport, tmp_path, caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -178,12 +212,18 @@ def first_tensor(engine) -> str:
             {},
             "canary: log-probabilities differ",
         ),
+        (
+            lambda url: MissesUpdates(url, repeats=True),
+            {"probe": False, "canary": False},
+            "serves other weights than version sync:0:0: 24 of 24 tensors, first model.embed",
+        ),
         (ForgetsItsVersion, {"probe": False}, "serves version 'default'"),
         (AnswersFromItsPrefixCache, {}, "canary: log-probabilities differ"),
         (KeepsItsPrefixCache, {}, "did not reset its prefix cache"),
     ],
     ids=[
         *("missed", "missed-and-lying", "missed-and-lying-at-the-probe", "kept-the-probe"),
+        "repeats-what-it-was-told",
         *("version", "stale-prefix-cache", "prefix-cache-not-reset"),
     ],
 )

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import orjson
 import torch
+from safetensors.torch import load_file
 
 from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
 from easyrl.dataloaders.packing.row import dummy_micro_batch
@@ -30,6 +32,7 @@ from easyrl.schema import Completion, Prompt
 from easyrl.weight_sync.canary import Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
 from tests.end_to_end.proxy import GENERATE, Proxy, reply
+from tests.inference_client.served_tensors import whole
 from tests.recipes import pack_groups
 
 TOLERANCE = 1e-3
@@ -234,13 +237,21 @@ class Watched(Proxy):
 
 class MissesUpdates(Watched):
     """Acknowledges ``num_missed`` updates after ``first`` honest ones, stamps their versions, and
-    keeps its old weights; says what the trainer wants to hear of them if ``lies``."""
+    keeps its old weights. If it ``lies``, it answers the proof from the artefact, which no nonce
+    tells from the truth; if it ``repeats``, with what it was told and what it answered before."""
 
     def __init__(
-        self, upstream: str, *, lies: bool = False, first: int = 0, num_missed: int = 1000
+        self,
+        upstream: str,
+        *,
+        lies: bool = False,
+        repeats: bool = False,
+        first: int = 0,
+        num_missed: int = 1000,
     ) -> None:
-        self.checksums: dict[str, str] = {}
-        self.lies = lies
+        self.pushed: list[Path] = []  # files of the last artefact
+        self.told: dict[str, str] = {}  # checksums
+        self.lies, self.repeats = lies, repeats
         self.first, self.num_missed = first, num_missed
         super().__init__(upstream)
 
@@ -251,22 +262,35 @@ class MissesUpdates(Watched):
     async def answer(self, request, body):
         missing = self.is_missing
         await super().answer(request, body)
-        if request.path == PROVE and self.lies:
-            proof = {"checksums": self.checksums, "problems": {}, "transport": "file"}
-            return reply({"results": [proof]})
+        if request.path == PROVE and (self.lies or self.repeats):
+            asked = orjson.loads(body)["kwargs"]
+            proof = whole(self._artefact(), bytes.fromhex(asked["nonce"]))
+            if self.repeats:
+                for name, (served,) in proof.slices.items():
+                    proof.slices[name] = [replace(served, digest=self.told[name])]
+            return reply({"results": [asdict(proof)]})
+        if request.path == "/update_weights" and b"abandon" not in body:
+            info = orjson.loads(body)["update_info"]
+            folder = Path(self.inits[-1]["root"]) / info["artifact"]
+            if self.pushed and self.pushed[0].parent != folder:
+                self.pushed = []
+            self.pushed += [folder / chunk["file"] for chunk in info["chunks"]]
+            for chunk in info["chunks"]:
+                self.told |= chunk["checksums"]
         if not missing:
             return None
         if request.path == "/start_weight_update":
             return reply({"message": "started"})
         if request.path == "/update_weights":
-            for chunk in orjson.loads(body)["update_info"]["chunks"]:
-                self.checksums |= chunk["checksums"]
             return reply({"message": "updated"})
         if request.path == "/finish_weight_update":
             version = orjson.loads(body)["weight_version"]
             await self.forward("POST", "/update_weight_version", {"new_version": version})
             return reply({"message": "finished"})
         return None
+
+    def _artefact(self) -> dict[str, torch.Tensor]:
+        return {name: w for file in self.pushed for name, w in load_file(file).items()}
 
 
 class ForgetsItsVersion(Proxy):

@@ -5,7 +5,8 @@ After each test that fails an update on purpose the next whole update must succe
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from easyrl.inference_client.client import EndpointClient
+from easyrl.inference_client.client import EndpointClient, WorkerProof
 from easyrl.inference_client.errors import EndpointError
+from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
+from easyrl.weight_sync.challenge import Challenge, shapes_of
 from tests.inference_client.contract.calls import (
     LOGPROB_TOLERANCE,
     PROMPT,
@@ -69,11 +72,22 @@ async def healed(
     assert logprob_error(server.model, PROMPT, completion) < LOGPROB_TOLERANCE
 
 
-async def prove(client: EndpointClient, artifact: WeightArtifact) -> Any:
-    """The proof of the only worker."""
-    described = [chunk.describe() for chunk in artifact.chunks]
-    (proof,) = await client.prove_weights(artifact.name, described)
-    return proof
+async def prove(client: EndpointClient, artifact: WeightArtifact) -> Shown:
+    """What the only worker answers, and what the trainer finds wrong with it."""
+    reader = ArtifactReader(artifact.directory, artifact.chunks)
+    asked = Challenge(shapes_of(artifact.chunks), reader)
+    (proof,) = await client.prove_weights(asked.nonce, asked.tensors)
+    findings = asked.check([proof])
+    (wrong,) = findings.wrong
+    problems = dict(wrong) | dict.fromkeys(findings.uncovered, "not shown")
+    return Shown(proof, problems, proof.slices.keys() - problems.keys())
+
+
+@dataclass(frozen=True)
+class Shown:
+    proof: WorkerProof
+    problems: dict[str, str]
+    names: Set[str]  # tensors that are shown, and right
 
 
 # ---- a whole update ------------------------------------------------------------------------------
@@ -94,8 +108,8 @@ async def test_an_update_is_served_stamped_and_proven(
         assert logprob_error(server.model, LONG_PROMPT, before[0]) > 100 * LOGPROB_TOLERANCE
         proof = await prove(client, artifact)
         assert proof.problems == {}
-        assert proof.checksums == artifact.checksums
-        assert proof.transport == sender.transport
+        assert proof.names == artifact.checksums.keys()
+        assert proof.proof.transport == sender.transport
 
 
 async def test_the_proof_names_what_is_not_served(
@@ -109,7 +123,7 @@ async def test_the_proof_names_what_is_not_served(
     other = healed.write(server.tied, 3, {name: weight})
     proof = await prove(client, other)
     assert list(proof.problems) == [name]
-    assert proof.checksums == {n: h for n, h in other.checksums.items() if n != name}
+    assert proof.names == other.checksums.keys() - {name}
 
 
 async def test_a_missed_update_is_seen_in_every_tensor(
@@ -118,7 +132,7 @@ async def test_a_missed_update_is_seen_in_every_tensor(
     await healed.push(server, client, seed=3)
     missed = healed.write(server.tied, 4)
     proof = await prove(client, missed)
-    assert proof.problems.keys() == missed.checksums.keys() and not proof.checksums
+    assert proof.problems.keys() == missed.checksums.keys() and not proof.names
 
 
 async def test_the_head_is_proven_apart_from_what_it_is_tied_to(
@@ -128,8 +142,8 @@ async def test_the_head_is_proven_apart_from_what_it_is_tied_to(
     artifact = await healed.push(server, client, seed=5)
     proof = await prove(client, artifact)
     head = "model.embed_tokens.weight" if server.tied else "lm_head.weight"
-    assert head in proof.checksums
-    assert ("lm_head.weight" in proof.checksums) != server.tied
+    assert head in proof.names
+    assert ("lm_head.weight" in proof.names) != server.tied
 
 
 async def test_responses_in_flight_show_where_the_weights_changed(
@@ -156,6 +170,20 @@ async def test_responses_in_flight_show_where_the_weights_changed(
     assert error[change:].max() > 100 * LOGPROB_TOLERANCE
     (later,) = await sample(client, **long_response(8))
     assert versions(later) == [new.version]
+
+
+async def test_an_answer_serves_once(
+    client: EndpointClient, healed: Sender, server: Server
+) -> None:
+    """Digests are keyed with the question's nonce; a question without one is refused."""
+    artifact = await healed.push(server, client, seed=5)
+    first, second = [await prove(client, artifact) for _ in range(2)]
+    assert first.names == second.names == artifact.checksums.keys()
+    name = min(artifact.checksums)
+    digests = {shown.proof.slices[name][0].digest for shown in (first, second)}
+    assert len(digests) == 2 and artifact.checksums[name] not in digests
+    with pytest.raises(EndpointError, match="nonce"):
+        await client.prove_weights(b"short", shapes_of(artifact.chunks))
 
 
 # ---- updates that must not happen ----------------------------------------------------------------

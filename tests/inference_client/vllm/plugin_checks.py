@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from blake3 import blake3
 from easyrl_vllm import register
+from easyrl_vllm.chunk_format import DTYPE_NAMES
 from easyrl_vllm.engine import ArtifactInitInfo, EasyRLWeightTransferEngine
+from easyrl_vllm.keyed_digests import slice_digest
 from easyrl_vllm.nccl import EasyRLNCCLWeightTransferEngine
-from easyrl_vllm.proof import BLOCK_COLUMNS, describe_difference, prove, read_packed
+from easyrl_vllm.proof import BLOCK_COLUMNS, prove, read_packed
 from easyrl_vllm.replies import Failure, Guarded
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -144,13 +146,15 @@ def shards_are_updated_and_proven() -> None:
             assert torch.equal(model.down.weight, FULL["down.weight"][:, cut])
             before = {n: p.detach().clone() for n, p in model.named_parameters()}
             parameters = dict(model.named_parameters())
-            proof = prove_with(engine, update)
-            assert proof.problems == {} and proof.checksums.keys() == FULL.keys()
+            proof = prove_with(engine)
+            assert proof.problems == {} and proof.slices.keys() == FULL.keys()
+            assert boxes(proof, "up.weight") == [((3 * rank, 0), (3, 4))]
+            assert boxes(proof, "down.weight") == [((0, 3 * rank), (4, 3))]
+            assert not wrong_names(proof)
             assert all(p is parameters[n] for n, p in model.named_parameters())
             assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
             model.down.weight.data[1, 2] += 1e-7 * model.down.weight.data[1, 2].abs().clamp(min=1)
-            proof = prove_with(engine, update)
-            assert proof.problems.keys() == {"down.weight"}, proof.problems
+            assert wrong_names(prove_with(engine)) == {"down.weight"}
             engine.shutdown()
 
 
@@ -161,7 +165,7 @@ def another_ranks_shard_fails_the_proof() -> None:
         model = ShardedModel(0)
         engine = updated(model, init, update)
         model.up.weight.data.copy_(FULL["up.weight"][3:])
-        assert prove_with(engine, update).problems.keys() == {"up.weight"}
+        assert wrong_names(prove_with(engine)) == {"up.weight"}
         engine.shutdown()
 
 
@@ -173,7 +177,7 @@ def an_error_in_a_proof_leaves_the_model_as_it_was() -> None:
         parameters = dict(model.named_parameters())
         engine = built(EasyRLWeightTransferEngine, model)
         engine.init_transfer_engine(engine.parse_init_info(init))
-        raises(ValueError, "unknown.weight", prove_with, engine, update)
+        raises(ValueError, "unknown.weight", prove_with, engine, {"unknown.weight": torch.ones(2)})
         assert all(p is parameters[n] for n, p in model.named_parameters())
         engine.shutdown()
 
@@ -193,7 +197,8 @@ def the_nccl_engine_takes_artifacts_too() -> None:
         engine.update_weights(update)
         engine.finish_weight_update()
         assert torch.equal(model.up.weight, FULL["up.weight"][3:])
-        assert prove_with(engine, update).problems == {}
+        proof = prove_with(engine)
+        assert proof.problems == {} and not wrong_names(proof)
 
         broadcast = {"names": [], "dtype_names": [], "shapes": []}
         engine.start_weight_update()
@@ -289,25 +294,90 @@ def packed_weights_read_back_exactly() -> None:
             apply = SimpleNamespace(apply=lambda layer, x, bias: layer.cpu_linear(x, None, bias))
             layer.quant_method = apply
             read = read_packed(layer, weight)
-            assert describe_difference(weight, read, exact=False) is None
+            nonce = bytes(32)
+            shown = slice_digest(read, nonce, flushed=True)
+            assert shown == slice_digest(weight, nonce, flushed=True)
             assert torch.equal(read, weight)  # by value: -0.0 is 0.0
             weight[-1, -1] = torch.nextafter(weight[-1, -1], torch.tensor(1e38, dtype=dtype))
-            assert "1 of " in (describe_difference(weight, read, exact=False) or "")
+            assert shown != slice_digest(weight, nonce, flushed=True)
+
+
+class LoadedWith(nn.Module):
+    """One parameter whose loader is ``load(param, weight)``."""
+
+    def __init__(self, shape: tuple[int, ...], load: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(shape), requires_grad=False)
+        self.w.weight_loader = load
+        record_metadata_for_reloading(self)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, weight in weights:
+            self.w.weight_loader(self.w, weight)
+
+
+def shown_of(model: nn.Module, full: Tensor) -> Any:
+    engine = SimpleNamespace(model=model)
+    return prove_with(engine, {"w": full})
 
 
 @check
-def differences_are_described() -> None:
-    ones = torch.ones(4)
-    assert describe_difference(ones, ones.clone(), exact=True) is None
-    last_bit = torch.nextafter(ones, torch.full((4,), 2.0))
-    assert "4 of 4" in (describe_difference(last_bit, ones, exact=True) or "")
-    assert describe_difference(ones * 0, ones * -0.0, exact=True)
-    assert describe_difference(ones * 0, ones * -0.0, exact=False) is None
-    nan = ones * float("nan")
-    assert describe_difference(nan, nan.clone(), exact=True) is None
-    assert describe_difference(ones, nan, exact=False)
-    assert describe_difference(ones.bfloat16(), ones, exact=True) is None
-    assert "--dtype" in (describe_difference(ones + 1e-3, ones.bfloat16(), exact=True) or "")
+def views_of_a_tensor_are_found_in_it() -> None:
+    """Transposed, cast, copied, reshaped and in parts: the same numbers of the same box."""
+    full = torch.randn(4, 6)
+
+    def parts(param: Tensor, weight: Tensor) -> None:
+        for i, part in enumerate(weight.chunk(2, dim=1)):
+            param.data[3 * i : 3 * i + 3].copy_(part.t())
+
+    def cast(param: Tensor, weight: Tensor) -> None:
+        param.data.copy_(weight[1:3].to(torch.float64).contiguous().view(2, 6)[:, 2:])
+
+    def flat(param: Tensor, weight: Tensor) -> None:
+        param.data.copy_(weight.view(-1)[6:18])
+
+    cases = [
+        ((6, 4), parts, full.t().contiguous(), [((0, 0), (4, 3)), ((0, 3), (4, 3))]),
+        ((2, 4), cast, full[1:3, 2:], [((1, 2), (2, 4))]),
+        ((12,), flat, full[1:3].reshape(-1), [((1, 0), (2, 6))]),
+    ]
+    for shape, load, served, expected in cases:
+        model = LoadedWith(shape, load)
+        model.w.data.copy_(served)
+        proof = shown_of(model, full)
+        assert boxes(proof, "w") == expected, (boxes(proof, "w"), proof.problems)
+        assert not wrong_names(proof, {"w": full})
+
+
+@check
+def what_is_no_box_of_a_tensor_is_a_problem() -> None:
+    full = torch.randn(4, 6)
+    cases = [
+        ((2, 6), lambda param, weight: param.data.copy_(weight[::2]), "rearranged"),
+        ((4, 6), lambda param, weight: param.data.copy_(weight * 2), "transformed"),
+        ((4, 6), lambda param, weight: param.data.add_(weight), "is changed as it is loaded"),
+        ((4, 6), lambda param, weight: param.data.fill_(weight[0, 0].item()), "as a number"),
+        ((4, 6), lambda param, weight: param.data[:2].copy_(weight[:2]), "not in the artifact"),
+    ]
+    for shape, load, text in cases:
+        problems = shown_of(LoadedWith(shape, load), full).problems
+        assert any(text in problem for problem in problems.values()), (text, problems)
+
+
+@check
+def rows_that_pad_a_tensor_have_to_be_what_its_loader_fills_in() -> None:
+    def padded(param: Tensor, weight: Tensor) -> None:
+        param.data[:4].copy_(weight)
+        param.data[4:].fill_(0)
+
+    full = torch.randn(4, 6)
+    model = LoadedWith((6, 6), padded)
+    model.w.data.zero_()
+    model.w.data[:4].copy_(full)
+    proof = shown_of(model, full)
+    assert proof.problems == {} and not wrong_names(proof, {"w": full})
+    model.w.data[5, 1] = 1e-3
+    assert "where padded" in shown_of(model, full).problems["w"]
 
 
 class Queue:
@@ -372,11 +442,31 @@ def a_refusal_leaves_no_reply_behind() -> None:
     assert isinstance(Guarded("update_weights")(Refusing(0), {}), Failure)
 
 
-def prove_with(engine: Any, update: dict) -> Any:
+NONCE = bytes(range(32))
+
+
+def prove_with(engine: Any, weights: dict[str, Tensor] | None = None) -> Any:
     config = VllmConfig()
     config.parallel_config = CONFIG.parallel_config  # type: ignore[assignment]
-    receiver = engine.opened_receiver()
-    return prove(engine.model, config, receiver, update["artifact"], update["chunks"])
+    asked = FULL if weights is None else weights
+    tensors = {n: (DTYPE_NAMES[w.dtype], list(w.shape)) for n, w in asked.items()}
+    return prove(engine.model, config, NONCE, tensors)
+
+
+def boxes(proof: Any, name: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(s.slice.starts, s.slice.sizes) for s in proof.slices.get(name, [])]
+
+
+def wrong_names(proof: Any, weights: dict[str, Tensor] = FULL) -> set[str]:
+    """Tensors of which a slice's digest is not that of the slice."""
+    wrong = set(proof.problems)
+    for name, answer in proof.slices.items():
+        for served in answer:
+            ranges = zip(served.slice.starts, served.slice.sizes, strict=True)
+            part = weights[name][tuple(slice(a, a + n) for a, n in ranges)]
+            if served.digest != slice_digest(part, NONCE, flushed=served.slice.flushed):
+                wrong.add(name)
+    return wrong
 
 
 def main() -> None:

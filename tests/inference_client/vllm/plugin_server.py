@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import requests
 import torch
 from blake3 import blake3
@@ -20,7 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from easyrl.inference_client.client import WorkerProof
 from easyrl.runtime.machine import free_port
+from easyrl.weight_sync.challenge import Challenge, Findings
+from tests.inference_client.served_tensors import ArtifactInMemory, shapes
 from tests.vllm_environment import VLLM_PYTHON
 
 # this checkout's plugin, whichever is installed, and the workers beside this file
@@ -130,9 +134,13 @@ class PluginServer:
     def version(self) -> str:
         return requests.get(f"{self.url}/weight_info", timeout=30).json()["weight_version"]
 
-    def prove(self, artifact: Artifact) -> list[dict]:
-        """Each worker's answer."""
-        return self.must("/collective_rpc", proof_request(artifact))["results"]
+    def prove(self, artifact: Artifact) -> Shown:
+        """What the workers answer of ``artifact``, and what the trainer finds wrong with it."""
+        asked = Challenge(shapes(artifact.weights), ArtifactInMemory(artifact.weights))
+        request = proof_request(artifact, asked.nonce)
+        results = self.must("/collective_rpc", request)["results"]
+        proofs = msgspec.convert(results, list[WorkerProof])
+        return Shown(proofs, asked.check(proofs))
 
     def logprobs(self, prompt: list[int], num_tokens: int) -> tuple[list[int], Tensor]:
         """Tokens sampled after ``prompt`` and their log-probabilities ``[num_tokens]``."""
@@ -153,6 +161,7 @@ class Artifact:
 
     directory: Path
     chunks: list[dict]
+    weights: Mapping[str, Tensor]  # as they were written
 
     @property
     def name(self) -> str:
@@ -166,8 +175,28 @@ class Artifact:
         return {n: h for chunk in self.chunks for n, h in chunk["checksums"].items()}
 
 
-def proof_request(artifact: Artifact) -> dict:
-    arguments = {"artifact": artifact.name, "chunks": json.dumps(artifact.chunks)}
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A proof and what the trainer makes of it."""
+
+    proofs: list[WorkerProof]
+    findings: Findings
+
+    @property
+    def names(self) -> set[str]:
+        """Tensors of which all that was shown is right, and all was shown."""
+        shown = {name for proof in self.proofs for name in proof.slices}
+        return shown - self.problems.keys()
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """By tensor, of all workers, and what none of them has shown."""
+        found = {name: text for wrong in self.findings.wrong for name, text in wrong.items()}
+        return found | dict.fromkeys(self.findings.uncovered, "not shown")
+
+
+def proof_request(artifact: Artifact, nonce: bytes = bytes(32)) -> dict:
+    arguments = {"nonce": nonce.hex(), "tensors": json.dumps(shapes(artifact.weights))}
     return {"method": "easyrl_prove_weights", "kwargs": arguments}
 
 
@@ -197,7 +226,7 @@ class TrainerSide:
             num_bytes = sum(t.nbytes for t in part.values())
             hashes = {n: checksum(t) for n, t in part.items()}
             chunks.append({"file": file, "num_bytes": num_bytes, "checksums": hashes})
-        return Artifact(directory, chunks)
+        return Artifact(directory, chunks, dict(weights))
 
 
 def checksum(tensor: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,15 +12,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 import requests
 
-from easyrl.config import LaunchConfig
+from easyrl.config import LaunchConfig, SamplingConfig
+from easyrl.inference_client.client import EndpointClient
+from easyrl.inference_client.errors import EndpointError
+from easyrl.inference_client.responses import parse_generate_response
 from easyrl.inference_client.servers.managed.launch import VllmServerProcess
 from easyrl.inference_client.servers.managed.process_guard import session_members
 from easyrl.inference_client.servers.managed.server_process import ServerStartError
 from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from tests.inference_client.test_launch import answers
+from tests.inference_client.vllm.plugin_server import PLUGIN_PATH
 from tests.tiny_models import save_tiny_model
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.vllm_environment import VLLM_PYTHON
@@ -97,14 +103,52 @@ def test_engine_cores_do_not_survive_a_kill_of_the_trainer(model_dir: Path) -> N
     assert eventually(lambda: not session_members(session))
 
 
+def _asks_for_its_key_everywhere(url: str) -> None:
+    listed = requests.get(f"{url}/openapi.json", timeout=10)
+    assert listed.status_code == 401  # even the list of its routes
+    for route in (
+        *("/inference/v1/generate", "/v1/completions", "/pause", "/resume", "/collective_rpc"),
+        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
+        *("/finish_weight_update", "/update_weight_version", "/reset_prefix_cache"),
+        *("/weight_checker", "/abort_requests", "/sleep", "/no_such_route"),
+    ):
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            reply = requests.post(f"{url}{route}", json={}, headers=headers, timeout=10)
+            assert reply.status_code == 401, route
+    for route in ("/v1/models", "/weight_info", "/get_world_size", "/is_paused", "/version"):
+        assert requests.get(f"{url}{route}", timeout=10).status_code == 401, route
+    assert requests.get(f"{url}/metrics", timeout=10).status_code == 200
+
+
+async def _takes_what_a_run_sends(url: str, key: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        client = EndpointClient(url, session, api_key=key)
+        assert (await client.served_model()).max_model_len == 128
+        assert await client.weight_version() == "default"
+        await client.pause("wait")
+        await client.set_weight_version("run:0:0")
+        await client.resume()
+        body = await client.generate([5, 6, 7], SamplingConfig(max_tokens=4), seed=1)
+        (made,) = parse_generate_response(body, url, 3)
+        assert {span.version for span in made.version_spans} == {"run:0:0"}
+        assert await client.num_tokens_made(10.0)
+        with pytest.raises(EndpointError, match="init_info"):  # it asks for what is missing
+            await client._request("POST", "/init_weight_transfer_engine", {})
+
+
 def test_managed_server_is_restarted_after_its_first_process_is_killed(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    config = LaunchConfig(engine="vllm", python=Path(VLLM_PYTHON), options=OPTIONS)
+    # the plugin of this checkout, whichever is installed
+    env = {"PYTHONPATH": PLUGIN_PATH}
+    config = LaunchConfig(engine="vllm", python=Path(VLLM_PYTHON), options=OPTIONS, env=env)
     servers = ManagedServers(config, model_dir, tmp_path, "fp32")
     try:
         (url,) = servers.start()
         assert eventually(lambda: answers(url), 240)
+        key = servers.api_keys[url]
+        _asks_for_its_key_everywhere(url)
+        asyncio.run(_takes_what_a_run_sends(url, key))
         (watched,) = servers._watched
         first = watched.server.process.pid
         os.kill(first, signal.SIGKILL)
@@ -112,6 +156,9 @@ def test_managed_server_is_restarted_after_its_first_process_is_killed(
         assert eventually(lambda: answers(url), 240)
         second = watched.server.process.pid
         assert second != first
+        _asks_for_its_key_everywhere(url)
+        asyncio.run(_takes_what_a_run_sends(url, key))
+        assert key not in (tmp_path / "server-0.log").read_text()
     finally:
         start = time.monotonic()
         servers.close()

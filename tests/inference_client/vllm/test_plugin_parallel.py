@@ -59,9 +59,12 @@ def test_two_workers_update_prove_and_refuse_in_step(server: PluginServer, tmp_p
         tokens, logprobs = server.logprobs(PROMPT, 16)
         expected = reference_logprobs(server.model, new, PROMPT, tokens)
         assert (logprobs - expected).abs().max() <= TOLERANCE
-        proofs = server.prove(artifact)
-        assert [proof["problems"] for proof in proofs] == [{}, {}]
-        assert all(proof["checksums"] == artifact.checksums for proof in proofs)
+        shown = server.prove(artifact)
+        assert len(shown.proofs) == 2
+        assert shown.problems == {} and shown.names == artifact.checksums.keys()
+        cut = "model.layers.0.mlp.down_proj.weight"  # by columns, the worker's own half
+        halves = [proof.slices[cut][0].slice for proof in shown.proofs]
+        assert {half.starts[1] for half in halves} == {0, halves[0].sizes[1]}
 
         # refused by both workers: each reply must be read, or later calls take it for theirs
         server.must("/start_weight_update")
@@ -75,4 +78,5 @@ def test_two_workers_update_prove_and_refuse_in_step(server: PluginServer, tmp_p
     name = "model.layers.0.mlp.down_proj"
     arguments = {"layer": name, "delta": "1e-7"}
     server.must("/collective_rpc", {"method": "fault_change", "kwargs": arguments})
-    assert [p["problems"].keys() for p in server.prove(artifact)] == [{f"{name}.weight"}] * 2
+    findings = server.prove(artifact).findings
+    assert [wrong.keys() for wrong in findings.wrong] == [{f"{name}.weight"}] * 2

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.inference_client.vllm.plugin_server import PLUGIN_PATH
 from tests.vllm_environment import VLLM_PYTHON
 
 SCRIPT = Path(__file__).with_name("plugin_checks.py")
@@ -25,7 +26,8 @@ NAMES = [
 def results() -> dict[str, str | None]:
     done = subprocess.run(
         [VLLM_PYTHON, str(SCRIPT)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": PLUGIN_PATH},
         capture_output=True,
         text=True,
         timeout=240,

@@ -87,9 +87,9 @@ def assert_serves(server: PluginServer, weights: dict[str, Tensor], artifact: Ar
     expected = reference_logprobs(server.model, weights, PROMPT, tokens)
     tolerance = FP32_TOLERANCE if dtype_of(server) == torch.float32 else BF16_TOLERANCE
     assert (logprobs - expected).abs().max() <= tolerance
-    (proof,) = server.prove(artifact)
-    assert proof["problems"] == {}
-    assert proof["checksums"] == artifact.checksums
+    shown = server.prove(artifact)
+    assert shown.problems == {} and len(shown.proofs) == 1
+    assert shown.names == artifact.checksums.keys()
 
 
 def assert_refused(answer: Answer, *texts: str) -> None:
@@ -140,8 +140,8 @@ def test_over_http(server: PluginServer, trainer: TrainerSide, weights: dict[str
     with closing(ChunkServer(trainer.root, trainer.token)) as chunks:
         server.must("/init_weight_transfer_engine", {"init_info": trainer.init_info(chunks.url)})
         server.update(artifact)
-        (proof,) = server.prove(artifact)
-        assert proof["transport"] == "http"
+        (proof,) = server.prove(artifact).proofs
+        assert proof.transport == "http"
         assert_serves(server, new, artifact)
 
 
@@ -189,8 +189,7 @@ def test_after_an_abandoned_update_the_next_one_works(
     assert_refused(server.post("/start_weight_update"), "already active")
     assert_refused(server.abandon(), "abandoned")
     server.logprobs(PROMPT, 2)  # it can be served, though it is a mixture
-    (proof,) = server.prove(half)
-    assert proof["problems"], "a half update must not pass for a whole one"
+    assert server.prove(half).problems, "a half update must not pass for a whole one"
     new = changed(weights, 12)
     artifact = trainer.write("whole", new, per_chunk=3)
     server.update(artifact)
@@ -256,7 +255,7 @@ def test_chunks_of_two_artifacts_do_not_mix(
     mixed = server.post("/update_weights", {"update_info": two.update_info(two.chunks[1:])})
     assert_refused(mixed, "two", "one")
     server.update(two)
-    assert server.prove(two)[0]["problems"] == {}
+    assert server.prove(two).problems == {}
 
 
 def test_a_tensor_that_comes_twice_is_refused(
@@ -355,9 +354,9 @@ def test_a_missed_update_fails_the_proof_of_every_tensor(
 ) -> None:
     server.update(trainer.write("served", changed(weights, 30)))
     newer = trainer.write("newer", changed(weights, 31, scale=1e-2))
-    (proof,) = server.prove(newer)
-    assert proof["checksums"] == {}
-    assert proof["problems"].keys() == newer.checksums.keys()
+    shown = server.prove(newer)
+    assert shown.names == set()
+    assert shown.problems.keys() == newer.checksums.keys()
 
 
 @pytest.mark.parametrize(
@@ -379,10 +378,10 @@ def test_one_changed_number_fails_the_proof(
     server.update(artifact)
     arguments = {"layer": layer, "delta": str(delta)}
     server.must("/collective_rpc", {"method": "fault_change", "kwargs": arguments})
-    (proof,) = server.prove(artifact)
-    assert proof["problems"].keys() == {named}
-    assert "1 of " in proof["problems"][named]
-    assert proof["checksums"].keys() == artifact.checksums.keys() - {named}
+    shown = server.prove(artifact)
+    assert shown.problems.keys() == {named}
+    assert "checksum " in shown.problems[named]
+    assert shown.names == artifact.checksums.keys() - {named}
 
 
 def test_a_stale_head_fails_the_proof(
@@ -391,12 +390,12 @@ def test_a_stale_head_fails_the_proof(
     server.must("/collective_rpc", {"method": "fault_keep_head"})
     artifact = trainer.write("v", changed(weights, 33))
     server.update(artifact)
-    assert server.prove(artifact)[0]["problems"] == {}
+    assert server.prove(artifact).problems == {}
     server.must("/collective_rpc", {"method": "fault_stale_head"})
-    (proof,) = server.prove(artifact)
+    problems = server.prove(artifact).problems
     named = "model.embed_tokens.weight" if is_tied(server) else "lm_head.weight"
-    assert proof["problems"].keys() == {named}
-    assert "ParallelLMHead" in proof["problems"][named]
+    assert problems.keys() == {named}
+    assert "ParallelLMHead" in problems[named]
 
 
 def test_an_artifact_with_less_or_more_than_is_served_fails_the_proof(
@@ -406,9 +405,9 @@ def test_an_artifact_with_less_or_more_than_is_served_fails_the_proof(
     server.update(trainer.write("v", new))
     name = "model.layers.0.self_attn.v_proj.weight"
     fewer = trainer.write("fewer", {n: w for n, w in new.items() if n != name})
-    (proof,) = server.prove(fewer)
-    assert proof["problems"].keys() == {"model.layers.0.self_attn.qkv_proj.weight"}
-    assert "not in the artifact" in next(iter(proof["problems"].values()))
+    problems = server.prove(fewer).problems
+    assert problems.keys() == {"model.layers.0.self_attn.qkv_proj.weight"}
+    assert "not in the artifact" in next(iter(problems.values()))
 
 
 def test_weights_that_were_rounded_fail_the_proof(
@@ -418,21 +417,37 @@ def test_weights_that_were_rounded_fail_the_proof(
     finer = {n: w + 1e-9 for n, w in finer.items()}
     artifact = trainer.write("finer", finer)
     server.update(artifact)
-    (proof,) = server.prove(artifact)
-    assert proof["problems"].keys() == artifact.checksums.keys()
-    assert "--dtype" in proof["problems"]["model.norm.weight"]
+    problems = server.prove(artifact).problems
+    assert problems.keys() == artifact.checksums.keys()
+    assert "--dtype" in problems["model.norm.weight"]
 
 
-def test_the_proof_reads_hashes_too(
+def test_the_proof_needs_no_artifact_and_no_answer_serves_twice(
+    server: PluginServer, trainer: TrainerSide, weights: dict[str, Tensor]
+) -> None:
+    """The worker reads what it serves, whatever became of the files."""
+    artifact = trainer.write("v", weights)
+    server.update(artifact)
+    shutil.rmtree(artifact.directory)
+    first, second = server.prove(artifact), server.prove(artifact)
+    assert first.problems == second.problems == {}
+    name = "model.norm.weight"
+    digests = [shown.proofs[0].slices[name][0].digest for shown in (first, second)]
+    assert digests[0] != digests[1]
+
+
+def test_a_question_without_a_nonce_or_of_other_dtypes_is_refused(
     server: PluginServer, trainer: TrainerSide, weights: dict[str, Tensor]
 ) -> None:
     artifact = trainer.write("v", weights)
-    server.update(artifact)
-    file = artifact.directory / artifact.chunks[0]["file"]
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    assert_refused(server.post("/collective_rpc", proof_request(artifact)), "hash")
+    request = proof_request(artifact)
+    for changes, text in (
+        ({"nonce": "00"}, "64 hex digits"),
+        ({"tensors": '{"w": ["F3", []]}'}, "F3"),
+    ):
+        asked = request | {"kwargs": request["kwargs"] | changes}
+        assert_refused(server.post("/collective_rpc", asked), text)
+    assert server.prove(artifact).problems.keys() <= artifact.checksums.keys()
 
 
 def test_no_proof_while_an_update_is_open(
@@ -444,4 +459,4 @@ def test_no_proof_while_an_update_is_open(
     answer = server.post("/collective_rpc", proof_request(artifact))
     assert_refused(server.abandon())
     assert_refused(answer, "update is open")
-    assert server.prove(artifact)[0]["problems"] == {}
+    assert server.prove(artifact).problems == {}

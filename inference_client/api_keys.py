@@ -1,0 +1,65 @@
+"""Bearer tokens of the endpoints, by URL: each is sent to its own endpoint and to no other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from easyrl.config import InferenceConfig
+
+
+class ApiKeys:
+    """The token of each endpoint; shared by all that send requests, whatever thread they are in.
+
+    Args:
+        by_url: of endpoints that have one of their own.
+        default: of all others; None: they get no token.
+    """
+
+    def __init__(self, by_url: Mapping[str, str] | None = None, default: str | None = None) -> None:
+        self._by_url: dict[str, str | None] = dict(by_url or {})
+        self._default = default
+
+    @classmethod
+    def read(cls, config: InferenceConfig) -> ApiKeys:
+        """From the environment variables that ``config`` names. Raises ``ValueError``."""
+        default = config.api_key_env
+        own = {
+            endpoint.url: read_variable(
+                endpoint.api_key_env, f"inference.endpoints[{i}].api_key_env"
+            )
+            for i, endpoint in enumerate(config.endpoints)
+            if endpoint.api_key_env is not None
+        }
+        return cls(
+            own, None if default is None else read_variable(default, "inference.api_key_env")
+        )
+
+    def of(self, url: str) -> str | None:
+        """The token for ``url``; None if it is sent none."""
+        return self._by_url.get(url, self._default)
+
+    def learn(self, url: str, api_key: str | None) -> None:
+        """From now on ``url`` is sent ``api_key``."""
+        self._by_url[url] = api_key
+
+    def __repr__(self) -> str:  # never the tokens
+        return f"ApiKeys of {sorted(self._by_url)}"
+
+
+def new_api_key() -> str:
+    """A random token, 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def read_variable(name: str, key: str) -> str:
+    """The token in environment variable ``name``. Raises ``ValueError`` beginning with ``key``."""
+    if value := os.environ.get(name):
+        return value
+    raise ValueError(
+        f"{key}: the environment variable {name} is not set; export it with the endpoint's key "
+        "before the run starts, or name another one"
+    )
