@@ -61,7 +61,7 @@ MISTAKES = [
     Mistake("an override with a space", "trainer.batch_size", ("trainer.batch_size", "=", "8")),
     Mistake("an override that is no YAML", "data.files", ("data.files=[a.jsonl",)),
     Mistake("an override behind a list's end", "rewards[3].weight", ("rewards[3].weight=2",)),
-    Mistake("an override below a number", "trainer.batch_size.x", ("trainer.batch_size.x=1",)),
+    Mistake("an override below a number", "trainer.batch_size", ("trainer.batch_size.x=1",)),
     Mistake("a variable that is not set", "run.name", ("run.name=${oc.env:EASYRL_NOT_SET}",)),
     Mistake("a reference to no key", "run.name", ("run.name=${run.title}",)),
     Mistake("a run's name with a slash", "run.name", ("run.name=mine/first",)),
@@ -80,9 +80,7 @@ MISTAKES = [
     Mistake(
         "a file in UTF-16", "{folder}/config.yaml", files={"config.yaml": CONFIG.encode("utf-16")}
     ),
-    Mistake(
-        "a binary file", "{folder}/config.yaml", files={"config.yaml": bytes(range(256)) * 4}
-    ),
+    Mistake("a binary file", "{folder}/config.yaml", files={"config.yaml": bytes(range(256)) * 4}),
     Mistake("no section data", "data", config=_replaced("data:", "#data:")),
     Mistake("no section inference", "inference", config=_replaced("inference:", "#inference:")),
     Mistake("a mistyped option", "--resum", command=("train", "--resum", "{folder}/config.yaml")),
@@ -99,9 +97,16 @@ MISTAKES = [
         "evaluation.pass_at",
         ("evaluation={data: {files: [{folder}/prompts.jsonl]}, pass_at: [4]}",),
     ),
-    Mistake("a decaying rate without an end", "trainer.lr_schedule",
-        ("recipe.name=dapo", "recipe.kl_coef=0.0", "trainer.max_steps=null",
-         "trainer.lr_schedule=cosine")),
+    Mistake(
+        "a decaying rate without an end",
+        "trainer.lr_schedule",
+        (
+            "recipe.name=dapo",
+            "recipe.kl_coef=0.0",
+            "trainer.max_steps=null",
+            "trainer.lr_schedule=cosine",
+        ),
+    ),
     Mistake("an unknown tracker", "run.trackers[0]", ("run.trackers=[mlflow]",)),
     Mistake("a sub-command that is none", "trian", command=("trian", *TRAIN[1:])),
 ]

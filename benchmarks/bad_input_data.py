@@ -77,13 +77,19 @@ MISTAKES = [
     Mistake("a pattern that is none", "data.answer_pattern", ("data.answer_pattern='(.+'",)),
     Mistake("a pattern without a group", "data.answer_pattern", ("data.answer_pattern='####'",)),
     Mistake("a template without {prompt}", "data.prompt_template", ("data.prompt_template=Hi",)),
-    _data("a chat that the assistant ends", _lines(
-        {"prompt": [{"role": "assistant", "content": "2"}], "answer": "2"}), f"{FILE}:1"),
-    _data("a chat without templates", _lines(
-        {"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}),
-        (f"{FILE}:1", "data.apply_chat_template")),
-    _data("a list of texts as a prompt", _lines({"prompt": ["1", "2"], "answer": "2"}),
-        f"{FILE}:1"),
+    _data(
+        "a chat that the assistant ends",
+        _lines({"prompt": [{"role": "assistant", "content": "2"}], "answer": "2"}),
+        f"{FILE}:1",
+    ),
+    _data(
+        "a chat without templates",
+        _lines({"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}),
+        (f"{FILE}:1", "data.apply_chat_template"),
+    ),
+    _data(
+        "a list of texts as a prompt", _lines({"prompt": ["1", "2"], "answer": "2"}), f"{FILE}:1"
+    ),
     _file("a table in .csv", "prompts.csv", "prompt,answer\n1+1=,2\n"),
     _file("an archive", "prompts.jsonl.gz", b"\x1f\x8b\x08\x00"),
     _file("a .parquet that is none", "prompts.parquet", b"PAR1 and then nothing"),
@@ -98,21 +104,35 @@ MISTAKES = [
     ),
     Mistake("a file that is missing", "data.files[0]", ("data.files=[{folder}/promts.jsonl]",)),
     Mistake("a pattern of files", "data.files[0]", ("data.files=['{folder}/*.jsonl']",)),
-    Mistake(
-        "the name of a data set", "data.files[0]", ("data.files=['openai/gsm8k']",)
-    ),
+    Mistake("the name of a data set", "data.files[0]", ("data.files=['openai/gsm8k']",)),
     Mistake("no files", "data.files", ("data.files=[]",)),
-    Mistake("held-out data that are missing", "evaluation.data.files[0]",
-        ("evaluation={data: {files: [{folder}/test.jsonl]}}",)),
-    _template("a chat template that is missing an end", "{% for m in messages %}{{ m }}",
-        "data.chat_template"),
+    Mistake(
+        "held-out data that are missing",
+        "evaluation.data.files[0]",
+        ("evaluation={data: {files: [{folder}/test.jsonl]}}",),
+    ),
+    _template(
+        "a chat template that is missing an end",
+        "{% for m in messages %}{{ m }}",
+        "data.chat_template",
+    ),
     _template("a chat template that is binary", b"\xff\xfe\x00{{", "data.chat_template"),
-    _template("a chat template with a wrong name", "{{ messages[0].text.upper() }}",
-        "data.chat_template"),
-    Mistake("a chat template that is missing", "data.chat_template",
-        ("data.apply_chat_template=true", "data.chat_template={folder}/none.jinja")),
-    Mistake("a reserved argument of the template", "data.chat_template_kwargs",
-        ("data.apply_chat_template=true", "data.chat_template_kwargs={tokenize: true}")),
-    Mistake("a system prompt without a template", "data.system_prompt",
-        ("data.system_prompt='Be brief.'",)),
+    _template(
+        "a chat template with a wrong name", "{{ messages[0].text.upper() }}", "data.chat_template"
+    ),
+    Mistake(
+        "a chat template that is missing",
+        "data.chat_template",
+        ("data.apply_chat_template=true", "data.chat_template={folder}/none.jinja"),
+    ),
+    Mistake(
+        "a reserved argument of the template",
+        "data.chat_template_kwargs",
+        ("data.apply_chat_template=true", "data.chat_template_kwargs={tokenize: true}"),
+    ),
+    Mistake(
+        "a system prompt without a template",
+        "data.system_prompt",
+        ("data.system_prompt='Be brief.'",),
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Mistakes in models: their folder, configuration, weights and tokenizer, and what is asked of them."""
+"""Mistakes in models: folder, configuration, weights, tokenizer, and what is asked of them."""
 
 from __future__ import annotations
 
@@ -111,17 +111,27 @@ MISTAKES = [
     Mistake("an adapter of layers that are not there", "model.lora.target_modules", (_LORA,)),
     _broken("no config.json", lambda model: _remove(model, CONFIG)),
     _broken("a config.json that is no JSON", lambda model: _cut(model, CONFIG)),
-    _broken("a config.json without model_type",
-        lambda model: _drop(model, "model_type", "architectures")),
+    _broken(
+        "a config.json without model_type",
+        lambda model: _drop(model, "model_type", "architectures"),
+    ),
     _broken("a config.json that is a list", lambda model: _write(model, CONFIG, "[]")),
-    _broken("an architecture that is not supported",
-        lambda model: _set(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])),
-    _broken("an architecture that nobody knows",
-        lambda model: _set(model, model_type="qwen9", architectures=["Qwen9ForCausalLM"])),
-    _broken("a model that needs its own code",
-        lambda model: _set(model, model_type="my_model", auto_map={"AutoConfig": "mine.Config"})),
-    _broken("a sliding window", lambda model: _set(model, use_sliding_window=True,
-        sliding_window=64, max_window_layers=0)),
+    _broken(
+        "an architecture that is not supported",
+        lambda model: _set(model, model_type="gpt2", architectures=["GPT2LMHeadModel"]),
+    ),
+    _broken(
+        "an architecture that nobody knows",
+        lambda model: _set(model, model_type="qwen9", architectures=["Qwen9ForCausalLM"]),
+    ),
+    _broken(
+        "a model that needs its own code",
+        lambda model: _set(model, model_type="my_model", auto_map={"AutoConfig": "mine.Config"}),
+    ),
+    _broken(
+        "a sliding window",
+        lambda model: _set(model, use_sliding_window=True, sliding_window=64, max_window_layers=0),
+    ),
     _broken("attention dropout", lambda model: _set(model, attention_dropout=0.1)),
     _broken("quantised weights", lambda model: _set(model, quantization_config=_QUANTISED)),
     _broken("no weights", lambda model: _remove(model, WEIGHTS)),
@@ -134,17 +144,30 @@ MISTAKES = [
     _broken("weights of another size", lambda model: _set(model, intermediate_size=100)),
     _broken("more layers than weights", lambda model: _set(model, num_hidden_layers=5)),
     _broken("heads that do not divide", lambda model: _set(model, num_key_value_heads=3)),
-    _broken("an output layer that is not there", lambda model: _set(model,
-        tie_word_embeddings=False)),
+    _broken(
+        "an output layer that is not there", lambda model: _set(model, tie_word_embeddings=False)
+    ),
     _broken("only an adapter", _only_an_adapter),
     _broken("no tokenizer", _no_tokenizer, location=("model.tokenizer", MODEL)),
-    _broken("a tokenizer that is cut off", lambda model: _cut(model, TOKENIZER),
-        location=("model.tokenizer", MODEL)),
+    _broken(
+        "a tokenizer that is cut off",
+        lambda model: _cut(model, TOKENIZER),
+        location=("model.tokenizer", MODEL),
+    ),
     _broken("a tokenizer of more ids than the model", lambda model: _set(model, vocab_size=8)),
-    _broken("a chat without a chat template", lambda model: _remove(model, "chat_template.jinja"),
-        "data.apply_chat_template=true", location="data.apply_chat_template"),
-    Mistake("a server of a model that is missing", "{folder}/qwen",
-        command=("serve", "{folder}/qwen")),
-    Mistake("a server of a model without weights", MODEL, command=("serve", MODEL),
-        prepare=lambda folder: _remove(_copy(folder), WEIGHTS)),
+    _broken(
+        "a chat without a chat template",
+        lambda model: _remove(model, "chat_template.jinja"),
+        "data.apply_chat_template=true",
+        location="data.apply_chat_template",
+    ),
+    Mistake(
+        "a server of a model that is missing", "{folder}/qwen", command=("serve", "{folder}/qwen")
+    ),
+    Mistake(
+        "a server of a model without weights",
+        MODEL,
+        command=("serve", MODEL),
+        prepare=lambda folder: _remove(_copy(folder), WEIGHTS),
+    ),
 ]

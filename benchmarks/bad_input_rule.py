@@ -1,8 +1,8 @@
 """The rule by which ``benchmarks.bad_input`` calls an error message clear.
 
 It looks at the exit status and the printed text only, and is the same for all kinds. A *message* is
-what follows the last ``easyrl`` prefix among the last six lines that are not empty (without a
-prefix, those six lines). It is clear if
+what begins with the last ``easyrl`` prefix, or with the usage line above it, among the last six
+lines that are not empty (without a prefix, those six lines). It is clear if
 
 1. the exit status is the documented one, which is not 0;
 2. nothing printed has a Python traceback;
@@ -23,11 +23,12 @@ from dataclasses import dataclass
 MOST_LINES, MOST_CHARACTERS = 6, 500
 IMPERATIVES = """
     add change check choose convert correct define delete derive download drop end export fetch fill
-    fix give install leave list load lower make move name pip put quote raise regenerate remove
-    rename repair replace restart return set start take tell turn unset upgrade use wait wrap write
+    fix give indent install leave list load lower make move name pip put quote raise remove
+    regenerate rename repair replace restart return set start take tell turn unset upgrade use wait wrap write
 """.split()
 ALTERNATIVES = (
     r"did you mean",
+    r"^usage: ",  # the command line that would be right
     r"expected",
     r"must (?:be|have|contain|begin|end|not)\b",
     r"should (?:be|have|match)\b",
@@ -37,14 +38,13 @@ ALTERNATIVES = (
     r"known (?:keys|are)",
     r"there (?:are|is): ",
     r"is now \w",  # the new name of a key
-    r"to have \S+ \S+, ",
 )
 # A clause begins behind a sign or a conjunction; a clause of condition may stand before the verb.
 _BEGIN = r"(?:^|[;:,.]\s+|\(|\b(?:or|and|please|to go on)\s+)(?:then )?"
 _REMEDY = re.compile(
     rf"{_BEGIN}(?:{'|'.join(IMPERATIVES)})\b(?! of\b)|{'|'.join(ALTERNATIVES)}", re.M | re.I
 )
-_PREFIX = re.compile(r"^(?:easyrl[\w ]*|usage):", re.I)
+_PREFIX, _USAGE = re.compile(r"easyrl[\w ]*:"), re.compile("usage:", re.I)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def traceback_in(text: str) -> bool:
 def message_of(text: str) -> str:
     """The message that ``text`` ends with."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()][-MOST_LINES:]
-    starts = [number for number, line in enumerate(lines) if _PREFIX.match(line)]
+    usage = [number for number, line in enumerate(lines) if _USAGE.match(line)]
+    starts = usage or [number for number, line in enumerate(lines) if _PREFIX.match(line)]
     return "\n".join(lines[starts[-1] :] if starts else lines)
 
 

@@ -26,7 +26,11 @@ def _models(max_model_len: int = 512) -> dict[str, Any]:
 
 async def good(request: web.Request) -> web.StreamResponse:
     """Looks like vLLM as long as nobody asks for weights or tokens."""
-    answers = {"/health": {}, "/v1/models": _models(), "/weight_info": {"weight_version": "default"}}
+    answers = {
+        "/health": {},
+        "/v1/models": _models(),
+        "/weight_info": {"weight_version": "default"},
+    }
     return _json(answers[request.path]) if request.path in answers else await nothing(request)
 
 

@@ -81,7 +81,7 @@ class _LeftOut:
 
     def bad_record(self, location: str, problem: str) -> None:
         if self.config.on_bad_record == "fail":
-            hint = f"({self.source_key}.on_bad_record=skip leaves such records out)"
+            hint = f"(set {self.source_key}.on_bad_record=skip to leave such records out)"
             raise BadRecordError(f"{location}: {problem}\n{hint}")
         self.problems["bad_record"].append(f"{location}: {problem}")
 
@@ -101,9 +101,11 @@ class _LeftOut:
             if not problems:
                 continue
             if num_prompts == 0:
+                key = self.source_key
+                remedy = f"raise {key}.max_prompt_tokens" if reason == "too_long" else "repair them"
                 raise ValueError(
-                    f"{self.source_key}: no usable prompt is left, {len(problems)} are {reason}; "
-                    f"the first: {problems[0]}"
+                    f"{key}: no usable prompt is left, {len(problems)} are {reason}; the first: "
+                    f"{problems[0]}; {remedy}, or give other {key}.files"
                 )
             message = "%s: left out %d records (%s), kept %d; the first: %s"
             logger.warning(

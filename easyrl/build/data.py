@@ -8,17 +8,31 @@ from typing import TYPE_CHECKING
 from easyrl.config import Config, ConfigError, DatasetConfig
 from easyrl.dataloaders.prompts.dataset import load_prompts
 from easyrl.models.vocabulary import vocabulary_size
+from easyrl.runtime.user_code import describe
 from easyrl.schema import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# transformers makes an empty tokenizer of a folder without any
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+
+
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of the policy, from disk."""
+    """The tokenizer of the policy, from disk. Raises ``ConfigError``."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(config.model.tokenizer_path, local_files_only=True)
+    folder = config.model.tokenizer_path
+    remedy = f"give a folder with a whole one ({', '.join(TOKENIZER_FILES)})"
+    if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
+        raise ConfigError(f"model.tokenizer: {folder} has no tokenizer; {remedy}")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of tokenizers, json, or transformers' conversions
+        raise ConfigError(
+            f"model.tokenizer: {folder} cannot be read ({describe(error):.150}); {remedy}"
+        ) from error
 
 
 def policy_vocabulary(config: Config) -> int:
@@ -36,4 +50,5 @@ def load_data(
     try:
         return load_prompts(config, tokenizer, source_key=key)
     except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        said = str(error)
+        raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from error

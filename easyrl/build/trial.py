@@ -21,9 +21,7 @@ def try_user_code(config: Config, prompt: Prompt, scoring: Scoring) -> None:
     """
     group = _made_up_group(config, prompt)
     if config.scoring.on_reward_error == "fail":
-        scoring.thread.run(
-            try_rewards(config.rewards, scoring.workers, prompt, group.completions)
-        )
+        scoring.thread.run(try_rewards(config.rewards, scoring.workers, prompt, group.completions))
     if config.recipe.file is not None:
         recipe, run = load_recipe(config), run_settings(config)
         try_recipe(recipe, config.recipe.file, run, group, group_functions(config).pack)

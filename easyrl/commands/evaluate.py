@@ -26,7 +26,7 @@ def eval_command(
         checked = load_config(config, overrides or [])
         check_paths(checked)
         if checked.evaluation is None:
-            raise ConfigError(f"{config}: evaluation: is required for easyrl eval")
+            raise ConfigError(f"{config}: evaluation: is required for easyrl eval; add it")
         from easyrl.recipes.loading import load_recipe
 
         load_recipe(checked)

@@ -1,0 +1,47 @@
+"""What is wrong with a configuration file that cannot be read, as ``file:line: what; remedy``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from omegaconf.errors import InterpolationResolutionError
+from yaml import MarkedYAMLError, YAMLError
+
+
+def why_not_there(path: Path) -> str:
+    if path.is_dir():
+        return "is a directory; name the YAML file in it"
+    if "=" in str(path):
+        return "does not exist; give the configuration file first, then the overrides"
+    return "does not exist; correct the path"
+
+
+def describe_yaml(path: Path, error: YAMLError) -> str:
+    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
+        return f"{path}: is not YAML ({error}); correct the file"
+    problem = error.problem or "is not YAML"
+    remedy = "correct the line (a text with : # [ ] { } * ! in it belongs in quotes)"
+    if "duplicate key" in problem:
+        remedy = "remove one of the two"
+    elif "cannot start any token" in problem:
+        remedy = "indent with spaces, YAML takes no tabs"
+    elif "constructor for the tag" in problem:
+        remedy = "remove the tag, or put the text in quotes"
+    elif "expected" in problem:  # found only behind what is wrong
+        remedy = "correct this line or the one above: its indentation, or a bracket"
+    return f"{path}:{error.problem_mark.line + 1}: {problem}; {remedy}"
+
+
+def describe_interpolation(error: InterpolationResolutionError) -> str:
+    """``key: what; remedy`` of a ``${...}`` that leads nowhere."""
+    said = str(error).partition("\n")[0]
+    if variable := re.search("Environment variable '(.*)' not found", said):
+        name = variable[1]
+        said = (
+            f"Environment variable '{name}' not found; export it, or give a default as in "
+            f"${{oc.env:{name},VALUE}}"
+        )
+    else:
+        said += "; name a key that is there"
+    return f"{error.full_key}: {said}\n(a literal ${{ is written \\${{)"
