@@ -73,8 +73,8 @@ MISTAKES = [
         ("weight_sync.advertise_host=host:8000",),
     ),
     _launch("vLLM without its interpreter", "engine: vllm", "inference.launch.python"),
-    _launch("an interpreter that is missing", "python: {folder}/python", "inference.launch.python"),
-    _launch("an interpreter without vLLM", "python: /usr/bin/python3", "inference.launch.python"),
+    _launch("an interpreter that is missing", "python: {folder}/python", "{folder}/python"),
+    _launch("an interpreter without vLLM", "python: /usr/bin/python3", "/usr/bin/python3"),
     _launch("an engine that is none", "engine: sglang", "inference.launch.engine"),
     _launch(
         "a tensor-parallel embedded server",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bad_input_scene import CONFIG as CONFIG_TEXT
 from benchmarks.bad_input_scene import Mistake
 
 MODEL = "{folder}/model"
@@ -72,14 +73,6 @@ def _without_tensor(model: Path) -> None:
     save_file(tensors, model / WEIGHTS, {"format": "pt"})
 
 
-def _not_finite(model: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(model / WEIGHTS)
-    tensors["model.layers.0.mlp.up_proj.weight"] *= float("nan")
-    save_file(tensors, model / WEIGHTS, {"format": "pt"})
-
-
 def _only_an_adapter(model: Path) -> None:
     _remove(model, CONFIG, WEIGHTS)
     _write(model, "adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "x"}')
@@ -99,7 +92,7 @@ MISTAKES = [
     Mistake("a folder that is missing", "model.path", ("model.path={folder}/qwen",)),
     Mistake("a name of the hub", "model.path", ("model.path=Qwen/Qwen3-0.6B",)),
     Mistake("a file instead of a folder", "model.path", ("model.path={model}/model.safetensors",)),
-    Mistake("no path", "model.path", ("model={dtype: fp32}",)),
+    Mistake("no path", "model.path", config=CONFIG_TEXT.replace("path: {model}, ", "")),
     Mistake("a tokenizer that is missing", "model.tokenizer", ("model.tokenizer={folder}/tok",)),
     Mistake("half precision of another kind", "model.dtype", ("model.dtype=fp16",)),
     Mistake("torch's name of a dtype", "model.dtype", ("model.dtype=bfloat16",)),
@@ -140,7 +133,6 @@ MISTAKES = [
     _broken("a pointer of git-lfs", lambda model: _write(model, WEIGHTS, _POINTER)),
     _broken("a shard that is missing", _missing_shard),
     _broken("a tensor that is missing", _without_tensor),
-    _broken("weights that are not finite", _not_finite),
     _broken("weights of another size", lambda model: _set(model, intermediate_size=100)),
     _broken("more layers than weights", lambda model: _set(model, num_hidden_layers=5)),
     _broken("heads that do not divide", lambda model: _set(model, num_key_value_heads=3)),
@@ -154,7 +146,11 @@ MISTAKES = [
         lambda model: _cut(model, TOKENIZER),
         location=("model.tokenizer", MODEL),
     ),
-    _broken("a tokenizer of more ids than the model", lambda model: _set(model, vocab_size=8)),
+    _broken(
+        "a tokenizer of more ids than the model",
+        lambda model: _set(model, vocab_size=8),
+        location=("model.tokenizer", MODEL),
+    ),
     _broken(
         "a chat without a chat template",
         lambda model: _remove(model, "chat_template.jinja"),

@@ -80,7 +80,7 @@ MISTAKES = [
     ),
     _command(
         "a resume with a damaged certificate",
-        f"{RUN}/certificate.jsonl",
+        (RUN, "certificate.jsonl"),
         *RESUME,
         files={"run/attempt.json": ATTEMPT, "run/certificate.jsonl": "not JSON\n\n{}\n"},
     ),
@@ -119,13 +119,6 @@ MISTAKES = [
     _command("verify of no folder", RUN, "verify", RUN),
     _command("verify of an empty folder", RUN, "verify", RUN, prepare=_mkdir),
     _command("verify of a file", "{folder}/prompts.jsonl", "verify", "{folder}/prompts.jsonl"),
-    _command(
-        "verify of a damaged certificate",
-        f"{RUN}/certificate.jsonl",
-        "verify",
-        RUN,
-        files={"run/certificate.jsonl": "not JSON\n\n{}\n"},
-    ),
     _command("verify without a folder", "RUN_DIR", "verify"),
     _command("replay of no folder", RUN, "replay", RUN, "--step", "1"),
     _command("replay of an empty folder", RUN, "replay", RUN, "--step", "1", prepare=_mkdir),

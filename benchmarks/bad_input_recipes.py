@@ -34,24 +34,28 @@ def _own(
 
 def _advantages(title: str, body: str, location: str = FILE) -> Mistake:
     method = f"    def advantages(self, groups, run, inputs):\n        {body}\n"
-    return _own(title, HEAD + method + LOSS, (location, "advantages"))
+    return _own(title, HEAD + method + LOSS, (location, "Mine.advantages"))
 
 
 def _loss(title: str, body: str, location: str = FILE) -> Mistake:
     method = f"    def loss(self, logprobs, entropy, terms):\n        {body}\n"
-    return _own(title, HEAD + ADVANTAGES + method, (location, "loss"))
+    return _own(title, HEAD + ADVANTAGES + method, (location, "Mine.loss"))
 
 
 def _more(title: str, method: str, body: str, location: str = FILE) -> Mistake:
     name = method.partition("(")[0]
     source = f"{HEAD}    def {method}:\n        {body}\n{ADVANTAGES}{LOSS}"
-    return _own(title, source, (location, name))
+    return _own(title, source, (location, f"Mine.{name}"))
 
 
 MISTAKES = [
     Mistake("an unknown recipe", "recipe.name", ("recipe.name=gprpo",)),
     Mistake("an unknown key", "recipe.clip_eps", ("recipe.clip_eps=0.2",)),
-    Mistake("a key of another recipe", "recipe.kl_coef", ("recipe={name: dapo, kl_coef: 0.1}",)),
+    Mistake(
+        "a key of another recipe",
+        "recipe.overlong_buffer",
+        ("recipe={name: grpo, overlong_buffer: 8}",),
+    ),
     Mistake("text for a number", "recipe.kl_coef", ("recipe.kl_coef=small",)),
     Mistake("a negative coefficient", "recipe.kl_coef", ("recipe.kl_coef=-0.1",)),
     Mistake("a choice that is none", "recipe.aggregation", ("recipe.aggregation=tokens",)),
@@ -102,12 +106,12 @@ MISTAKES = [
     _own(
         "advantages of other arguments",
         HEAD + "    def advantages(self, rewards):\n        return rewards\n" + LOSS,
-        (FILE, "advantages"),
+        (FILE, "Mine.advantages"),
     ),
     _own(
         "a loss of other arguments",
         HEAD + ADVANTAGES + "    def loss(self, logits, labels):\n        return logits\n",
-        (FILE, "loss"),
+        (FILE, "Mine.loss"),
     ),
     _loss("a loss of NaN", "return (logprobs * torch.nan).sum()"),
     _loss("a loss that is not returned", "pass"),

@@ -24,7 +24,8 @@ MOST_LINES, MOST_CHARACTERS = 6, 500
 IMPERATIVES = """
     add change check choose convert correct define delete derive download drop end export fetch fill
     fix give indent install leave list load lower make move name pip put quote raise remove
-    regenerate rename repair replace restart return set start take tell turn unset upgrade use wait wrap write
+    regenerate rename repair replace restart return set start take tell turn unset upgrade use wait
+    wrap write
 """.split()
 ALTERNATIVES = (
     r"did you mean",
@@ -38,6 +39,7 @@ ALTERNATIVES = (
     r"known (?:keys|are)",
     r"there (?:are|is): ",
     r"is now \w",  # the new name of a key
+    r"[\w.]+=\S+ (?:leaves|goes on|tries)",  # a setting, and what it does
 )
 # A clause begins behind a sign or a conjunction; a clause of condition may stand before the verb.
 _BEGIN = r"(?:^|[;:,.]\s+|\(|\b(?:or|and|please|to go on)\s+)(?:then )?"

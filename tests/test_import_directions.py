@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "runtime.schedule": "",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
+    "runtime.user_code": "",
     "runtime.workers": "",
     "kernels.attention": "",
     "kernels.logprobs": "",
@@ -33,7 +34,7 @@ MAY_IMPORT = {
     "dataloaders.prompts": "schema config",
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
-    "rewards": "schema config runtime.workers.worker_pool",
+    "rewards": "schema config runtime.user_code runtime.workers.worker_pool",
     # the endpoints
     "inference_client": "schema config completion_check",
     "inference_client.fetching": "schema config completion_check runtime.machine runtime.workers"
@@ -49,9 +50,9 @@ MAY_IMPORT = {
     "inference_client.servers.embedded": "schema runtime.machine runtime.numerics"
     " inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
-    "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
+    "recipes": "schema config engines.base kernels.logprobs.linear_logprob runtime.user_code",
     "models.vocabulary": "config",
-    "models": "schema config engines.base kernels recipes runtime.numerics",
+    "models": "schema config engines.base kernels recipes runtime.numerics runtime.user_code",
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.interfaces runtime.rank_store runtime.ranks recipes"
     " kernels.attention.segment_layout"

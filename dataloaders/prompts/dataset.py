@@ -81,7 +81,7 @@ class _LeftOut:
 
     def bad_record(self, location: str, problem: str) -> None:
         if self.config.on_bad_record == "fail":
-            hint = f"(set {self.source_key}.on_bad_record=skip to leave such records out)"
+            hint = f"({self.source_key}.on_bad_record=skip leaves such records out)"
             raise BadRecordError(f"{location}: {problem}\n{hint}")
         self.problems["bad_record"].append(f"{location}: {problem}")
 

@@ -43,6 +43,17 @@ def policy_vocabulary(config: Config) -> int:
         raise ConfigError(str(error)) from error
 
 
+def require_known_tokens(config: Config, prompts: Sequence[Prompt], vocab_size: int) -> None:
+    """Raises ``ConfigError`` if the tokenizer gives ids that the model has no embedding of."""
+    largest = max((int(prompt.token_ids.max()) for prompt in prompts), default=0)
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"model.tokenizer: {config.model.tokenizer_path} gives token id {largest}, but "
+            f"model.path {config.model.path} has an embedding of {vocab_size} ids; use the "
+            "tokenizer that belongs to the model"
+        )
+
+
 def load_data(
     config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str
 ) -> Sequence[Prompt]:

@@ -180,5 +180,8 @@ def open_inference(
     try:
         thread.run(pool.wait_until_healthy())
     except (NoEndpointError, RequestRejected) as error:
-        raise ConfigError(f"inference.endpoints: {error}") from error
+        raise ConfigError(
+            f"inference.endpoints: {error}\n(start the servers, or correct their URLs; raise "
+            "inference.startup_timeout_s for servers that take longer)"
+        ) from error
     return Inference(config, thread, workers, fetchers, pool, api_keys, record)

@@ -10,7 +10,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from easyrl.build.accumulation import build_accumulator
-from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
+from easyrl.build.data import (
+    load_data,
+    load_tokenizer,
+    policy_vocabulary,
+    require_known_tokens,
+)
 from easyrl.build.endpoints import (
     build_weight_sync,
     follow_membership,
@@ -111,6 +116,7 @@ def build_parts(
     prompts = load_data(config.data, tokenizer, "data")
     evaluation = config.evaluation
     held_out = load_data(evaluation.data, tokenizer, "evaluation.data") if evaluation else []
+    require_known_tokens(config, [*prompts, *held_out], vocab_size)
     on_rank_zero(collectives, lambda: try_user_code(config, prompts[0], scoring))
     order = PromptOrder(
         prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=num_epochs(config)

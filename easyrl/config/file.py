@@ -60,7 +60,7 @@ def load_config(
     except YAMLError as error:
         raise ConfigError(describe_yaml(path, error)) from error
     except UnicodeDecodeError as error:
-        reason = f"is not UTF-8 text ({error.reason}); convert the file (iconv does)"
+        reason = f"{error}; it is not UTF-8 text, convert the file (iconv does)"
         raise ConfigError(f"{path}: {reason}") from error
     except (OmegaConfBaseException, OSError) as error:
         raise ConfigError(f"{path}: {error}; correct the file") from error

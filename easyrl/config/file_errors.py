@@ -30,18 +30,19 @@ def describe_yaml(path: Path, error: YAMLError) -> str:
         remedy = "remove the tag, or put the text in quotes"
     elif "expected" in problem:  # found only behind what is wrong
         remedy = "correct this line or the one above: its indentation, or a bracket"
-    return f"{path}:{error.problem_mark.line + 1}: {problem}; {remedy}"
+    mark = error.problem_mark
+    return f"{path}:{mark.line + 1}: {problem} (column {mark.column + 1}); {remedy}"
 
 
 def describe_interpolation(error: InterpolationResolutionError) -> str:
-    """``key: what; remedy`` of a ``${...}`` that leads nowhere."""
+    """``what at key; remedy`` of a ``${...}`` that leads nowhere."""
     said = str(error).partition("\n")[0]
     if variable := re.search("Environment variable '(.*)' not found", said):
         name = variable[1]
         said = (
-            f"Environment variable '{name}' not found; export it, or give a default as in "
-            f"${{oc.env:{name},VALUE}}"
+            f"Environment variable '{name}' not found at {error.full_key}; export it, or give a "
+            f"default as in ${{oc.env:{name},VALUE}}"
         )
     else:
-        said += "; name a key that is there"
-    return f"{error.full_key}: {said}\n(a literal ${{ is written \\${{)"
+        said += f" at {error.full_key}; name a key that is there"
+    return f"{said}\n(a literal ${{ is written \\${{)"

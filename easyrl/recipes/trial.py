@@ -42,7 +42,7 @@ def try_recipe(
             ("advantages", response.advantages),
             ("token_weights", response.loss_weights),
         ):
-            if not np.isfinite(np.asarray(values, float)).all():
+            if not np.issubdtype(values.dtype, np.number) or not np.isfinite(values).all():
                 trial.refuse(method, f"returned {values!r:.60}", "finite numbers")
     with trial.calling("denominator"):
         denominator = recipe.denominator([group], run=run)

@@ -367,7 +367,10 @@ def _load_model(path: Path, dtype: str, device: str) -> PreTrainedModel:
     Raises ``ValueError`` if there is none, or its attention is not plain causal.
     """
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path}: not a model directory, config.json is missing")
+        raise ValueError(
+            f"{path}: not a model directory, config.json is missing; give the folder of a Hugging "
+            "Face model"
+        )
     if dtype not in DTYPES:
         raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, is {dtype!r}")
     model = AutoModelForCausalLM.from_pretrained(

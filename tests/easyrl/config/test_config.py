@@ -328,9 +328,18 @@ def test_a_dump_of_defaults_contradicts_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {path: m", r"config\.yaml: .*(\n.*)*line 1, column 8"),
-        ("model: {path: m}\n\tdata: 1", r"config\.yaml: .*(\n.*)*line 2, column 1"),
-        (MINIMAL + "model: {path: other}\n", r"found duplicate key model\n.*line 6"),
+        (
+            "model: {path: m",
+            r"config\.yaml:1: did not find expected .* \(column 8\); correct this line",
+        ),
+        (
+            "model: {path: m}\n\tdata: 1",
+            r"config\.yaml:2: found .* \(column 1\); indent with spaces",
+        ),
+        (
+            MINIMAL + "model: {path: other}\n",
+            r"config\.yaml:6: found duplicate key model \(column 1\); remove one",
+        ),
         ("- a\n- b", r"config\.yaml: expected a mapping of sections, got list"),
         ("", r"config\.yaml: 4 problem\(s\)\n  model: is required\n  data: is required"),
         ("model: {path: m}", r"3 problem\(s\)\n  data: is required\n  inference: is required"),
