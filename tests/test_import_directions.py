@@ -88,7 +88,8 @@ MAY_IMPORT = {
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
-    "build": "schema config completion_check dataloaders engines inference_client ledger metrics"
+    "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
+    " ledger metrics"
     " models recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine",

@@ -14,7 +14,7 @@ from easyrl.build.recipe import pack_in_order
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
-from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, RequestRejected
 from easyrl.inference_client.pool.endpoint_list import (
     MembershipFollower,
     Wanted,
@@ -97,6 +97,30 @@ def follow_membership(
     )
     inference.thread.run(follower.start())
     opened.callback(lambda: inference.thread.run(follower.close()))
+
+
+def require_weight_routes(inference: Inference) -> None:
+    """Raises ``ConfigError`` if all endpoints that are up refuse to say what weights they serve.
+
+    One among others is left to the weight sync, which excludes it.
+    """
+
+    async def refusals() -> list[RequestRejected]:
+        found = []
+        for endpoint in inference.pool.endpoints:
+            if endpoint.is_up:
+                try:
+                    await endpoint.client.weight_version(inference.pool.probe_timeout_s)
+                    return []
+                except RequestRejected as error:
+                    found.append(error)
+                except EndpointError:  # was up a moment ago
+                    return []
+        return found
+
+    if found := inference.thread.run(refusals()):
+        lines = "".join(f"\n  {error}" for error in found)
+        raise ConfigError(f"inference.endpoints: cannot be given weights:{lines}")
 
 
 def warn_of_short_contexts(config: Config, inference: Inference, *, rollout: bool) -> None:

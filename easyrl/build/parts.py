@@ -19,6 +19,7 @@ from easyrl.build.data import (
 from easyrl.build.endpoints import (
     build_weight_sync,
     follow_membership,
+    require_weight_routes,
     set_aside,
     start_servers,
     warn_of_short_contexts,
@@ -28,7 +29,7 @@ from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import open_certificate, open_earlier_run, reference_identity
 from easyrl.build.recipe import accept_function
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
-from easyrl.build.trial import try_user_code
+from easyrl.build.trial import try_attention, try_user_code
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import plain_secrets, public_tree
@@ -97,6 +98,7 @@ def build_parts(
     start_process_group()
     ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
     collectives = Collectives(ranks)
+    try_attention(config)
     output = prepare_output(config, collectives, opened, resume=resume)
     on_folder()
     if ranks.is_first:
@@ -183,6 +185,7 @@ def build_parts(
         num_shares=ranks.dp_size,
         record=record,
     )
+    require_weight_routes(inference)
     warn_of_short_contexts(config, inference, rollout=True)
     weight_sync = build_weight_sync(
         config, version.run, engine, collectives, inference, prompts, stop

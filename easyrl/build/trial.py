@@ -1,16 +1,42 @@
-"""One made-up group through a user's rewards and recipe, before the run's model is loaded."""
+"""What can be tried before the run's model is loaded: rewards and recipe, the attention."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
 
 from easyrl.build.inference import Scoring
 from easyrl.build.recipe import group_functions
-from easyrl.config import Config
+from easyrl.config import Config, ConfigError
+from easyrl.dataloaders.packing.row import dummy_micro_batch
+from easyrl.kernels.attention.attention_check import CheckedAttention
+from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.recipes.loading import load_recipe, run_settings
 from easyrl.recipes.trial import try_recipe
 from easyrl.rewards.trial import try_rewards
 from easyrl.schema import Completion, Prompt, RolloutGroup, Score, VersionSpan
+
+
+def try_attention(config: Config) -> None:
+    """Runs the attention that ``model.attention`` names once, on this rank's device.
+
+    Raises ``ConfigError`` if it cannot be run there, before the model is loaded.
+    """
+    wanted = config.model.attention
+    if wanted == "auto":
+        return
+    device = torch.device(get_accelerator().current_device_name())
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.dtype]
+    row = dummy_micro_batch()
+    heads = torch.randn(1, 2, row.num_tokens, 64, device=device, dtype=dtype)
+    try:
+        CheckedAttention(wanted)(heads, heads, heads, SegmentLayout(row.segments))
+    except (RuntimeError, ImportError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"model.attention: {wanted} cannot be used on {device} ({said:.200}); use auto"
+        ) from error
 
 
 def try_user_code(config: Config, prompt: Prompt, scoring: Scoring) -> None:
