@@ -87,9 +87,9 @@ MISTAKES = [
         "inference.launch.devices",
     ),
     _launch(
-        "an option that the server does not know",
-        "engine: embedded, options: [--max-tokens=5]",
-        "inference.launch",
+        "no servers",
+        "engine: embedded, count: 0",
+        "inference.launch.count",
     ),
     Mistake(
         "endpoints add without a scheme",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -148,6 +148,7 @@ def open_inference(
     vocab_size: int,
     urls: Sequence[str] | None = None,
     own_keys: Mapping[str, str] | None = None,
+    last_ends: Callable[[], list[str]] = list,
     num_shares: int = 1,
     record: Record = ignore,
 ) -> Inference:
@@ -158,6 +159,7 @@ def open_inference(
         vocab_size: of the policy; another token id is its endpoint's fault.
         urls: of the endpoints; default: the configuration's.
         own_keys: by URL, of servers that the run has started.
+        last_ends: how servers that the run has started have ended, a line each.
         num_shares: ranks that share them.
     """
     thread, workers = scoring.thread, scoring.workers
@@ -180,6 +182,11 @@ def open_inference(
     try:
         thread.run(pool.wait_until_healthy())
     except (NoEndpointError, RequestRejected) as error:
+        if ends := last_ends():
+            listed = "".join(f"\n  {end}" for end in ends)
+            raise ConfigError(
+                f"inference.launch: {error}{listed}\n(correct its options)"
+            ) from error
         raise ConfigError(
             f"inference.endpoints: {error}\n(start the servers, or correct their URLs; raise "
             "inference.startup_timeout_s for servers that take longer)"

@@ -128,7 +128,7 @@ def build_parts(
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
         )
     earlier = open_earlier_run(config, output, version, order, collectives) if resume else None
-    own_servers = start_servers(config, opened, output / "servers")
+    servers = start_servers(config, opened, output / "servers")
     checkpoint_folder = output / "checkpoints"
     step, position = trained_before(checkpoint_folder) if resume else (0, 0)
     rejects = load_recipe(config).rejects
@@ -174,7 +174,7 @@ def build_parts(
     except ValueError as error:  # other settings than those of the checkpoint
         raise ConfigError(f"--resume: {error}") from error
 
-    urls, own_keys = collectives.broadcast(own_servers)
+    urls, own_keys = collectives.broadcast([servers.urls, servers.api_keys])
     inference = open_inference(
         config,
         opened,
@@ -182,6 +182,7 @@ def build_parts(
         vocab_size=vocab_size,
         urls=urls,
         own_keys=own_keys,
+        last_ends=servers.last_ends,
         num_shares=ranks.dp_size,
         record=record,
     )

@@ -48,14 +48,15 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     with ExitStack() as opened:
         # not into run.output_dir, which may be a run's
         log_dir = Path(opened.enter_context(TemporaryDirectory(prefix="easyrl-eval-")))
-        urls, own_keys = start_servers(config, opened, log_dir)
+        servers = start_servers(config, opened, log_dir)
         inference = open_inference(
             config,
             opened,
             open_scoring(config, opened),
             vocab_size=policy_vocabulary(config),
-            urls=urls,
-            own_keys=own_keys,
+            urls=servers.urls,
+            own_keys=servers.api_keys,
+            last_ends=servers.last_ends,
         )
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)
