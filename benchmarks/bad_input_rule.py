@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 MOST_LINES, MOST_CHARACTERS = 6, 500
 IMPERATIVES = """
-    add change check choose convert correct define delete derive download drop end export fetch fill
-    fix give indent install leave list load lower make move name pip put quote raise remove
-    regenerate rename repair replace restart return set start take tell turn unset upgrade use wait
-    wrap write
+    add change check choose close convert correct define delete derive download drop end export
+    fetch fill fix give indent install leave list load lower make move name pip put quote raise
+    regenerate remove rename repair replace restart return set start take tell turn unset upgrade
+    use wait wrap write
 """.split()
 ALTERNATIVES = (
     r"did you mean",

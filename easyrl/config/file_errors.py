@@ -20,7 +20,7 @@ def why_not_there(path: Path) -> str:
 def describe_yaml(path: Path, error: YAMLError) -> str:
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         return f"{path}: is not YAML ({error}); correct the file"
-    problem = error.problem or "is not YAML"
+    mark, problem = error.problem_mark, error.problem or "is not YAML"
     remedy = "correct the line (a text with : # [ ] { } * ! in it belongs in quotes)"
     if "duplicate key" in problem:
         remedy = "remove one of the two"
@@ -28,9 +28,11 @@ def describe_yaml(path: Path, error: YAMLError) -> str:
         remedy = "indent with spaces, YAML takes no tabs"
     elif "constructor for the tag" in problem:
         remedy = "remove the tag, or put the text in quotes"
+    elif "flow" in (error.context or "") and error.context_mark is not None:
+        mark = error.context_mark  # where the bracket was opened
+        remedy = "close this bracket, or put a text with such signs in quotes"
     elif "expected" in problem:  # found only behind what is wrong
-        remedy = "correct this line or the one above: its indentation, or a bracket"
-    mark = error.problem_mark
+        remedy = "correct the indentation of this line or of the one above"
     return f"{path}:{mark.line + 1}: {problem} (column {mark.column + 1}); {remedy}"
 
 

@@ -153,6 +153,6 @@ def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
         there_are = dict.fromkeys(n.rpartition(".")[2] for n in modules if n in linear)
         raise ConfigError(
             f"model.lora.target_modules: {', '.join(wrong)}: not linear layers of this "
-            f"{type(model).__name__} that can have an adapter; name some of {', '.join(there_are)}"
-            f"{remark}"
+            f"{type(model).__name__} that can have an adapter; there are {', '.join(there_are)}"
+            f"{remark}; name some of these"
         )
