@@ -8,6 +8,9 @@ event log and checks), the ``openai`` async client and a thread pool with ``requ
 which only make arrays of token ids and log-probabilities). Then a training loop on a core of its
 own runs with and without the producer beside it, at 5 groups of 16 samples of 1,000 tokens per
 second. Servers are not counted. The last line printed is one JSON object.
+
+``--base REV`` compares EasyRL's producer with that of another revision instead, checked out beside:
+``--pairs`` runs of each, in turns.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.producer_base import ROOT, compare_with_base
 from benchmarks.producer_load import CpuMeter, Load, imbalance, peak_mb, servers
 from easyrl.runtime.machine import allow_open_files
 
@@ -31,7 +36,10 @@ def main() -> None:
     if arguments.side is not None:
         print(json.dumps(_side(arguments)))
         return
-    results = {side: _run_side(side) for side in SIDES}
+    if arguments.base is not None:
+        print(json.dumps(_against_base(arguments)))
+        return
+    results = {side: _run_side(side, sys.argv[1:]) for side in SIDES}
     ours = results["easyrl"]
     summary = {
         "groups_per_cpu_s": ours["groups_per_cpu_s"],
@@ -51,16 +59,31 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="mean length of a response")
     parser.add_argument("--blocks", type=int, default=5, help="of windows off, on, on, off")
     parser.add_argument("--window-s", type=float, default=5.0)
+    parser.add_argument("--base", metavar="REV", help="only EasyRL's, against this revision's")
+    parser.add_argument("--pairs", type=int, default=5, help="of runs, with --base")
     parser.add_argument("--side", choices=SIDES, help="only this one, in this process")
     return parser.parse_args()
 
 
-def _run_side(side: str) -> dict:
-    command = [sys.executable, "-m", "benchmarks.producer", "--side", side, *sys.argv[1:]]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    result = json.loads(output.splitlines()[-1])
+def _against_base(arguments: argparse.Namespace) -> dict[str, object]:
+    load = [f"--{name}={getattr(arguments, name)}" for name in ("groups", "samples", "tokens")]
+    with tempfile.TemporaryDirectory() as folder:
+        return compare_with_base(
+            arguments.base,
+            arguments.pairs,
+            Path(folder),
+            lambda name, checkout: _run_side("easyrl", load, checkout, name),
+        )
+
+
+def _run_side(
+    side: str, options: Sequence[str], checkout: Path = ROOT, name: str | None = None
+) -> dict:
+    command = [sys.executable, "-m", "benchmarks.producer", "--side", side, *options]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=checkout)
+    result = json.loads(done.stdout.splitlines()[-1])
     words = ", ".join(f"{k} {v:.4g}" for k, v in result.items())
-    print(f"{side}: {words}", flush=True)
+    print(f"{name or side}: {words}", flush=True)
     return result
 
 

@@ -37,6 +37,7 @@ def test_figures_are_those_of_the_rewards_and_samples_that_do_not_fit_are_cut(se
         "num_prompts": 6,
         "eval/accuracy": 0.5,
         "eval/avg@4": 0.5,
+        "eval/excluded": 0.0,
         "eval/pass@1": 0.5,
         "eval/pass@4": 1.0,
     }

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 
 from easyrl.config import Config, ConfigError, TrainerConfig
@@ -85,8 +86,8 @@ def fused_adam(device: str, *, offload: bool) -> bool | None:
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Of what is trained: matrices decay, norms and biases do not; no group is empty."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    matrices = [p for p in model.parameters() if p.requires_grad and _num_dimensions(p) >= 2]
+    others = [p for p in model.parameters() if p.requires_grad and _num_dimensions(p) < 2]
     if weight_decay == 0:
         return [{"params": matrices + others, "weight_decay": 0.0}]
     groups = [
@@ -94,6 +95,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _num_dimensions(parameter: nn.Parameter) -> int:
+    """Of the whole parameter: ZeRO-3 leaves an empty vector in its place."""
+    shape = parameter.ds_shape if is_zero_param(parameter) else parameter.shape  # type: ignore[attr-defined]
+    return len(shape)
 
 
 def schedule_factor(trainer: TrainerConfig, total_steps: int | None) -> Callable[[int], float]:

@@ -70,6 +70,17 @@ def test_only_matrices_decay() -> None:
     assert [p.ndim for p in others["params"]] == [1, 1, 1]
 
 
+def test_a_matrix_decays_where_zero_3_holds_its_shards() -> None:
+    """Of a partitioned parameter an empty vector is left (``zero.Init``)."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id, parameter.ds_shape = number, parameter.shape
+        parameter.data = torch.empty(0)
+    decaying, others = parameter_groups(model, 0.1)
+    assert [p.ds_shape for p in decaying["params"]] == [(2, 3)]
+    assert [p.ds_shape for p in others["params"]] == [(2,)]
+
+
 def config(tmp_path: Path, dtype: str = "fp32", **trainer: object) -> Config:
     return validate_config(
         {
