@@ -12,12 +12,12 @@ from benchmarks.bad_input_scene import CONFIG as CONFIG_TEXT
 from benchmarks.bad_input_scene import Mistake
 
 MODEL = "{folder}/model"
-GOOD = Path("good")  # beside the kinds' folders: ``bad_input`` writes it there
+GOOD = Path("good")  # beside the folder of the kinds: ``bad_input`` writes it there
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 
 
 def _copy(folder: Path) -> Path:
-    shutil.copytree(folder.parent / GOOD, folder / "model")
+    shutil.copytree(folder.parents[1] / GOOD, folder / "model")
     return folder / "model"
 
 
