@@ -23,10 +23,11 @@ async def try_rewards(
     Raises ``ConfigError`` naming file and line for one that raises, hangs, ends its process, or
     returns something else than a finite number for each response.
     """
-    token_ids = [completion.token_ids for completion in completions]
+    group = [completion.token_ids for completion in completions]
     for index, reward in enumerate(rewards):
         if reward.file is None:
             continue
+        token_ids = group[:1] if reward.scope == "sample" else group
         key, where = f"rewards[{index}]", definition(load_reward(reward)) or str(reward.file)
         try:
             await workers.call(

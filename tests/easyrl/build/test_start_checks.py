@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from easyrl.build.data import load_tokenizer, require_known_tokens
+from easyrl.build.endpoints import require_weight_routes
+from easyrl.build.inference import Inference
 from easyrl.build.trial import try_attention
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import validate_config
+from easyrl.inference_client.errors import EndpointUnavailable, RequestRejected
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Prompt
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -56,3 +62,36 @@ def test_an_attention_that_runs_here(tmp_path, name):
 def test_an_attention_that_the_device_lacks(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.attention: npu cannot be used on .*; use auto"):
         try_attention(config(tmp_path, attention="npu"))
+
+
+class Client:
+    """An endpoint's client that says what it serves, or refuses to."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    async def weight_version(self, timeout_s: float) -> str:
+        if self.error is not None:
+            raise self.error
+        return "default"
+
+
+REFUSED = RequestRejected("http://a:1", "GET /weight_info answered 404; start vLLM with FLAGS")
+GONE = EndpointUnavailable("http://b:1", "no connection")
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_refused"),
+    [([REFUSED], True), ([REFUSED, None], False), ([GONE], False), ([None], False), ([], False)],
+)
+def test_endpoints_without_weight_routes(errors, is_refused):
+    endpoints = [SimpleNamespace(is_up=True, client=Client(error)) for error in errors]
+    endpoints.append(SimpleNamespace(is_up=False, client=None))  # is not asked
+    pool = SimpleNamespace(endpoints=endpoints, probe_timeout_s=1.0)
+    with LoopThread() as thread:
+        inference = cast(Inference, SimpleNamespace(pool=pool, thread=thread))
+        if not is_refused:
+            require_weight_routes(inference)
+            return
+        with pytest.raises(ConfigError, match=r"inference\.endpoints: .*(?s:.)*a:1: GET /weight_i"):
+            require_weight_routes(inference)

@@ -80,6 +80,19 @@ def test_the_built_in_recipes_pass(tmp_path, name):
     attempt(tmp_path, {"name": name})
 
 
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("rloo", "RLOO"),
+        ("batch_baseline", "BatchBaseline"),
+        ("sequence_ratio", "SequenceRatio"),
+        ("best_and_worst", "BestAndWorst"),
+    ],
+)
+def test_the_examples_pass(tmp_path, file, name):
+    attempt(tmp_path, {"name": name, "file": f"examples/recipes/{file}.py"})
+
+
 def test_a_recipe_that_trains_nothing_of_the_group_passes(tmp_path):
     attempt(tmp_path, own(tmp_path, "select", "return []"))
 

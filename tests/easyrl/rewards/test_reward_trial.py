@@ -20,6 +20,7 @@ from tests.tiny_tokenizer import tiny_tokenizer
 # by name: the body of a function, and what is said of it; {line} is that of its ``def``
 BODIES = {
     "good": ("return [1.0] * len(texts)", None),
+    "of_one": ("(text,) = texts; return [1.0]", None),  # scope: sample
     "text": ("return 'good'", r"{file}:{line}: text returned 'good'; expected a list of 2 numbers"),
     "nothing": ("pass", r"{file}:{line}: nothing returned None; expected a list"),
     "nan": ("return [float('nan')] * 2", r"{file}:{line}: nan returned nan for response 0"),
@@ -29,7 +30,7 @@ BODIES = {
     "leaving": ("import sys; sys.exit(1)", r"{file}:{next}: leaving raised SystemExit: 1"),
     "hanging": (
         "while True: pass",
-        r"{file}:{line}: hanging had no result after rewards\[8\].timeout_s=0.3",
+        r"{file}:{line}: hanging had no result after rewards\[9\].timeout_s=0.3",
     ),
     "dying": ("import os; os._exit(3)", r"{file}:{line}: dying ended its worker process .*code 3"),
 }
@@ -52,7 +53,15 @@ def tried(tmp_path_factory) -> Iterator[tuple[Path, LoopThread, WorkerPool]]:
 
 
 def rewards(folder: Path) -> list[RewardConfig]:
-    return [RewardConfig(file=folder / "r.py", function=n, timeout_s=0.3) for n in BODIES]
+    return [
+        RewardConfig(
+            file=folder / "r.py",
+            function=name,
+            timeout_s=0.3,
+            scope="sample" if name == "of_one" else "group",
+        )
+        for name in BODIES
+    ]
 
 
 @pytest.mark.parametrize("name", BODIES)
