@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "runtime.schedule": "",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
+    "runtime.user_code": "",
     "runtime.workers": "",
     "kernels.attention": "",
     "kernels.layers": "",
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "dataloaders.prompts": "schema config",
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
-    "rewards": "schema config runtime.workers.worker_pool",
+    "rewards": "schema config runtime.user_code runtime.workers.worker_pool",
     # the endpoints
     "inference_client": "schema config completion_check",
     "inference_client.fetching": "schema config completion_check runtime.machine runtime.workers"
@@ -51,9 +52,9 @@ MAY_IMPORT = {
     "inference_client.servers.embedded": "schema runtime.machine runtime.numerics"
     " inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
-    "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
+    "recipes": "schema config engines.base kernels.logprobs.linear_logprob runtime.user_code",
     "models.vocabulary": "config",
-    "models": "schema config engines.base kernels recipes runtime.numerics",
+    "models": "schema config engines.base kernels recipes runtime.numerics runtime.user_code",
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.allocator runtime.interfaces runtime.rank_store"
     " runtime.ranks recipes kernels.attention.segment_layout"
@@ -89,7 +90,8 @@ MAY_IMPORT = {
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
-    "build": "schema config completion_check dataloaders engines inference_client ledger metrics"
+    "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
+    " ledger metrics"
     " models recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine",

@@ -38,9 +38,17 @@ def load_policy_model(
         # None is transformers' choice, the grouped product, which takes no doubles.
         experts_implementation="eager" if dtype == torch.float64 else None,
         local_files_only=True,
+        ignore_mismatched_sizes=True,  # told below, with the file's name
         output_loading_info=True,
     )
     hf_model, found = loaded
+    if other := sorted(found["mismatched_keys"]):
+        name, *shapes = other[0]
+        raise ConfigError(
+            f"model.path: {model.path} has weights of other shapes than its config.json says: "
+            f"{name} is {', its config.json says '.join(str(list(s)) for s in shapes)}; give the "
+            "config.json that belongs to the weights"
+        )
     if missing := sorted(found["missing_keys"]):  # transformers draws them at random
         raise ConfigError(
             f"model.path: {model.path} has no weights for {len(missing)} parameters, {missing[0]} "
