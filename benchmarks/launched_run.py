@@ -54,14 +54,16 @@ def start_trainer(
 ) -> subprocess.Popen[bytes]:
     """The launcher's process, in a session of its own; what is printed goes behind ``log``'s end.
 
-    A thread per rank, on the CPU.
+    A thread per rank, on the CPU. ``num_ranks`` 0: one rank without the launcher, so that the exit
+    status is the trainer's own.
     """
     bin_folder = Path(sys.executable).parent
-    command = [
+    launcher = [
         *(sys.executable, str(bin_folder / "deepspeed"), "--quiet"),
-        *("--num_accelerators", str(num_ranks), "--master_port", str(free_port())),
-        *("--module", "easyrl.train", config, *overrides),
+        *("--num_accelerators", str(num_ranks), "--master_port", str(free_port()), "--module"),
     ]
+    start = launcher if num_ranks else [sys.executable, "-m"]
+    command = [*start, "easyrl.train", config, *overrides]
     everything = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",

@@ -19,8 +19,13 @@ def write_random_model(
     num_layers: int,
     vocab_size: int | None = None,
     seed: int = 0,
+    weight_std: float = 0.02,
 ) -> Path:
-    """A folder that ``from_pretrained`` loads, with the demo's tokenizer."""
+    """A folder that ``from_pretrained`` loads, with the demo's tokenizer.
+
+    With a ``weight_std`` of 0.02 all tokens are about as probable; from about 0.2 on what comes
+    next depends on what was before.
+    """
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -36,6 +41,7 @@ def write_random_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        initializer_range=weight_std,
     )
     model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(

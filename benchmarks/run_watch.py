@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import psutil
+
+from easyrl.metrics.event_log import decode_events
 
 Event = dict[str, Any]
 # Events that only work that gets done can cause; endpoints that come and go cause others.
@@ -86,11 +87,13 @@ class RunWatch:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
+            if self._path.stat().st_size < self._read:  # its end was cut off
+                self._read = len(file.read())
             file.seek(self._read)
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]  # the last line may be half written
         self._read += len(whole)
-        return [orjson.loads(line) for line in whole.splitlines()]
+        return decode_events(whole)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

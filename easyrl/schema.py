@@ -34,6 +34,13 @@ class InterruptedRun(RuntimeError):
         self.status = status
 
 
+class LedgerError(ValueError):
+    """A file that a run is held to cannot be written, or is not as it was; names it and the remedy.
+
+    ``--resume`` would end the same way until that is done.
+    """
+
+
 class EndedBySignal(SystemExit):
     """SIGINT or SIGTERM ends the process; its ``code`` is 128 and the signal's number."""
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from easyrl.config.machine import check_paths
     from easyrl.runtime.signals import RunSignals, end_with_launcher
     from easyrl.runtime.stopping import StopRequest
-    from easyrl.schema import InterruptedRun
+    from easyrl.schema import InterruptedRun, LedgerError
 
     arguments = _parse(argv)
     try:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(config, resume=arguments.resume, signals=signals, seal=arguments.seal)
         finally:
             signals.finish()
-    except ConfigError as error:  # the user's to mend; a traceback would hide it
+    except (ConfigError, LedgerError) as error:  # the user's to mend; a traceback would hide it
         print(f"easyrl: {error}", file=sys.stderr)
         return 2
     except InterruptedRun as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +28,8 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
 from easyrl.runtime.run_folder import keep_attempt, on_rank_zero
 from easyrl.schema import PolicyVersion, Progress, RunComplete
+
+logger = logging.getLogger(__name__)
 
 
 def reference_identity(config: Config, collectives: Collectives) -> str | None:
@@ -81,6 +84,31 @@ def open_earlier_run(
     if completion is not None:
         raise RunComplete(completion)
     return earlier
+
+
+def last_certified_step(
+    earlier: EarlierRun | None, checkpoints: Path, collectives: Collectives
+) -> int | None:
+    """The step whose checkpoint, or an earlier one, is to be resumed from; None: any. Collective.
+
+    A certificate that has lost its end certifies less than the newest checkpoint has trained. That
+    is trained again, under new lines, where there is a checkpoint to do so from.
+    """
+    limit: int | None = None
+    if earlier is not None:
+        steps = CheckpointFolder(checkpoints).steps()
+        certified = earlier.num_steps
+        if steps and steps[0] <= certified < steps[-1]:
+            limit = certified
+            logger.warning(
+                "%s certifies %d steps, the newest checkpoint has %d: it has lost its end; the "
+                "steps behind the last certified checkpoint are trained again",
+                checkpoints.with_name(CERTIFICATE_FILE),
+                certified,
+                steps[-1],
+            )
+    shared: int | None = collectives.broadcast(limit)
+    return shared
 
 
 def _completion(

@@ -26,7 +26,12 @@ from easyrl.build.endpoints import (
 )
 from easyrl.build.inference import open_inference, open_scoring
 from easyrl.build.invariant_endpoints import require_invariant_endpoints
-from easyrl.build.ledger import open_certificate, open_earlier_run, reference_identity
+from easyrl.build.ledger import (
+    last_certified_step,
+    open_certificate,
+    open_earlier_run,
+    reference_identity,
+)
 from easyrl.build.recipe import accept_function
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
 from easyrl.build.trial import try_attention, try_user_code
@@ -130,7 +135,8 @@ def build_parts(
     earlier = open_earlier_run(config, output, version, order, collectives) if resume else None
     servers = start_servers(config, opened, output / "servers")
     checkpoint_folder = output / "checkpoints"
-    step, position = trained_before(checkpoint_folder) if resume else (0, 0)
+    certified = last_certified_step(earlier, checkpoint_folder, collectives)
+    step, position = trained_before(checkpoint_folder, certified) if resume else (0, 0)
     rejects = load_recipe(config).rejects
     num_steps = total_steps(config, len(prompts), step=step, position=position, rejects=rejects)
 
@@ -170,7 +176,9 @@ def build_parts(
     )
     reference = reference_identity(config, collectives)
     try:
-        progress = resume_progress(checkpoints, order, reference) if resume else Progress()
+        progress = (
+            resume_progress(checkpoints, order, reference, certified) if resume else Progress()
+        )
     except ValueError as error:  # other settings than those of the checkpoint
         raise ConfigError(f"--resume: {error}") from error
 

@@ -39,13 +39,17 @@ def total_steps(
     return step + -(-(num_prompts * config.data.epochs - position) // size)
 
 
-def trained_before(checkpoints: Path) -> tuple[int, int]:
+def trained_before(checkpoints: Path, at_most: int | None = None) -> tuple[int, int]:
     """Steps and prompts of the checkpoint that a resumed run goes on from; zeros without one.
+
+    ``at_most``: of that step or an earlier one.
 
     For the schedule, which is made before the checkpoint can be loaded and looked at closely.
     """
     folder = CheckpointFolder(checkpoints)
     for step in reversed(folder.steps()):
+        if at_most is not None and step > at_most:
+            continue
         try:
             progress = read_manifest(folder.path(step))["state"]["progress"]
         except Damaged:  # told when it is loaded

@@ -19,13 +19,18 @@ from easyrl.schema import Progress
 logger = logging.getLogger(__name__)
 
 
-def resume(checkpoints: Checkpoints, order: PromptOrder, reference: str | None) -> Progress:
+def resume(
+    checkpoints: Checkpoints,
+    order: PromptOrder,
+    reference: str | None,
+    at_most: int | None = None,
+) -> Progress:
     """Engine and random state as they were saved; without a checkpoint, the beginning. Collective.
 
-    ``reference`` as for ``Ledger``. Raises ``ValueError`` if the settings are not those of the
-    checkpoint.
+    ``reference`` as for ``Ledger``; ``at_most``: a checkpoint of that step or earlier. Raises
+    ``ValueError`` if the settings are not those of the checkpoint.
     """
-    state = checkpoints.load_latest()
+    state = checkpoints.load_latest(at_most=at_most)
     if state is None:
         _refuse_complete_run(checkpoints.folder.directory.parent)
         logger.warning(

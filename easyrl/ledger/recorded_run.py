@@ -55,6 +55,11 @@ class RecordedRun:
             raise ValueError(f"{folder}: {error}; see easyrl verify {folder}") from error
         self.run = self._history.run  # what fixes the order of the prompts
 
+    @property
+    def num_batches(self) -> int:
+        """Closed ones."""
+        return len(self._history.batches)
+
     def batch_of_step(self, step: int) -> int:
         """The batch that optimizer step ``step`` belongs to. Raises ``ValueError``."""
         last_steps = [batch.last_step for batch in self._history.batches]

@@ -65,7 +65,13 @@ class Traces:
                     f"{history.num_certified}: {REMOVED}",
                     file=name,
                 )
+        last_attempt = max(history.attempts, default=-1)
         for batch, file in self.journals:
+            if file.attempt < last_attempt:
+                # What it had lost of the certificate, the next attempt has trained again: that
+                # began behind what was left, and nothing before its line can go without breaking
+                # the chain.
+                continue
             open_batch = history.open_batches.get(file.attempt, -1)
             if batch > open_batch and _has_records(batch, file):
                 at_end = f"was at batch {open_batch} when it ends"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class EventLog:
             if self._closed:
                 return
             if self._file is None:
-                self._file = self._path.open("ab", buffering=0)
+                self._file = _open_on_a_new_line(self._path)
             line = {"seq": self._seq, "t": time.monotonic(), "event": event, **fields}
             self._seq += 1
             self._file.write(orjson.dumps(line) + b"\n")
@@ -50,5 +51,26 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of a log, in order."""
-    return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    """All events of a log, in order; without a line whose end was lost."""
+    return decode_events(path.read_bytes())
+
+
+def decode_events(content: bytes) -> list[dict[str, Any]]:
+    """Those of the whole lines of ``content``."""
+    events = []
+    for line in content.splitlines():
+        try:
+            events.append(orjson.loads(line))
+        except orjson.JSONDecodeError:
+            continue
+    return events
+
+
+def _open_on_a_new_line(path: Path) -> FileIO:
+    """To append to; an earlier attempt's last line may have lost its end."""
+    file = path.open("ab+", buffering=0)
+    if file.tell() > 0:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return file

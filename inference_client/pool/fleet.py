@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -93,29 +94,29 @@ class Fleet:
         """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
 
         Raises ``NoEndpointError`` with what each answered if there is none after
-        ``startup_timeout_s``, and ``RequestRejected`` at once if one refuses us (a wrong API key).
+        ``startup_timeout_s``, and ``RequestRejected`` at once if all refuse us (a wrong API key).
         """
         limit_s = self._config.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._until_up(any)
+                await self._until_one_is_up()
         except TimeoutError:
             raise NoEndpointError(
                 f"no endpoint is up after {limit_s:g} s (inference.startup_timeout_s):"
                 + status_lines(self.endpoints)
             ) from None
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._until_up(all)
-        except TimeoutError:
-            late = status_lines([e for e in self.endpoints if not e.is_up])
-            log.warning("going on without endpoints that are not up yet:%s", late)
+                while not all(e.is_up or e.refused is not None for e in self.endpoints):
+                    await asyncio.sleep(POLL_S)
+        if late := [endpoint for endpoint in self.endpoints if not endpoint.is_up]:
+            log.warning("going on without endpoints that are not up yet:%s", status_lines(late))
 
-    async def _until_up(self, enough: Callable[[Sequence[bool]], bool]) -> None:
-        while not enough([endpoint.is_up for endpoint in self.endpoints]):
-            for endpoint in self.endpoints:
-                if endpoint.refused is not None:
-                    raise endpoint.refused
+    async def _until_one_is_up(self) -> None:
+        while not any(endpoint.is_up for endpoint in self.endpoints):
+            refusals = [endpoint.refused for endpoint in self.endpoints]
+            if (first := next(iter(refusals), None)) is not None and None not in refusals:
+                raise first
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:

@@ -1,5 +1,6 @@
 """The watch over a run sees progress as it is written, and a run that only keeps busy as stuck."""
 
+import os
 import subprocess
 import sys
 import time
@@ -37,6 +38,23 @@ def test_steps_are_counted_as_they_are_written(tmp_path: Path, log: EventLog) ->
     assert (watch.num_batches, watch.num_steps) == (1, 1)
     watch.look()
     assert watch.num_steps == 2
+
+
+@pytest.mark.parametrize("has_read_all", [True, False])
+def test_a_log_whose_end_is_cut_off_is_followed_on(
+    tmp_path: Path, log: EventLog, has_read_all: bool
+) -> None:
+    watch = watching(tmp_path)
+    log.record("step", step=1)
+    log.record("step", step=2)
+    if has_read_all:
+        watch.look()
+    log.close()
+    os.truncate(path := tmp_path / "events-rank0.jsonl", path.stat().st_size - 7)
+    watch.look()
+    EventLog(path).record("step", step=3)
+    watch.look()
+    assert watch.num_steps == 2 + has_read_all
 
 
 def test_events_that_are_no_progress_do_not_hide_a_stuck_run(tmp_path: Path, log: EventLog) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -313,6 +314,19 @@ async def test_a_wrong_key_is_told_at_once_and_a_missing_one_before_the_start(mo
     async with pool_of(server, confirmed=False, api_key_env="EASYRL_TEST_KEY") as pool:
         await pool.wait_until_healthy()
         assert pool.endpoints[0].served.name == "fake"
+
+
+async def test_one_that_refuses_us_costs_the_start_nothing_beside_another(caplog):
+    refuses, booting, up = FakeEndpoint(api_key="secret"), *servers(2)
+    booting.healthy = up.healthy = False
+    async with pool_of(refuses, booting, up, confirmed=False) as pool:
+        waiting = asyncio.create_task(pool.wait_until_healthy(grace_s=0.2))
+        while pool.endpoints[0].refused is None:
+            await asyncio.sleep(0.01)
+        up.healthy = True  # the one that refuses has been seen before
+        await waiting
+        assert [endpoint.is_up for endpoint in pool.endpoints] == [False, False, True]
+    assert re.search(f"going on without.*\n.*{refuses.url}: down: .*401", caplog.text)
 
 
 async def test_each_endpoint_is_sent_its_own_key_on_every_route(monkeypatch):

@@ -35,7 +35,12 @@ from easyrl.ledger.journal.reading import (
     last_drains,
     read_file,
 )
-from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read_record
+from easyrl.ledger.journal.record_file import (
+    DamagedRecord,
+    JournalError,
+    RecordLocation,
+    read_record,
+)
 from easyrl.schema import Exclusion, Key, PolicyVersion, Prompt, RolloutGroup, ServedWeights
 
 log = logging.getLogger(__name__)
@@ -109,6 +114,7 @@ class EarlierAttempts:
     # by other weights or settings, or withdrawn, or not to be trained
     made_otherwise: set[Key] = field(default_factory=set)
     unusable: list[UnusableRecord] = field(default_factory=list)
+    damaged: list[tuple[Path, str]] = field(default_factory=list)  # files, and what is wrong
     drains: list[list[DrainRecord]] = field(default_factory=list)  # of one rank, by attempt
 
 
@@ -172,7 +178,8 @@ def read_earlier_attempts(
 
     What was taken together is that of ``rank``'s files, where these weights were trained. Groups
     with a response beyond ``limits`` (``completion_problem``) are left out: an attempt that trained
-    on one would end as the one before it did. Raises ``JournalError`` naming file and byte.
+    on one would end as the one before it did. Nothing is taken of a damaged file: what it says of
+    withdrawals is lost as well. Raises ``JournalError`` naming file and byte.
     """
     earlier = EarlierAttempts()
     version = served.version
@@ -186,24 +193,18 @@ def read_earlier_attempts(
             )
         if file.attempt == version.attempt:
             continue  # another rank's, and not for this one
-        header, records = read_file(file, version.v)
-        if header is None:
+        try:
+            share = _read_share(file, served, settings, limits, earlier)
+        except DamagedRecord as error:
+            earlier.damaged.append((file.path, str(error)))
             continue
-        run = PolicyVersion.parse(header.version).run
-        if (run, header.weights, header.settings) != (version.run, served.digest, settings):
-            earlier.made_otherwise.update(
-                record.key for _, record in records if isinstance(record, GroupRecord)
-            )
+        except JournalError:
+            if file.path.exists():
+                raise
+            continue  # another rank has set it aside meanwhile
+        if share is None:
             continue
-        earlier.versions.add(header.version)
-        shares.append(share := Share(file, header))
-        for place, record in records:
-            if limits is not None and isinstance(record, GroupRecord):
-                if (problem := group_problem(record, limits)) is not None:
-                    earlier.unusable.append(UnusableRecord(record.key, place, problem))
-                    earlier.made_otherwise.add(record.key)
-                    continue
-            share.add(place, record)
+        shares.append(share)
         if file.rank == rank:
             earlier.drains.append(last_drains(share.drains))
     withdraw_untold(shares)
@@ -220,6 +221,40 @@ def read_earlier_attempts(
             time.monotonic() - start,
         )
     return earlier
+
+
+def _read_share(
+    file: JournalFile,
+    served: ServedWeights,
+    settings: str,
+    limits: CompletionLimits | None,
+    earlier: EarlierAttempts,
+) -> Share | None:
+    """What stands in ``file``; None where it is empty, or of other weights or settings.
+
+    What does not stand goes into ``earlier``.
+    """
+    version = served.version
+    header, records = read_file(file, version.v)
+    if header is None:
+        return None
+    run = PolicyVersion.parse(header.version).run
+    if (run, header.weights, header.settings) != (version.run, served.digest, settings):
+        earlier.made_otherwise.update(
+            record.key for _, record in records if isinstance(record, GroupRecord)
+        )
+        return None
+    share, unusable = Share(file, header), []
+    for place, record in records:
+        if limits is not None and isinstance(record, GroupRecord):
+            if (problem := group_problem(record, limits)) is not None:
+                unusable.append(UnusableRecord(record.key, place, problem))
+                continue
+        share.add(place, record)
+    earlier.versions.add(header.version)
+    earlier.unusable += unusable
+    earlier.made_otherwise.update(record.key for record in unusable)
+    return share
 
 
 def usable_drains(

@@ -6,7 +6,7 @@
 A killed process leaves a record that the end of the file cuts off; a machine that lost power may
 leave zeros behind it, where the file had grown and its data had not come. No payload ends in a zero
 byte, so that both are known from damage: what is *cut off* is dropped, what was *changed* is an
-error, wherever it is.
+error (``DamagedRecord``), wherever it is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from easyrl.ledger.format import FORMAT, other_format
 from easyrl.runtime.durable_files import fsync, fsync_folder
+from easyrl.schema import LedgerError
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,12 @@ _ALL_ONES = 0xFFFFFFFF
 _BLOCK = 65536  # bytes read at a time where zeros are looked for
 
 
-class JournalError(ValueError):
+class JournalError(LedgerError):
     """A journal that cannot be written, or is not as it was written; names file and byte."""
+
+
+class DamagedRecord(JournalError):
+    """Bytes of a file are not those that were written; nothing of the file is to be relied on."""
 
 
 class RecordLocation(NamedTuple):
@@ -125,7 +130,7 @@ class RecordWriter:
 def read_records(path: Path) -> Iterator[tuple[RecordLocation, bytes]]:
     """The records of a file, place and payload, in order; one that was cut off is dropped.
 
-    Raises ``JournalError`` where a record is not what was written.
+    Raises ``DamagedRecord`` where a record is not what was written, ``JournalError``.
     """
     try:
         with path.open("rb") as file:
@@ -135,7 +140,7 @@ def read_records(path: Path) -> Iterator[tuple[RecordLocation, bytes]]:
                 if not MAGIC.startswith(magic):
                     if other := _OTHER_MAGIC.fullmatch(magic):
                         raise JournalError(f"{path}: {other_format(int(other[1]))}")
-                    raise JournalError(f"{path}: byte 0: is not a journal")
+                    raise DamagedRecord(f"{path}: byte 0: is not a journal")
                 _warn_of_cut(path, 0)
                 return
             at = len(MAGIC)
@@ -207,8 +212,8 @@ def _warn_of_cut(path: Path, at: int) -> None:
     log.warning("%s: byte %d: this record was being written when its run ended; dropped", path, at)
 
 
-def _changed(path: Path, at: int) -> JournalError:
-    return JournalError(
+def _changed(path: Path, at: int) -> DamagedRecord:
+    return DamagedRecord(
         f"{path}: byte {at}: this record was changed after it was written; put the file back as it "
         "was, or remove it to have its groups generated again"
     )

@@ -448,13 +448,33 @@ def test_a_record_that_changes_after_it_was_found_is_refused_when_it_is_loaded(t
         found.load()
 
 
-def test_a_damaged_record_stops_the_attempt_that_finds_it(tmp_path):
+@pytest.mark.parametrize("at", [3, 40, -30])  # magic line, header, last record
+def test_a_damaged_file_is_set_aside_and_its_groups_are_drawn_again(tmp_path, at, caplog):
     path = write(tmp_path, [group(0), group(1)])
     data = bytearray(path.read_bytes())
-    data[-30] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
-    with pytest.raises(JournalError, match="attempt0-rank0.journal: byte .* put the file back"):
-        journal(tmp_path, attempt=1).open_batch(served(1))
+    with pytest.raises(JournalError, match="attempt0-rank0.journal: byte"):
+        read(tmp_path)
+    events = []
+    record = lambda event, **fields: events.append((event, fields))  # noqa: E731
+    batch = replace(journal(tmp_path, attempt=1), record=record).open_batch(served(1))
+    assert batch.find(prompt(0)) is None and batch.find(prompt(1)) is None
+    ((event, fields),) = events
+    assert event == "journal_set_aside" and fields["file"] == "attempt0-rank0.journal.damaged"
+    assert re.search(f"{path}: byte .*; set aside as {fields['file']}", caplog.text)
+    assert path.with_name(fields["file"]).read_bytes() == data and not path.exists()
+    batch.add(group(0, "run:1:3"))
+    batch.close()
+    assert [record.key for record in read(tmp_path)] == [(0, 0)]  # nothing is in the way
+    other = journal(tmp_path, attempt=2, rank=1).open_batch(served(2))
+    assert other.find(prompt(0)) is not None
+
+
+def test_a_file_that_another_rank_has_set_aside_is_gone_for_this_one(tmp_path):
+    path = write(tmp_path, [group(0)])
+    path.unlink()
+    journal(tmp_path, attempt=1, rank=1).set_aside(path, "a problem")
 
 
 def test_zeros_that_a_power_loss_leaves_are_a_torn_tail(tmp_path, caplog):

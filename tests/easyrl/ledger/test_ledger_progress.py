@@ -57,6 +57,16 @@ def test_progress_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert resumed(tmp_path, epochs=None) == progress  # a run can be extended
 
 
+def test_later_checkpoints_than_are_certified_are_not_used(tmp_path: Path) -> None:
+    kept = ledger(tmp_path)
+    for step in (4, 5):
+        kept.save(Progress(step=step))
+    _, saved = checkpoints(tmp_path / "checkpoints")
+    order = PromptOrder(PROMPTS, seed=1)
+    assert resume(saved, order, None).step == 5
+    assert resume(saved, order, None, at_most=4).step == 4
+
+
 def test_without_a_checkpoint_a_run_begins_at_its_beginning(tmp_path: Path) -> None:
     assert resumed(tmp_path) == Progress()
     (tmp_path / "certificate.jsonl").write_text('{"kind":"run"}\n{"kind":"batch"}\n')

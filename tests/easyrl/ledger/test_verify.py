@@ -361,6 +361,21 @@ def test_lines_removed_from_the_end_are_missed_in_the_journal(run):
     assert verify(run.folder).on_policy
 
 
+def test_lines_that_were_lost_before_a_resume_are_trained_again(tmp_path):
+    run = CertifiedRun(tmp_path)
+    run.begin()
+    run.train_all()  # three batches, and the end
+    run.write_lines(run.lines()[:-2])
+    path = tmp_path / "journal/batch-000002/attempt0-rank0.journal"
+    assert path.exists()
+    run.begin(1, num_ranks=2)  # from the last checkpoint that is certified, other bits
+    assert verify(tmp_path).on_policy
+    run.train_all()
+    assert verify(tmp_path).on_policy
+    run.write_lines(run.lines()[:-3])  # of the attempt that is the last
+    assert "lines were removed from its end" in str(violation(run))
+
+
 def test_an_attempt_that_was_removed_is_missed_in_the_journal(tmp_path):
     """Its batches are behind none that was certified: the attempt before had come further."""
     run = CertifiedRun(tmp_path)

@@ -470,3 +470,14 @@ def test_seeds_differ_and_do_not_depend_on_time():
     assert len(seeds) == 3 * 50 * 8
     assert sample_seed(0, 1, 2, 3) == sample_seed(0, 1, 2, 3) != sample_seed(1, 1, 2, 3)
     assert json.dumps(sample_seed(0, 0, 0, 0)) and 0 <= sample_seed(5, 1, 1, -1) < 2**31
+
+
+def test_an_attempt_does_not_write_behind_half_a_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    for event in ("first", "second"):
+        log = EventLog(path)
+        log.record(event)
+        log.record("last")
+        log.close()
+        os.truncate(path, path.stat().st_size - 5)
+    assert [event["event"] for event in read_events(path)] == ["first", "second"]

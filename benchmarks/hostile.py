@@ -1,0 +1,263 @@
+"""Training runs among endpoints, disks and strangers that do what they should not.
+
+``python -m benchmarks.hostile [--runs 14] [--seed 0] [--only BEHAVIOUR …] [--list]``
+
+Each run trains with two healthy embedded servers beside several hostile endpoints, each with a
+behaviour of its own; meanwhile strangers come to its ports and its files change, and it is killed,
+its files are damaged, and it is resumed. Every behaviour has to have happened. Afterwards every
+prompt has to have been trained once, ``easyrl verify`` has to say on-policy, and the
+log-probability of every trained token is computed again under its batch's weights by a plain
+``transformers`` model. Runs without any healthy endpoint have to end with one sentence. The last
+line printed is one JSON object; the exit status is 0 if all that held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import cast
+
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.chaos_attempt import Attempt
+from benchmarks.chaos_verdict import certificate_verdict
+from benchmarks.hostile_alone import Alone, runs_alone
+from benchmarks.hostile_catalogue import BEHAVIOURS
+from benchmarks.hostile_endpoint import HostileEndpoint, Stranger
+from benchmarks.hostile_files import RunFiles
+from benchmarks.hostile_plan import RunPlan, plan_runs
+from benchmarks.hostile_run import HostileRun, Outcome, StartAttempt
+from benchmarks.hostile_statuses import PROMPT_TOKENS
+from benchmarks.hostile_verdict import Total
+from benchmarks.launched_run import start_servers
+from benchmarks.ledger import dataset_order, read_ledger
+from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.trained_contents import check_trained_contents
+from easyrl.runtime.loop_thread import LoopThread
+
+CONFIG = "benchmarks/hostile.yaml"
+NUM_HEALTHY = 2
+NUM_ALONE = 4  # hostile endpoints of a run without healthy ones, at most
+BATCH_SIZE, NUM_BATCHES = 8, 7
+MAX_MODEL_LEN = 64
+MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+
+
+@dataclass(frozen=True)
+class Site:
+    """What all runs share."""
+
+    folder: Path
+    model: Path
+    healthy: Sequence[str]  # URLs
+    hostile: Sequence[HostileEndpoint]
+    thread: LoopThread
+    stranger: Stranger
+    weights: Path  # where runs' artefacts go
+    seed: int
+    patience_s: float
+    overrides: Sequence[str]
+
+
+def main() -> int:
+    arguments = _parse()
+    if arguments.list:
+        for behaviour in BEHAVIOURS.values():
+            print(f"{behaviour.kind:<9} {behaviour.name:<30} {behaviour.says}")
+        return 0
+    disable_progress_bar()
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: servers and trainer end too
+    folder = Path(tempfile.mkdtemp(prefix="easyrl-hostile-"))
+    good = False
+    try:
+        good = _benchmark(arguments, folder)
+    finally:
+        if arguments.keep or not good:
+            print(f"kept: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder)
+    return 0 if good else 1
+
+
+def _benchmark(arguments: argparse.Namespace, folder: Path) -> bool:
+    chosen = [BEHAVIOURS[name] for name in arguments.only or BEHAVIOURS]
+    num_runs = min(arguments.runs, len(chosen))
+    chosen = chosen if num_runs else []
+    plans = plan_runs(chosen, num_runs, NUM_BATCHES, arguments.seed)
+    most = max((len(plan.endpoints) for plan in plans), default=NUM_ALONE)
+    print(f"{len(chosen)} behaviours in {num_runs} runs, up to {most} hostile endpoints; {folder}")
+    total, start_s = Total(), time.monotonic()
+    with ExitStack() as opened:
+        site = _open_site(arguments, folder, max(most, 1), opened)
+        calm = _run(site, RunPlan(-1, 0, (), ()), total)
+        if total.problems:
+            print("the calm run failed: nothing can be told", file=sys.stderr)
+            return False
+        for plan in plans:
+            _run(site, plan, total)
+        missed = [behaviour for behaviour in chosen if not total.happened[behaviour.name]]
+        if missed:  # once more: its moment may not have come
+            for plan in plan_runs(missed, -(-len(missed) // most), NUM_BATCHES, arguments.seed + 1):
+                _run(site, _numbered(plan, num_runs), total)
+        for behaviour in missed:
+            if not total.happened[behaviour.name]:
+                total.problems.append(f"{behaviour.name} never happened")
+        if not arguments.only:
+            _run_alone(site, total)
+    for problem in total.problems:
+        print(problem)
+    print(f"{time.monotonic() - start_s:.0f} s; calm run: {calm.peak_mb:.0f} MB")
+    print(json.dumps(total.line(calm.peak_mb)))
+    return total.is_good(calm.peak_mb)
+
+
+def _open_site(
+    arguments: argparse.Namespace, folder: Path, num_hostile: int, opened: ExitStack
+) -> Site:
+    model = write_random_model(folder / "model", hidden_size=32, num_layers=2, weight_std=0.3)
+    other = write_random_model(
+        folder / "other", hidden_size=32, num_layers=2, weight_std=0.3, seed=1
+    )
+    options = ["--max-model-len", str(MAX_MODEL_LEN)]
+    servers = start_servers("embedded", model, NUM_HEALTHY, folder, opened, options)
+    thread = opened.enter_context(LoopThread("hostile"))
+    hostile = [HostileEndpoint(model, other, MAX_MODEL_LEN) for _ in range(num_hostile)]
+    for endpoint in hostile:
+        thread.run(endpoint.open())
+        opened.callback(lambda endpoint=endpoint: thread.run(endpoint.close()))
+    stranger = Stranger()
+    thread.run(stranger.open())
+    opened.callback(lambda: thread.run(stranger.close()))
+    weights = Path(tempfile.mkdtemp(prefix="easyrl-hostile-", dir=MEMORY))
+    opened.callback(shutil.rmtree, weights, ignore_errors=True)
+    return Site(
+        folder,
+        model,
+        [server.url for server in servers],
+        hostile,
+        thread,
+        stranger,
+        weights,
+        arguments.seed,
+        arguments.patience,
+        arguments.overrides,
+    )
+
+
+def _run(site: Site, plan: RunPlan, total: Total) -> Outcome:
+    """One run of ``plan``, with what is to be said of it."""
+    name = "calm" if plan.number < 0 else f"run-{plan.number}"
+    num_prompts = NUM_BATCHES * BATCH_SIZE
+    prompts = write_prompts(site.folder / f"{name}.jsonl", num_prompts, PROMPT_TOKENS, plan.seed)
+    (weights := site.weights / name).mkdir()
+    files = RunFiles(site.folder / name, weights, prompts)
+    # a calm run has as many endpoints as any other
+    behaviours = plan.endpoints or (None,) * len(site.hostile)
+    hostile = site.hostile[: len(behaviours)]
+    for number, (endpoint, behaviour) in enumerate(zip(hostile, behaviours, strict=True)):
+        endpoint.set_behaviour(behaviour, random.Random(f"{plan.seed} {number}"))
+        endpoint.elsewhere = site.stranger.url
+        # what a run left paused, or with an update open, is the next one's matter; not its weights
+        site.thread.run(endpoint.restart(endpoint.model))
+    urls = [*site.healthy, *(endpoint.url for endpoint in hostile)]
+    log = site.folder / f"{name}.log"
+    start = _attempts(site, files, urls, log)
+    run = HostileRun(plan, start, hostile, files, site.thread, log, site.patience_s)
+    outcome = run.run()
+    ledger = check = None
+    if outcome.has_ended_well:
+        ledger = read_ledger(files.run_dir, dataset_order(num_prompts, 1))
+        check = check_trained_contents(files.run_dir, site.model)
+    verdict = certificate_verdict(files.run_dir) if ledger else "not looked at"
+    total.add(name, plan, outcome, ledger, check, verdict)
+    if site.stranger.num_requests:
+        total.problems.append(f"{name}: {site.stranger.num_requests} requests went elsewhere")
+        site.stranger.num_requests = 0
+    return outcome
+
+
+def _attempts(site: Site, files: RunFiles, urls: Sequence[str], log: Path) -> StartAttempt:
+    """Starts attempts of a run on ``urls``."""
+    settings = [
+        f"run.output_dir={files.run_dir}",
+        f"run.seed={site.seed}",
+        f"model.path={site.model}",
+        f"data.files=[{files.prompts}]",
+        f"weight_sync.directory={files.weights}",
+        f"inference.endpoints=[{','.join(urls)}]",
+        f"trainer.batch_size={BATCH_SIZE}",
+        *site.overrides,
+    ]
+
+    def start(number: int, resume: bool) -> Attempt:
+        # killed before it had taken its folder, it has nothing to resume
+        further = ["--resume"] if resume and (files.run_dir / "run.lock").exists() else []
+        return Attempt(number, CONFIG, [*settings, *further], log, num_ranks=0)
+
+    return start
+
+
+def _run_alone(site: Site, total: Total) -> None:
+    """Runs without a healthy endpoint: one sentence, and the right status."""
+    for alone in runs_alone(min(NUM_ALONE, len(site.hostile))):
+        outcome = _one_alone(site, alone)
+        total.runs += 1
+        total.crashed += outcome is not None
+        if outcome is not None:
+            total.problems.append(f"nobody healthy, {alone.name}: {outcome}")
+
+
+def _one_alone(site: Site, alone: Alone) -> str | None:
+    name = f"alone-{alone.name}"
+    prompts = write_prompts(site.folder / f"{name}.jsonl", BATCH_SIZE * 4, PROMPT_TOKENS)
+    (weights := site.weights / name).mkdir()
+    files = RunFiles(site.folder / name, weights, prompts)
+    hostile = site.hostile[: len(alone.behaviours)]
+    for endpoint, behaviour in zip(hostile, alone.behaviours, strict=True):
+        endpoint.set_behaviour(behaviour, random.Random(0), may_act=alone.from_start)
+        endpoint.elsewhere = site.stranger.url
+        endpoint.share = 1.0
+        site.thread.run(endpoint.restart(endpoint.model))
+    log = site.folder / f"{name}.log"
+    start = _attempts(site, files, [endpoint.url for endpoint in hostile], log)
+    return alone.watch(start(0, False), files.run_dir, log, hostile, site.patience_s)
+
+
+def _numbered(plan: RunPlan, first: int) -> RunPlan:
+    return RunPlan(plan.number + first, plan.seed, plan.endpoints, plan.due)
+
+
+def _behaviour(name: str) -> str:
+    if name not in BEHAVIOURS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of --list")
+    return name
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--runs", type=int, default=14, help="0: only those without a healthy endpoint"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", type=_behaviour, metavar="BEHAVIOUR")
+    parser.add_argument("--list", action="store_true", help="show the behaviours and stop")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds without progress")
+    parser.add_argument("--keep", action="store_true", help="keep the runs' folder")
+    parser.add_argument("--set", dest="overrides", nargs="*", default=[], metavar="key=value")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Recomputes the log-probability of every trained token under the weights of its batch.
+
+Independent of what is checked: a plain ``transformers`` model, one response at a time, with the
+weights as the run's checkpoints hold them. A response that other weights made, or to another
+prompt, or whose tokens were exchanged, differs from what its endpoint said of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from easyrl.ledger.recorded_run import RecordedRun
+from easyrl.schema import Completion, RolloutGroup
+
+# Mean over a response, nats. Two fp32 programs that sum in other orders differ by 1e-6 to 1e-5
+# here; the weights before and behind one step of these runs by more than 1e-2 (``visible``).
+TOLERANCE = 1e-3
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class ContentCheck:
+    """What was found; differences are means over a response, in nats.
+
+    Attributes:
+        visible: the smallest mean difference of a batch's responses under the weights of the batch
+            before; None with one batch. Must be far above ``TOLERANCE``, or nothing was checked.
+    """
+
+    num_batches: int
+    num_responses: int
+    num_tokens: int
+    wrong_groups: tuple[str, ...]  # which, and by how much
+    largest: float
+    visible: float | None
+
+    @property
+    def sees_old_weights(self) -> bool:
+        return self.visible is None or self.visible > 3 * TOLERANCE
+
+
+def check_trained_contents(run_dir: Path, model: Path) -> ContentCheck:
+    """All batches of the finished run in ``run_dir``, which began with ``model``, an fp32 one.
+
+    It must have kept its journal and a checkpoint of each step. Raises ``ValueError`` where they
+    lack.
+    """
+    run = RecordedRun(run_dir)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    wrong, differences, visible = [], [0.0], []
+    num_responses = num_tokens = 0
+    for v in range(run.num_batches):
+        keys = frozenset(g.key for g in run.batch(v).groups if g.outcome == "trained")
+        groups = run.groups(v, keys)
+        if v:
+            old = [group_difference(policy, group) for group in groups.values()]
+            visible.append(float(np.mean(old)))
+            step = run.batch(v - 1).step
+            state = load_file(run_dir / f"checkpoints/step-{step}/rank-00000-of-00001.safetensors")
+            put_weights(policy, state)
+        differing = {key: group_difference(policy, group) for key, group in groups.items()}
+        wrong += [
+            f"batch {v}, prompt {key[1]} of epoch {key[0]}: {difference:.3g} nats"
+            for key, difference in sorted(differing.items())
+            if not difference <= TOLERANCE
+        ]
+        differences += differing.values()
+        num_responses += sum(len(group.completions) for group in groups.values())
+        num_tokens += sum(len(c.token_ids) for group in groups.values() for c in group.completions)
+    return ContentCheck(
+        run.num_batches,
+        num_responses,
+        num_tokens,
+        tuple(wrong),
+        max(differences),
+        min(visible, default=None),
+    )
+
+
+@torch.no_grad()
+def put_weights(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Writes the fp32 masters of a checkpoint of one rank into ``policy``, all of them."""
+    masters = {
+        key.removeprefix(f"{MASTER}/"): value
+        for key, value in state.items()
+        if key.startswith(f"{MASTER}/")
+    }
+    for name, parameter in policy.named_parameters():
+        (value,) = (masters[key] for key in masters if key == name or key.endswith(f".{name}"))
+        parameter.copy_(value.view(parameter.shape))
+
+
+def group_difference(policy: nn.Module, group: RolloutGroup) -> float:
+    """The largest mean |Δ log-prob| of its responses, nats."""
+    prompt = group.prompt.token_ids
+    return max(response_difference(policy, prompt, response) for response in group.completions)
+
+
+@torch.no_grad()
+def response_difference(policy: nn.Module, prompt: np.ndarray, response: Completion) -> float:
+    """Mean |Δ log-prob| between what its endpoint said of a response and ``policy``, nats."""
+    tokens = torch.from_numpy(np.concatenate([prompt, response.token_ids]).astype(np.int64))
+    logits = policy(tokens[None]).logits[0, len(prompt) - 1 : -1].double()
+    own = logits.log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
+    return float(np.abs(own - response.logprobs).mean())

@@ -1,0 +1,163 @@
+"""The hostile endpoint: it forwards what it does not spoil, and what it spoils cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import aiohttp
+import numpy as np
+import pytest
+
+from benchmarks.hostile_behaviour import EndpointBehaviour
+from benchmarks.hostile_catalogue import BEHAVIOURS
+from benchmarks.hostile_endpoint import HostileEndpoint, Stranger
+from benchmarks.random_model import write_random_model
+from easyrl.config import SamplingConfig
+from easyrl.inference_client.client import EndpointClient
+from easyrl.inference_client.errors import EndpointError
+from easyrl.inference_client.fetching.fetcher_process import local_fetch
+from easyrl.schema import Completion
+
+PROMPTS = np.array([range(2, 14), range(13, 1, -1)], dtype=np.int32)  # 12 tokens
+SAMPLING = SamplingConfig(max_tokens=6, ignore_eos=True)
+VERSION = "run:0:3"
+OF_A_RESPONSE = [
+    behaviour
+    for behaviour in BEHAVIOURS.values()
+    if isinstance(behaviour, EndpointBehaviour)
+    and behaviour.kind in ("body", "status", "stamp", "content")
+    and "/inference/v1/generate" in (behaviour.routes or ("/inference/v1/generate",))
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 32, "num_layers": 1, "weight_std": 0.3}
+    return [write_random_model(folder / f"{seed}", **sizes, seed=seed) for seed in (0, 1)]
+
+
+class Opened:
+    def __init__(self, endpoint: HostileEndpoint, client: EndpointClient, vocab_size: int) -> None:
+        self.endpoint, self.client = endpoint, client
+        self._fetch = local_fetch(client._session, vocab_size=vocab_size)
+
+    async def ask(self, prompt: int = 0, seed: int = 0) -> Completion:
+        return await self._fetch(self.endpoint.url, PROMPTS[prompt], SAMPLING, seed)
+
+    def behave(self, name: str) -> None:
+        behaviour = BEHAVIOURS[name]
+        assert isinstance(behaviour, EndpointBehaviour)
+        self.endpoint.set_behaviour(behaviour, random.Random(0), may_act=True)
+        self.endpoint.share = 1.0
+
+
+@pytest.fixture
+async def opened(models) -> AsyncIterator[Opened]:
+    endpoint = HostileEndpoint(models[0], models[1], max_model_len=32)
+    await endpoint.open()
+    try:
+        async with aiohttp.ClientSession() as session:
+            client = EndpointClient(endpoint.url, session, timeout_s=5)
+            assert endpoint.engine is not None
+            yield Opened(endpoint, client, endpoint.engine.vocab_size)
+    finally:
+        await endpoint.close()
+
+
+async def test_what_it_does_not_spoil_is_forwarded(opened):
+    await opened.client.set_weight_version(VERSION)
+    assert await opened.client.weight_version() == VERSION
+    made = [await opened.ask(seed=seed) for seed in (0, 1)]  # over one connection
+    assert all(len(c.token_ids) == 6 and c.version_spans[0].version == VERSION for c in made)
+    assert opened.endpoint.happened == 0
+
+
+async def test_a_behaviour_waits_until_it_may_act(opened):
+    opened.behave("html")
+    opened.endpoint.may_act = False
+    await opened.ask()
+    opened.endpoint.may_act = True
+    with pytest.raises(EndpointError, match="not JSON"):
+        await opened.ask()
+    assert opened.endpoint.happened == 1
+
+
+async def test_no_response_that_a_behaviour_touches_is_as_it_was(opened):
+    """Refused with an error that names the endpoint, or another one than the model's."""
+    client, endpoint = opened.client, opened.endpoint
+    for behaviour in OF_A_RESPONSE:
+        opened.behave(behaviour.name)
+        endpoint.may_act = False
+        await client.set_weight_version("run:0:2")
+        await opened.ask(0, seed=9)  # of another version
+        await client.set_weight_version(VERSION)
+        honest = await asyncio.gather(opened.ask(0), opened.ask(1))
+        endpoint.may_act = True
+        asked = asyncio.gather(opened.ask(0), opened.ask(1), return_exceptions=True)
+        for made, true in zip(await asked, honest, strict=True):
+            if isinstance(made, Exception):
+                assert isinstance(made, EndpointError), (behaviour.name, made)
+                continue
+            differs = made.version_spans != true.version_spans or not (
+                np.array_equal(made.token_ids, true.token_ids)
+                and np.allclose(made.logprobs, true.logprobs)
+            )
+            assert differs, behaviour.name
+        assert endpoint.happened >= 1 and endpoint.problem is None, behaviour.name
+        endpoint.may_act = False
+
+
+async def test_swapped_answers_are_each_others(opened):
+    honest = await asyncio.gather(opened.ask(0), opened.ask(1))
+    opened.behave("answers-swapped")
+    swapped = await asyncio.gather(opened.ask(0), opened.ask(1))
+    for made, other in zip(swapped, reversed(honest), strict=True):
+        assert np.array_equal(made.token_ids, other.token_ids)
+
+
+async def test_a_client_that_hangs_up_ends_what_it_asked_for(opened):
+    engine = opened.endpoint.engine
+    await opened.client.pause("keep")
+    asked = asyncio.ensure_future(opened.ask())
+    async with asyncio.timeout(10):
+        while not engine.num_waiting + engine.num_running:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        await opened.client.resume()
+        while engine.num_waiting + engine.num_running:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_restart_brings_other_weights_and_no_version(opened):
+    await opened.client.set_weight_version(VERSION)
+    before = await opened.ask()
+    opened.behave("restart-with-other-weights")
+    with pytest.raises(EndpointError):
+        await opened.ask()
+    after = await opened.ask()
+    assert after.version_spans[0].version == "default"
+    assert not np.allclose(after.logprobs, before.logprobs)
+
+
+async def test_a_mistake_of_a_behaviour_is_not_taken_for_hostility(opened):
+    async def act(exchange):
+        raise KeyError("a bug")
+
+    wrong = EndpointBehaviour("wrong", "body", "", frozenset(), act)
+    opened.endpoint.set_behaviour(wrong, random.Random(0), may_act=True)
+    with pytest.raises(EndpointError):
+        await opened.ask()
+    assert isinstance(opened.endpoint.problem, KeyError)
+
+
+async def test_a_stranger_counts_who_comes():
+    stranger = Stranger()
+    await stranger.open()
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(stranger.url)
+    await stranger.close()
+    assert stranger.num_requests >= 1  # aiohttp tries again

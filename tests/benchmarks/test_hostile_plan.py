@@ -1,0 +1,69 @@
+"""The catalogue of hostile behaviours, and their distribution over runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.hostile_alone import runs_alone
+from benchmarks.hostile_behaviour import EndpointBehaviour, FileBehaviour, SocketBehaviour
+from benchmarks.hostile_catalogue import BEHAVIOURS
+from benchmarks.hostile_plan import plan_runs
+
+ALL = list(BEHAVIOURS.values())
+
+
+def test_the_catalogue_is_large_and_says_what_each_does():
+    kinds = Counter(type(behaviour) for behaviour in ALL)
+    assert kinds[EndpointBehaviour] >= 60 and kinds[SocketBehaviour] >= 10
+    assert kinds[FileBehaviour] >= 20
+    assert len({behaviour.says for behaviour in ALL}) == len(ALL)
+    for behaviour in ALL:
+        assert behaviour.says.endswith("."), behaviour.name
+
+
+@pytest.mark.parametrize("num_runs", [1, 5, 14])
+def test_every_behaviour_is_in_one_run_and_the_kinds_are_mixed(num_runs):
+    plans = plan_runs(ALL, num_runs, num_batches=7, seed=3)
+    names = Counter(behaviour.name for plan in plans for behaviour in plan.behaviours)
+    assert names == Counter(dict.fromkeys(BEHAVIOURS, 1))
+    sizes = [len(plan.behaviours) for plan in plans]
+    assert max(sizes) - min(sizes) <= 1
+    for kind in ("body", "protocol", "weights", "file"):
+        shares = [sum(b.kind == kind for b in plan.behaviours) for plan in plans]
+        assert max(shares) - min(shares) <= 1
+
+
+def test_what_happens_beside_a_run_falls_between_its_second_and_last_batch():
+    for plan in plan_runs(ALL, 5, num_batches=7, seed=0):
+        assert all(2 <= due.batch < 6 for due in plan.due)
+        assert {due.behaviour.name for due in (*plan.kills, *plan.beside)} == {
+            due.behaviour.name for due in plan.due
+        }
+        assert all(due.behaviour.needs_killed_run for due in plan.kills)
+
+
+def test_a_seed_fixes_all():
+    first, again, other = (plan_runs(ALL, 4, num_batches=7, seed=seed) for seed in (1, 1, 2))
+    assert first == again and first != other
+
+
+# ---- nobody healthy ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "status, said, is_right",
+    [
+        (2, "noise\neasyrl: no endpoint is up\n", True),
+        (75, "easyrl: no endpoint is up\n", False),
+        (2, "Traceback (most recent call last):\neasyrl: no endpoint is up\n", False),
+        (2, "easyrl: none is up: it answered 500: Traceback (most recent\n", True),  # its word
+        (2, "no sentence\n", False),
+        (2, "easyrl: one\neasyrl: two\n", False),
+    ],
+)
+def test_without_endpoints_one_sentence_and_the_right_status_are_wanted(status, said, is_right):
+    before, after = runs_alone(4)
+    assert before.status == 2 and after.status == 75 and len(before.behaviours) == 4
+    assert (before.problem(status, said) is None) == is_right

@@ -1,0 +1,106 @@
+"""The check of trained contents: it agrees with the truth and sees every kind of untruth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.memory_peak import MemoryPeak, process_tree
+from benchmarks.trained_contents import (
+    TOLERANCE,
+    ContentCheck,
+    group_difference,
+    put_weights,
+    response_difference,
+)
+from easyrl.schema import Completion, RolloutGroup
+from tests.tiny_models import VOCAB_SIZE, random_group, tiny_model
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny_model("qwen3", tied=True)
+
+
+def told_by(policy: torch.nn.Module, group: RolloutGroup) -> RolloutGroup:
+    """``group`` with the log-probabilities that ``policy`` gives its tokens, one at a time."""
+
+    def truth(completion: Completion) -> np.ndarray:
+        seen, values = group.prompt.token_ids.tolist(), []
+        for token in completion.token_ids.tolist():
+            with torch.no_grad():
+                logits = policy(torch.tensor([seen])).logits[0, -1]
+            values.append(float(logits.log_softmax(-1)[token]))
+            seen.append(token)
+        return np.array(values, dtype=np.float32)
+
+    told = tuple(replace(c, logprobs=truth(c)) for c in group.completions)
+    return replace(group, completions=told)
+
+
+@pytest.fixture(scope="module")
+def group(policy):
+    return told_by(policy, random_group(np.random.default_rng(0), 5, [6, 1, 9]))
+
+
+def test_what_the_weights_said_agrees_to_rounding(policy, group):
+    assert group_difference(policy, group) < 1e-5 < TOLERANCE
+
+
+def test_other_tokens_prompts_numbers_and_weights_show(policy, group):
+    prompt, first = group.prompt.token_ids, group.completions[0]
+    tokens = first.token_ids.copy()
+    tokens[3] = (tokens[3] + 1) % VOCAB_SIZE
+    wrong = [
+        (prompt, replace(first, token_ids=tokens)),
+        (prompt[::-1].copy(), first),
+        (prompt, replace(first, logprobs=first.logprobs - 0.01)),
+        (prompt, replace(first, logprobs=first.logprobs * np.float32("nan"))),
+    ]
+    for shown, response in wrong:
+        assert not response_difference(policy, shown, response) <= TOLERANCE
+    assert group_difference(tiny_model("qwen3", tied=True, seed=1), group) > 0.1
+
+
+def test_one_wrong_response_makes_its_group_wrong(policy, group):
+    *others, last = group.completions
+    spoilt = replace(last, logprobs=last.logprobs + np.float32(0.5))
+    assert group_difference(policy, replace(group, completions=(*others, spoilt))) > TOLERANCE
+
+
+def test_a_checkpoints_masters_become_the_weights(policy):
+    other = tiny_model("qwen3", tied=True, seed=1)
+    state = {f"master/{n}": p.detach().flatten() for n, p in policy.named_parameters()}
+    state |= {f"exp_avg/{n}": torch.zeros(p.numel()) for n, p in policy.named_parameters()}
+    put_weights(other, state)
+    for (name, ours), theirs in zip(other.named_parameters(), policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    del state["master/model.norm.weight"]
+    with pytest.raises(ValueError):
+        put_weights(other, state)
+
+
+def test_a_check_that_could_not_see_old_weights_says_so():
+    check = ContentCheck(2, 8, 100, (), 1e-6, visible=0.1)
+    assert check.sees_old_weights
+    assert not replace(check, visible=2 * TOLERANCE).sees_old_weights
+
+
+def test_the_peak_is_the_kernels_and_counts_whom_it_has_seen_twice(monkeypatch):
+    marks = {11: 1024, 12: 2048}
+    monkeypatch.setattr("benchmarks.memory_peak._high_water_kb", marks.__getitem__)
+    tree = [type("Process", (), {"pid": pid})() for pid in marks]
+    peak = MemoryPeak()
+    peak.look(tree)
+    assert peak.peak_mb == 0
+    peak.look(tree)
+    assert peak.peak_mb == 3
+    peak.look(tree[:1])
+    assert peak.peak_mb == 3
+
+
+def test_the_tree_of_a_process_that_has_ended_is_empty():
+    assert process_tree(2**22) == []
