@@ -17,7 +17,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-runs test-slow test-triton test-vllm test-hosts lint typecheck setup setup-vllm clean
+.PHONY: demo test test-gpu bench-gpu test-runs test-slow test-triton test-vllm test-hosts lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
@@ -41,8 +41,21 @@ test-hosts: setup      ## several nodes as in the documentation, hosts made of n
 
 # Triton's interpreter runs GPU kernels on a CPU. Installed apart: the trainer on a CPU needs none.
 test-triton: setup   ## the GPU kernels that are written in Triton, interpreted
-	test -d .triton || $(BIN)/pip install --quiet --no-deps -c constraints.txt --target .triton triton
-	PYTHONPATH=.triton $(BIN)/python -m pytest tests/kernels/test_triton_logprob.py
+	test -d .triton/liger_kernel || $(BIN)/pip install --quiet --no-deps --upgrade -c constraints.txt --target .triton triton liger-kernel
+	PYTHONPATH=.triton $(BIN)/python -m pytest tests/kernels/test_triton_logprob.py tests/kernels/test_fused_layers.py
+
+# On a machine with a GPU and an environment of its own: make test-gpu GPU_PYTHON=DIR/bin/python
+ifndef GPU_PYTHON
+GPU_PYTHON := $(BIN)/python
+GPU_SETUP := setup
+endif
+
+# Files by name: to collect others takes packages that a GPU machine may lack.
+test-gpu: $(GPU_SETUP)   ## the tests that need a GPU; what is not installed is skipped, saying so
+	$(GPU_PYTHON) -m pytest -m gpu $$(grep -rlE "pytest.mark.gpu|tests.gpu.device" tests --include="test_*.py")
+
+bench-gpu: $(GPU_SETUP)   ## one table of tokens/s, MFU, memory, weight sync; extra: ARGS="--again"
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

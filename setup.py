@@ -61,6 +61,7 @@ setup(
     ],
     extras_require={
         "megatron": ["megatron-core==0.16.1"],
+        "liger": ["liger-kernel>=0.6"],  # fused RMSNorm, rotary embedding and SwiGLU on CUDA
         "npu": ["torch-npu>=2.8"],
         "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
         "wandb": ["wandb>=0.19"],

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.producer_load import MAX_INFLIGHT, VERSION, VOCABULARY, Load
-from easyrl.build.inference import Inference, open_inference
+from easyrl.build.inference import Inference, open_inference, open_scoring
 from easyrl.config import Config
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.metrics.event_log import EventLog
@@ -28,7 +28,13 @@ def producer(
     with ExitStack() as opened:
         events = EventLog(folder / "events.jsonl")
         opened.callback(events.close)
-        inference = open_inference(config, opened, vocab_size=VOCABULARY, record=events.record)
+        inference = open_inference(
+            config,
+            opened,
+            open_scoring(config, opened),
+            vocab_size=VOCABULARY,
+            record=events.record,
+        )
         inference.thread.run(_confirm(inference))
         yield inference, inference.rollouts()
 

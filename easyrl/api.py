@@ -91,8 +91,13 @@ def train_policy(
 
 def _prompt_lines(prompts: Sequence[str | Mapping[str, Any]]) -> bytes:
     """The prompts as the file that the run reads."""
+    if isinstance(prompts, str | Path):
+        raise ValueError(
+            f"prompts: {str(prompts)!r:.80} is one text; give a list of texts or of records (those "
+            "of a file are read with data.files of a configuration)"
+        )
     if not prompts:
-        raise ValueError("prompts: the list is empty")
+        raise ValueError("prompts: the list is empty; give at least one")
     records = [{"prompt": p} if isinstance(p, str) else dict(p) for p in prompts]
     return b"".join(orjson.dumps(record) + b"\n" for record in records)
 
@@ -102,10 +107,11 @@ def _source_file(reward: Reward) -> str:
         file = inspect.getsourcefile(reward)
     except TypeError:
         file = None
-    if file is None or not Path(file).is_file() or reward.__qualname__ != reward.__name__:
+    named = reward.__name__ == reward.__qualname__ and reward.__name__.isidentifier()
+    if file is None or not Path(file).is_file() or not named:
         raise ValueError(
             f"reward: {reward!r} is not a function at the top level of a file; worker processes "
-            "have to import it"
+            "have to import it; define it with def in a file of its own"
         )
     return file
 

@@ -57,6 +57,10 @@ class TooManyExcluded(RuntimeError):
     """Endpoints refuse more prompts than ``data.max_excluded`` allows; a restart would stop too."""
 
 
+class NoEndpointServes(RuntimeError):
+    """No endpoint proved that it serves the weights of the next batch."""
+
+
 class PeerOutage(RuntimeError):
     """Another rank has no endpoint left."""
 

@@ -158,7 +158,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     from pathlib import Path
 
     parser = argparse.ArgumentParser(
-        prog="easyrl train", description="Trains one model; see configs/ for files to start from."
+        prog="easyrl train",
+        description="Trains one model; see configs/ for files to start from.",
+        allow_abbrev=False,
     )
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 
 import pytest
 
@@ -24,6 +25,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = missing_vllm() if item.get_closest_marker("vllm") else None
     if reason is not None:
         pytest.fail(reason, pytrace=False)
+    if item.get_closest_marker("gpu") and "EASYRL_TEST_DEVICE" not in os.environ:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """A package that a GPU machine lacks, or has too old, costs the tests that need it, and says
+    so."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        missing = error if isinstance(error, ImportError) else error.__cause__
+        if isinstance(missing, ImportError) and item.get_closest_marker("gpu"):
+            pytest.skip(str(missing))
+        raise
 
 
 def pytest_collection_finish() -> None:

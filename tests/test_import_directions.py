@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "config": "",
     "completion_check": "schema",
     "metrics.event_log": "",
+    "runtime.allocator": "",
     "runtime.seeding": "",
     "runtime.numerics": "",
     "runtime.durable_files": "",
@@ -26,14 +27,16 @@ MAY_IMPORT = {
     "runtime.schedule": "",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
+    "runtime.user_code": "",
     "runtime.workers": "",
     "kernels.attention": "",
+    "kernels.layers": "",
     "kernels.logprobs": "",
     # prompts in, micro-batches out
     "dataloaders.prompts": "schema config",
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
-    "rewards": "schema config runtime.workers.worker_pool",
+    "rewards": "schema config runtime.user_code runtime.workers.worker_pool",
     # the endpoints
     "inference_client": "schema config completion_check",
     "inference_client.fetching": "schema config completion_check runtime.machine runtime.workers"
@@ -49,12 +52,12 @@ MAY_IMPORT = {
     "inference_client.servers.embedded": "schema runtime.machine runtime.numerics"
     " inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
-    "recipes": "schema config engines.base kernels.logprobs.linear_logprob",
+    "recipes": "schema config engines.base kernels.logprobs.linear_logprob runtime.user_code",
     "models.vocabulary": "config",
-    "models": "schema config engines.base kernels recipes runtime.numerics",
+    "models": "schema config engines.base kernels recipes runtime.numerics runtime.user_code",
     "engines.base": "schema runtime.ranks",
-    "engines": "schema config runtime.interfaces runtime.rank_store runtime.ranks recipes"
-    " kernels.attention.segment_layout"
+    "engines": "schema config runtime.allocator runtime.interfaces runtime.rank_store"
+    " runtime.ranks recipes kernels.attention.segment_layout"
     " models.loading models.lora models.offload models.policy_model models.tri_model",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
@@ -87,7 +90,8 @@ MAY_IMPORT = {
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
-    "build": "schema config completion_check dataloaders engines inference_client ledger metrics"
+    "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
+    " ledger metrics"
     " models recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine",
@@ -122,6 +126,7 @@ PLAIN = {
     "functools",
     "importlib",
     "inspect",
+    "itertools",
     "logging",
     "math",
     "types",

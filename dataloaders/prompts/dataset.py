@@ -101,9 +101,11 @@ class _LeftOut:
             if not problems:
                 continue
             if num_prompts == 0:
+                key = self.source_key
+                remedy = f"raise {key}.max_prompt_tokens" if reason == "too_long" else "repair them"
                 raise ValueError(
-                    f"{self.source_key}: no usable prompt is left, {len(problems)} are {reason}; "
-                    f"the first: {problems[0]}"
+                    f"{key}: no usable prompt is left, {len(problems)} are {reason}; the first: "
+                    f"{problems[0]}; {remedy}, or give other {key}.files"
                 )
             message = "%s: left out %d records (%s), kept %d; the first: %s"
             logger.warning(

@@ -47,7 +47,13 @@ class QuestionReader:
                 raise ValueError(
                     f"{source_key}.chat_template: {config.chat_template} does not exist"
                 )
-            self.chat_template = config.chat_template.read_text(encoding="utf-8")
+            try:
+                self.chat_template = config.chat_template.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{source_key}.chat_template: {config.chat_template} is not UTF-8 text "
+                    f"({error.reason}); convert the file (iconv does)"
+                ) from None
         elif config.apply_chat_template and tokenizer.chat_template is None:
             raise ValueError(
                 f"{source_key}.apply_chat_template: the tokenizer has no chat template; give one "
@@ -162,7 +168,7 @@ class QuestionReader:
         except jinja2.TemplateError as error:
             raise BadRecordError(
                 f"the chat template refuses the prompt ({error}); check roles and "
-                f"{self.source_key}.system_prompt"
+                f"{self.source_key}.system_prompt, or correct {self.source_key}.chat_template"
             ) from error
         assert isinstance(text, str)
         return text

@@ -11,7 +11,13 @@ from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested, TooManyExcluded
+from easyrl.schema import (
+    BatchWithdrawn,
+    NoEndpointServes,
+    PeerOutage,
+    StopRequested,
+    TooManyExcluded,
+)
 from easyrl.trainer.accumulation import Accumulator
 
 # With groups of a third of a row, takes of 8 rows need 11 % fewer rows than takes of one (simulated
@@ -49,7 +55,7 @@ def build_accumulator(
 
 def is_interruption(error: Exception) -> bool:
     """Whether the run ends for now with sound weights."""
-    ends = StopRequested | PeerOutage | BatchWithdrawn | TooManyExcluded
+    ends = StopRequested | PeerOutage | BatchWithdrawn | TooManyExcluded | NoEndpointServes
     return is_outage(error) or isinstance(error, ends)
 
 

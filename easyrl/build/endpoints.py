@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from easyrl.build.inference import Inference
 from easyrl.build.recipe import pack_in_order
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
-from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, RequestRejected
 from easyrl.inference_client.pool.endpoint_list import (
     MembershipFollower,
     Wanted,
@@ -41,24 +42,29 @@ def _limits(pool: EndpointPool) -> dict[str, int]:
     return {url: s.max_model_len for url, s in served.items() if s and s.max_model_len is not None}
 
 
-def start_servers(
-    config: Config, opened: ExitStack, log_dir: Path
-) -> tuple[list[str], dict[str, str]]:
+class StartedServers(NamedTuple):
+    """All endpoints of the configuration, servers of the run's own among them."""
+
+    urls: list[str]
+    api_keys: dict[str, str]  # by URL, made for own servers
+    last_ends: Callable[[], list[str]] = list  # how own servers have ended that are not up
+
+
+def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> StartedServers:
     """Starts the servers of ``inference.launch``, on the first rank.
 
-    They come up while the model loads. ``log_dir`` receives what they print. Returns the URLs of
-    all endpoints, and by URL the keys that were made for the servers.
+    They come up while the model loads. ``log_dir`` receives what they print.
     """
     urls = config.inference.urls
     if config.inference.launch is None:
-        return urls, {}
+        return StartedServers(urls, {})
     if spans_hosts():
         raise ConfigError(
             "inference.launch: starts servers for one machine, this run has several; start them "
             "with vllm serve and name their URLs in inference.endpoints"
         )
     if int(os.environ.get("RANK", "0")) > 0:
-        return urls, {}
+        return StartedServers(urls, {})
     servers = ManagedServers(
         config.inference.launch,
         config.model.path,
@@ -68,9 +74,10 @@ def start_servers(
     )
     opened.callback(servers.close)
     try:
-        return urls + servers.start(), servers.api_keys
+        urls = urls + servers.start()
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    return StartedServers(urls, servers.api_keys, lambda: servers.last_ends)
 
 
 async def set_aside(pool: EndpointPool, doubted: Mapping[str, str | None]) -> None:
@@ -97,6 +104,30 @@ def follow_membership(
     )
     inference.thread.run(follower.start())
     opened.callback(lambda: inference.thread.run(follower.close()))
+
+
+def require_weight_routes(inference: Inference) -> None:
+    """Raises ``ConfigError`` if all endpoints that are up refuse to say what weights they serve.
+
+    One among others is left to the weight sync, which excludes it.
+    """
+
+    async def refusals() -> list[RequestRejected]:
+        found = []
+        for endpoint in inference.pool.endpoints:
+            if endpoint.is_up:
+                try:
+                    await endpoint.client.weight_version(inference.pool.probe_timeout_s)
+                    return []
+                except RequestRejected as error:
+                    found.append(error)
+                except EndpointError:  # was up a moment ago
+                    return []
+        return found
+
+    if found := inference.thread.run(refusals()):
+        lines = "".join(f"\n  {error}" for error in found)
+        raise ConfigError(f"inference.endpoints: cannot be given weights:{lines}")
 
 
 def warn_of_short_contexts(config: Config, inference: Inference, *, rollout: bool) -> None:

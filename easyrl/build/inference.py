@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -119,24 +119,16 @@ class Inference:
         )
 
 
-def open_inference(
-    config: Config,
-    opened: ExitStack,
-    *,
-    vocab_size: int,
-    urls: Sequence[str] | None = None,
-    own_keys: Mapping[str, str] | None = None,
-    num_shares: int = 1,
-    record: Record = ignore,
-) -> Inference:
-    """Starts fetchers, worker processes and the producer's thread, and waits for an endpoint.
+@dataclass(frozen=True)
+class Scoring:
+    """The producer's thread, and the worker processes in which rewards are called."""
 
-    Args:
-        vocab_size: of the policy; another token id is its endpoint's fault.
-        urls: of the endpoints; default: the configuration's.
-        own_keys: by URL, of servers that the run has started.
-        num_shares: ranks that share them.
-    """
+    thread: LoopThread
+    workers: WorkerPool
+
+
+def open_scoring(config: Config, opened: ExitStack) -> Scoring:
+    """Starts both; the workers import what they need meanwhile."""
     thread = opened.enter_context(LoopThread())
     workers = WorkerPool(
         config.scoring.num_workers,
@@ -145,6 +137,32 @@ def open_inference(
     )
     thread.run(workers.start())
     opened.callback(lambda: thread.run(workers.close()))
+    return Scoring(thread, workers)
+
+
+def open_inference(
+    config: Config,
+    opened: ExitStack,
+    scoring: Scoring,
+    *,
+    vocab_size: int,
+    urls: Sequence[str] | None = None,
+    own_keys: Mapping[str, str] | None = None,
+    last_ends: Callable[[], list[str]] = list,
+    num_shares: int = 1,
+    record: Record = ignore,
+) -> Inference:
+    """Starts fetchers and waits for an endpoint.
+
+    Args:
+        scoring: its thread is the producer's.
+        vocab_size: of the policy; another token id is its endpoint's fault.
+        urls: of the endpoints; default: the configuration's.
+        own_keys: by URL, of servers that the run has started.
+        last_ends: how servers that the run has started have ended, a line each.
+        num_shares: ranks that share them.
+    """
+    thread, workers = scoring.thread, scoring.workers
     api_keys = ApiKeys.read(config.inference)
     for url, key in (own_keys or {}).items():
         api_keys.learn(url, key)
@@ -164,5 +182,13 @@ def open_inference(
     try:
         thread.run(pool.wait_until_healthy())
     except (NoEndpointError, RequestRejected) as error:
-        raise ConfigError(f"inference.endpoints: {error}") from error
+        if ends := last_ends():
+            listed = "".join(f"\n  {end}" for end in ends)
+            raise ConfigError(
+                f"inference.launch: {error}{listed}\n(correct its options)"
+            ) from error
+        raise ConfigError(
+            f"inference.endpoints: {error}\n(start the servers, or correct their URLs; raise "
+            "inference.startup_timeout_s for servers that take longer)"
+        ) from error
     return Inference(config, thread, workers, fetchers, pool, api_keys, record)

@@ -10,15 +10,21 @@ from pathlib import Path
 import torch.distributed as dist
 
 from easyrl.build.accumulation import build_accumulator
-from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
+from easyrl.build.data import (
+    load_data,
+    load_tokenizer,
+    policy_vocabulary,
+    require_known_tokens,
+)
 from easyrl.build.endpoints import (
     build_weight_sync,
     follow_membership,
+    require_weight_routes,
     set_aside,
     start_servers,
     warn_of_short_contexts,
 )
-from easyrl.build.inference import open_inference
+from easyrl.build.inference import open_inference, open_scoring
 from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.ledger import (
     last_certified_step,
@@ -28,6 +34,7 @@ from easyrl.build.ledger import (
 )
 from easyrl.build.recipe import accept_function
 from easyrl.build.steps import max_draws, num_epochs, total_steps, trained_before
+from easyrl.build.trial import try_attention, try_user_code
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import plain_secrets, public_tree
@@ -57,7 +64,13 @@ from easyrl.runtime.notices import Notices
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_files import METRICS_FILE
-from easyrl.runtime.run_folder import keep_config, next_attempt, open_event_log, prepare_output
+from easyrl.runtime.run_folder import (
+    keep_config,
+    next_attempt,
+    on_rank_zero,
+    open_event_log,
+    prepare_output,
+)
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.stacks import log_report
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, TokenProgress, Watchdog
@@ -90,6 +103,7 @@ def build_parts(
     start_process_group()
     ranks = Ranks.data_parallel(dist.get_rank(), dist.get_world_size())
     collectives = Collectives(ranks)
+    try_attention(config)
     output = prepare_output(config, collectives, opened, resume=resume)
     on_folder()
     if ranks.is_first:
@@ -104,10 +118,13 @@ def build_parts(
                 key,
             )
     version = next_attempt(config, output, collectives)
+    scoring = open_scoring(config, opened)  # its processes start while the data is read
     tokenizer, vocab_size = load_tokenizer(config), policy_vocabulary(config)
     prompts = load_data(config.data, tokenizer, "data")
     evaluation = config.evaluation
     held_out = load_data(evaluation.data, tokenizer, "evaluation.data") if evaluation else []
+    require_known_tokens(config, [*prompts, *held_out], vocab_size)
+    on_rank_zero(collectives, lambda: try_user_code(config, prompts[0], scoring))
     order = PromptOrder(
         prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=num_epochs(config)
     )
@@ -116,7 +133,7 @@ def build_parts(
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
         )
     earlier = open_earlier_run(config, output, version, order, collectives) if resume else None
-    own_servers = start_servers(config, opened, output / "servers")
+    servers = start_servers(config, opened, output / "servers")
     checkpoint_folder = output / "checkpoints"
     certified = last_certified_step(earlier, checkpoint_folder, collectives)
     step, position = trained_before(checkpoint_folder, certified) if resume else (0, 0)
@@ -165,16 +182,19 @@ def build_parts(
     except ValueError as error:  # other settings than those of the checkpoint
         raise ConfigError(f"--resume: {error}") from error
 
-    urls, own_keys = collectives.broadcast(own_servers)
+    urls, own_keys = collectives.broadcast([servers.urls, servers.api_keys])
     inference = open_inference(
         config,
         opened,
+        scoring,
         vocab_size=vocab_size,
         urls=urls,
         own_keys=own_keys,
+        last_ends=servers.last_ends,
         num_shares=ranks.dp_size,
         record=record,
     )
+    require_weight_routes(inference)
     warn_of_short_contexts(config, inference, rollout=True)
     weight_sync = build_weight_sync(
         config, version.run, engine, collectives, inference, prompts, stop

@@ -26,7 +26,7 @@ def eval_command(
         checked = load_config(config, overrides or [])
         check_paths(checked)
         if checked.evaluation is None:
-            raise ConfigError(f"{config}: evaluation: is required for easyrl eval")
+            raise ConfigError(f"{config}: evaluation: is required for easyrl eval; add it")
         from easyrl.recipes.loading import load_recipe
 
         load_recipe(checked)
@@ -39,7 +39,7 @@ def eval_command(
 def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
     from easyrl.build.endpoints import start_servers, warn_of_short_contexts
-    from easyrl.build.inference import open_inference
+    from easyrl.build.inference import open_inference, open_scoring
     from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
@@ -48,13 +48,15 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     with ExitStack() as opened:
         # not into run.output_dir, which may be a run's
         log_dir = Path(opened.enter_context(TemporaryDirectory(prefix="easyrl-eval-")))
-        urls, own_keys = start_servers(config, opened, log_dir)
+        servers = start_servers(config, opened, log_dir)
         inference = open_inference(
             config,
             opened,
+            open_scoring(config, opened),
             vocab_size=policy_vocabulary(config),
-            urls=urls,
-            own_keys=own_keys,
+            urls=servers.urls,
+            own_keys=servers.api_keys,
+            last_ends=servers.last_ends,
         )
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)

@@ -195,7 +195,9 @@ def _other_machine(run: RecordedRun) -> list[str]:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="easyrl replay", description="Trains one step again from the journal, and compares."
+        prog="easyrl replay",
+        description="Trains one step again from the journal, and compares.",
+        allow_abbrev=False,
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's run.output_dir")
     parser.add_argument("--step", type=int, required=True, help="optimizer step, from 1")

@@ -45,7 +45,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         problems = rollout_contradictions(self.rollout)
-        if self.model.checkpoint_every > 1 and self.model.activation_checkpointing == "none":
+        if self.model.checkpoint_every > 1 and self.model.recomputed == "none":
             problems.append(
                 "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
                 "model.activation_checkpointing to layer or selective"

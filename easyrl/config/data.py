@@ -48,7 +48,7 @@ class DatasetConfig(Section):
         try:
             groups = re.compile(value).groups
         except re.error as error:
-            raise ValueError(f"is not a regular expression: {error}") from None
+            raise ValueError(f"is not a regular expression: {error}; correct it") from None
         if groups < 1:
             raise ValueError("needs one group, such as '#### (.+)'")
         return value

@@ -26,7 +26,9 @@ class EvaluationConfig(Section):
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:
         if max(self.pass_at) > self.num_samples:
-            raise ValueError(f"pass_at: {max(self.pass_at)} needs num_samples of at least as many")
+            raise ValueError(
+                f"pass_at: {max(self.pass_at)} needs num_samples of at least as many; raise it"
+            )
         if self.sampling.temperature == 0 and self.num_samples > 1:
             raise ValueError(
                 "num_samples: sampling.temperature of 0 is greedy, all samples would be equal; "

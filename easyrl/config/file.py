@@ -24,7 +24,8 @@ from easyrl.config.environment import (
     with_variables_as_they_are,
     without_defaults,
 )
-from easyrl.config.recipe import moved_keys
+from easyrl.config.file_errors import describe_interpolation, describe_yaml, why_not_there
+from easyrl.config.recipe import MOVED, moved_keys
 from easyrl.config.secrets import (
     REDACTED,
     dotted,
@@ -35,6 +36,8 @@ from easyrl.config.secrets import (
     secret_paths,
 )
 from easyrl.config.secrets import Path as Path_
+
+SHOWN = 5  # keys of a file that is something else
 
 
 def load_config(
@@ -47,15 +50,20 @@ def load_config(
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist")
+        raise ConfigError(f"config file {path} {why_not_there(path)}")
     try:
         tree = OmegaConf.load(path)
         for override in overrides:
             _apply(tree, override)
         if to_look_back:
             tree = with_variables_as_they_are(tree)
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except YAMLError as error:
+        raise ConfigError(describe_yaml(path, error)) from error
+    except UnicodeDecodeError as error:
+        reason = f"{error}; it is not UTF-8 text, convert the file (iconv does)"
+        raise ConfigError(f"{path}: {reason}") from error
+    except (OmegaConfBaseException, OSError) as error:
+        raise ConfigError(f"{path}: {error}; correct the file") from error
     return resolve_config(tree, str(path), to_look_back=to_look_back)
 
 
@@ -66,7 +74,7 @@ def resolve_config(tree: Any, source: str, *, to_look_back: bool = False) -> Con
         values = OmegaConf.to_container(tree, resolve=True)
         written = expressions(tree)
     except InterpolationResolutionError as error:
-        raise ConfigError(f"{source}: {error}\n(a literal ${{ is written \\${{)") from error
+        raise ConfigError(f"{source}: {describe_interpolation(error)}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{source}: {error}") from error
     if not to_look_back and (lost := redacted_paths(values)):
@@ -88,7 +96,9 @@ def _apply(tree: Any, override: str) -> None:
     """Sets one ``key.path=value`` in ``tree``; the value is read as YAML."""
     key, sep, value = override.partition("=")
     if not sep or not key.strip():
-        raise ConfigError(f"override {override!r} is not of the form key.path=value")
+        raise ConfigError(
+            f"override {override!r} is not of the form key.path=value; write it without spaces"
+        )
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
         assert isinstance(parsed, dict)
@@ -99,20 +109,32 @@ def _apply(tree: Any, override: str) -> None:
         shown = f"{key}={REDACTED}" if is_secret_key(key) else override
         # of an IPv6 address; YAML takes it for a list
         quoted = '; write it in quotes: ["http://[::1]:8000"]' if "://[" in value else ""
-        raise ConfigError(f"override {shown!r}: {error}{quoted}") from error
+        said = str(error).partition("\n    full_key")[0]
+        hint = "; write the value as a configuration file has it"
+        raise ConfigError(f"override {shown!r}: {said}{quoted or hint}") from error
 
 
 def validate_config(values: Any, source: str = "config") -> Config:
     """Validates a plain nested dict. Raises ``ConfigError``."""
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: expected a mapping of sections, got {type(values).__name__}")
+    if values and not set(values) & {*Config.model_fields, *MOVED}:
+        raise ConfigError(
+            f"{source}: has none of a configuration's sections ({', '.join(Config.model_fields)}), "
+            f"but {', '.join(map(str, list(values)[:SHOWN]))}; name another file (configs/ has "
+            "some)"
+        )
     if moved := moved_keys(values):
         raise ConfigError("\n".join([f"{source}: keys that have another name now", *moved]))
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         lines = [_describe(problem) for problem in error.errors()]
-        raise ConfigError(f"{source}: {len(lines)} problem(s)\n" + "\n".join(lines)) from None
+        if any(problem["type"] == "missing" for problem in error.errors()):
+            lines.append("(add what is required; configs/ has files to start from)")
+        raise ConfigError(
+            f"{source}: {error.error_count()} problem(s)\n" + "\n".join(lines)
+        ) from None
 
 
 def dump_config(config: Config) -> str:

@@ -38,14 +38,18 @@ class LaunchConfig(Section):
         if self.engine == "vllm" and self.python is None:
             raise ValueError(
                 "python: is required for engine vllm, the interpreter of the environment that vLLM "
-                "is installed in, for instance .venv-vllm/bin/python"
+                "is installed in; give it, for instance .venv-vllm/bin/python"
             )
         if self.devices is not None and len(self.devices) != self.count:
-            raise ValueError(f"devices: {len(self.devices)} lists for count={self.count} servers")
+            raise ValueError(
+                f"devices: {len(self.devices)} lists for count={self.count} servers; give as many"
+            )
         wanted = self.tensor_parallel
         for given in self.devices or []:
             if given and len(given) != wanted:
-                raise ValueError(f"devices: {given} are not tensor_parallel={wanted} devices")
+                raise ValueError(
+                    f"devices: {given} are not tensor_parallel={wanted} devices; give as many"
+                )
         if any(re.match(r"--api[-_]key\b", option) for option in self.options):
             raise ValueError(
                 "options: --api-key is made by the run, for each of its servers another one; "
@@ -101,7 +105,7 @@ class InferenceConfig(Section):
     def _urls(cls, value: list[EndpointConfig]) -> list[EndpointConfig]:
         cleaned = [e.model_copy(update={"url": endpoint_url(e.url)}) for e in value]
         if len({endpoint.url for endpoint in cleaned}) != len(cleaned):
-            raise ValueError("names an endpoint twice")
+            raise ValueError("names an endpoint twice; remove one of the two")
         return cleaned
 
     @field_validator("api_key_env")
@@ -127,7 +131,7 @@ class InferenceConfig(Section):
 def endpoint_url(url: str) -> str:
     """``url`` without a trailing slash. Raises ``ValueError`` if it is none, or names no server."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is not an http:// or https:// URL")
+        raise ValueError(f"{url!r} is not an http:// or https:// URL; write it as http://host:8000")
     url = url.rstrip("/")
     if url.endswith("/v1"):
         raise ValueError(f"{url!r}: leave off /v1, other routes of the server are used too")
@@ -137,9 +141,9 @@ def endpoint_url(url: str) -> str:
         parts = urlsplit(url)
         has_server = parts.hostname and parts.port != 0
     except ValueError as error:
-        raise ValueError(f"{url!r}: {error}") from None
+        raise ValueError(f"{url!r}: {error}; write it as http://host:8000") from None
     if not has_server or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} names no server")
+        raise ValueError(f"{url!r} names no server; write it as http://host:8000")
     return url
 
 

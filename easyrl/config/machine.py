@@ -43,20 +43,20 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
         )
     else:
         if not (model.path / "config.json").is_file():
-            yield f"model.path: {model.path} has no config.json; is it a Hugging Face model?"
+            yield (
+                f"model.path: {model.path} has no config.json; is it a Hugging Face model? "
+                + _whole_model_hint(model.path)
+            )
         if not model.tokenizer_path.is_dir():
-            yield f"model.tokenizer: {model.tokenizer_path} is not a directory"
+            yield (
+                f"model.tokenizer: {model.tokenizer_path} is not a directory; name one with a "
+                "tokenizer, or remove the key"
+            )
     yield from _dataset_problems("data", config.data, written_later)
     if config.evaluation is not None:
         yield from _dataset_problems("evaluation.data", config.evaluation.data)
-    output = config.run.output_dir
-    existing = output.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        yield f"run.output_dir: {output} cannot be made, {existing} is a file"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"run.output_dir: {output} cannot be written, no permission in {existing}"
+    if (problem := _output_problem(config.run.output_dir)) is not None:
+        yield f"run.output_dir: {problem}"
     directory = config.weight_sync.directory
     if not directory.is_dir():
         yield (
@@ -64,14 +64,47 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
             "endpoints both see"
         )
     elif not os.access(directory, os.W_OK):
-        yield f"weight_sync.directory: {directory} is not writable"
+        yield f"weight_sync.directory: {directory} is not writable; name another"
 
 
 def _dataset_problems(
     key: str, data: DatasetConfig, written_later: Collection[Path] = ()
 ) -> Iterator[str]:
     for i, file in enumerate(data.files):
-        if file not in written_later and not file.is_file():
-            yield f"{key}.files[{i}]: {file} does not exist"
+        if file in written_later or file.is_file():
+            continue
+        if file.is_dir():
+            problem = "is a directory; list its files one by one"
+        elif set("*?") & set(file.name):
+            problem = "does not exist; list the files one by one, patterns are not expanded"
+        else:
+            problem = "does not exist; correct the path, or download the data first"
+        yield f"{key}.files[{i}]: {file} {problem}"
     if data.chat_template is not None and not data.chat_template.is_file():
-        yield f"{key}.chat_template: {data.chat_template} does not exist"
+        yield f"{key}.chat_template: {data.chat_template} does not exist; correct the path"
+
+
+def _output_problem(output: Path) -> str | None:
+    """Why nothing can be written there."""
+    elsewhere = "name another folder"
+    existing = output.absolute()
+    try:
+        while not existing.exists():
+            if existing.is_symlink():
+                target = existing.readlink()
+                return f"{output}: {existing} is a link to {target}, which is not there; remove it"
+            existing = existing.parent
+    except (OSError, RuntimeError) as error:  # too long a name, links in a circle
+        reason = error.strerror if isinstance(error, OSError) else "it is a link to itself"
+        return f"{output} cannot be made ({reason}); {elsewhere}"
+    if not existing.is_dir():
+        return f"{output} cannot be made, {existing} is a file; {elsewhere}"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{output} cannot be written, no permission in {existing}; {elsewhere}"
+    return None
+
+
+def _whole_model_hint(path: Path) -> str:
+    if (path / "adapter_config.json").is_file():
+        return "(it is an adapter: merge it into its base model, then give that folder)"
+    return "(give the folder with config.json, tokenizer and safetensors files)"

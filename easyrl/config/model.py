@@ -28,16 +28,26 @@ class ModelConfig(Section):
     dtype: Literal["bf16", "fp32"] = "bf16"
     attention: Literal["auto", "reference", "merged", "flex", "varlen", "npu"] = "auto"  # of packed
     # rows; auto: the fastest that the device has
-    activation_checkpointing: Literal["none", "layer", "selective"] = "none"  # what is computed
-    # again in the backward pass: nothing, whole decoder layers, or all of them but matrix products
-    # and attention
+    fused_layers: Literal["auto", "liger", "npu", "none"] = "auto"  # of RMSNorm, rotary embedding
+    # and SwiGLU; auto: liger on CUDA, npu on Ascend, where they agree with the plain layers
+    activation_checkpointing: Literal["auto", "none", "layer", "selective"] = "auto"  # what is
+    # computed again in the backward pass: nothing, whole decoder layers, or all of them but matrix
+    # products and attention; auto: selective in bf16, none in fp32
     checkpoint_every: PositiveInt = 1  # n: every n-th decoder layer only
-    logprob_chunk_size: PositiveInt = 512  # positions projected to the vocabulary at a time
+    logprob_chunk_size: PositiveInt | None = None  # positions projected to the vocabulary at a
+    # time; default: by device and vocabulary
     logprob_backward: Literal["auto", "same_pass", "recompute"] = "auto"  # auto: the gradient of
     # the projection is formed with its values where the recipe's loss is a sum over tokens
     ignore_router_aux_loss: bool = False  # trains a mixture of experts whose config.json asks for
     # the router's load-balancing loss without it; else such a model is refused
     lora: LoraConfig | None = None
+
+    @property
+    def recomputed(self) -> Literal["none", "layer", "selective"]:
+        """``activation_checkpointing`` with ``auto`` decided."""
+        if self.activation_checkpointing != "auto":
+            return self.activation_checkpointing
+        return "selective" if self.dtype == "bf16" else "none"
 
     @property
     def tokenizer_path(self) -> Path:

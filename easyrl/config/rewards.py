@@ -25,7 +25,7 @@ class RewardConfig(Section):
         if (self.name is None) == (self.file is None):
             raise ValueError("give either name (exact, math, format) or file")
         if self.file is not None and not self.file.is_file():
-            raise ValueError(f"file: {self.file} does not exist")
+            raise ValueError(f"file: {self.file} does not exist; correct the path")
         return self
 
     @property

@@ -47,7 +47,9 @@ def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig, run: RunC
     """What does not go together in the section and with others, with key and remedy."""
     problems = []
     if trainer.zero_stage == 0 and trainer.offload_optimizer:
-        problems.append("trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3")
+        problems.append(
+            "trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3; remove it or set one"
+        )
     if trainer.batch_size % trainer.updates_per_batch:
         problems.append(
             f"trainer.updates_per_batch: {trainer.updates_per_batch} slices of "

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from easyrl.config import ConfigError
+from easyrl.runtime.allocator import use_expandable_segments
 from easyrl.runtime.interfaces import interface_of, is_loopback, local_address
 from easyrl.runtime.rank_store import RENDEZVOUS, spans_hosts
 
@@ -24,6 +25,7 @@ def start_process_group() -> int:
 
     Raises ``ConfigError`` if those of other hosts cannot be joined.
     """
+    use_expandable_segments(os.environ)
     deepspeed_logger.setLevel(logging.WARNING)
     # DeepSpeed calls collectives by their old names, once per parameter
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from easyrl.engines.host_copies import HostCopy, one_ahead
 from easyrl.models.lora import adapter_layers, factors, merged_weight
 
 
@@ -26,11 +27,23 @@ def saved_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[
     A ZeRO-3 model is gathered module by module, which is collective: all ranks iterate. Ranks that
     are not the writer get tensors of the right shape without data (device ``meta``).
     """
+    for values in one_ahead(_copied_modules(model, is_writer)):
+        yield from revert_weight_conversion(model, values).items()
+        del values  # page-locked memory for the module after the next
+
+
+def adapter_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[str, Tensor]]:
+    """As ``saved_weights``, of the trained adapter alone, as peft names what it saves."""
+    for values in one_ahead(_copied_adapters(model, is_writer)):
+        yield from values.items()
+
+
+def _copied_modules(model: PreTrainedModel, is_writer: bool) -> Iterator[HostCopy]:
+    """Conversions split or join the weights of one module, so that is the unit."""
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers())
     names = _saved_names(model, tensors)
     layers = adapter_layers(model)
-    # Conversions split or join the weights of one module, so that is the unit.
     for owner, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
         module = {name: tensors[name] for name in group}
         layer = layers.get(owner.removesuffix(".base_layer"))
@@ -41,29 +54,25 @@ def saved_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[
                 if is_writer:
                     module[weight] = merged_weight(layer, module[weight])
                 module = {name.replace(".base_layer.", "."): t for name, t in module.items()}
-            values = _on_cpu(module, is_writer)
-        yield from revert_weight_conversion(model, values).items()
+            copy = _host_copy(module, is_writer)
+        yield copy
 
 
-def adapter_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[str, Tensor]]:
-    """As ``saved_weights``, of the trained adapter alone, as peft names what it saves."""
+def _copied_adapters(model: PreTrainedModel, is_writer: bool) -> Iterator[HostCopy]:
     for owner, layer in adapter_layers(model).items():
         a, b = factors(layer)
         prefix = f"base_model.model.{owner}"
         module = {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
         with GatheredParameters([a, b]):
-            values = _on_cpu(module, is_writer)
-        yield from values.items()
+            copy = _host_copy(module, is_writer)
+        yield copy
 
 
-def _on_cpu(module: Mapping[str, Tensor], is_writer: bool) -> dict[str, Tensor]:
-    """Copies, because what is gathered is gone afterwards; no data where nobody reads it."""
-    return {
-        name: tensor.detach().to("cpu", copy=True)
-        if is_writer
-        else torch.empty_like(tensor, device="meta")
-        for name, tensor in module.items()
-    }
+def _host_copy(module: Mapping[str, Tensor], is_writer: bool) -> HostCopy:
+    """Because what is gathered is gone afterwards; no data where nobody reads it."""
+    if is_writer:
+        return HostCopy(module)
+    return HostCopy({n: torch.empty_like(t, device="meta") for n, t in module.items()})
 
 
 def _saved_names(model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[str]:

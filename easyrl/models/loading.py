@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from easyrl.config import ConfigError, ModelConfig
 from easyrl.models.activation_checkpointing import checkpoint_activations
+from easyrl.models.fused_layers import fuse_layers
 from easyrl.models.lora import add_adapter
 from easyrl.models.policy_model import ATTENTION, PolicyModel
 from easyrl.models.supported import read_model_config
@@ -37,9 +38,17 @@ def load_policy_model(
         # None is transformers' choice, the grouped product, which takes no doubles.
         experts_implementation="eager" if dtype == torch.float64 else None,
         local_files_only=True,
+        ignore_mismatched_sizes=True,  # told below, with the file's name
         output_loading_info=True,
     )
     hf_model, found = loaded
+    if other := sorted(found["mismatched_keys"]):
+        name, *shapes = other[0]
+        raise ConfigError(
+            f"model.path: {model.path} has weights of other shapes than its config.json says: "
+            f"{name} is {', its config.json says '.join(str(list(s)) for s in shapes)}; give the "
+            "config.json that belongs to the weights"
+        )
     if missing := sorted(found["missing_keys"]):  # transformers draws them at random
         raise ConfigError(
             f"model.path: {model.path} has no weights for {len(missing)} parameters, {missing[0]} "
@@ -48,6 +57,7 @@ def load_policy_model(
     own_memory(hf_model)
     if model.lora is not None:
         add_adapter(hf_model, model.lora, seed)
-    checkpoint_activations(hf_model, model.activation_checkpointing, model.checkpoint_every)
+    fuse_layers(hf_model, model.fused_layers)
+    checkpoint_activations(hf_model, model.recomputed, model.checkpoint_every)
     # No dropout in these models: training mode only switches activation checkpointing on.
     return PolicyModel(hf_model, model.logprob_chunk_size, model.attention).train()

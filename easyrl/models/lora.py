@@ -154,5 +154,5 @@ def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
         raise ConfigError(
             f"model.lora.target_modules: {', '.join(wrong)}: not linear layers of this "
             f"{type(model).__name__} that can have an adapter; there are {', '.join(there_are)}"
-            f"{remark}"
+            f"{remark}; name some of these"
         )

@@ -6,6 +6,8 @@ The model itself is not rewritten: its attention is ours through transformers'
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
@@ -13,8 +15,11 @@ from transformers.modeling_utils import AttentionInterface
 from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.path_gather import gather_tokens
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.logprobs.chunk_size import default_chunk_size
 from easyrl.kernels.logprobs.linear_logprob import TokenLoss, linear_logprobs
-from easyrl.schema import MicroBatch
+
+if TYPE_CHECKING:  # torch and transformers are all that a model needs
+    from easyrl.schema import MicroBatch
 
 ATTENTION = "easyrl_shared_prompt"
 
@@ -48,7 +53,7 @@ class LogprobHead(nn.Module):
     it. It takes over the projection's parameters, so a tied weight stays one object.
     """
 
-    def __init__(self, projection: nn.Linear, chunk_size: int) -> None:
+    def __init__(self, projection: nn.Linear, chunk_size: int | None) -> None:
         super().__init__()
         self.weight = projection.weight
         self.bias: nn.Parameter | None = projection.bias
@@ -72,7 +77,7 @@ class LogprobHead(nn.Module):
             token_loss,
             bias=self.bias,
             temperature=temperature,
-            chunk_size=self.chunk_size,
+            chunk_size=self.chunk_size or default_chunk_size(hidden, len(self.weight)),
         )
 
 
@@ -84,7 +89,7 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, logprob_chunk_size: int, attention: str = "auto"
+        self, model: PreTrainedModel, logprob_chunk_size: int | None, attention: str = "auto"
     ) -> None:
         super().__init__()
         assert model.config._attn_implementation == ATTENTION

@@ -7,6 +7,8 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from easyrl.config import ConfigError, ModelConfig
+from easyrl.models.weight_files import check_weight_files
+from easyrl.runtime.user_code import describe
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -26,16 +28,19 @@ def read_model_config(model: ModelConfig) -> PreTrainedConfig:
     trained on packed rows.
     """
     try:
-        config = AutoConfig.from_pretrained(model.path, local_files_only=True)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(
+            model.path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers' checks raise errors of many kinds
         raise ConfigError(
-            f"model.path: {model.path} holds no Hugging Face model ({error}); "
+            f"model.path: {model.path} holds no Hugging Face model ({describe(error):.150}); "
             "give a folder with config.json and safetensors files"
         ) from None
     _check_architecture(config, model)
     values = config.to_dict()
     _check_not_quantised(values, model)
     _check_auxiliary_loss(values, model)
+    check_weight_files(model.path)
     return config
 
 

@@ -13,7 +13,9 @@ def vocabulary_size(model: ModelConfig) -> int:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            model.path, local_files_only=True, trust_remote_code=False
+        )
         return int(config.get_text_config().vocab_size)
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(

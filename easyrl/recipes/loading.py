@@ -20,6 +20,7 @@ from easyrl.recipes.dapo import DAPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import Recipe, RunSettings
+from easyrl.runtime.user_code import describe, import_remedy, raised_at
 from easyrl.schema import EndedBySignal
 
 BUILT_IN: dict[str, type[Recipe]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO}
@@ -144,6 +145,12 @@ def _recipe(section: RecipeConfig) -> Recipe:
         return cls(**{key: getattr(values, key) for key in keys})
     except ValueError as error:  # __post_init__: "key: what is wrong; what would be right"
         raise ConfigError(f"recipe.{error}") from error
+    except Exception as error:  # users' code may raise anything
+        where = section.name if section.file is None else raised_at(error, section.file)
+        raise ConfigError(
+            f"recipe.name: {where}: {section.name} cannot be made, {describe(error)}; correct it "
+            "(its fields are frozen, __post_init__ may only check them)"
+        ) from error
 
 
 def _describe(problem: Any, keys: list[str], name: str) -> str:
@@ -154,7 +161,7 @@ def _describe(problem: Any, keys: list[str], name: str) -> str:
         known = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(keys)}"
         return f"{path}: unknown key of recipe {name}; {known}"
     if problem["type"] == "missing":
-        return f"{path}: is required"
+        return f"{path}: is required; add it"
     return f"{path}: {message} (got {problem['input']!r})"
 
 
@@ -168,7 +175,7 @@ def _class(section: RecipeConfig) -> type[Recipe]:
             )
         return BUILT_IN[section.name]
     if not section.file.is_file():
-        raise ConfigError(f"recipe.file: {section.file} does not exist")
+        raise ConfigError(f"recipe.file: {section.file} does not exist; correct the path")
     module = _module(section.file.resolve())
     cls = getattr(module, section.name, None)
     if not (isinstance(cls, type) and issubclass(cls, Recipe)):
@@ -179,6 +186,7 @@ def _class(section: RecipeConfig) -> type[Recipe]:
         raise ConfigError(
             f"recipe.name: {section.name} in {section.file} {what}; its recipes: "
             f"{', '.join(found) or 'none, derive a class from easyrl.recipes.Recipe'}"
+            + ("; name one of them" if found else "")
         )
     keys = {f.name for f in fields(cls)}
     annotated = vars(cls).get("__annotations__", {})
@@ -211,6 +219,7 @@ def _module(file: Path) -> Any:
     except BaseException as error:  # users' code may raise anything
         del sys.modules[name]
         raise ConfigError(
-            f"recipe.file: {file} cannot be run, {type(error).__name__}: {error}"
+            f"recipe.file: {raised_at(error, file)}: {file} cannot be run, {describe(error)}; "
+            f"correct the file{import_remedy(error)}"
         ) from error
     return module

@@ -16,13 +16,24 @@ from typing import Any
 import numpy as np
 
 from easyrl.config import ConfigError, RewardConfig
+from easyrl.runtime.user_code import describe, import_remedy, raised_at
 from easyrl.schema import EndedBySignal, Prompt
 
 RewardFunction = Callable[..., Any]  # (prompt, texts, token_ids, **kwargs) -> list[float], or async
 
 
 class RewardFunctionError(Exception):
-    """A reward function raised or returned nonsense; the message holds its traceback."""
+    """A reward function raised or returned nonsense; the message holds its traceback.
+
+    ``what`` it did, on one line; ``where``: ``file:line`` if it raised in its own file.
+    """
+
+    def __init__(self, message: str, what: str = "failed", where: str | None = None) -> None:
+        super().__init__(message, what, where)  # all, so that it survives pickling
+        self.what, self.where = what, where
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
@@ -49,7 +60,8 @@ def _problem(reward: RewardConfig) -> str | None:
         key = "kwargs" if reward.kwargs else "function"
         keywords = "".join(f", {name}" for name in reward.kwargs)
         called = f"is called with (prompt, texts, token_ids{keywords})"
-        return f"{key}: {reward.label} takes {signature} but {called}: {error}"
+        remedy = "remove what it does not take" if reward.kwargs else "change its arguments"
+        return f"{key}: {reward.label} takes {signature} but {called}: {error}; {remedy}"
     if reward.name is None:
         return None
     try:
@@ -77,7 +89,7 @@ def _load_function(file: Path, name: str) -> RewardFunction:
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, file)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{file} is not a Python file (.py)")
+            raise ImportError(f"{file} is not a Python file; name one that ends in .py")
         module = importlib.util.module_from_spec(spec)
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))
@@ -88,16 +100,23 @@ def _load_function(file: Path, name: str) -> RewardFunction:
             raise
         except BaseException as error:  # users' code may raise anything
             del sys.modules[module_name]
-            raise ImportError(f"{file} raises {type(error).__name__}: {error}") from error
+            raise ImportError(
+                f"{raised_at(error, file)}: {file} raises {describe(error)}; correct the file"
+                + import_remedy(error)
+            ) from error
     defined = vars(sys.modules[module_name])
     if name not in defined:
         functions = sorted(key for key, value in defined.items() if inspect.isfunction(value))
         raise ValueError(
-            f"{file} defines no {name!r}; its functions: {', '.join(functions) or '-'}"
+            f"{file} defines no {name!r}; its functions: {', '.join(functions) or '-'}; name one "
+            "of them, or define it"
         )
     function = defined[name]
     if not callable(function):
-        raise ValueError(f"{name!r} in {file} is of type {type(function).__name__}, not a function")
+        raise ValueError(
+            f"{name!r} in {file} is of type {type(function).__name__}, not a function; define it "
+            f"as def {name}(prompt, texts, token_ids)"
+        )
     return function
 
 

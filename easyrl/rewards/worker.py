@@ -21,6 +21,7 @@ from easyrl.rewards.functions import (
     load_reward,
     validated,
 )
+from easyrl.runtime.user_code import describe, raised_at
 from easyrl.schema import Prompt
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
@@ -28,6 +29,7 @@ Decode = Callable[[Sequence[np.ndarray]], list[str]]
 
 # of this worker process
 _functions: list[RewardFunction] = []
+_files: list[Path | None] = []
 _decode: Decode | None = None
 
 
@@ -35,9 +37,10 @@ def initialize(
     rewards: Sequence[RewardConfig], tokenizer_dir: Path, skip_special_tokens: bool = True
 ) -> None:
     """Prepares this process for ``score_reward``. Raises what ``load_reward`` raises."""
-    global _functions, _decode
+    global _functions, _files, _decode
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core already
     _functions = [partial(load_reward(reward), **reward.kwargs) for reward in rewards]
+    _files = [reward.file for reward in rewards]
     _decode = _load_decoder(tokenizer_dir, skip_special_tokens)
 
 
@@ -49,11 +52,18 @@ def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) ->
     """
     assert _decode is not None, "initialize() has not run in this process"
     texts = _decode(token_ids)
+    returned = False
     try:
-        return validated(call(_functions[index], prompt, texts, list(token_ids)), len(texts))
+        result = call(_functions[index], prompt, texts, list(token_ids))
+        returned = True
+        return validated(result, len(texts))
     except BaseException as error:
-        where = "".join(traceback.format_tb(error.__traceback__)[1:])
-        raise RewardFunctionError(f"{type(error).__name__}: {error}\n{where}".rstrip()) from None
+        frames = "".join(traceback.format_tb(error.__traceback__)[1:])
+        message = f"{type(error).__name__}: {error}\n{frames}".rstrip()
+        if returned or (file := _files[index]) is None:
+            raise RewardFunctionError(message, str(error)) from None
+        what = f"raised {describe(error)}"
+        raise RewardFunctionError(message, what, raised_at(error, file)) from None
 
 
 def _load_decoder(directory: Path, skip_special_tokens: bool) -> Decode:

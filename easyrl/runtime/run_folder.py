@@ -60,7 +60,12 @@ def prepare_output(
             _refuse_to_resume_nothing(output)
         else:
             _refuse_earlier_run(output)  # before waiting for it
-        output.mkdir(parents=True, exist_ok=True)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # a file system that cannot be written, /proc
+            raise ConfigError(
+                f"run.output_dir: {output} cannot be made ({error.strerror}); name another folder"
+            ) from error
         opened.enter_context(locked_folder(output, config.trainer.grace_s))
         if not resume:
             _refuse_earlier_run(output)  # of the process that was waited for

@@ -30,6 +30,7 @@ from easyrl.schema import (
     GroupOutcome,
     InterruptedRun,
     Key,
+    NoEndpointServes,
     PolicyVersion,
     Progress,
     Published,
@@ -147,8 +148,8 @@ class Trainer:
     def fit(self) -> None:
         """Trains until the prompts or ``max_steps`` end.
 
-        Raises ``InterruptedRun`` in an outage, when a stop was asked for, and when endpoints refuse
-        too many prompts.
+        Raises ``InterruptedRun`` in an outage, when a stop was asked for, when endpoints refuse too
+        many prompts, and when none takes the weights.
         """
         try:
             self._fit()
@@ -156,6 +157,12 @@ class Trainer:
             if not self.accumulator.is_interruption(error):
                 raise
             self._record("interrupted", problem=str(error))
+            if isinstance(error, NoEndpointServes) and self.progress.closed_batches == 0:
+                raise InterruptedRun(
+                    f"inference.endpoints: {error}\n(start servers of model.path as "
+                    "docs/endpoints.md says, then go on with --resume)",
+                    status=NEEDS_CHANGE,
+                ) from error
             saved = self._save_if_whole()
             if isinstance(error, TooManyExcluded):
                 raise InterruptedRun(f"{error}\n{saved}", status=NEEDS_CHANGE) from error

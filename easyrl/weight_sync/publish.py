@@ -27,6 +27,7 @@ from easyrl.schema import (
     Confirmation,
     InterruptedRun,
     MicroBatch,
+    NoEndpointServes,
     PolicyVersion,
     Published,
     ServedWeights,
@@ -42,10 +43,6 @@ from easyrl.weight_sync.store import WeightStore
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
-
-
-class NoEndpointServes(RuntimeError):
-    """No endpoint proved that it serves the weights of the next batch."""
 
 
 RAISED_EVERYWHERE: dict[str, type[Exception]] = {

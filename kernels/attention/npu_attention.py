@@ -9,15 +9,14 @@ True marks what is dropped. Names and limits are those of torch-npu 2.13's docum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from easyrl.kernels.attention.path_gather import attend_over_paths
+from easyrl.kernels.attention.path_gather import attend_over_paths, most_keys
 from easyrl.kernels.attention.segment_layout import Paths, SegmentLayout
 
 _BOTTOM_RIGHT_CAUSAL = 3  # sparse_mode
@@ -34,52 +33,35 @@ def npu_attention_backend(
 ) -> Tensor:
     """As ``reference_attention``.
 
-    Keys and values are copied once for each path they are on, in each pass anew. Rows of more
-    segments or keys than the operator takes are split into several calls. Raises ``ImportError``
+    Keys and values are copied once for each path they are on, in each pass anew, a few segments'
+    at a time (``path_gather``), no more than the operator takes. Raises ``ImportError``
     without torch-npu, and ``ValueError`` for a dtype or a head size that the operator does not
     take.
     """
     torch_npu = _torch_npu()
     _check_supported(query)
-    paths = layout.paths(query.device)
+    most = min(_MOST_TOKENS, most_keys(key))
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    query_starts, key_starts = (0, *paths.query_ends), (0, *paths.key_ends)
-    outputs = []
-    for first, last in _calls(paths):
-        query_start, key_start = query_starts[first], key_starts[first]
-        attend = partial(
-            torch_npu.npu_fusion_attention,
-            head_num=query.shape[1],
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, paths: Paths) -> Tensor:
+        output: Tensor = torch_npu.npu_fusion_attention(
+            q,
+            k,
+            v,
+            head_num=q.shape[1],
             input_layout="TND",
-            atten_mask=_dropped(query.device),
+            atten_mask=_dropped(q.device),
             scale=scale,
             keep_prob=1.0,
-            actual_seq_qlen=[end - query_start for end in paths.query_ends[first:last]],
-            actual_seq_kvlen=[end - key_start for end in paths.key_ends[first:last]],
+            actual_seq_qlen=list(paths.query_ends),
+            actual_seq_kvlen=list(paths.key_ends),
             sparse_mode=_BOTTOM_RIGHT_CAUSAL,
-        )
-        output = attend_over_paths(
-            lambda *tensors, attend=attend: attend(*tensors)[0],
-            queries[query_start : query_starts[last]].contiguous(),
-            keys,
-            values,
-            paths.key_index[key_start : key_starts[last]],
-        )
-        outputs.append(output)
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        )[0]
+        return output
+
+    pieces = layout.paths(query.device, most, _MOST_SEQUENCES)
+    output = attend_over_paths(attend, queries.contiguous(), keys, values, pieces)
     return output.transpose(0, 1)[None]
-
-
-def _calls(paths: Paths) -> Iterator[tuple[int, int]]:
-    """Segments from the first up to the last of a call, as few as the operator's limits allow."""
-    first, key_start = 0, 0
-    for segment, key_end in enumerate(paths.key_ends):
-        if segment > first and (
-            segment - first == _MOST_SEQUENCES or key_end - key_start > _MOST_TOKENS
-        ):
-            yield first, segment
-            first, key_start = segment, paths.key_ends[segment - 1]
-    yield first, len(paths.key_ends)
 
 
 @cache

@@ -25,7 +25,8 @@ class Rectangle(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """Each segment with the keys of its whole path from the root, for one variable-length call.
+    """Segments in a row, each with the keys of its whole path from the root, for one
+    variable-length call; S of them.
 
     Aligned at the bottom right, causal attention of each segment's queries over its path's keys is
     exactly what the layout allows.
@@ -92,9 +93,13 @@ class SegmentLayout:
         """bool [T, T] on ``device``: entry (q, k) is True where query q sees key k."""
         return self.derived(_dense_mask, device)
 
-    def paths(self, device: torch.device) -> Paths:
-        """The gathered form of the row, its tensors on ``device``."""
-        return self.derived(_paths, device)
+    def paths(
+        self, device: torch.device, most_keys: int | None = None, most_segments: int | None = None
+    ) -> tuple[Paths, ...]:
+        """The gathered form of the row, its tensors on ``device``, in as few pieces as have at most
+        ``most_keys`` and ``most_segments`` each; a path that is longer is a piece of its own.
+        """
+        return self.derived(_paths, device, most_keys, most_segments)
 
 
 def _check_segments(segments: Sequence[tuple[int, int, int]]) -> None:
@@ -137,17 +142,35 @@ def _dense_mask(layout: SegmentLayout, device: torch.device) -> Tensor:
     return own.logical_or_(ancestors.index_select(0, segment).index_select(1, segment))
 
 
-def _paths(layout: SegmentLayout, device: torch.device) -> Paths:
+def _paths(
+    layout: SegmentLayout, device: torch.device, most_keys: int | None, most_segments: int | None
+) -> tuple[Paths, ...]:
+    pieces: list[Paths] = []
     path_of: list[Tensor] = []  # int64 [path length], row positions
-    for start, length, parent in layout.segments:
+    first, num_keys = 0, 0
+    for segment, (start, length, parent) in enumerate(layout.segments):
         own = torch.arange(start, start + length)
-        path_of.append(own if parent < 0 else torch.cat([path_of[parent], own]))
-    lengths = [length for _, length, _ in layout.segments]
-    key_lengths = [len(path) for path in path_of]
+        path = own if parent < 0 else torch.cat([path_of[parent], own])
+        full = most_keys is not None and num_keys + len(path) > most_keys
+        if segment > first and (full or segment - first == most_segments):
+            pieces.append(_piece(layout, device, path_of[first:], first))
+            first, num_keys = segment, 0
+        path_of.append(path)
+        num_keys += len(path)
+    pieces.append(_piece(layout, device, path_of[first:], first))
+    return tuple(pieces)
+
+
+def _piece(
+    layout: SegmentLayout, device: torch.device, key_index: list[Tensor], first: int
+) -> Paths:
+    """Of the segments from ``first`` on, whose paths are ``key_index``."""
+    lengths = [length for _, length, _ in layout.segments[first : first + len(key_index)]]
+    key_lengths = [len(path) for path in key_index]
     query_ends = tuple(torch.tensor(lengths).cumsum(0).tolist())
     key_ends = tuple(torch.tensor(key_lengths).cumsum(0).tolist())
     return Paths(
-        torch.cat(path_of).to(device),
+        torch.cat(key_index).to(device),
         query_ends,
         key_ends,
         query_starts=torch.tensor((0, *query_ends), dtype=torch.int32, device=device),

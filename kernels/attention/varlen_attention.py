@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easyrl.kernels.attention.path_gather import attend_over_paths
+from easyrl.kernels.attention.path_gather import attend_over_paths, most_keys
 from easyrl.kernels.attention.segment_layout import Paths, SegmentLayout
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -48,15 +48,18 @@ def varlen_attention_backend(
     """As ``reference_attention``.
 
     ``kernel`` is flash attention unless given. Keys and values are copied once for each path they
-    are on, in each pass anew. Deterministic where ``torch.use_deterministic_algorithms`` asks for
-    it. Raises ``ValueError`` for a device, a dtype or a head size that flash attention does not
-    take, and ``ImportError`` if there is no kernel.
+    are on, in each pass anew, a few segments' at a time (``path_gather``). Deterministic where
+    ``torch.use_deterministic_algorithms`` asks for it. Raises ``ValueError`` for a device, a dtype
+    or a head size that flash attention does not take, and ``ImportError`` if there is no kernel.
     """
     kernel = flash_kernel(query) if kernel is None else kernel
-    paths = layout.paths(query.device)
     queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     output = attend_over_paths(
-        lambda q, k, v: kernel(q, k, v, paths, scale), queries, keys, values, paths.key_index
+        lambda q, k, v, paths: kernel(q, k, v, paths, scale),
+        queries,
+        keys,
+        values,
+        layout.paths(query.device, most_keys(key)),
     )
     return output.transpose(0, 1)[None]
 

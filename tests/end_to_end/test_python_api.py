@@ -108,6 +108,9 @@ def test_a_used_folder_is_refused_unchanged_and_goes_on_with_resume(folder):
     assert len(read_metrics(folder / "out" / "metrics.jsonl")) == 4
 
 
+top_level_lambda = lambda prompt, texts, token_ids: [0.0 for _ in texts]  # noqa: E731
+
+
 def local_reward():
     return lambda prompt, texts, token_ids: [0.0 for _ in texts]
 
@@ -117,7 +120,9 @@ def local_reward():
     [
         (["a"], local_reward(), "not a function at the top level of a file"),
         (["a"], len, "not a function at the top level of a file"),
+        (["a"], top_level_lambda, "not a function .*; define it with def"),
         ([], test_a_script_trains, "prompts: the list is empty"),
+        ("prompts.jsonl", test_a_script_trains, "prompts: 'prompts.jsonl' is one text; give a"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(prompts, reward, message, tmp_path):

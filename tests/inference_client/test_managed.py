@@ -181,6 +181,7 @@ def test_without_restart_it_stays_down(
 ) -> None:
     with managed(model_dir, tmp_path, restart=False, **quick_server(tmp_path)) as (servers, urls):
         assert eventually(lambda: answers(urls[0]))
+        assert servers.last_ends == []
         os.kill(listener_of(urls[0]), signal.SIGKILL)
         assert eventually(lambda: urls[0] in servers.given_up)
         assert not eventually(lambda: answers(urls[0]), 1)
@@ -197,6 +198,8 @@ def test_a_server_that_never_comes_up_is_given_up_with_its_log(
         assert eventually(lambda: bool(servers.given_up), 60)
         assert "2 times in a row; it stays down" in servers.given_up[urls[0]]
         assert "does not know --no-such-option; use vLLM 0.32" in servers.given_up[urls[0]]
+        (end,) = servers.last_ends
+        assert end.endswith("ended with status 1: error: unrecognized arguments: --no-such-option")
     errors = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert len(errors) == 1 and "--no-such-option" in errors[0].getMessage()
 

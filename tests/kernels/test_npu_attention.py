@@ -24,6 +24,7 @@ from torch import Tensor
 
 from easyrl.kernels.attention import npu_attention
 from easyrl.kernels.attention.npu_attention import npu_attention_backend
+from easyrl.kernels.attention.path_gather import most_keys
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import reference_attention
 from tests.kernels.forests import FORESTS, output_and_gradients, random_forest, random_inputs
@@ -203,7 +204,8 @@ def test_nothing_of_the_paths_length_is_kept(operator: Operator) -> None:
     layout = SegmentLayout([(0, 40, -1), *((40 + i, 1, 0) for i in range(20))])
     inputs = random_inputs(layout)
     cpu = torch.device("cpu")
-    with PeakMemory(*inputs, npu_attention._dropped(cpu), layout.paths(cpu).key_index) as memory:
+    (paths,) = layout.paths(cpu, most_keys(inputs[1]), 1024)
+    with PeakMemory(*inputs, npu_attention._dropped(cpu), paths.key_index) as memory:
         output = npu_attention_backend(*inputs, layout, SCALE)
         assert operator.calls.pop()["actual_seq_kvlen"][-1] == 860  # type: ignore[index]
         gc.collect()
@@ -227,7 +229,7 @@ def test_rows_beyond_the_operators_limits_are_split(
     operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = SegmentLayout(ALL_FORESTS["random 1"])
-    longest = layout.paths(torch.device("cpu")).max_key
+    longest = layout.paths(torch.device("cpu"))[0].max_key
     monkeypatch.setattr(npu_attention, "_MOST_SEQUENCES", 4)
     monkeypatch.setattr(npu_attention, "_MOST_TOKENS", longest + 20)
     assert_agrees_with_the_reference(layout)

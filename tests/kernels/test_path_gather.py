@@ -18,11 +18,15 @@ from torch.utils.checkpoint import (
 )
 
 from easyrl.kernels.attention.path_gather import attend_over_paths, gather_tokens
+from easyrl.kernels.attention.segment_layout import Paths
 from tests.kernels.memory_recorder import PeakMemory
 
 TOKENS, HEADS, SIZE = 40, 2, 8
 # A prompt of 30 tokens on 20 paths: K is 15 times T.
 INDEX = torch.cat([torch.arange(30)] * 20)
+# The queries are the row's, whatever path they are on.
+LENGTHS = (torch.tensor([0, TOKENS]), torch.tensor([0, len(INDEX)]))
+ALL_PATHS = Paths(INDEX, (TOKENS,), (len(INDEX),), *LENGTHS, TOKENS, len(INDEX))
 FORWARD = "path_gather_test::attend"
 
 
@@ -59,7 +63,7 @@ def fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def over_paths(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attend_over_paths(fused, query, key, value, INDEX)
+    return attend_over_paths(lambda q, k, v, paths: fused(q, k, v), query, key, value, [ALL_PATHS])
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

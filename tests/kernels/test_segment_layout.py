@@ -89,7 +89,7 @@ def test_equal_responses_are_one_batch() -> None:
 @pytest.mark.parametrize("forest", ALL)
 def test_paths_are_what_each_segment_sees(forest: str) -> None:
     layout = SegmentLayout(ALL[forest])
-    paths = layout.paths(CPU)
+    (paths,) = layout.paths(CPU)
     mask = layout.dense_mask(CPU)
     keys = torch.tensor_split(paths.key_index, paths.key_ends[:-1])
     for (start, length, _), path in zip(layout.segments, keys, strict=True):
@@ -98,4 +98,4 @@ def test_paths_are_what_each_segment_sees(forest: str) -> None:
     assert paths.key_ends[-1] == len(paths.key_index)
     assert paths.max_query == max(n for _, n, _ in layout.segments)
     assert paths.max_key == max(len(path) for path in keys)
-    assert layout.paths(CPU) is paths
+    assert layout.paths(CPU)[0] is paths

@@ -170,7 +170,7 @@ def test_nothing_of_the_paths_length_is_kept() -> None:
         output = varlen_attention_backend(*inputs, layout, SCALE, kernel=torch_kernel)
         gc.collect()
         alive = memory.alive
-    tokens, paths = layout.num_tokens, layout.paths(CPU)
+    tokens, (paths,) = layout.num_tokens, layout.paths(CPU)
     assert memory.peak > 2 * len(paths.key_index) * 2 * 8
     # The output, and what goes with the layout: the index and lengths.
     assert alive <= tokens * 4 * (8 + 1) + len(paths.key_index) + 4 * len(layout.segments)
@@ -296,11 +296,11 @@ def test_without_any_kernel_the_error_says_what_to_do(
 
 def test_lengths_are_made_once_and_go_with_their_layout() -> None:
     layout = SegmentLayout(FORESTS["depth three"])
-    paths = layout.paths(CPU)
+    (paths,) = layout.paths(CPU)
     assert paths.query_starts.tolist() == [0, 3, 5, 7, 8, 10, 13]
     assert paths.key_starts.tolist() == [0, 3, 8, 15, 23, 30, 36]
     assert (paths.max_query, paths.max_key) == (3, 8)
-    assert layout.paths(CPU) is paths
+    assert layout.paths(CPU)[0] is paths
     alive = weakref.ref(layout)
     del layout
     gc.collect()

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from easyrl.kernels.logprobs import triton_logprob, vocab_softmax
+from easyrl.kernels.logprobs import triton_logprob
 from easyrl.kernels.logprobs.row_functions import triton_or_torch
 from easyrl.kernels.logprobs.vocab_softmax import RowValues
 
@@ -42,13 +42,20 @@ def check_all(device: str) -> None:
     check_not_finite(device)
 
 
-def values_of(module, logits, labels, temperature) -> RowValues:  # type: ignore[no-untyped-def]
-    return RowValues.of(module.row_sums(logits, labels, temperature))
+def values_of(logits, labels, temperature) -> RowValues:  # type: ignore[no-untyped-def]
+    return RowValues.of(triton_logprob.row_sums(logits, labels, temperature))
+
+
+def exact_values(logits, labels, temperature):  # type: ignore[no-untyped-def]
+    """Log-sum-exp, log-probabilities and entropies [C] in fp64, from the whole distribution."""
+    distribution = torch.distributions.Categorical(logits=logits.double() / temperature)
+    logsumexp = torch.logsumexp(logits.double() / temperature, dim=1)
+    return logsumexp, distribution.log_prob(labels), distribution.entropy()
 
 
 def check_sums(logits, labels, temperature) -> None:  # type: ignore[no-untyped-def]
-    got = values_of(triton_logprob, logits, labels, temperature)
-    expected = values_of(vocab_softmax, logits.double(), labels, temperature)
+    got = values_of(logits, labels, temperature)
+    expected = exact_values(logits, labels, temperature)
     for first, second in zip(got, expected, strict=True):
         assert first.dtype == torch.float32
         # fp32 sums of up to 9,001 terms; the shifted row's logits have 2^-15 at 500.
@@ -56,28 +63,31 @@ def check_sums(logits, labels, temperature) -> None:  # type: ignore[no-untyped-
 
 
 def check_gradient(logits, labels, gradients, with_entropy, temperature) -> None:  # type: ignore[no-untyped-def]
-    values = values_of(vocab_softmax, logits.double(), labels, temperature)
     by_logprob, by_entropy = gradients
     by_label = by_logprob.clone()
     by_label[2] = 0  # as where another process holds the label
-    sides = []
-    for module, dtype in ((triton_logprob, torch.float32), (vocab_softmax, torch.float64)):
-        grad = logits.to(logits.dtype if dtype == torch.float32 else dtype, copy=True)
-        module.softmax_gradient_(
-            grad,
-            labels,
-            values.logsumexp.to(dtype),
-            values.entropy.to(dtype),
-            by_logprob.to(dtype),
-            by_label.to(dtype),
-            by_entropy.to(dtype) if with_entropy else None,
-            temperature,
-        )
-        sides.append(grad)
+    exact = logits.double().requires_grad_()
+    logsumexp, _, entropy = exact_values(exact, labels, temperature)
+    of_label = exact.gather(1, labels[:, None]).squeeze(1) / temperature
+    loss = (by_label * of_label - by_logprob * logsumexp).sum()
+    if with_entropy:
+        loss = loss + (by_entropy * entropy).sum()
+    (expected,) = torch.autograd.grad(loss, exact)
+    got = logits.clone()
+    triton_logprob.softmax_gradient_(
+        got,
+        labels,
+        logsumexp.float().detach(),
+        entropy.float().detach(),
+        by_logprob,
+        by_label,
+        by_entropy if with_entropy else None,
+        temperature,
+    )
     # bf16: the one rounding of the result, which the interpreter does by cutting digits off;
     # logsumexp of -500 in fp32 is 2^-15 off.
     rtol = 2**-7 if logits.dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(sides[0].double(), sides[1], rtol=rtol, atol=3e-5)
+    torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=3e-5)
 
 
 def check_label_outside(device: str) -> None:
@@ -91,7 +101,7 @@ def check_not_finite(device: str) -> None:
     logits = torch.randn(3, 5000, device=device)
     logits[1, 4500] = torch.nan
     logits[2, 17] = torch.inf
-    values = values_of(triton_logprob, logits, torch.zeros(3, dtype=torch.int64).to(device), 1.0)
+    values = values_of(logits, torch.zeros(3, dtype=torch.int64).to(device), 1.0)
     assert values.logprobs.isfinite().tolist() == [True, False, False]
 
 

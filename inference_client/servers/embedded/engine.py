@@ -18,6 +18,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -367,12 +368,19 @@ def _load_model(path: Path, dtype: str, device: str) -> PreTrainedModel:
     Raises ``ValueError`` if there is none, or its attention is not plain causal.
     """
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path}: not a model directory, config.json is missing")
+        raise ValueError(
+            f"{path}: not a model directory, config.json is missing; give the folder of a Hugging "
+            "Face model"
+        )
     if dtype not in DTYPES:
         raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, is {dtype!r}")
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
-    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, SafetensorError) as error:
+        remedy = "fetch the model again (hf download NAME --local-dir DIR), with all of its files"
+        raise ValueError(f"{path}: {error}; {remedy}") from error
     config = model.config.get_text_config()
     kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:

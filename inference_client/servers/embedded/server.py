@@ -39,7 +39,9 @@ async def start_site(app: web.Application, host: str, port: int) -> tuple[web.Ap
 def serve(
     model: Annotated[Path, typer.Argument(help="directory of a Hugging Face causal LM")],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: a free one, see the ready line")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0: a free one, see the ready line")
+    ] = 8000,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "auto",
     device: Annotated[str, typer.Option(help="as torch names it, such as cuda:0")] = "cpu",
     max_num_seqs: Annotated[int, typer.Option(help="sequences in the batch")] = 256,

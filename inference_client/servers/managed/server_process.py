@@ -194,6 +194,11 @@ class ServerProcess(ABC):
         head = f": {remedy}" if remedy else ""
         return f"{head}\n--- end of its log ---\n{log[-TAIL_CHARACTERS:]}"
 
+    def last_line(self) -> str:
+        """The last line of its log with a word in it."""
+        lines = [line.strip(" \n│|") for line in self._log_text().splitlines()]
+        return next((line for line in reversed(lines) if re.search(r"\w", line)), "said nothing")
+
     def _log_text(self) -> str:
         # pread: the server writes through the same file position
         size = os.fstat(self._log_file.fileno()).st_size

@@ -83,6 +83,11 @@ class ManagedServers:
         """Servers that will not come back, by URL, and why."""
         return {w.server.url: w.given_up for w in self._watched if w.given_up is not None}
 
+    @property
+    def last_ends(self) -> list[str]:
+        """How servers have ended that are not up, a line each."""
+        return [w.last_end for w in self._watched if w.last_end is not None and not w.is_up]
+
     def close(self) -> None:
         """Stops the watch, then all servers. Safe to call twice."""
         for watched in self._watched:
@@ -147,6 +152,7 @@ class _WatchedServer:
     restart: bool
     policy: RestartPolicy
     given_up: str | None = None
+    last_end: str | None = None  # how it ended the last time, on one line
     _started: float = field(default_factory=time.monotonic)  # of its last start
     _up_since: float | None = None  # time.monotonic() of the first answer since then
     _answered: float = 0.0  # ... of the last one
@@ -156,6 +162,10 @@ class _WatchedServer:
     def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._watch, name=f"easyrl {self.name}", daemon=True)
         self._thread.start()
+
+    @property
+    def is_up(self) -> bool:
+        return self._up_since is not None
 
     def end_watch(self) -> None:
         self._closing.set()
@@ -202,6 +212,7 @@ class _WatchedServer:
         self._early_exits = self._early_exits + 1 if uptime_s < self.policy.min_uptime_s else 0
         where = f"{self.name} at {self.server.url} {what}"
         report = self.server.failure_report()
+        self.last_end = f"{where}: {self.server.last_line()}"
         self.server.stop()  # what the server forked goes with it, restarted or not
         if not self.restart:
             self._give_up(f"{where}; it stays down (inference.launch.restart=false){report}")

@@ -47,8 +47,8 @@ BAD_VALUES = {
     "unknown key like no other": (
         ["model.xyzzy=1"],
         "model.xyzzy: unknown key; known keys: activation_checkpointing, attention, "
-        "checkpoint_every, dtype, ignore_router_aux_loss, logprob_backward, logprob_chunk_size, "
-        "lora, path, tokenizer",
+        "checkpoint_every, dtype, fused_layers, ignore_router_aux_loss, logprob_backward, "
+        "logprob_chunk_size, lora, path, tokenizer",
     ),
     "unknown nested key": (
         ["data.fields.promt=q"],
@@ -163,7 +163,7 @@ BAD_VALUES = {
         "use 1, or a temperature above 0",
     ),
     "checkpointing of no layer": (
-        ["model.checkpoint_every=2"],
+        ["model.checkpoint_every=2", "model.activation_checkpointing=none"],
         "model.checkpoint_every: has no effect without checkpointing",
     ),
     "not looking ahead in sync mode": (
@@ -328,9 +328,18 @@ def test_a_dump_of_defaults_contradicts_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {path: m", r"config\.yaml: .*(\n.*)*line 1, column 8"),
-        ("model: {path: m}\n\tdata: 1", r"config\.yaml: .*(\n.*)*line 2, column 1"),
-        (MINIMAL + "model: {path: other}\n", r"found duplicate key model\n.*line 6"),
+        (
+            "model: {path: m",
+            r"config\.yaml:1: did not find .* \(column 8\); close this",
+        ),
+        (
+            "model: {path: m}\n\tdata: 1",
+            r"config\.yaml:2: found .* \(column 1\); indent with spaces",
+        ),
+        (
+            MINIMAL + "model: {path: other}\n",
+            r"config\.yaml:6: found duplicate key model \(column 1\); remove one",
+        ),
         ("- a\n- b", r"config\.yaml: expected a mapping of sections, got list"),
         ("", r"config\.yaml: 4 problem\(s\)\n  model: is required\n  data: is required"),
         ("model: {path: m}", r"3 problem\(s\)\n  data: is required\n  inference: is required"),
@@ -465,12 +474,28 @@ def test_paths_that_exist_pass_and_nothing_is_made(tmp_path):
             "run.output_dir={}/train.jsonl/a",
             "run.output_dir: {0}/train.jsonl/a cannot be made, {0}/tr",
         ),
+        (
+            "run.output_dir={}/loop/a",
+            "run.output_dir: {0}/loop/a: {0}/loop is a link to {0}/loop, which is not there; rem",
+        ),
+        (
+            "run.output_dir={}/dangling/a",
+            "run.output_dir: {0}/dangling/a: {0}/dangling is a link to /no/disk, which is not th",
+        ),
+        (
+            f"run.output_dir={{}}/{'x' * 300}",
+            f"run.output_dir: {{}}/{'x' * 300} cannot be made (File name too long); name another",
+        ),
+        ("data.files=[{}]", "data.files[0]: {} is a directory; list its files one by one"),
+        ("data.files=['{}/*.jsonl']", "data.files[0]: {}/*.jsonl does not exist; list the files"),
         ("weight_sync.directory={}/no", "weight_sync.directory: {}/no does not exist; name a dir"),
     ],
 )
 def test_a_bad_path_names_its_key(tmp_path, override, message):
     overrides = existing(tmp_path)
     (tmp_path / "runs").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to("/no/disk")
     config = load(tmp_path, MINIMAL, *overrides, override.format(tmp_path))
     with pytest.raises(ConfigError) as caught:
         check_paths(config)

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from easyrl.config import ModelConfig
-from easyrl.engines.deepspeed.engine import DeepSpeedEngine, _numel
-from easyrl.engines.deepspeed.memory import BUFFERED, bytes_per_parameter
-from easyrl.kernels.attention.segment_layout import SegmentLayout
-from easyrl.models.loading import load_policy_model
-from easyrl.models.offload import OffloadedModel
-from easyrl.models.tri_model import frozen_model
-from easyrl.runtime.device_time import DeviceTimer
-from tests.easyrl.engines.engine_cases import TEMPERATURE, denominator, streamed
-from tests.easyrl.engines.memory_worker import config
-from tests.tiny_models import save_tiny_model
+pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+
+from easyrl.config import ModelConfig  # noqa: E402
+from easyrl.engines.deepspeed.engine import DeepSpeedEngine, _numel  # noqa: E402
+from easyrl.engines.deepspeed.memory import BUFFERED, bytes_per_parameter  # noqa: E402
+from easyrl.kernels.attention.segment_layout import SegmentLayout  # noqa: E402
+from easyrl.models.loading import load_policy_model  # noqa: E402
+from easyrl.models.offload import OffloadedModel  # noqa: E402
+from easyrl.models.tri_model import frozen_model  # noqa: E402
+from easyrl.runtime.device_time import DeviceTimer  # noqa: E402
+from tests.easyrl.engines.engine_cases import TEMPERATURE, denominator, streamed  # noqa: E402
+from tests.easyrl.engines.memory_worker import config  # noqa: E402
+from tests.tiny_models import save_tiny_model  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -212,7 +212,10 @@ def test_start_up_accepts_what_works(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"file": "broken.py"}, r"rewards\[1\]\.file: .*broken\.py raises SyntaxError: .*line 1"),
+        (
+            {"file": "broken.py"},
+            r"rewards\[1\]\.file: .*broken\.py:1: .*broken\.py raises SyntaxError: ",
+        ),
         ({"file": "raising.py"}, r"rewards\[1\]\.file: .*raising\.py raises ZeroDivisionError"),
         ({"file": "script.py"}, r"rewards\[1\]\.file: .*script\.py raises SystemExit: 2"),
         ({"file": "reward.txt"}, r"rewards\[1\]\.file: .*reward\.txt is not a Python file"),

@@ -17,6 +17,7 @@ from easyrl.schema import (
     Completion,
     Confirmation,
     GroupOutcome,
+    NoEndpointServes,
     PolicyVersion,
     Progress,
     Prompt,
@@ -274,7 +275,8 @@ def make_trainer(
             functions=group_functions(run=run_settings(3), max_tokens_per_micro_batch=100),
             stop=stop or StopRequest(grace_s=60.0),
             is_interruption=lambda error: isinstance(
-                error, FakeOutage | StopRequested | BatchWithdrawn | TooManyExcluded
+                error,
+                FakeOutage | StopRequested | BatchWithdrawn | TooManyExcluded | NoEndpointServes,
             ),
             record=record,
             max_tokens=100,

@@ -17,6 +17,7 @@ from easyrl.schema import (
     ExcludedPrompt,
     Exclusion,
     InterruptedRun,
+    NoEndpointServes,
     Progress,
     Published,
     ServedWeights,
@@ -350,6 +351,23 @@ def test_too_many_exclusions_give_up_the_open_batch_and_ask_for_a_change():
         trainer.fit()
     assert caught.value.status == NEEDS_CHANGE != TEMPORARY_FAILURE
     assert events[-4:] == ["backward", "discard", "batch closed", "save"]
+
+
+@pytest.mark.parametrize(("num_published", "status"), [(0, NEEDS_CHANGE), (1, TEMPORARY_FAILURE)])
+def test_nobody_takes_the_weights_is_one_sentence(num_published, status):
+    """Before the first batch the servers are not what they should be; later they may come back."""
+
+    class NobodyTakes(FakeSync):
+        def publish(self, version):
+            if version.v == num_published:
+                raise NoEndpointServes("no usable endpoint: http://fake:1: another model")
+            return super().publish(version)
+
+    trainer, _ = make_trainer([], weight_sync=NobodyTakes([]))
+    with pytest.raises(InterruptedRun, match="(?s)another model.*go on with --resume") as caught:
+        trainer.fit()
+    assert caught.value.status == status
+    assert str(caught.value).startswith("inference.endpoints: ") == (num_published == 0)
 
 
 def test_the_exclusions_of_closed_batches_go_into_the_progress_and_to_the_next_batch():

@@ -11,8 +11,13 @@ import pytest
 from easyrl.inference_client.errors import EndpointUnavailable, Outage
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import TEMPORARY_FAILURE, InterruptedRun, PolicyVersion, StopRequested
-from easyrl.weight_sync.publish import NoEndpointServes
+from easyrl.schema import (
+    TEMPORARY_FAILURE,
+    InterruptedRun,
+    NoEndpointServes,
+    PolicyVersion,
+    StopRequested,
+)
 from easyrl.weight_sync.target import Target
 from tests.easyrl.weight_sync.weight_sync_parts import (
     NOWHERE,

@@ -12,9 +12,8 @@ import torch
 from benchmarks.random_model import write_random_model
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.transfer.announcement import OWNER
-from easyrl.schema import PolicyVersion, Prompt
+from easyrl.schema import NoEndpointServes, PolicyVersion, Prompt
 from easyrl.weight_sync.canary import canary_prompts
-from easyrl.weight_sync.publish import NoEndpointServes
 from easyrl.weight_sync.store import WeightStore, listen_address, local_address_towards
 from tests.easyrl.weight_sync.weight_sync_parts import (
     AnswersFromItsPrefixCache,

@@ -1,0 +1,52 @@
+"""A trial call of the user's reward functions, before the run's model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from easyrl.config import ConfigError, RewardConfig
+from easyrl.rewards import worker
+from easyrl.rewards.functions import RewardFunctionError, load_reward
+from easyrl.runtime.user_code import definition
+from easyrl.runtime.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
+from easyrl.schema import Completion, Prompt
+
+
+async def try_rewards(
+    rewards: Sequence[RewardConfig],
+    workers: WorkerPool,
+    prompt: Prompt,
+    completions: Sequence[Completion],
+) -> None:
+    """Calls every function of a user's file once, as the run will.
+
+    Raises ``ConfigError`` naming file and line for one that raises, hangs, ends its process, or
+    returns something else than a finite number for each response.
+    """
+    group = [completion.token_ids for completion in completions]
+    for index, reward in enumerate(rewards):
+        if reward.file is None:
+            continue
+        token_ids = group[:1] if reward.scope == "sample" else group
+        key, where = f"rewards[{index}]", definition(load_reward(reward)) or str(reward.file)
+        try:
+            await workers.call(
+                worker.score_reward, index, prompt, token_ids, timeout_s=reward.timeout_s
+            )
+        except RewardFunctionError as error:
+            problem = f"{error.where or where}: {reward.label} {error.what}"
+            remedy = f"correct it, it is called with (prompt, {len(token_ids)} texts, token_ids)"
+        except WorkerTimeout:
+            problem = (
+                f"{where}: {reward.label} had no result after {key}.timeout_s={reward.timeout_s:g}"
+            )
+            remedy = "make it faster or raise the limit"
+        except WorkerDied as error:
+            problem = f"{where}: {reward.label} ended its worker process ({error})"
+            remedy = "correct it; a reward function must return"
+        else:
+            continue
+        raise ConfigError(
+            f"{key}: {problem}, in a trial call on {prompt.location or 'the first prompt'}; "
+            f"{remedy} (or set scoring.on_reward_error=zero)"
+        )

@@ -1,0 +1,97 @@
+"""What is refused at the start: tokenizers, token ids, an attention that the device lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from easyrl.build.data import load_tokenizer, require_known_tokens
+from easyrl.build.endpoints import require_weight_routes
+from easyrl.build.inference import Inference
+from easyrl.build.trial import try_attention
+from easyrl.config import Config, ConfigError
+from easyrl.config.file import validate_config
+from easyrl.inference_client.errors import EndpointUnavailable, RequestRejected
+from easyrl.runtime.loop_thread import LoopThread
+from easyrl.schema import Prompt
+from tests.tiny_tokenizer import tiny_tokenizer
+
+
+def config(model: Path, **settings: object) -> Config:
+    return validate_config(
+        {
+            "model": {"path": str(model), "dtype": "fp32"} | settings,
+            "data": {"files": ["prompts.jsonl"]},
+            "inference": {"endpoints": ["http://127.0.0.1:1"]},
+            "rewards": [{"name": "exact"}],
+            "trainer": {"zero_stage": 0},
+        }
+    )
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: .* has no tokenizer; give a folder"):
+        load_tokenizer(config(tmp_path))
+
+
+def test_a_tokenizer_that_is_cut_off(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(config(tmp_path)) is not None
+    text = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text[:500])
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: .* cannot be read \(.*; give a fold"):
+        load_tokenizer(config(tmp_path))
+
+
+def test_token_ids_beyond_the_embedding(tmp_path):
+    prompts = [Prompt(0, np.array([1, 7], np.int32), "", None)]
+    require_known_tokens(config(tmp_path), prompts, 8)
+    with pytest.raises(ConfigError, match=r"gives token id 7, but model\.path .* of 7 ids; use"):
+        require_known_tokens(config(tmp_path), prompts, 7)
+
+
+@pytest.mark.parametrize("name", ["auto", "reference", "merged"])
+def test_an_attention_that_runs_here(tmp_path, name):
+    try_attention(config(tmp_path, attention=name))
+
+
+def test_an_attention_that_the_device_lacks(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.attention: npu cannot be used on .*; use auto"):
+        try_attention(config(tmp_path, attention="npu"))
+
+
+class Client:
+    """An endpoint's client that says what it serves, or refuses to."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    async def weight_version(self, timeout_s: float) -> str:
+        if self.error is not None:
+            raise self.error
+        return "default"
+
+
+REFUSED = RequestRejected("http://a:1", "GET /weight_info answered 404; start vLLM with FLAGS")
+GONE = EndpointUnavailable("http://b:1", "no connection")
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_refused"),
+    [([REFUSED], True), ([REFUSED, None], False), ([GONE], False), ([None], False), ([], False)],
+)
+def test_endpoints_without_weight_routes(errors, is_refused):
+    endpoints = [SimpleNamespace(is_up=True, client=Client(error)) for error in errors]
+    endpoints.append(SimpleNamespace(is_up=False, client=None))  # is not asked
+    pool = SimpleNamespace(endpoints=endpoints, probe_timeout_s=1.0)
+    with LoopThread() as thread:
+        inference = cast(Inference, SimpleNamespace(pool=pool, thread=thread))
+        if not is_refused:
+            require_weight_routes(inference)
+            return
+        with pytest.raises(ConfigError, match=r"inference\.endpoints: .*(?s:.)*a:1: GET /weight_i"):
+            require_weight_routes(inference)
