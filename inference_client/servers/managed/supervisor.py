@@ -229,5 +229,5 @@ class _WatchedServer:
                 logger.warning("%s: %s", self.name, error)
 
     def _give_up(self, why: str) -> None:
-        self.given_up = why
         logger.error("%s", why)
+        self.given_up = why  # last: whoever reads it may look for the message
