@@ -1,17 +1,17 @@
-"""Servers of the run's own, who joins and leaves, how weights reach the endpoints."""
+"""The endpoints of a run: those that can be used, who joins and leaves, how weights reach them."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
-from easyrl.build.inference import Inference
+from easyrl.build.data import TrainingData
+from easyrl.build.inference import Inference, Scoring, open_inference
+from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.recipe import pack_in_order
+from easyrl.build.run import OpenRun
+from easyrl.build.servers import StartedServers
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
@@ -22,11 +22,6 @@ from easyrl.inference_client.pool.endpoint_list import (
     begin_membership,
 )
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
-from easyrl.inference_client.servers.managed.supervisor import ManagedServers
-from easyrl.runtime.collectives import Collectives
-from easyrl.runtime.determinism import is_strict
-from easyrl.runtime.rank_store import spans_hosts
-from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Prompt
 from easyrl.weight_sync.canary import FEWEST_TOKENS, Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
@@ -36,48 +31,46 @@ logger = logging.getLogger(__name__)
 DEFAULT_CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}  # mean |Δ log-prob|; bf16 noise is 3e-3
 
 
-def _limits(pool: EndpointPool) -> dict[str, int]:
-    """Prompt and response tokens together that an endpoint serves, by URL, where it says so."""
-    served = {endpoint.url: endpoint.served for endpoint in pool.endpoints}
-    return {url: s.max_model_len for url, s in served.items() if s and s.max_model_len is not None}
-
-
-class StartedServers(NamedTuple):
-    """All endpoints of the configuration, servers of the run's own among them."""
+@dataclass(frozen=True)
+class Endpoints:
+    """Endpoints that can be used, and the way of the weights to them."""
 
     urls: list[str]
-    api_keys: dict[str, str]  # by URL, made for own servers
-    last_ends: Callable[[], list[str]] = list  # how own servers have ended that are not up
+    inference: Inference
+    weight_sync: WeightSync
 
 
-def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> StartedServers:
-    """Starts the servers of ``inference.launch``, on the first rank.
+def open_endpoints(
+    run: OpenRun,
+    scoring: Scoring,
+    data: TrainingData,
+    engine: DeepSpeedEngine,
+    servers: StartedServers,
+) -> Endpoints:
+    """Waits for an endpoint that can be used; writes nothing. Collective.
 
-    They come up while the model loads. ``log_dir`` receives what they print.
+    Raises ``ConfigError`` if there is none.
     """
-    urls = config.inference.urls
-    if config.inference.launch is None:
-        return StartedServers(urls, {})
-    if spans_hosts():
-        raise ConfigError(
-            "inference.launch: starts servers for one machine, this run has several; start them "
-            "with vllm serve and name their URLs in inference.endpoints"
-        )
-    if int(os.environ.get("RANK", "0")) > 0:
-        return StartedServers(urls, {})
-    servers = ManagedServers(
-        config.inference.launch,
-        config.model.path,
-        log_dir,
-        config.model.dtype,
-        batch_invariant=is_strict(config),
+    config = run.config
+    urls, own_keys = run.collectives.broadcast([servers.urls, servers.api_keys])
+    inference = open_inference(
+        config,
+        run.opened,
+        scoring,
+        vocab_size=data.vocab_size,
+        urls=urls,
+        own_keys=own_keys,
+        last_ends=servers.last_ends,
+        num_shares=run.ranks.dp_size,
+        record=run.record,
     )
-    opened.callback(servers.close)
-    try:
-        urls = urls + servers.start()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return StartedServers(urls, servers.api_keys, lambda: servers.last_ends)
+    require_weight_routes(inference)
+    warn_of_short_contexts(config, inference, rollout=True)
+    weight_sync = _build_weight_sync(run, engine, inference, data.prompts)
+    run.opened.callback(weight_sync.close)
+    inference.pool.set_repair(weight_sync.confirmed.repair)
+    require_invariant_endpoints(config, inference.pool, run.output if run.ranks.is_first else None)
+    return Endpoints(urls, inference, weight_sync)
 
 
 async def set_aside(pool: EndpointPool, doubted: Mapping[str, str | None]) -> None:
@@ -93,17 +86,14 @@ async def set_aside(pool: EndpointPool, doubted: Mapping[str, str | None]) -> No
             pool.set_aside(endpoint, EndpointUnavailable(endpoint.url, "failed a proof"))
 
 
-def follow_membership(
-    inference: Inference, output: Path, urls: list[str], collectives: Collectives, opened: ExitStack
-) -> None:
-    """From now on ``easyrl endpoints`` adds and removes endpoints."""
-    begun = asdict(begin_membership(output, urls)) if collectives.ranks.rank == 0 else None
-    wanted = Wanted(**collectives.broadcast(begun))
-    follower = MembershipFollower(
-        inference.pool, output, wanted, writes_state=collectives.ranks.rank == 0
-    )
+def follow_membership(run: OpenRun, endpoints: Endpoints) -> None:
+    """From now on ``easyrl endpoints`` adds and removes endpoints. Collective."""
+    inference, is_first = endpoints.inference, run.ranks.is_first
+    begun = asdict(begin_membership(run.output, endpoints.urls)) if is_first else None
+    wanted = Wanted(**run.collectives.broadcast(begun))
+    follower = MembershipFollower(inference.pool, run.output, wanted, writes_state=is_first)
     inference.thread.run(follower.start())
-    opened.callback(lambda: inference.thread.run(follower.close()))
+    run.opened.callback(lambda: inference.thread.run(follower.close()))
 
 
 def require_weight_routes(inference: Inference) -> None:
@@ -154,15 +144,10 @@ def warn_of_short_contexts(config: Config, inference: Inference, *, rollout: boo
                 )
 
 
-def build_weight_sync(
-    config: Config,
-    run: str,
-    engine: DeepSpeedEngine,
-    collectives: Collectives,
-    inference: Inference,
-    prompts: Sequence[Prompt],
-    stop: StopRequest,
+def _build_weight_sync(
+    run: OpenRun, engine: DeepSpeedEngine, inference: Inference, prompts: Sequence[Prompt]
 ) -> WeightSync:
+    config = run.config
     limits = _limits(inference.pool).values()
     whole = [limit for limit in limits if limit >= FEWEST_TOKENS] or limits  # one may say nonsense
     try:
@@ -183,17 +168,23 @@ def build_weight_sync(
             config=config.weight_sync,
             tolerance=config.weight_sync.canary_tolerance
             or DEFAULT_CANARY_TOLERANCE[config.model.dtype],
-            run_name=run,
+            run_name=run.version.run,
             startup_timeout_s=config.inference.startup_timeout_s,
             max_outage_s=config.inference.max_outage_s,
             engine=engine,
             pool=inference.pool,
             thread=inference.thread,
-            collectives=collectives,
+            collectives=run.collectives,
             canary=canary,
             dummy=dummy_micro_batch,
-            stop=stop,
+            stop=run.signals.stop,
             api_keys=inference.api_keys,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _limits(pool: EndpointPool) -> dict[str, int]:
+    """Prompt and response tokens together that an endpoint serves, by URL, where it says so."""
+    served = {endpoint.url: endpoint.served for endpoint in pool.endpoints}
+    return {url: s.max_model_len for url, s in served.items() if s and s.max_model_len is not None}

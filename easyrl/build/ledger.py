@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from contextlib import ExitStack
 from pathlib import Path
 
 from blake3 import blake3
 
+from easyrl.build.run import OpenRun
 from easyrl.build.steps import has_more_batches, max_draws, num_epochs
 from easyrl.config import Config, ConfigError
 from easyrl.config.secrets import redact
@@ -27,7 +27,7 @@ from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
 from easyrl.runtime.run_folder import keep_attempt, on_rank_zero
-from easyrl.schema import PolicyVersion, Progress, RunComplete
+from easyrl.schema import Progress, RunComplete
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +58,7 @@ def recipe_digest(config: Config) -> str:
     return blake3(text.encode() + b"\n" + own).hexdigest(length=16)
 
 
-def open_earlier_run(
-    config: Config,
-    output: Path,
-    version: PolicyVersion,
-    order: PromptOrder,
-    collectives: Collectives,
-) -> EarlierRun | None:
+def open_earlier_run(run: OpenRun, order: PromptOrder) -> EarlierRun | None:
     """On the first rank, what ``--resume`` goes on with; changes nothing. Collective.
 
     Raises ``ConfigError`` on every rank if it cannot go on with these settings, ``RunComplete`` if
@@ -75,12 +69,12 @@ def open_earlier_run(
     def open_it() -> str | None:
         nonlocal earlier
         try:
-            earlier = EarlierRun(output, _run_record(config, version, order))
+            earlier = EarlierRun(run.output, _run_record(run, order))
         except CertificateError as error:
             raise ConfigError(f"--resume: {error}") from error
-        return _completion(config, output, order, earlier)
+        return _completion(run.config, run.output, order, earlier)
 
-    completion: str | None = on_rank_zero(collectives, open_it)
+    completion: str | None = on_rank_zero(run.collectives, open_it)
     if completion is not None:
         raise RunComplete(completion)
     return earlier
@@ -154,25 +148,21 @@ def print_chain(output: Path) -> None:
 
 
 def open_certificate(
-    config: Config,
-    output: Path,
-    version: PolicyVersion,
+    run: OpenRun,
     order: PromptOrder,
     progress: Progress,
     earlier: EarlierRun | None,
-    collectives: Collectives,
-    opened: ExitStack,
-    seal_key: SealKey | None = None,
+    seal_key: SealKey | None,
 ) -> Certificate | None:
     """The certificate on the first rank, which says that a new attempt begins. Collective.
 
     The first that writes into the folder of an ``earlier`` run, with the attempt's number. Raises
     ``ConfigError`` on every rank if the attempt has no place there; then nothing is written.
     """
-    run = _run_record(config, version, order)
+    config = run.config
     attempt = AttemptRecord(
-        attempt=version.attempt,
-        num_ranks=collectives.ranks.world_size,
+        attempt=run.version.attempt,
+        num_ranks=run.ranks.world_size,
         first_batch=progress.closed_batches,
         reason="checkpoint" if progress.step else "start",
         epochs=num_epochs(config),
@@ -188,20 +178,22 @@ def open_certificate(
         try:
             if earlier is not None:
                 earlier.refuse(attempt)
-            keep_attempt(version, output)
-            certificate = Certificate(output / CERTIFICATE_FILE, run, attempt, seal_key)
+            keep_attempt(run.version, run.output)
+            certificate = Certificate(
+                run.output / CERTIFICATE_FILE, _run_record(run, order), attempt, seal_key
+            )
         except CertificateError as error:
             raise ConfigError(f"--resume: {error}") from error
-        opened.callback(certificate.close)
+        run.opened.callback(certificate.close)
 
-    on_rank_zero(collectives, open_it)
+    on_rank_zero(run.collectives, open_it)
     return certificate
 
 
-def _run_record(config: Config, version: PolicyVersion, order: PromptOrder) -> RunRecord:
-    cursor = order.cursor(0)
+def _run_record(run: OpenRun, order: PromptOrder) -> RunRecord:
+    config, cursor = run.config, order.cursor(0)
     return RunRecord(
-        run=version.run,
+        run=run.version.run,
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         num_prompts=int(cursor["num_prompts"]),

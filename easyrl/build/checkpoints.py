@@ -1,0 +1,62 @@
+"""What a run keeps between its attempts, checkpoints and journal, and where it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from easyrl.build.data import TrainingData
+from easyrl.build.ledger import reference_identity
+from easyrl.build.model import LoadedModel
+from easyrl.build.run import OpenRun
+from easyrl.completion_check import CompletionLimits
+from easyrl.config import ConfigError
+from easyrl.ledger.checkpoints.checkpoints import Checkpoints
+from easyrl.ledger.journal.batch import Journal, group_settings
+from easyrl.ledger.ledger import resume as resume_progress
+from easyrl.recipes.loading import load_recipe
+from easyrl.schema import Progress
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """The model is as it was when ``progress`` was made."""
+
+    checkpoints: Checkpoints
+    journal: Journal
+    reference: str | None  # ``reference_identity``
+    progress: Progress
+
+
+def open_kept_state(run: OpenRun, data: TrainingData, model: LoadedModel) -> KeptState:
+    """Loads the checkpoint that a resumed run goes on from; writes nothing. Collective.
+
+    Raises ``ConfigError`` if its settings were others.
+    """
+    config = run.config
+    checkpoints = run.opened.enter_context(  # a run that ends well waits for its last checkpoint
+        Checkpoints(
+            run.output / "checkpoints",
+            config.checkpoint.keep,
+            model.engine,
+            run.collectives,
+            config.checkpoint.background,
+            record=run.record,
+        )
+    )
+    journal = Journal(
+        run.output / "journal",
+        run.version.attempt,
+        run.ranks.rank,
+        config.journal.fsync,
+        settings=group_settings(config, rejects=load_recipe(config).rejects),
+        limits=CompletionLimits(data.vocab_size, config.rollout.max_tokens),
+        record=run.record,
+    )
+    reference = reference_identity(config, run.collectives)
+    progress = Progress()
+    if run.resume:
+        try:
+            progress = resume_progress(checkpoints, data.order, reference, model.resume_at_most)
+        except ValueError as error:  # other settings than those of the checkpoint
+            raise ConfigError(f"--resume: {error}") from error
+    return KeptState(checkpoints, journal, reference, progress)

@@ -1,0 +1,52 @@
+"""Servers of the run's own (``inference.launch``), beside those that somebody else runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from easyrl.config import Config, ConfigError
+from easyrl.inference_client.servers.managed.supervisor import ManagedServers
+from easyrl.runtime.determinism import is_strict
+from easyrl.runtime.rank_store import spans_hosts
+
+
+class StartedServers(NamedTuple):
+    """All endpoints of the configuration, servers of the run's own among them."""
+
+    urls: list[str]
+    api_keys: dict[str, str]  # by URL, made for own servers
+    last_ends: Callable[[], list[str]] = list  # how own servers have ended that are not up
+
+
+def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> StartedServers:
+    """Starts the servers of ``inference.launch``, on the first rank.
+
+    They come up while the model loads. ``log_dir`` receives what they print.
+    """
+    urls = config.inference.urls
+    if config.inference.launch is None:
+        return StartedServers(urls, {})
+    if spans_hosts():
+        raise ConfigError(
+            "inference.launch: starts servers for one machine, this run has several; start them "
+            "with vllm serve and name their URLs in inference.endpoints"
+        )
+    if int(os.environ.get("RANK", "0")) > 0:
+        return StartedServers(urls, {})
+    servers = ManagedServers(
+        config.inference.launch,
+        config.model.path,
+        log_dir,
+        config.model.dtype,
+        batch_invariant=is_strict(config),
+    )
+    opened.callback(servers.close)
+    try:
+        urls = urls + servers.start()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return StartedServers(urls, servers.api_keys, lambda: servers.last_ends)

@@ -1,0 +1,61 @@
+"""The trainer of a run, around the parts that are open by then."""
+
+from __future__ import annotations
+
+from easyrl.build.accumulation import build_accumulator
+from easyrl.build.checkpoints import KeptState
+from easyrl.build.run import OpenRun
+from easyrl.dataloaders.prompts.dataset import PromptOrder
+from easyrl.engines.base import TrainEngine
+from easyrl.ledger.certificate.writer import Certificate
+from easyrl.ledger.journal.rollouts import JournalledRollouts
+from easyrl.ledger.ledger import Ledger
+from easyrl.metrics.logprob_agreement import agreement_limit
+from easyrl.metrics.reporter import StepReporter
+from easyrl.trainer.loop import Trainer
+from easyrl.weight_sync.publish import WeightSync
+
+
+def build_trainer(
+    run: OpenRun,
+    engine: TrainEngine,
+    kept: KeptState,
+    order: PromptOrder,
+    certificate: Certificate | None,
+    rollouts: JournalledRollouts,
+    weight_sync: WeightSync,
+    reporter: StepReporter,
+) -> Trainer:
+    """Opens nothing."""
+    config, progress = run.config, kept.progress
+    prunes = run.ranks.is_first and config.journal.keep != "all"
+    return Trainer(
+        rollouts=rollouts,
+        accumulator=build_accumulator(
+            config,
+            engine,
+            run.collectives,
+            run.signals.stop,
+            record=run.record,
+            synchronous=config.run.mode == "sync",
+            agreement_limit=agreement_limit(config),
+        ),
+        weight_sync=weight_sync,
+        ledger=Ledger(
+            certificate,
+            kept.checkpoints,
+            order,
+            run.collectives,
+            every_steps=config.checkpoint.every_steps,
+            step=progress.step,
+            journal=kept.journal if prunes else None,
+            reference=kept.reference,
+        ),
+        reporter=reporter,
+        first_version=run.version,
+        groups_per_update=config.trainer.batch_size // config.trainer.updates_per_batch,
+        updates_per_batch=config.trainer.updates_per_batch,
+        max_steps=config.trainer.max_steps,
+        max_bad_steps=config.trainer.max_bad_steps,
+        progress=progress,
+    )
