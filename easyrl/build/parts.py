@@ -11,7 +11,6 @@ from easyrl.build.endpoints import follow_membership, open_endpoints
 from easyrl.build.inference import open_scoring
 from easyrl.build.ledger import open_certificate, open_earlier_run
 from easyrl.build.model import load_model
-from easyrl.build.peers import watch_peers
 from easyrl.build.reporter import open_reporter
 from easyrl.build.rollouts import open_rollouts
 from easyrl.build.run import open_run
@@ -48,7 +47,6 @@ def build_parts(
     earlier = open_earlier_run(run, data.order) if resume else None
     servers = start_servers(config, opened, run.output / "servers")  # up when the model is loaded
     model = load_model(run, data, earlier)
-    peers = watch_peers(run.collectives, opened, signals, config.watchdog.peer_timeout_s)
     kept = open_kept_state(run, data, model)
     endpoints = open_endpoints(run, scoring, data, model.engine, servers)
 
@@ -77,5 +75,5 @@ def build_parts(
         endpoints.weight_sync,
         reporter,
     )
-    watch_progress(run, peers, endpoints.inference, rollouts)
+    watch_progress(run, endpoints.inference, rollouts)
     return trainer, model.engine

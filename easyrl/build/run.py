@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from easyrl.build.peers import watch_peers
 from easyrl.build.trial import try_attention
 from easyrl.config import Config
 from easyrl.config.file import plain_secrets
@@ -21,6 +22,7 @@ from easyrl.recipes.loading import load_recipe, notices
 from easyrl.rewards.functions import check_rewards
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import make_deterministic
+from easyrl.runtime.notices import Notices
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_folder import next_attempt, open_event_log, prepare_output
 from easyrl.runtime.signals import RunSignals
@@ -39,6 +41,7 @@ class OpenRun:
     signals: RunSignals
     resume: bool
     collectives: Collectives
+    peers: Notices  # the board that all ranks read
     output: Path  # this run's alone
     version: PolicyVersion  # of this attempt, with v 0
     tokens: TokenProgress
@@ -66,6 +69,7 @@ def open_run(
     said_of_model = model_notices(config.model)  # refuses a model before servers start
     start_process_group()
     collectives = Collectives(Ranks.data_parallel(dist.get_rank(), dist.get_world_size()))
+    peers = watch_peers(collectives, opened, signals, config.watchdog.peer_timeout_s)
     try_attention(config)
     output = prepare_output(config, collectives, opened, resume=resume)
     on_folder()
@@ -78,6 +82,7 @@ def open_run(
         signals,
         resume,
         collectives,
+        peers,
         output,
         next_attempt(config, output, collectives),
         tokens,

@@ -5,13 +5,10 @@ from __future__ import annotations
 from easyrl.build.inference import Inference
 from easyrl.build.run import OpenRun
 from easyrl.ledger.journal.rollouts import JournalledRollouts
-from easyrl.runtime.notices import Notices
 from easyrl.runtime.watchdog import STUCK, UNWIND_S, Watchdog
 
 
-def watch_progress(
-    run: OpenRun, peers: Notices, inference: Inference, rollouts: JournalledRollouts
-) -> None:
+def watch_progress(run: OpenRun, inference: Inference, rollouts: JournalledRollouts) -> None:
     """From now on too few tokens end the run."""
 
     def describe() -> str:
@@ -27,6 +24,6 @@ def watch_progress(
             in_outage=lambda: inference.pool.in_outage,
             max_outage_s=run.config.inference.max_outage_s,
             loop=inference.thread.loop,
-            notices=peers,
+            notices=run.peers,
         )
     )
