@@ -58,9 +58,7 @@ def open_endpoints(
         run.opened,
         scoring,
         vocab_size=data.vocab_size,
-        urls=urls,
-        own_keys=own_keys,
-        last_ends=servers.last_ends,
+        servers=servers._replace(urls=urls, api_keys=own_keys),
         num_shares=run.ranks.dp_size,
         record=run.record,
     )

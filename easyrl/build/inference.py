@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from easyrl.build.accumulation import is_interruption
+from easyrl.build.servers import StartedServers
 from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
 from easyrl.inference_client.api_keys import ApiKeys
@@ -146,9 +147,7 @@ def open_inference(
     scoring: Scoring,
     *,
     vocab_size: int,
-    urls: Sequence[str] | None = None,
-    own_keys: Mapping[str, str] | None = None,
-    last_ends: Callable[[], list[str]] = list,
+    servers: StartedServers | None = None,
     num_shares: int = 1,
     record: Record = ignore,
 ) -> Inference:
@@ -157,14 +156,13 @@ def open_inference(
     Args:
         scoring: its thread is the producer's.
         vocab_size: of the policy; another token id is its endpoint's fault.
-        urls: of the endpoints; default: the configuration's.
-        own_keys: by URL, of servers that the run has started.
-        last_ends: how servers that the run has started have ended, a line each.
+        servers: default: those of the configuration that somebody else runs.
         num_shares: ranks that share them.
     """
     thread, workers = scoring.thread, scoring.workers
+    servers = servers or StartedServers(config.inference.urls, {})
     api_keys = ApiKeys.read(config.inference)
-    for url, key in (own_keys or {}).items():
+    for url, key in servers.api_keys.items():
         api_keys.learn(url, key)
     fetchers = FetcherPool(config.inference.num_fetchers, api_keys, vocab_size=vocab_size)
     thread.run(fetchers.start())
@@ -172,7 +170,7 @@ def open_inference(
     pool = EndpointPool(
         config.inference,
         fetchers,
-        urls=urls,
+        urls=servers.urls,
         api_keys=api_keys,
         num_shares=num_shares,
         update_timeout_s=config.weight_sync.timeout_s,
@@ -180,9 +178,9 @@ def open_inference(
     thread.run(pool.start())
     opened.callback(lambda: thread.run(pool.close()))
     try:
-        thread.run(pool.wait_until_healthy())
+        thread.run(pool.wait_until_healthy(given_up=servers.given_up))
     except (NoEndpointError, RequestRejected) as error:
-        if ends := last_ends():
+        if ends := servers.last_ends():
             listed = "".join(f"\n  {end}" for end in ends)
             raise ConfigError(
                 f"inference.launch: {error}{listed}\n(correct its options)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ class StartedServers(NamedTuple):
     urls: list[str]
     api_keys: dict[str, str]  # by URL, made for own servers
     last_ends: Callable[[], list[str]] = list  # how own servers have ended that are not up
+    given_up: Callable[[], Collection[str]] = tuple  # URLs of own servers that will not be up again
 
 
 def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> StartedServers:
@@ -49,4 +50,6 @@ def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> StartedSe
         urls = urls + servers.start()
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return StartedServers(urls, servers.api_keys, lambda: servers.last_ends)
+    return StartedServers(
+        urls, servers.api_keys, lambda: servers.last_ends, lambda: servers.given_up
+    )

@@ -55,9 +55,7 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
             opened,
             open_scoring(config, opened),
             vocab_size=policy_vocabulary(config),
-            urls=servers.urls,
-            own_keys=servers.api_keys,
-            last_ends=servers.last_ends,
+            servers=servers,
         )
         warn_of_short_contexts(config, inference, rollout=False)
         nobody_stops = StopRequest(config.trainer.grace_s)

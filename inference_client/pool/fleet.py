@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import aiohttp
@@ -90,16 +90,19 @@ class Fleet:
         for url in self._first_urls:
             self.add(url)
 
-    async def wait_until_healthy(self, grace_s: float = 5.0) -> None:
+    async def wait_until_healthy(
+        self, grace_s: float = 5.0, *, given_up: Callable[[], Collection[str]] = tuple
+    ) -> None:
         """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
 
         Raises ``NoEndpointError`` with what each answered if there is none after
-        ``startup_timeout_s``, and ``RequestRejected`` at once if all refuse us (a wrong API key).
+        ``startup_timeout_s``, or as soon as all are among the URLs ``given_up``, and
+        ``RequestRejected`` at once if all others refuse us (a wrong API key).
         """
         limit_s = self._config.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._until_one_is_up()
+                await self._until_one_is_up(given_up)
         except TimeoutError:
             raise NoEndpointError(
                 f"no endpoint is up after {limit_s:g} s (inference.startup_timeout_s):"
@@ -107,17 +110,24 @@ class Fleet:
             ) from None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while not all(e.is_up or e.refused is not None for e in self.endpoints):
+                while self._awaited(given_up):
                     await asyncio.sleep(POLL_S)
         if late := [endpoint for endpoint in self.endpoints if not endpoint.is_up]:
             log.warning("going on without endpoints that are not up yet:%s", status_lines(late))
 
-    async def _until_one_is_up(self) -> None:
+    async def _until_one_is_up(self, given_up: Callable[[], Collection[str]]) -> None:
         while not any(endpoint.is_up for endpoint in self.endpoints):
-            refusals = [endpoint.refused for endpoint in self.endpoints]
-            if (first := next(iter(refusals), None)) is not None and None not in refusals:
-                raise first
+            if self.endpoints and not self._awaited(given_up):
+                refusals = (e.refused for e in self.endpoints if e.refused is not None)
+                raise next(refusals, None) or NoEndpointError(
+                    "no endpoint is up, and none will be:" + status_lines(self.endpoints)
+                )
             await asyncio.sleep(POLL_S)
+
+    def _awaited(self, given_up: Callable[[], Collection[str]]) -> list[Endpoint]:
+        """The endpoints that are not up yet, and may still be."""
+        gone = given_up()
+        return [e for e in self.endpoints if not (e.is_up or e.refused or e.url in gone)]
 
     async def close(self) -> None:
         """Ends background work and closes all connections. Safe to call twice."""

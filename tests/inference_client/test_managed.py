@@ -204,6 +204,19 @@ def test_a_server_that_never_comes_up_is_given_up_with_its_log(
     assert len(errors) == 1 and "--no-such-option" in errors[0].getMessage()
 
 
+def test_a_server_that_does_not_know_its_options_is_not_started_again(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = RestartPolicy(interval_s=0.05, back_off_s=0.01, max_early_exits=2)
+    server = "import argparse\nargparse.ArgumentParser().parse_args()"
+    python = fake_vllm(tmp_path / "environment", "vllm", "easyrl-vllm", server=server)
+    with managed(model_dir, tmp_path, policy, engine="vllm", python=python) as (servers, urls):
+        assert eventually(lambda: urls[0] in servers.given_up, 60)
+        said = f"server 0 at {urls[0]} ended with status 2, a mistake in its options; it stays down"
+        assert servers.given_up[urls[0]].startswith(said)
+    assert "starting it again" not in caplog.text
+
+
 def test_a_server_that_hangs_before_its_first_answer_is_killed(
     model_dir: Path, tmp_path: Path
 ) -> None:

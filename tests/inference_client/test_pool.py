@@ -301,6 +301,20 @@ async def test_start_names_what_each_answered_when_none_comes():
                for server in group)  # fmt: skip
 
 
+async def test_nobody_is_waited_for_who_has_been_given_up():
+    first, second = servers(2)
+    first.healthy = second.healthy = False
+    async with pool_of(first, second, confirmed=False) as pool:
+        gone = {first.url: "ended"}
+        waiting = asyncio.create_task(pool.wait_until_healthy(given_up=lambda: gone))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()  # the other one may come
+        gone[second.url] = "ended"
+        with pytest.raises(NoEndpointError, match="none will be:") as caught:
+            await asyncio.wait_for(waiting, 10)
+    assert first.url in str(caught.value)
+
+
 async def test_a_wrong_key_is_told_at_once_and_a_missing_one_before_the_start(monkeypatch):
     (server,) = servers(1, api_key="secret")
     async with pool_of(server, confirmed=False) as pool:

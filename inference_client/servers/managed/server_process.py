@@ -21,6 +21,7 @@ from easyrl.inference_client.servers.managed.process_guard import ProcessGuard, 
 from easyrl.runtime.machine import pin_process
 
 HOST = "127.0.0.1"
+USAGE_ERROR = 2  # exit status
 STOP_TIMEOUT_S = 15.0
 TAIL_CHARACTERS = 3000
 READY_LINE = re.compile(r"(http://127\.0\.0\.1:(\d+))\s")
@@ -150,6 +151,11 @@ class ServerProcess(ABC):
     def has_ended(self) -> bool:
         """Whether the server's first process is gone."""
         return self.process.poll() is not None
+
+    @property
+    def refused_options(self) -> bool:
+        """Whether it has ended because of its command line, as argparse and click end."""
+        return self.process.returncode == USAGE_ERROR and "usage:" in self._log_text().lower()
 
     def stop(self) -> None:
         """Ends the server, gently first, and all that it forked. Safe to call twice."""

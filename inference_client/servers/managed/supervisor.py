@@ -155,7 +155,7 @@ class _WatchedServer:
     last_end: str | None = None  # how it ended the last time, on one line
     _started: float = field(default_factory=time.monotonic)  # of its last start
     _up_since: float | None = None  # time.monotonic() of the first answer since then
-    _answered: float = 0.0  # ... of the last one
+    _answered: float = 0.0  # ... of the last one of all starts
     _early_exits: int = 0
     _closing: threading.Event = field(default_factory=threading.Event)
 
@@ -216,6 +216,8 @@ class _WatchedServer:
         self.server.stop()  # what the server forked goes with it, restarted or not
         if not self.restart:
             self._give_up(f"{where}; it stays down (inference.launch.restart=false){report}")
+        elif self.server.refused_options and not self._answered:  # the next start has the same
+            self._give_up(f"{where}, a mistake in its options; it stays down{report}")
         elif self._early_exits >= self.policy.max_early_exits:
             self._give_up(f"{where}, {self._early_exits} times in a row; it stays down{report}")
         else:

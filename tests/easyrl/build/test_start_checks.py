@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -11,22 +12,25 @@ import pytest
 
 from easyrl.build.data import load_tokenizer, require_known_tokens
 from easyrl.build.endpoints import require_weight_routes
-from easyrl.build.inference import Inference
+from easyrl.build.inference import Inference, Scoring, open_inference
+from easyrl.build.servers import start_servers
 from easyrl.build.trial import try_attention
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import validate_config
 from easyrl.inference_client.errors import EndpointUnavailable, RequestRejected
 from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.workers.worker_pool import WorkerPool
 from easyrl.schema import Prompt
+from tests.inference_client.test_launch import fake_vllm
 from tests.tiny_tokenizer import tiny_tokenizer
 
 
-def config(model: Path, **settings: object) -> Config:
+def config(model: Path, inference: dict[str, object] | None = None, **settings: object) -> Config:
     return validate_config(
         {
             "model": {"path": str(model), "dtype": "fp32"} | settings,
             "data": {"files": ["prompts.jsonl"]},
-            "inference": {"endpoints": ["http://127.0.0.1:1"]},
+            "inference": inference or {"endpoints": ["http://127.0.0.1:1"]},
             "rewards": [{"name": "exact"}],
             "trainer": {"zero_stage": 0},
         }
@@ -95,3 +99,18 @@ def test_endpoints_without_weight_routes(errors, is_refused):
             return
         with pytest.raises(ConfigError, match=r"inference\.endpoints: .*(?s:.)*a:1: GET /weight_i"):
             require_weight_routes(inference)
+
+
+def test_an_own_server_that_refuses_its_options_is_not_waited_for(tmp_path):
+    """startup_timeout_s is five minutes: the test's own limit."""
+    server = "import argparse\nargparse.ArgumentParser().parse_args()"
+    python = fake_vllm(tmp_path / "environment", "vllm", "easyrl-vllm", server=server)
+    (tmp_path / "config.json").write_text("{}")
+    launched = {"launch": {"engine": "vllm", "python": str(python), "options": ["--typo"]}}
+    settings = config(tmp_path, inference=launched)
+    with ExitStack() as opened:
+        servers = start_servers(settings, opened, tmp_path / "servers")
+        scoring = Scoring(opened.enter_context(LoopThread()), WorkerPool(1))
+        said = r"(?s)inference\.launch: .*none will be:.*unrecognized .* --typo\n\(correct its"
+        with pytest.raises(ConfigError, match=said):
+            open_inference(settings, opened, scoring, vocab_size=8, servers=servers)
