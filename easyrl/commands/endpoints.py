@@ -56,7 +56,7 @@ def add_command(
         return wanted.with_added(url, api_key_env)
 
     with _refusals():
-        url = _checked_url(url)
+        url = endpoint_url(url)
         try:
             variable_name(api_key_env)
         except ValueError as error:
@@ -84,7 +84,7 @@ def remove_command(
         return wanted.without(url)
 
     with _refusals():
-        url = _checked_url(url)
+        url = endpoint_url(url)
         _change(run_dir, change, f"{url} is removed: what it has in flight finishes")
 
 
@@ -144,13 +144,6 @@ def _change(run_dir: Path, change: Callable[[Wanted], Wanted], what: str) -> Non
     if state is not None and not state.is_alive:
         what += "; but the run is not running, and its next start takes inference.endpoints"
     _print(what)
-
-
-def _checked_url(url: str) -> str:
-    try:
-        return endpoint_url(url)
-    except ValueError as error:
-        raise ValueError(f"{error}; write it as http://HOST:PORT") from error
 
 
 def _wanted(run_dir: Path) -> Wanted:

@@ -42,7 +42,10 @@ def test_add_and_remove_change_the_wanted_list(tmp_path):
         (("add", "DIR", A), "is an endpoint of .* already.*remove it first"),
         (("add", "DIR", "host:8000"), "not an http:// or https:// URL; write it as"),
         (("add", "DIR", "http://"), "names no server"),
-        (("add", "DIR", "http://host:99999"), "write it as http://HOST:PORT"),
+        (
+            ("add", "DIR", "http://host:99999"),
+            "Port out of range 0-65535; write it as http://host:8000\n",
+        ),
         (("add", "DIR/elsewhere", B), "no run in .*elsewhere.*run.output_dir"),
         (("list", "DIR/elsewhere"), "no run in .*elsewhere"),
         (("remove", "DIR", B), f"{B} is no endpoint of .*there are: {A}"),
