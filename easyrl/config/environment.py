@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -17,7 +18,7 @@ from easyrl.config.secrets import Path, leaves
 # innermost first; a decoded variable is one expression
 _EXPRESSION = re.compile(r"(?<!\\)\$\{\s*oc\.(?:env\s*:[^{}]*|decode\s*:\s*\ufdd0\d+\ufdd1\s*)\}")
 _MARK = re.compile("\ufdd0(\\d+)\ufdd1")  # stands for the expression of that number
-_NAME = re.compile(r"\$\{\s*oc\.env\s*:\s*([^,}]*?)\s*([,}])")
+_NAME = re.compile(r"(?<!\\)\$\{\s*oc\.env\s*:\s*([^,}]*?)\s*([,}])")
 
 
 def expressions(tree: Any) -> dict[Path, str]:
@@ -25,18 +26,13 @@ def expressions(tree: Any) -> dict[Path, str]:
     raw = OmegaConf.to_container(tree, resolve=False)
     found: list[str] = []
 
-    def mark(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: mark(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [mark(item) for item in value]
+    def mark(text: str) -> str:
         before = None
-        while isinstance(value, str) and value != before:
-            before = value
-            value = _EXPRESSION.sub(lambda match: _number(found, match[0]), value)
-        return value
+        while text != before:
+            before, text = text, _EXPRESSION.sub(lambda match: _number(found, match[0]), text)
+        return text
 
-    marked = mark(raw)
+    marked = _with_texts(raw, mark)
     written = {path: text for path, text in leaves(marked) if _asks_environment(text)}
     written = {path: text for path, text in leaves(raw) if path in written}  # as it stands there
     try:
@@ -56,16 +52,8 @@ def with_variables_as_they_are(tree: Any) -> Any:
         name, end = match.groups()
         return match[0] if end == "," or name in os.environ else "\\" + match[0]
 
-    text = OmegaConf.to_container(tree, resolve=False)
-
-    def change(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: change(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [change(item) for item in value]
-        return re.sub(rf"(?<!\\){_NAME.pattern}", keep, value) if isinstance(value, str) else value
-
-    return OmegaConf.create(change(text))
+    raw = OmegaConf.to_container(tree, resolve=False)
+    return OmegaConf.create(_with_texts(raw, lambda text: _NAME.sub(keep, text)))
 
 
 def escaped(text: str) -> str:
@@ -76,6 +64,15 @@ def escaped(text: str) -> str:
 def without_defaults(expression: str) -> str:
     """A secret's: what stands in for a variable that is not set is a secret too."""
     return re.sub(r"(\$\{\s*oc\.env\s*:[^,{}]*),[^{}]*\}", r"\1}", expression)
+
+
+def _with_texts(values: Any, change: Callable[[str], str]) -> Any:
+    """A tree as loaded, with ``change`` of each of its texts."""
+    if isinstance(values, dict):
+        return {key: _with_texts(item, change) for key, item in values.items()}
+    if isinstance(values, list):
+        return [_with_texts(item, change) for item in values]
+    return change(values) if isinstance(values, str) else values
 
 
 def _number(found: list[str], expression: str) -> str:
