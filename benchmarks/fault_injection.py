@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from easyrl.inference_client.servers.managed.process_guard import session_members
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
+from easyrl.runtime.process_guard import session_members
 
 Kind = Literal["kill", "end", "stop"]  # SIGKILL, SIGTERM, SIGSTOP
 TICK_S = 0.1

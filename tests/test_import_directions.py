@@ -23,12 +23,13 @@ MAY_IMPORT = {
     "runtime.loop_thread": "",
     "runtime.machine": "",
     "runtime.printable": "",
+    "runtime.process_guard": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
     "runtime.user_code": "",
-    "runtime.workers": "",
+    "runtime.workers": "runtime.process_guard",
     "kernels.attention": "",
     "kernels.layers": "",
     "kernels.logprobs": "",
@@ -47,8 +48,8 @@ MAY_IMPORT = {
     "inference_client.vllm_plugin": "",
     "inference_client.transfer": "runtime.small_files inference_client.api_keys"
     " inference_client.vllm_plugin",
-    "inference_client.servers.managed": "config runtime.machine inference_client.api_keys"
-    " inference_client.vllm_plugin.easyrl_vllm.access",
+    "inference_client.servers.managed": "config runtime.machine runtime.process_guard"
+    " inference_client.api_keys inference_client.vllm_plugin.easyrl_vllm.access",
     "inference_client.servers.embedded": "schema runtime.machine runtime.numerics"
     " inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained

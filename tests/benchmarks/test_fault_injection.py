@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from benchmarks.fault_injection import FaultInjector, Schedule, Victim
-from easyrl.inference_client.servers.managed.process_guard import session_members
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from easyrl.runtime.machine import free_port
+from easyrl.runtime.process_guard import session_members
 
 # answers /health; has a child, as vLLM has its engine core
 SERVER = """

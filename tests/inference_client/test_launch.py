@@ -16,13 +16,13 @@ import pytest
 import requests
 
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess, VllmServerProcess
-from easyrl.inference_client.servers.managed.process_guard import (
+from easyrl.inference_client.servers.managed.server_process import ServerProcess, ServerStartError
+from easyrl.runtime.machine import free_port
+from easyrl.runtime.process_guard import (
     _is_resource_tracker,
     kill_session,
     session_members,
 )
-from easyrl.inference_client.servers.managed.server_process import ServerProcess, ServerStartError
-from easyrl.runtime.machine import free_port
 from tests.waiting import eventually
 
 

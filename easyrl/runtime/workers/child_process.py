@@ -56,11 +56,13 @@ class Child:
         One that the kernel does not let go (a disk that hangs) is left behind after ``limit_s``:
         the result lists them.
         """
+        from easyrl.runtime.process_guard import marked_processes  # of no use to the child
+
         deadline_s = time.monotonic() + limit_s
         while True:
             self.kill()
             has_ended = self.process.poll() is not None
-            left = _marked(self.mark)
+            left = marked_processes(self.mark)
             if has_ended and not left:
                 return []
             if time.monotonic() > deadline_s:
@@ -95,7 +97,7 @@ def start_child(entry: str, environment: Mapping[str, str] | None = None) -> Chi
             descriptor=theirs.fileno(),
             parent=os.getpid(),
         )
-        mark = f"EASYRL_CHILD_{secrets.token_hex(8)}"
+        mark = new_mark()
         process = subprocess.Popen(
             [sys.executable, "-c", code],
             env={**os.environ, **ENVIRONMENT, **(environment or {}), mark: ""},
@@ -106,16 +108,9 @@ def start_child(entry: str, environment: Mapping[str, str] | None = None) -> Chi
     return Child(process, ours, mark)
 
 
-def _marked(mark: str) -> list[int]:
-    """Running processes with the variable ``mark`` in their environment; zombies have none."""
-    import psutil  # the child imports this file, too, and has no use for it
-
-    found = []
-    for pid in psutil.pids():
-        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
-            if mark in psutil.Process(pid).environ():
-                found.append(pid)
-    return found
+def new_mark() -> str:
+    """Name of a variable that no other process has."""
+    return f"EASYRL_CHILD_{secrets.token_hex(8)}"
 
 
 def child_main(entry: str, descriptor: int, parent_pid: int) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
-from easyrl.runtime.workers.child_process import Failure
+from easyrl.runtime.process_guard import ProcessGuard
+from easyrl.runtime.workers.child_process import Failure, new_mark
 from easyrl.runtime.workers.supervised_child import SupervisedChild
 from easyrl.runtime.workers.worker_process import ENTRY, main_script
 
@@ -32,8 +33,8 @@ class WorkerPool:
     """``num_workers`` processes that run functions for one asyncio loop.
 
     Workers are new interpreters that import only what their tasks need (not the main script, unless
-    a task lives in it; then the script needs its ``if __name__ == "__main__":``). ``close`` leaves
-    no process behind; on Linux neither does a parent that is killed.
+    a task lives in it; then the script needs its ``if __name__ == "__main__":``). Neither ``close``
+    nor a parent that is killed leaves a process behind, of theirs or that a task has started.
 
     ``initializer`` is called with ``initargs`` in each new process before its first task. If it
     raises, the tasks raise its exception.
@@ -46,13 +47,19 @@ class WorkerPool:
         initargs: tuple[Any, ...] = (),
     ) -> None:
         greeting = main_script(), pickle.dumps((initializer or _nothing, initargs))
-        self._workers = [_Worker(pickle.dumps(greeting), self) for _ in range(num_workers)]
+        self._mark = new_mark()
+        self._workers = [
+            _Worker(pickle.dumps(greeting), self, {self._mark: ""}) for _ in range(num_workers)
+        ]
+        self._guard: ProcessGuard | None = None  # while it runs
         self._waiting: deque[_Task] = deque()
         self._running = False
 
     async def start(self) -> None:
         """Starts the processes; calls belong to this loop, and its thread, from now on."""
         self._running = True
+        self._guard = ProcessGuard()
+        self._guard.watch_marked(self._mark)
         for worker in self._workers:
             worker.ensure_started()
 
@@ -66,6 +73,9 @@ class WorkerPool:
                 worker.finish(WorkerDied(f"the worker pool was closed while {name} ran"))
         while task := self.next_task():
             task.future.cancel()
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            await asyncio.to_thread(guard.release)
 
     async def call(
         self, function: Callable[..., T], *args: Any, timeout_s: float | None = None
@@ -115,8 +125,8 @@ class _Task:
 class _Worker(SupervisedChild):
     """One process at a time, and the task that it runs."""
 
-    def __init__(self, greeting: bytes, pool: WorkerPool) -> None:
-        super().__init__(ENTRY, greeting)
+    def __init__(self, greeting: bytes, pool: WorkerPool, environment: Mapping[str, str]) -> None:
+        super().__init__(ENTRY, greeting, environment)
         self.task: _Task | None = None
         self._pool = pool
         self._initialized = False

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Self, cast
 
-from easyrl.inference_client.servers.managed.process_guard import ProcessGuard, kill_session
 from easyrl.runtime.machine import pin_process
+from easyrl.runtime.process_guard import ProcessGuard, kill_session
 
 HOST = "127.0.0.1"
 USAGE_ERROR = 2  # exit status

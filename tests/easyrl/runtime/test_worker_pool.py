@@ -405,7 +405,10 @@ PARENT = """
 
 @contextlib.contextmanager
 def parent_with_busy_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, list[int]]]:
-    """A process in a group of its own, with its workers: one idle, one that holds its GIL."""
+    """A process in a group of its own, with its workers and their guard.
+
+    One worker is idle, one holds its GIL.
+    """
     script, path = tmp_path / "parent.py", tmp_path / "pid"
     script.write_text(textwrap.dedent(PARENT))
     process = subprocess.Popen(
@@ -419,7 +422,7 @@ def parent_with_busy_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, 
         wait_until(lambda: path.exists() and path.read_text() != "")
         children = Path(f"/proc/{process.pid}/task").glob("*/children")
         pids = {int(pid) for file in children for pid in file.read_text().split()}
-        assert {first, int(path.read_text())} <= pids and len(pids) == 2
+        assert {first, int(path.read_text())} <= pids and len(pids) == 3
         yield process, sorted(pids)
     finally:
         process.kill()
@@ -440,3 +443,33 @@ def test_ctrl_c_ends_the_parent_and_leaves_no_worker(tmp_path):
         errors = process.communicate(timeout=20)[1].decode()
         wait_until(lambda: not any(map(alive, pids)))
         assert "KeyboardInterrupt" in errors and "worker_main" not in errors
+
+
+STARTING_PARENT = """
+    import asyncio, subprocess, sys
+    from easyrl.runtime.workers.worker_pool import WorkerPool
+
+    def start(apart):
+        command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        return subprocess.Popen(command, start_new_session=apart).pid
+
+    async def main():
+        pool = WorkerPool(1)
+        await pool.start()
+        for apart in (False, True):
+            print(await pool.call(start, apart), flush=True)
+        await asyncio.sleep(1000)
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+def test_nothing_that_tasks_have_started_outlives_a_killed_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(STARTING_PARENT))
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as parent:
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        assert all(map(alive, pids))
+        parent.kill()
+        wait_until(lambda: not any(map(alive, pids)))

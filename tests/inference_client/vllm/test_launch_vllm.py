@@ -21,9 +21,9 @@ from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.inference_client.servers.managed.launch import VllmServerProcess
-from easyrl.inference_client.servers.managed.process_guard import session_members
 from easyrl.inference_client.servers.managed.server_process import ServerStartError
 from easyrl.inference_client.servers.managed.supervisor import ManagedServers
+from easyrl.runtime.process_guard import session_members
 from tests.inference_client.test_launch import answers
 from tests.inference_client.vllm.plugin_server import PLUGIN_PATH
 from tests.tiny_models import save_tiny_model

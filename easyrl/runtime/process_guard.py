@@ -1,12 +1,14 @@
-"""Ends a server's processes when the process that started them is gone, however it ended.
+"""Ends processes when the process that started them is gone, however it ended.
 
-A server forks processes of its own (vLLM's engine cores and workers), which a kill of the server,
-or of the trainer above it, would leave behind. So each server runs in a session of its own, and a
-helper process that does nothing but watch its parent kills that whole session.
+What a trainer starts starts more: vLLM its engine cores and workers, a user's reward whatever it
+likes. A kill of the trainer would leave these behind. So a helper process that does nothing but
+watch its parent kills them: all of a session (a server's), or all that have inherited a *mark*, a
+variable of their environment, in whatever session (those of workers).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -25,9 +27,9 @@ TRACKER_PATIENCE_S = 5.0  # on a busy machine it may not even have started yet
 
 
 class ProcessGuard:
-    """Watches over one session on behalf of this process.
+    """Watches over sessions and marks on behalf of this process.
 
-    Made before the session exists, so that nothing is started unguarded; told of it by ``watch``.
+    Made before the processes exist, so that nothing is started unguarded.
     """
 
     def __init__(self) -> None:
@@ -42,13 +44,40 @@ class ProcessGuard:
 
     def watch(self, session: int) -> None:
         """From now on ``session`` ends with this process."""
-        self._pipe.write(f"{session}\n".encode())
-        self._pipe.flush()
+        self._tell(str(session))
+
+    def watch_marked(self, mark: str) -> None:
+        """From now on all that have ``mark``, which is no number, end with this process."""
+        self._tell(mark)
 
     def release(self) -> None:
-        """Ends the watch; what is left of the session is killed first. Safe to call twice."""
+        """Ends the watch; what is left is killed first. Safe to call twice."""
         self._pipe.close()
         self._helper.wait()
+
+    def _tell(self, line: str) -> None:
+        self._pipe.write(f"{line}\n".encode())
+        self._pipe.flush()
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Running processes with the variable ``mark`` in their environment; zombies have none."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or another user's
+            if mark in psutil.Process(pid).environ():
+                found.append(pid)
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """Kills all that have ``mark``; one that the kernel does not let go is left behind."""
+    deadline_s = time.monotonic() + KILL_TIMEOUT_S
+    while (pids := marked_processes(mark)) and time.monotonic() < deadline_s:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def kill_session(session: int) -> None:
@@ -92,7 +121,7 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def main(parent: int) -> None:
-    """What the helper process runs: reads the session's number, ends it when ``parent`` is gone."""
+    """What the helper process runs: reads sessions and marks, ends them when ``parent`` is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it to all below the parent
     received = b""
     # Both, since a process that the parent forked may hold its end of the pipe open.
@@ -101,8 +130,11 @@ def main(parent: int) -> None:
             if not (data := os.read(0, 4096)):
                 break
             received += data
-    for session in received.split():
-        kill_session(int(session))
+    for watched in received.decode().split():
+        if watched.isdecimal():
+            kill_session(int(watched))
+        else:
+            kill_marked(watched)
 
 
 if __name__ == "__main__":
