@@ -17,6 +17,7 @@ from easyrl.config.recipe import RecipeConfig
 from easyrl.config.rewards import RewardConfig, ScoringConfig
 from easyrl.config.rollout import RolloutConfig, SamplingConfig, rollout_contradictions
 from easyrl.config.run import RunConfig
+from easyrl.config.secrets import KeyPath
 from easyrl.config.trainer import TrainerConfig, trainer_contradictions
 from easyrl.config.watchdog import WatchdogConfig
 from easyrl.config.weight_sync import SHARED_MEMORY, WeightSyncConfig
@@ -40,7 +41,7 @@ class Config(Section):
     journal: JournalConfig = JournalConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     # by path of the value: what the file says instead of it, ${oc.env:NAME}
-    _expressions: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+    _expressions: dict[KeyPath, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

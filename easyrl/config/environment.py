@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from easyrl.config.secrets import Path, leaves
+from easyrl.config.secrets import KeyPath, leaves
 
 # innermost first; a decoded variable is one expression
 _EXPRESSION = re.compile(r"(?<!\\)\$\{\s*oc\.(?:env\s*:[^{}]*|decode\s*:\s*\ufdd0\d+\ufdd1\s*)\}")
@@ -21,7 +21,7 @@ _MARK = re.compile("\ufdd0(\\d+)\ufdd1")  # stands for the expression of that nu
 _NAME = re.compile(r"(?<!\\)\$\{\s*oc\.env\s*:\s*([^,}]*?)\s*([,}])")
 
 
-def expressions(tree: Any) -> dict[Path, str]:
+def expressions(tree: Any) -> dict[KeyPath, str]:
     """What to write for each value of ``tree`` that depends on a variable, also through another."""
     raw = OmegaConf.to_container(tree, resolve=False)
     found: list[str] = []

@@ -28,6 +28,7 @@ from easyrl.config.file_errors import describe_interpolation, describe_yaml, why
 from easyrl.config.recipe import MOVED, moved_keys
 from easyrl.config.secrets import (
     REDACTED,
+    KeyPath,
     dotted,
     is_secret_key,
     leaves,
@@ -35,7 +36,6 @@ from easyrl.config.secrets import (
     redacted_paths,
     secret_paths,
 )
-from easyrl.config.secrets import Path as Path_
 
 SHOWN = 5  # keys of a file that is something else
 
@@ -151,7 +151,7 @@ def public_tree(config: Config) -> dict[str, Any]:
     plain = config.model_dump(mode="json")
     written = config._expressions
 
-    def public(value: Any, hidden: Any, path: tuple[str | int, ...]) -> Any:
+    def public(value: Any, hidden: Any, path: KeyPath) -> Any:
         if path in written:
             return written[path] if hidden == value else without_defaults(written[path])
         if isinstance(value, dict):
@@ -169,7 +169,7 @@ def plain_secrets(config: Config) -> list[str]:
     return [dotted(path) for path in paths if path not in config._expressions]
 
 
-def _without_secrets(message: str, values: Any, written: Mapping[Path_, str]) -> str:
+def _without_secrets(message: str, values: Any, written: Mapping[KeyPath, str]) -> str:
     """``message``, which may show some of ``values``, with stand-ins for what is secret."""
     stand_ins = dict.fromkeys(secret_paths(values), REDACTED) | dict(written)
     for path, value in leaves(values):

@@ -19,7 +19,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)(=?)(.*)", re.S)
 
 Key = str | int
-Path = tuple[Key, ...]  # of a value in the tree
+KeyPath = tuple[Key, ...]  # of a value in the tree
 
 
 def is_secret_key(name: str) -> bool:
@@ -33,25 +33,25 @@ def redact(values: Any) -> Any:
     return _redact(values, secret=False)
 
 
-def secret_paths(values: Any) -> list[Path]:
+def secret_paths(values: Any) -> list[KeyPath]:
     """Where secrets are in ``values``."""
     hidden = dict(leaves(redact(values)))
     return [path for path, value in leaves(values) if hidden[path] != value]
 
 
-def redacted_paths(values: Any) -> list[Path]:
+def redacted_paths(values: Any) -> list[KeyPath]:
     """Where ``values`` has lost a secret."""
     texts = [(path, value) for path, value in leaves(values) if isinstance(value, str)]
     return [path for path, text in texts if text.endswith(REDACTED)]
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """As overrides write it: ``rewards[0].kwargs.api_key``."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return "".join(parts).removeprefix(".")
 
 
-def leaves(values: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(values: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """All values of a tree that are no mapping or list."""
     if isinstance(values, dict):
         for key, value in values.items():
