@@ -14,7 +14,7 @@ from easyrl.build.trial import try_user_code
 from easyrl.config import Config, ConfigError, DatasetConfig
 from easyrl.dataloaders.prompts.dataset import PromptOrder, load_prompts
 from easyrl.models.vocabulary import vocabulary_size
-from easyrl.runtime.run_folder import on_rank_zero
+from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.user_code import describe
 from easyrl.schema import Prompt
 

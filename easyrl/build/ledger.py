@@ -24,9 +24,9 @@ from easyrl.ledger.checkpoints.folder import CheckpointFolder, file_blake3
 from easyrl.ledger.earlier_run import EarlierRun
 from easyrl.metrics.logprob_agreement import agreement_limit
 from easyrl.recipes.loading import load_recipe
-from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.collectives import Collectives, on_rank_zero
 from easyrl.runtime.run_files import CERTIFICATE_FILE
-from easyrl.runtime.run_folder import keep_attempt, on_rank_zero
+from easyrl.runtime.run_folder import keep_attempt
 from easyrl.schema import Progress, RunComplete
 
 logger = logging.getLogger(__name__)

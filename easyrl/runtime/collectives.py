@@ -13,6 +13,7 @@ import orjson
 import torch
 import torch.distributed as dist
 
+from easyrl.config import ConfigError
 from easyrl.runtime.rank_store import serve_store
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested, TooManyExcluded
@@ -139,3 +140,22 @@ class Collectives:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise
         work.wait()  # raises what went wrong
+
+
+def on_rank_zero(collectives: Collectives, work: Callable[[], T]) -> T:
+    """What ``work()`` of rank 0 returns, a JSON-able value. Collective.
+
+    Raises what it raises, on the other ranks a ``ConfigError``.
+    """
+    if collectives.ranks.rank != 0:
+        problem, value = collectives.broadcast(None)
+        if problem is not None:
+            raise ConfigError(f"rank 0: {problem}")
+        return value
+    try:
+        value = work()
+    except (ConfigError, OSError) as error:
+        collectives.broadcast([str(error), None])
+        raise
+    collectives.broadcast([None, value])
+    return value

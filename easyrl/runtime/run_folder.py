@@ -11,15 +11,14 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import dump_config
 from easyrl.metrics.event_log import EventLog, Record, ignore
-from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.collectives import Collectives, on_rank_zero
 from easyrl.runtime.durable_files import write_durably
 from easyrl.runtime.run_files import (
     ATTEMPT_FILE,
@@ -33,7 +32,6 @@ from easyrl.runtime.shared_folder import require_shared
 from easyrl.runtime.small_files import read_small
 from easyrl.schema import PolicyVersion
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 LOCK_POLL_S = 0.2
@@ -248,22 +246,3 @@ def _read_attempt(file: Path) -> tuple[str, int]:
             )
         ) from error
     return run, attempt
-
-
-def on_rank_zero(collectives: Collectives, work: Callable[[], T]) -> T:
-    """What ``work()`` of rank 0 returns, a JSON-able value. Collective.
-
-    Raises what it raises, on the other ranks a ``ConfigError``.
-    """
-    if collectives.ranks.rank != 0:
-        problem, value = collectives.broadcast(None)
-        if problem is not None:
-            raise ConfigError(f"rank 0: {problem}")
-        return value
-    try:
-        value = work()
-    except (ConfigError, OSError) as error:
-        collectives.broadcast([str(error), None])
-        raise
-    collectives.broadcast([None, value])
-    return value
