@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import subprocess
 import sys
 import types
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from torch import Tensor
 from easyrl.kernels.layers import layer_check, npu_layers, plain
 from easyrl.kernels.layers.layer_check import CheckedLayers
 from tests.kernels.layer_tensors import assert_exact, inputs, others
-from tests.kernels.test_npu_attention import SIGNATURE_FILE, WHEEL
+from tests.kernels.torch_npu_declarations import torch_npu_declarations
 
 LAYERS = ("rms_norm", "rotary", "swiglu")
 
@@ -270,18 +268,7 @@ def test_heads_that_npu_rotary_mul_does_not_take_are_refused() -> None:
 
 @pytest.mark.parametrize("operator", SIGNATURES)
 def test_the_signatures_are_the_wheels(operator: str) -> None:
-    """The package cannot be imported without CANN: a wheel will do, where ``WHEEL`` names one."""
-    if WHEEL in os.environ:
-        with zipfile.ZipFile(os.environ[WHEEL]) as wheel:
-            declarations = wheel.read(SIGNATURE_FILE).decode()
-    else:
-        try:
-            files = importlib.metadata.files("torch-npu") or []
-        except importlib.metadata.PackageNotFoundError:
-            pytest.skip(f"torch-npu is not installed, and {WHEEL} names no wheel of it")
-        (path,) = (file for file in files if str(file) == SIGNATURE_FILE)
-        declarations = path.read_text()
-    assert f"func: {SIGNATURES[operator]}\n" in declarations
+    assert f"func: {SIGNATURES[operator]}\n" in torch_npu_declarations()
 
 
 @pytest.mark.npu
