@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.layers import layer_check, npu_layers, plain
+from easyrl.kernels.layers import npu_layers, plain
 from easyrl.kernels.layers.layer_check import CheckedLayers
+from tests.kernels.counted_layers import LAYERS, counted_backend
 from tests.kernels.layer_tensors import assert_exact, inputs, others
 from tests.kernels.torch_npu_declarations import torch_npu_declarations
-
-LAYERS = ("rms_norm", "rotary", "swiglu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -34,23 +33,8 @@ def test_plain_layers_are_exact(layer: str, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A backend that ``auto`` takes on a CPU; right, but for what a test puts into it."""
-    module = types.ModuleType("fused_layers_of_a_test")
-    module.calls = []  # type: ignore[attr-defined]
-
-    def counted(layer: str) -> Callable[..., Any]:
-        def compute(*arguments: Any) -> Any:
-            module.calls.append(layer)
-            return getattr(plain, layer)(*arguments)
-
-        return compute
-
-    for layer in LAYERS:
-        setattr(module, layer, counted(layer))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(layer_check.BACKENDS, "liger", module.__name__)
-    monkeypatch.setitem(layer_check.OF_DEVICE, "cpu", "liger")
-    return module
+    """Right, but for what a test puts into it."""
+    return counted_backend(monkeypatch)
 
 
 def run(layers: CheckedLayers, layer: str, dtype: torch.dtype = torch.float32) -> Any:
