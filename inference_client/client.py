@@ -114,8 +114,8 @@ class EndpointClient:
         """The raw body of ``n`` responses to one prompt, for ``parse_generate_response``.
 
         Cancelling closes the connection, upon which the server aborts the request. Stop strings
-        need a server that decodes: ``ValueError`` if this one does not (``--tokens-only``,
-        ``--skip-tokenizer-init``), since the latter would ignore them silently.
+        need a server that decodes; one that does not (``--tokens-only``, ``--skip-tokenizer-init``)
+        is not asked, since the latter would ignore them silently: it has refused the request.
         """
         if sampling.stop and not self._applies_stop_strings:
             await self._require_stop_strings(token_ids)
@@ -221,9 +221,10 @@ class EndpointClient:
         try:
             await self._request("POST", GENERATE, body)
         except RequestRejected as error:
-            raise ValueError(
+            raise type(error)(
+                self.url,
                 "rollout.stop (or evaluation.sampling.stop): it cannot apply stop strings, "
-                f"use stop_token_ids, or start it with a tokenizer. It answered: {error}"
+                f"use stop_token_ids, or start it with a tokenizer. It answered: {error.reason}",
             ) from None
 
     async def _decoded(

@@ -24,6 +24,7 @@ from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointUnavailable,
     MalformedResponse,
+    PromptRejected,
     RequestRejected,
 )
 from easyrl.inference_client.responses import parse_generate_response
@@ -166,7 +167,7 @@ async def test_generate_sends_every_sampling_parameter(endpoint, client):
 
 async def test_stop_strings_need_a_server_that_decodes(endpoint, client):
     endpoint.has_tokenizer = False
-    with pytest.raises(ValueError, match=r"rollout\.stop .* stop_token_ids") as caught:
+    with pytest.raises(PromptRejected, match=r"rollout\.stop .* stop_token_ids") as caught:
         await client.generate(PROMPT, SamplingConfig(stop=["END"]), seed=0)
     assert "requires a tokenizer" in str(caught.value) and not endpoint.requests
     await client.generate(PROMPT, SamplingConfig(stop_token_ids=[1]), seed=0)
