@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient, ServedModel
-from easyrl.inference_client.errors import EndpointError, RequestRejected
+from easyrl.inference_client.errors import EndpointError
 
 UNLIMITED = sys.maxsize  # the context of an endpoint that does not tell its length
 SLOWDOWN = 8  # a response may take so many times as long for a token as the others took
@@ -40,7 +40,7 @@ class Endpoint:
         self.proof = 0  # number of its last good proof in this attempt of the run, by URL
         self.excluded: str | None = None  # why it gets no more requests
         self.down: str | None = None  # why it is set aside for now
-        self.refused: RequestRejected | None = None  # it answers, and wants nothing of us
+        self.refused: EndpointError | None = None  # it answers, and will not serve us
         # It is down for refusing the canary prompt with these: it returns by serving it.
         self.owes_canary: SamplingConfig | None = None
         self.num_false_refusals = 0  # of prompts that another served, since the weights moved last

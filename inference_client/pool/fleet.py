@@ -18,6 +18,7 @@ from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
+    MalformedResponse,
     NoEndpointError,
     Outage,
     RequestRejected,
@@ -96,7 +97,8 @@ class Fleet:
         """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
 
         Raises ``NoEndpointError`` with what each answered if there is none after
-        ``startup_timeout_s``, and ``RequestRejected`` at once if all refuse us (a wrong API key).
+        ``startup_timeout_s``, and ``RequestRejected`` or ``MalformedResponse`` at once if all
+        refuse us (a wrong API key) or are no inference servers (a URL that redirects).
         """
         limit_s = self._config.startup_timeout_s
         try:
@@ -317,6 +319,8 @@ class Fleet:
         try:
             served = await self._served_version(endpoint)
         except EndpointError as error:
+            says_no = isinstance(error, RequestRejected | MalformedResponse)
+            endpoint.refused = error if says_no else None
             self._unanswered(endpoint, error)
             return
         endpoint.num_unanswered = 0
@@ -355,9 +359,6 @@ class Fleet:
         except TimeoutError:
             reason = f"did not say within {self.probe_timeout_s:g} s how it is"
             raise EndpointUnavailable(endpoint.url, reason) from None
-        except RequestRejected as error:
-            endpoint.refused = error
-            raise
 
     async def _pay_canary(self, endpoint: Endpoint) -> None:
         """One that refused the canary prompt has to serve it, however healthy it says it is."""
