@@ -313,6 +313,14 @@ async def test_the_key_is_sent(endpoint, session):
         await EndpointClient(endpoint.url, session).served_model()
 
 
+@pytest.mark.parametrize("key", ["1", "token", "12345678"])
+async def test_a_key_that_good_answers_contain_does_not_damage_them(endpoint, session, key):
+    client = EndpointClient(endpoint.url, session, api_key=key)
+    body = await client.generate(PROMPT, SamplingConfig(), seed=12345678)
+    (made,) = parse_generate_response(body, endpoint.url, len(PROMPT))
+    assert made.token_ids.tolist() == [12345678, 12345679, 12345680]
+
+
 async def test_an_endpoint_that_repeats_the_key_does_not_bring_it_into_messages(session):
     answers = {400: RequestRejected, 503: EndpointUnavailable, 200: MalformedResponse}
     for code, kind in answers.items():
