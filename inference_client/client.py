@@ -52,7 +52,7 @@ HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
-# A shorter key, or a number, may be a part of any good answer: of a field's name, a digest, a token.
+# A shorter key, or a number, may be a part of any good answer: of a name, a digest, a token id.
 SHORTEST_SECRET = 8
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
