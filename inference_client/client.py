@@ -52,6 +52,8 @@ HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
+# A shorter key, or a number, may be a part of any good answer: of a name, a digest, a token id.
+SHORTEST_SECRET = 8
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
 IDENTITY = {"Accept-Encoding": "identity"}  # see ``answers.read_body``
@@ -114,8 +116,8 @@ class EndpointClient:
         """The raw body of ``n`` responses to one prompt, for ``parse_generate_response``.
 
         Cancelling closes the connection, upon which the server aborts the request. Stop strings
-        need a server that decodes: ``ValueError`` if this one does not (``--tokens-only``,
-        ``--skip-tokenizer-init``), since the latter would ignore them silently.
+        need a server that decodes; one that does not (``--tokens-only``, ``--skip-tokenizer-init``)
+        is not asked, since the latter would ignore them silently: it has refused the request.
         """
         if sampling.stop and not self._applies_stop_strings:
             await self._require_stop_strings(token_ids)
@@ -221,9 +223,10 @@ class EndpointClient:
         try:
             await self._request("POST", GENERATE, body)
         except RequestRejected as error:
-            raise ValueError(
+            raise type(error)(
+                self.url,
                 "rollout.stop (or evaluation.sampling.stop): it cannot apply stop strings, "
-                f"use stop_token_ids, or start it with a tokenizer. It answered: {error}"
+                f"use stop_token_ids, or start it with a tokenizer. It answered: {error.reason}",
             ) from None
 
     async def _decoded(
@@ -301,7 +304,10 @@ class EndpointClient:
 
     def _without_key(self, content: bytes) -> bytes:
         """An answer that repeats our key: what it says may come into logs and files."""
-        return content if not self._api_key else content.replace(self._api_key.encode(), b"[key]")
+        key = self._api_key or ""
+        if len(key) < SHORTEST_SECRET or key.isdecimal():
+            return content
+        return content.replace(key.encode(), b"[key]")
 
 
 class _ModelCard(msgspec.Struct):

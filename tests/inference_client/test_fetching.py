@@ -126,9 +126,9 @@ async def test_no_server_is_unavailable(endpoint, fetch):
         await fetch(endpoint.url, PROMPT, SAMPLING, 0)
 
 
-async def test_what_the_user_has_to_change_is_a_value_error(endpoint, fetch):
+async def test_a_server_that_cannot_apply_stop_strings_has_refused(endpoint, fetch):
     endpoint.has_tokenizer = False
-    with pytest.raises(ValueError, match=r"rollout\.stop .* stop_token_ids"):
+    with pytest.raises(PromptRejected, match=r"rollout\.stop .* stop_token_ids"):
         await fetch(endpoint.url, PROMPT, SamplingConfig(stop=["END"]), 0)
 
 
