@@ -11,7 +11,6 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from fake_endpoint import FakeEndpoint, break_off, hang, status
 
 from easyrl.config import RolloutConfig, SamplingConfig
 from easyrl.inference_client.client import (
@@ -30,6 +29,7 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice, Slice
 from easyrl.schema import VersionSpan
+from tests.inference_client.fake_endpoint import FakeEndpoint, break_off, hang, status
 
 REAL_RESPONSE = Path(__file__).with_name("vllm_generate_response.json").read_bytes()
 PROMPT = np.array([5, 6, 7], dtype=np.int32)

@@ -7,21 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncate
-from pool_cases import (
-    PROMPT,
-    SAMPLING,
-    V1,
-    V2,
-    ask,
-    open_all,
-    pool_of,
-    sample,
-    seeds,
-    servers,
-    until,
-)
-from raw_server import RawServer, http
 
 from easyrl.config import InferenceConfig, SamplingConfig
 from easyrl.inference_client.errors import (
@@ -35,6 +20,28 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths
+from tests.inference_client.fake_endpoint import (
+    FakeEndpoint,
+    answer,
+    break_off,
+    hang,
+    status,
+    truncate,
+)
+from tests.inference_client.pool_cases import (
+    PROMPT,
+    SAMPLING,
+    V1,
+    V2,
+    ask,
+    open_all,
+    pool_of,
+    sample,
+    seeds,
+    servers,
+    until,
+)
+from tests.inference_client.raw_server import RawServer, http
 
 # -- spread, limits, order ---------------------------------------------------------------
 

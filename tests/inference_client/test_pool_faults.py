@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_endpoint import FakeEndpoint, break_off, hang, status, truncate
-from pool_cases import PROMPT, V1, V2, ask, open_all, pool_of, repairer, servers, until
 
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -22,6 +20,18 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.schema import Completion
+from tests.inference_client.fake_endpoint import FakeEndpoint, break_off, hang, status, truncate
+from tests.inference_client.pool_cases import (
+    PROMPT,
+    V1,
+    V2,
+    ask,
+    open_all,
+    pool_of,
+    repairer,
+    servers,
+    until,
+)
 
 
 def answered(tasks: list[asyncio.Task[Completion]]) -> list[int]:

@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from fake_endpoint import FakeEndpoint, Fault, error_response, status
-from pool_cases import (
+
+from easyrl.config import SamplingConfig
+from easyrl.inference_client.errors import (
+    EndpointUnavailable,
+    Outage,
+    PromptRejected,
+    PromptTooLong,
+)
+from tests.inference_client.fake_endpoint import FakeEndpoint, Fault, error_response, status
+from tests.inference_client.pool_cases import (
     PROMPT,
     SAMPLING,
     V1,
@@ -21,14 +29,6 @@ from pool_cases import (
     seeds,
     servers,
     until,
-)
-
-from easyrl.config import SamplingConfig
-from easyrl.inference_client.errors import (
-    EndpointUnavailable,
-    Outage,
-    PromptRejected,
-    PromptTooLong,
 )
 
 OTHER = np.array([8, 9], dtype=np.int32)
