@@ -123,7 +123,7 @@ class WeightSync:
         # used on rank 0 only, as are the next two
         self._store = WeightStore(config, self.run_name)
         pusher = WeightPusher(self._store, self._broadcaster)
-        self._reconciler = Reconciler(self.pool, pusher, self._prover)
+        self._reconciler = Reconciler(self.pool, pusher, self._prover, config.timeout_s)
         self._current: Target | None = None  # stays on the host until the next is served
         mine = self._reconciler if self.collectives.ranks.rank == 0 else None
         self.confirmed = ConfirmedEndpoints(self.pool, self._prover, mine, self.startup_timeout_s)

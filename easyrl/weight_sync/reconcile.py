@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.schema import Completion
 from easyrl.weight_sync.broadcasting import BroadcastFailed, TensorTee
@@ -37,6 +37,8 @@ class Reconciler:
     """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop.
 
     Attributes:
+        timeout_s: of answers that one endpoint owes in all while it is brought to a version: who
+            has let so much pass is not pushed to again.
         probe: once learned, shown by whoever is new or has restarted.
         on_failed_proof: told of one that showed other weights than it was given, once it is out of
             use and its requests in flight go elsewhere.
@@ -45,6 +47,7 @@ class Reconciler:
     pool: EndpointPool
     pusher: WeightPusher
     prover: Prover
+    timeout_s: float = 600.0
     probe: Probe | None = None
     on_failed_proof: Callable[[Endpoint], object] = lambda endpoint: None
 
@@ -101,7 +104,7 @@ class Reconciler:
     ) -> Shown:
         async with self._locks[endpoint.url]:
             shown = Shown()
-            pushes_left = PUSH_ATTEMPTS
+            pushes_left, waited_s = PUSH_ATTEMPTS, 0.0
             while True:
                 try:
                     stamp = await self.pusher.stamp_of(endpoint, weights)
@@ -121,7 +124,9 @@ class Reconciler:
                         raise
                     logger.warning("weight sync: %s", error)
                     await self._quarantine(endpoint, weights, error)
-                    if not pushes_left:
+                    if isinstance(error, NotAnswered):
+                        waited_s += error.waited_s
+                    if not pushes_left or waited_s >= self.timeout_s:
                         raise ProofFailed(endpoint.url, error.reason) from error
 
     async def _quarantine(self, endpoint: Endpoint, weights: Target, error: EndpointError) -> None:

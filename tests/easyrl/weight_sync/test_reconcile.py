@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
@@ -185,6 +185,23 @@ def test_who_fails_twice_has_failed(broken):
             await parts.reconcile()
         assert parts.client.calls.count("start") == 2
         assert parts.client.version == UPDATING
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("broken", ["pause", "start", "update", "finish", "resume", "prove"])
+def test_who_has_let_the_time_of_all_answers_pass_is_not_pushed_to_again(broken):
+    """One limit for everything; each request has its own."""
+
+    async def story():
+        silent = NotAnswered(URL, f"{broken} was not answered", 600.0)
+        parts = Parts({broken: failing(silent)})
+        with pytest.raises(ProofFailed, match=f"{broken} was not answered"):
+            await parts.reconcile()
+        assert parts.client.calls.count("start") == (broken != "pause")
+        short = NotAnswered(URL, "not answered", 10.0)
+        parts = Parts({broken: failing(short)})
+        await parts.reconcile()
 
     asyncio.run(story())
 

@@ -23,6 +23,7 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
     NOWHERE,
     PROVE,
     Hanging,
+    HangsAt,
     MissesUpdates,
     PlainEngine,
     Restarting,
@@ -187,6 +188,23 @@ def test_an_endpoint_that_hangs_in_the_middle_is_not_waited_for(
             assert "unanswered" in rank.statuses()[proxy.url]
             proxy.hangs = False
             wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:1")
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/collective_rpc"])
+def test_an_endpoint_that_never_answers_one_route_costs_one_time_out(
+    path, model_dir, server, second_server, tmp_path, monkeypatch
+):
+    """Not two pushes of several requests each, while all others wait."""
+    monkeypatch.setattr("easyrl.weight_sync.push.GIVING_UP_S", 0.2)
+    options = {"probe": False, "timeout_s": 1.5}
+    with closing(HangsAt(second_server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [server, proxy.url], tmp_path, **options) as rank:
+            rank.sync.publish(V0)
+            proxy.path = path
+            proxy.seen.clear()
+            assert rank.sync.publish(V1).metrics["sync/endpoints"] == 1
+            assert f"{path} was not answered within 1.5 s" in rank.statuses()[proxy.url]
+            assert proxy.seen.count("/start_weight_update") == 1
 
 
 def test_all_down_is_waited_out(model_dir, server, second_server, tmp_path):
