@@ -12,7 +12,7 @@ from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
 from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import FanOut, Reconciler
+from easyrl.weight_sync.reconcile import DamagedCopy, FanOut, Reconciler
 from easyrl.weight_sync.target import MOST_CHUNKS
 from tests.easyrl.weight_sync.scripted_endpoint import (
     PUSH,
@@ -26,6 +26,7 @@ from tests.easyrl.weight_sync.scripted_endpoint import (
     stream,
     until,
 )
+from tests.inference_client.served_tensors import ArtifactInMemory
 
 PROVED = ["prove", "sample"]
 STAMPED = ["stamp", "ask"]
@@ -202,6 +203,19 @@ def test_who_has_let_the_time_of_all_answers_pass_is_not_pushed_to_again(broken)
         short = NotAnswered(URL, "not answered", 10.0)
         parts = Parts({broken: failing(short)})
         await parts.reconcile()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("broken", ["update", "prove"])
+def test_who_was_given_a_damaged_copy_is_not_to_blame(broken):
+    async def story():
+        parts = Parts({broken: failing(EndpointError(URL, "checksum"))})
+        parts.target.complete(ArtifactInMemory(WEIGHTS, frozenset({"weight-0"})))
+        with pytest.raises(DamagedCopy, match="'weight-0' was changed"):
+            await parts.reconcile()
+        assert parts.pool.events == ["quarantine"] and parts.client.calls.count("start") == 1
+        assert parts.client.version == UPDATING
 
     asyncio.run(story())
 

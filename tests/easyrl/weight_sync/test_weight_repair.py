@@ -22,6 +22,7 @@ from easyrl.weight_sync.target import Target
 from tests.easyrl.weight_sync.weight_sync_parts import (
     NOWHERE,
     PROVE,
+    DamagesArtefacts,
     Hanging,
     HangsAt,
     MissesUpdates,
@@ -402,6 +403,18 @@ def test_what_is_excluded_and_why_is_the_same_everywhere(open_ranks, server, sec
         on_all(lambda rank: rank.sync.publish(V0), ranks)
         assert ranks[0].statuses() == ranks[1].statuses()
         assert "serves other weights" in ranks[0].statuses()[proxy.url]
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_every_rank_writes_damaged_weights_again_or_ends(times, open_ranks, server):
+    with closing(DamagesArtefacts(server)) as proxy:
+        ranks = open_ranks([proxy.url], probe=False)
+        proxy.times = times
+        for outcome in on_all(lambda rank: rank.sync.publish(V0), ranks):
+            if times == 1:
+                assert outcome.served.version == V0
+            else:
+                assert isinstance(outcome, Outage) and "were damaged" in str(outcome)
 
 
 @pytest.mark.parametrize("gone", [True, False], ids=["down", "excluded"])

@@ -389,6 +389,25 @@ class Restarting(Watched):
         self._upstream = upstream
 
 
+class DamagesArtefacts(Watched):
+    """Changes a byte of each of ``times`` artefacts, before its server reads of them."""
+
+    times = 0
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path == "/update_weights" and self.times and b"abandon" not in body:
+            self.times -= 1
+            info = orjson.loads(body)["update_info"]
+            folder = Path(self.inits[-1]["root"]) / info["artifact"]
+            with (folder / info["chunks"][0]["file"]).open("r+b") as file:
+                file.seek(-1, 2)
+                last = file.read(1)[0]
+                file.seek(-1, 2)
+                file.write(bytes([last ^ 1]))
+        return None
+
+
 class HangsAt(Watched):
     """Never answers requests to ``path`` once it has one; everything else it does."""
 
