@@ -33,6 +33,7 @@ from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
     MalformedResponse,
+    NotAnswered,
     PromptRejected,
     RequestRejected,
 )
@@ -292,12 +293,11 @@ class EndpointClient:
                 content = await read_body(response, self.url, route, max_bytes)
                 return response, self._without_key(content)
         except TimeoutError as error:
-            connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
-            what = "could not connect" if connecting else "was not answered"
-            reason = (
-                f"{method} {path} {what} within {CONNECT_TIMEOUT_S if connecting else limit_s} s"
-            )
-            raise EndpointUnavailable(self.url, reason) from None
+            if limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError):
+                reason = f"{method} {path} could not connect within {CONNECT_TIMEOUT_S} s"
+                raise EndpointUnavailable(self.url, reason) from None
+            reason = f"{method} {path} was not answered within {limit_s} s"
+            raise NotAnswered(self.url, reason, limit_s) from None
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{method} {path} failed: {type(error).__name__}: {shorten(str(error))}"
             raise EndpointUnavailable(self.url, reason) from None
