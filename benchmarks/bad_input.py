@@ -2,11 +2,11 @@
 
 ``python -m benchmarks.bad_input [--only TEXT] [--show]``
 
-Every kind of ``bad_input_*.py`` is made in a folder of its own, by the command a user would type,
+Every kind of ``parts/bad_input`` is made in a folder of its own, by the command a user would type,
 which runs its own ``main`` in a copy of a process that has imported everything: seconds are beyond
 imports (those of processes that it starts count). Two at a time; one that seems slow is run once
 more, alone, and the shorter time counts: the machine has other work, too. What is clear is
-``bad_input_rule``'s to say, the same for all. Servers are waited for 2 s
+``parts.bad_input.rule``'s to say, the same for all. Servers are waited for 2 s
 (``inference.startup_timeout_s``), rewards have 1 s (``timeout_s``), a folder in use is waited for
 1 s (``trainer.grace_s``): a user chooses these. The last line printed is one JSON object; the exit
 status is 0 if all kinds are clear and fast.
@@ -26,28 +26,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import (
-    bad_input_config,
-    bad_input_data,
-    bad_input_endpoints,
-    bad_input_models,
-    bad_input_paths,
-    bad_input_recipes,
-    bad_input_rewards,
+from benchmarks.parts.bad_input import (
+    config,
+    data,
+    endpoints,
+    models,
+    paths,
+    recipes,
+    rewards,
 )
-from benchmarks.bad_input_process import ForkedCommand, import_everything
-from benchmarks.bad_input_rule import Outcome, message_of, traceback_in, unclear
-from benchmarks.bad_input_scene import Mistake, Scene
-from benchmarks.bad_input_servers import wrong_servers
+from benchmarks.parts.bad_input.process import ForkedCommand, import_everything
+from benchmarks.parts.bad_input.rule import Outcome, message_of, traceback_in, unclear
+from benchmarks.parts.bad_input.scene import Mistake, Scene
+from benchmarks.parts.bad_input.servers import wrong_servers
 
 AREAS = {
-    "config": bad_input_config.MISTAKES,
-    "data": bad_input_data.MISTAKES,
-    "rewards": bad_input_rewards.MISTAKES,
-    "recipes": bad_input_recipes.MISTAKES,
-    "models": bad_input_models.MISTAKES,
-    "paths": bad_input_paths.MISTAKES,
-    "endpoints": bad_input_endpoints.MISTAKES,
+    "config": config.MISTAKES,
+    "data": data.MISTAKES,
+    "rewards": rewards.MISTAKES,
+    "recipes": recipes.MISTAKES,
+    "models": models.MISTAKES,
+    "paths": paths.MISTAKES,
+    "endpoints": endpoints.MISTAKES,
 }
 MOST_SECONDS = 5.0
 LIMIT_S = 30.0  # then it is ended
@@ -105,7 +105,7 @@ def _prepare(folder: Path, urls: dict[str, str], opened: ExitStack) -> Path:
     """The good model, a server of another one, and all imports."""
     from transformers.utils.logging import disable_progress_bar
 
-    from benchmarks.random_model import write_random_model
+    from benchmarks.parts.random_model import write_random_model
     from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 
     disable_progress_bar()

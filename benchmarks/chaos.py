@@ -29,15 +29,15 @@ from typing import cast
 import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.chaos_attempt import Attempt
-from benchmarks.chaos_plan import plan_strikes
-from benchmarks.chaos_run import AttemptFailed, ChaosRun, Hit, Pace, StartAttempt
-from benchmarks.chaos_verdict import SHOWN, certificate_verdict, compare_runs
-from benchmarks.launched_run import start_servers
-from benchmarks.ledger import Key, Ledger, dataset_order, read_ledger
-from benchmarks.random_model import write_prompts, write_random_model
-from benchmarks.run_phase import PHASES
-from benchmarks.run_watch import RunStuck
+from benchmarks.parts.chaos.attempt import Attempt
+from benchmarks.parts.chaos.plan import plan_strikes
+from benchmarks.parts.chaos.run import AttemptFailed, ChaosRun, Hit, Pace, StartAttempt
+from benchmarks.parts.chaos.verdict import SHOWN, certificate_verdict, compare_runs
+from benchmarks.parts.launched_run import start_servers
+from benchmarks.parts.ledger import Key, Ledger, dataset_order, read_ledger
+from benchmarks.parts.random_model import write_prompts, write_random_model
+from benchmarks.parts.run_phase import PHASES
+from benchmarks.parts.run_watch import RunStuck
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from easyrl.metrics.event_log import read_events

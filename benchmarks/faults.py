@@ -27,11 +27,11 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.fault_injection import Fault, FaultInjector, Schedule
-from benchmarks.launched_run import start_servers, start_trainer
-from benchmarks.ledger import Ledger, dataset_order, read_ledger
-from benchmarks.random_model import write_prompts, write_random_model
-from benchmarks.run_watch import RunStuck, RunWatch
+from benchmarks.parts.fault_injection import Fault, FaultInjector, Schedule
+from benchmarks.parts.launched_run import start_servers, start_trainer
+from benchmarks.parts.ledger import Ledger, dataset_order, read_ledger
+from benchmarks.parts.random_model import write_prompts, write_random_model
+from benchmarks.parts.run_watch import RunStuck, RunWatch
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from easyrl.metrics.event_log import read_events
 

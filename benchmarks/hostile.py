@@ -30,20 +30,20 @@ from typing import cast
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.chaos_attempt import Attempt
-from benchmarks.chaos_verdict import certificate_verdict
-from benchmarks.hostile_alone import Alone, runs_alone
-from benchmarks.hostile_catalogue import BEHAVIOURS
-from benchmarks.hostile_endpoint import HostileEndpoint, Stranger
-from benchmarks.hostile_files import RunFiles
-from benchmarks.hostile_plan import RunPlan, plan_runs
-from benchmarks.hostile_run import HostileRun, Outcome, StartAttempt
-from benchmarks.hostile_statuses import PROMPT_TOKENS
-from benchmarks.hostile_verdict import Total
-from benchmarks.launched_run import start_servers
-from benchmarks.ledger import dataset_order, read_ledger
-from benchmarks.random_model import write_prompts, write_random_model
-from benchmarks.trained_contents import check_trained_contents
+from benchmarks.parts.chaos.attempt import Attempt
+from benchmarks.parts.chaos.verdict import certificate_verdict
+from benchmarks.parts.hostile.alone import Alone, runs_alone
+from benchmarks.parts.hostile.catalogue import BEHAVIOURS
+from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
+from benchmarks.parts.hostile.files import RunFiles
+from benchmarks.parts.hostile.plan import RunPlan, plan_runs
+from benchmarks.parts.hostile.run import HostileRun, Outcome, StartAttempt
+from benchmarks.parts.hostile.statuses import PROMPT_TOKENS
+from benchmarks.parts.hostile.verdict import Total
+from benchmarks.parts.launched_run import start_servers
+from benchmarks.parts.ledger import dataset_order, read_ledger
+from benchmarks.parts.random_model import write_prompts, write_random_model
+from benchmarks.parts.trained_contents import check_trained_contents
 from easyrl.runtime.loop_thread import LoopThread
 
 CONFIG = "benchmarks/hostile.yaml"

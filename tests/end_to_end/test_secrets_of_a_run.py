@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.config.file import load_config
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from tests.end_to_end.trainer_run import ROOT, trainer_command, trainer_environment
