@@ -72,6 +72,56 @@ class Verdict:
         return f"{self.outcome.seconds:5.1f} s  {self.name}: {'; '.join(found) or 'clear'}"
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What all kinds share, and runs them."""
+
+    folder: Path
+    model: Path  # the good one
+    urls: dict[str, str]  # of servers, by name
+    show: bool  # clear messages too
+
+    def judge(self, kinds: Sequence[tuple[str, Mistake]]) -> list[Verdict]:
+        """Runs all ``kinds``, then the slow ones again."""
+        verdicts = self._run(kinds, self.folder / "all", AT_A_TIME)
+        slow = {verdict.name for verdict in verdicts if verdict.is_slow}
+        if not slow:
+            return verdicts
+        print(f"{len(slow)} slow ones once more, one at a time:", flush=True)
+        again = [(name, mistake) for name, mistake in kinds if name in slow]
+        second = {v.name: v for v in self._run(again, self.folder / "again", 1)}
+        return [min(v, second.get(v.name, v), key=lambda v: v.outcome.seconds) for v in verdicts]
+
+    def _run(
+        self, kinds: Sequence[tuple[str, Mistake]], folder: Path, at_a_time: int
+    ) -> list[Verdict]:
+        """Runs ``kinds`` and prints a line for each as it ends."""
+        verdicts: list[Verdict] = []
+        waiting = list(enumerate(kinds))[::-1]
+        running: list[tuple[str, Mistake, Scene, ForkedCommand]] = []
+        while waiting or running:
+            while waiting and len(running) < at_a_time:
+                number, (name, mistake) = waiting.pop()
+                scene = Scene(folder / f"{number:03}", self.model, self.urls)
+                argv = scene.set_up(mistake)
+                command = ForkedCommand(argv, scene.folder, mistake.environment, LIMIT_S)
+                running.append((name, mistake, scene, command))
+            time.sleep(POLL_S)
+            for entry in list(running):
+                name, mistake, scene, command = entry
+                if (outcome := command.outcome()) is None:
+                    continue
+                running.remove(entry)
+                locations = [scene.fill(location) for location in mistake.locations]
+                problems = unclear(outcome, locations, mistake.status, str(folder))
+                verdicts.append(Verdict(name, outcome, problems))
+                print(verdicts[-1], flush=True)
+                if self.show or problems or verdicts[-1].is_slow:
+                    print("    | " + message_of(outcome.text).replace("\n", "\n    | "), flush=True)
+                shutil.rmtree(scene.folder)
+        return verdicts
+
+
 def main() -> int:
     arguments = _parse()
     # a fork must not inherit threads; nothing is fetched
@@ -88,7 +138,7 @@ def main() -> int:
         with ExitStack() as opened:
             urls = opened.enter_context(wrong_servers())  # before there is a thread
             model = _prepare(folder, urls, opened)
-            verdicts = _judge(kinds, folder, model, urls, show=arguments.show)
+            verdicts = Bench(folder, model, urls, arguments.show).judge(kinds)
     finally:
         shutil.rmtree(folder)
     result = {
@@ -116,61 +166,6 @@ def _prepare(folder: Path, urls: dict[str, str], opened: ExitStack) -> Path:
     urls["tls-of-good"] = urls["good"].replace("http", "https")
     import_everything(model)
     return model
-
-
-def _judge(
-    kinds: Sequence[tuple[str, Mistake]],
-    folder: Path,
-    model: Path,
-    urls: dict[str, str],
-    *,
-    show: bool,
-) -> list[Verdict]:
-    """Runs all ``kinds``, then the slow ones again."""
-    verdicts = _run(kinds, folder / "all", model, urls, AT_A_TIME, show=show)
-    slow = {verdict.name for verdict in verdicts if verdict.is_slow}
-    if not slow:
-        return verdicts
-    print(f"{len(slow)} slow ones once more, one at a time:", flush=True)
-    again = [(name, mistake) for name, mistake in kinds if name in slow]
-    second = {v.name: v for v in _run(again, folder / "again", model, urls, 1, show=show)}
-    return [min(v, second.get(v.name, v), key=lambda v: v.outcome.seconds) for v in verdicts]
-
-
-def _run(
-    kinds: Sequence[tuple[str, Mistake]],
-    folder: Path,
-    model: Path,
-    urls: dict[str, str],
-    at_a_time: int,
-    *,
-    show: bool,
-) -> list[Verdict]:
-    """Runs ``kinds`` and prints a line for each as it ends."""
-    verdicts: list[Verdict] = []
-    waiting = list(enumerate(kinds))[::-1]
-    running: list[tuple[str, Mistake, Scene, ForkedCommand]] = []
-    while waiting or running:
-        while waiting and len(running) < at_a_time:
-            number, (name, mistake) = waiting.pop()
-            scene = Scene(folder / f"{number:03}", model, urls)
-            argv = scene.set_up(mistake)
-            command = ForkedCommand(argv, scene.folder, mistake.environment, LIMIT_S)
-            running.append((name, mistake, scene, command))
-        time.sleep(POLL_S)
-        for entry in list(running):
-            name, mistake, scene, command = entry
-            if (outcome := command.outcome()) is None:
-                continue
-            running.remove(entry)
-            locations = [scene.fill(location) for location in mistake.locations]
-            problems = unclear(outcome, locations, mistake.status, str(folder))
-            verdicts.append(Verdict(name, outcome, problems))
-            print(verdicts[-1], flush=True)
-            if show or problems or verdicts[-1].is_slow:
-                print("    | " + message_of(outcome.text).replace("\n", "\n    | "), flush=True)
-            shutil.rmtree(scene.folder)
-    return verdicts
 
 
 def _parse() -> argparse.Namespace:
