@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Qwen3Config
 
 from benchmarks.parts.gpu.rows import GroupShape, ModelShape, Row
+from benchmarks.parts.shared_prompt.flops import MODEL, Work
+from benchmarks.parts.shared_prompt.flops import flops as counted
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 
 # Dense bf16 products by the makers' data sheets, FLOP/s; by a part of the device's name.
@@ -51,27 +54,13 @@ def random_row(group: GroupShape, vocab: int, device: torch.device) -> Packed:
 
 def random_policy(shape: ModelShape, row: Row, device: torch.device) -> Any:
     """A ``PolicyModel`` in bf16 with random weights, made on ``device``."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
     from easyrl.models.activation_checkpointing import checkpoint_activations
     from easyrl.models.fused_layers import fuse_layers
     from easyrl.models.policy_model import ATTENTION, PolicyModel
 
-    config = Qwen3Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=40_960,
-        attn_implementation=ATTENTION,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    config = _config(shape, attn_implementation=ATTENTION)
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -85,24 +74,34 @@ def random_policy(shape: ModelShape, row: Row, device: torch.device) -> Any:
     return PolicyModel(model, None, row.attention).train()
 
 
+def _config(shape: ModelShape, **more: str) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=40_960,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **more,
+    )
+
+
 def num_parameters(shape: ModelShape) -> int:
-    return _layer_products(shape) * shape.layers + shape.vocab * shape.hidden * (2 - shape.tied)
+    attention = 2 * shape.hidden * shape.head_size * (shape.heads + shape.kv_heads)
+    layer = attention + 3 * shape.hidden * shape.intermediate
+    return layer * shape.layers + shape.vocab * shape.hidden * (2 - shape.tied)
 
 
 def flops(shape: ModelShape, group: GroupShape, layout: SegmentLayout) -> float:
-    """Of one forward and backward, nothing computed twice: 6 for each weight and token, the head's
-    for trained tokens; 12 · D for each pair of a query and a key of each head.
-    """
-    trained = group.responses * group.length
-    products = 6 * _layer_products(shape) * shape.layers * group.row_tokens
-    head = 6 * shape.vocab * shape.hidden * trained
-    attention = 12 * shape.head_size * shape.heads * shape.layers * layout.num_pairs
-    return float(products + head + attention)
-
-
-def _layer_products(shape: ModelShape) -> int:
-    attention = 2 * shape.hidden * shape.head_size * (shape.heads + shape.kv_heads)
-    return attention + 3 * shape.hidden * shape.intermediate
+    """Of one forward and backward, nothing computed twice."""
+    work = Work(group.row_tokens, layout.num_pairs, group.responses * group.length)
+    return counted(work, _config(shape), MODEL)
 
 
 def peak_flops(device_name: str) -> float | None:
