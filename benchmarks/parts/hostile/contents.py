@@ -144,15 +144,13 @@ async def answers_swapped(exchange: Exchange) -> None:
     own = await exchange.forward()
     waiting = exchange.endpoint.waiting
     while waiting:
-        other, future = waiting.popleft()
-        is_other = other.request.json["token_ids"] != exchange.request.json["token_ids"]
+        other, theirs, future = waiting.popleft()
+        is_other = other.json["token_ids"] != exchange.request.json["token_ids"]
         if is_other and not future.done():
-            theirs = future.swap  # type: ignore[attr-defined]
             future.set_result(own)
             return await exchange.answer(theirs)
     future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    future.swap = own  # type: ignore[attr-defined]
-    waiting.append((exchange, future))
+    waiting.append((exchange.request, own, future))
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SWAP_WAIT_S):
             own = await future

@@ -146,7 +146,8 @@ class HostileEndpoint:
         self.model, self.other_model = model, other_model
         self._max_model_len = max_model_len
         self.history: dict[str, deque[tuple[Request, Answer]]] = {}
-        self.waiting: deque[tuple[Exchange, asyncio.Future[Answer]]] = deque()
+        # requests, their own answers, and where another's goes
+        self.waiting: deque[tuple[Request, Answer, asyncio.Future[Answer]]] = deque()
         self.elsewhere = ""  # URL of a server that nobody was told of
         self.engine: EmbeddedEngine | None = None
         self._tasks: set[asyncio.Task[None]] = set()
