@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from benchmarks.parts.memory_peak import process_tree
 from easyrl.metrics.event_log import decode_events
 
 Event = dict[str, Any]
@@ -74,7 +73,7 @@ class RunWatch:
         They have to run with PYTHONFAULTHANDLER=1.
         """
         events = "\n".join(str(event) for event in self._last)
-        for process in _descendants(launcher.pid):
+        for process in process_tree(launcher.pid)[1:]:
             try:
                 os.kill(process.pid, signal.SIGABRT)
             except ProcessLookupError:
@@ -94,10 +93,3 @@ class RunWatch:
         whole = new[: new.rfind(b"\n") + 1]  # the last line may be half written
         self._read += len(whole)
         return decode_events(whole)
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
