@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.parts.chaos.attempt import Attempt
+from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
 from benchmarks.parts.chaos.plan import plan_strikes
-from benchmarks.parts.chaos.run import AttemptFailed, ChaosRun, Hit, Pace, StartAttempt
+from benchmarks.parts.chaos.run import AttemptFailed, ChaosRun, Hit, Pace
 from benchmarks.parts.chaos.verdict import SHOWN, certificate_verdict, compare_runs
 from benchmarks.parts.launched_run import start_servers
 from benchmarks.parts.ledger import Key, Ledger, dataset_order, read_ledger

@@ -27,14 +27,14 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.parts.chaos.attempt import Attempt
+from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
 from benchmarks.parts.chaos.verdict import certificate_verdict
 from benchmarks.parts.hostile.alone import Alone, runs_alone
 from benchmarks.parts.hostile.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
 from benchmarks.parts.hostile.files import RunFiles
 from benchmarks.parts.hostile.plan import RunPlan, plan_runs
-from benchmarks.parts.hostile.run import HostileRun, Outcome, StartAttempt
+from benchmarks.parts.hostile.run import HostileRun, Outcome
 from benchmarks.parts.hostile.statuses import PROMPT_TOKENS
 from benchmarks.parts.hostile.verdict import Total
 from benchmarks.parts.launched_run import start_servers

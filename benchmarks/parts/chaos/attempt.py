@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -88,6 +88,9 @@ class Attempt:
             return mark == self._mark and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
+
+
+StartAttempt = Callable[[int, bool], Attempt]  # number, resume
 
 
 def _parent(process: psutil.Process) -> psutil.Process | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.parts.chaos.attempt import Attempt
+from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
 from benchmarks.parts.chaos.plan import Strike
 from benchmarks.parts.fault_injection import Victim
 from benchmarks.parts.run_phase import RunPhase
@@ -19,8 +19,6 @@ TICK_S = 0.03
 END_TIMEOUT_S = 60.0  # from a strike until no process of the attempt is left
 SAVED = "is saved; go on with --resume"
 ENDPOINT_GONE_S = 3.0  # at most; it also has to start
-
-StartAttempt = Callable[[int, bool], Attempt]  # number, resume
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ When = Literal["live", "killed"]  # while the run trains; between a kill and the
 
 Act = Callable[["Exchange"], Awaitable[None]]
 Visit = Callable[["Listener", random.Random], Awaitable[int]]
-Damage = Callable[["RunFiles", random.Random], str | None]
+Damage = Callable[["RunFiles", random.Random], str]
 
 
 class NotNow(Exception):  # noqa: N818 (not an error)
@@ -80,7 +80,7 @@ class FileBehaviour(Behaviour):
     """Of a disk.
 
     Attributes:
-        damage: changes the run's files and says what it did, None if it only undoes.
+        damage: changes the run's files and says what it did.
         refused: the resume has to be refused (status 2, one sentence that names this), and goes on
             when ``RunFiles.put_back`` has undone the change.
     """

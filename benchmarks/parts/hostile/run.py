@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.parts.chaos.attempt import Attempt
+from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
 from benchmarks.parts.hostile.behaviour import FileBehaviour, NotNow, SocketBehaviour
 from benchmarks.parts.hostile.endpoint import HostileEndpoint
 from benchmarks.parts.hostile.files import RunFiles
@@ -27,8 +27,6 @@ KILL_PATIENCE_S = 1.0  # for a moment in which the open batch has groups on disk
 MAX_INTERRUPTIONS = 4  # status 75 and a resume, each for an endpoint that is excluded then
 INTERRUPTED, REFUSED = 75, 2
 LAST_WORDS = 2500  # characters
-
-StartAttempt = Callable[[int, bool], Attempt]  # number, resume
 
 
 @dataclass
@@ -218,7 +216,7 @@ class HostileRun:
             return None
         return behaviour if behaviour.refused else None
 
-    def _note(self, behaviour: FileBehaviour, what: str | None) -> None:
+    def _note(self, behaviour: FileBehaviour, what: str) -> None:
         self.outcome.happened[behaviour.name] += 1
         self.outcome.notes.append(f"{behaviour.name}: {what}")
 
