@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks.parts.bad_input.scene import PROMPTS, Mistake
+from benchmarks.parts.bad_input.scene import PROMPTS, SCRIPT, Mistake, script
 
 RUN = "{folder}/run"
 RESUME = ("train", "{folder}/config.yaml", "--resume")
@@ -32,21 +32,10 @@ def _in_use(folder: Path) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def _script(body: str) -> dict[str, str]:
-    """A user's script with a reward in a file of its own."""
-    reward = "def length(prompt, texts, token_ids):\n    return [float(len(t)) for t in texts]\n"
-    head = "import sys\nsys.path.insert(0, '{folder}')\nfrom easyrl import train_policy\n"
-    guard = "if __name__ == '__main__':\n    try:\n"
-    end = "    except ValueError as error:\n        sys.exit(f'easyrl: {error}')\n"
-    source = head + "from lengths import length\n" + guard + f"        {body}\n" + end
-    return {"script.py": source, "lengths.py": reward}
-
-
 def _command(title: str, location: str | tuple[str, ...], *words: str, **rest: object) -> Mistake:
     return Mistake(title, location, command=words, **rest)  # type: ignore[arg-type]
 
 
-SCRIPT = ("python", "{folder}/script.py")
 ATTEMPT = json.dumps({"run": "easyrl-0", "attempt": 0})
 MISTAKES = [
     Mistake("an output folder that is a file", ("run.output_dir", RUN), files={"run": "mine\n"}),
@@ -132,7 +121,7 @@ MISTAKES = [
         "train_policy on a used folder",
         "run.output_dir",
         command=SCRIPT,
-        files=_script("train_policy('{model}', ['1+1='], length, output_dir='{folder}/run')")
+        files=script("train_policy('{model}', ['1+1='], length, output_dir='{folder}/run')")
         | {"run/metrics.jsonl": "{}\n"},
         status=1,
     ),
@@ -140,7 +129,7 @@ MISTAKES = [
         "train_policy with a mistyped setting",
         "trainer.batch_sise",
         command=SCRIPT,
-        files=_script(
+        files=script(
             "train_policy('{model}', ['1+1='], length, output_dir='{folder}/run', "
             "settings={'trainer.batch_sise': 3})"
         ),
@@ -150,21 +139,21 @@ MISTAKES = [
         "train_policy without prompts",
         "prompts",
         command=SCRIPT,
-        files=_script("train_policy('{model}', [], length, output_dir='{folder}/run')"),
+        files=script("train_policy('{model}', [], length, output_dir='{folder}/run')"),
         status=1,
     ),
     Mistake(
         "train_policy of no model",
         "model.path",
         command=SCRIPT,
-        files=_script("train_policy('{folder}/qwen', ['1+1='], length, output_dir='{folder}/run')"),
+        files=script("train_policy('{folder}/qwen', ['1+1='], length, output_dir='{folder}/run')"),
         status=1,
     ),
     Mistake(
         "train_policy with the prompts' file",
         "prompts",
         command=SCRIPT,
-        files=_script(
+        files=script(
             "train_policy('{model}', '{folder}/prompts.jsonl', length, output_dir='{folder}/run')"
         )
         | {"prompts.jsonl": PROMPTS},

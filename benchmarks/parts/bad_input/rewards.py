@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.parts.bad_input.scene import Mistake
+from benchmarks.parts.bad_input.scene import SCRIPT, Mistake, script
 
 FILE = "{folder}/reward.py"
 SIGNATURE = "def reward_func(prompt, texts, token_ids):\n"
@@ -100,16 +100,11 @@ MISTAKES = [
     Mistake(
         "a script's function that is local",
         "reward",
-        command=("python", "{folder}/script.py"),
-        files={
-            "script.py": (
-                "import sys\nfrom easyrl import train_policy\n"
-                "if __name__ == '__main__':\n    try:\n"
-                "        train_policy('{model}', ['1+1='], lambda p, t, i: [0.0] * len(t),\n"
-                "            output_dir='{folder}/run')\n"
-                "    except ValueError as error:\n        sys.exit(f'easyrl: {error}')\n"
-            )
-        },
+        command=SCRIPT,
+        files=script(
+            "train_policy('{model}', ['1+1='], lambda p, t, i: [0.0] * len(t), "
+            "output_dir='{folder}/run')"
+        ),
         status=1,
     ),
 ]

@@ -44,6 +44,19 @@ class Mistake:
         return (self.location,) if isinstance(self.location, str) else self.location
 
 
+SCRIPT = ("python", "{folder}/script.py")
+
+
+def script(body: str) -> dict[str, str]:
+    """The files of a user's script, with a reward ``length`` in a file of its own."""
+    reward = "def length(prompt, texts, token_ids):\n    return [float(len(t)) for t in texts]\n"
+    head = "import sys\nsys.path.insert(0, '{folder}')\nfrom easyrl import train_policy\n"
+    guard = "if __name__ == '__main__':\n    try:\n"
+    end = "    except ValueError as error:\n        sys.exit(f'easyrl: {error}')\n"
+    source = head + "from lengths import length\n" + guard + f"        {body}\n" + end
+    return {"script.py": source, "lengths.py": reward}
+
+
 @dataclass(frozen=True)
 class Scene:
     """What the placeholders stand for."""
