@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.random_model import write_random_model
+from benchmarks.parts.random_model import write_random_model
 from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.errors import Outage
 from easyrl.inference_client.transfer.announcement import OWNER
