@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.config.file import load_config
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from tests.end_to_end.trainer_run import run_to_end, trainer_command
+
+pytestmark = pytest.mark.runs
 
 REWARD = """
 def reward_func(prompt, texts, token_ids, judge_key, note, hf_token):

@@ -23,6 +23,8 @@ from tests.end_to_end.trainer_run import (
     trainer_environment,
 )
 
+pytestmark = pytest.mark.runs
+
 STEPS, BATCH = 2, 2
 OPTIONS = (
     *(f"trainer.batch_size={BATCH}", f"trainer.max_steps={STEPS}", "trainer.grace_s=0.2"),
