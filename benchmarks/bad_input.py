@@ -2,11 +2,11 @@
 
 ``python -m benchmarks.bad_input [--only TEXT] [--show]``
 
-Every kind of ``bad_input_*.py`` is made in a folder of its own, by the command a user would type,
+Every kind of ``parts/bad_input`` is made in a folder of its own, by the command a user would type,
 which runs its own ``main`` in a copy of a process that has imported everything: seconds are beyond
 imports (those of processes that it starts count). Two at a time; one that seems slow is run once
 more, alone, and the shorter time counts: the machine has other work, too. What is clear is
-``bad_input_rule``'s to say, the same for all. Servers are waited for 2 s
+``parts.bad_input.rule``'s to say, the same for all. Servers are waited for 2 s
 (``inference.startup_timeout_s``), rewards have 1 s (``timeout_s``), a folder in use is waited for
 1 s (``trainer.grace_s``): a user chooses these. The last line printed is one JSON object; the exit
 status is 0 if all kinds are clear and fast.
@@ -26,28 +26,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import (
-    bad_input_config,
-    bad_input_data,
-    bad_input_endpoints,
-    bad_input_models,
-    bad_input_paths,
-    bad_input_recipes,
-    bad_input_rewards,
+from benchmarks.parts.bad_input import (
+    config,
+    data,
+    endpoints,
+    models,
+    paths,
+    recipes,
+    rewards,
 )
-from benchmarks.bad_input_process import ForkedCommand, import_everything
-from benchmarks.bad_input_rule import Outcome, message_of, traceback_in, unclear
-from benchmarks.bad_input_scene import Mistake, Scene
-from benchmarks.bad_input_servers import wrong_servers
+from benchmarks.parts.bad_input.process import ForkedCommand, import_everything
+from benchmarks.parts.bad_input.rule import Outcome, message_of, traceback_in, unclear
+from benchmarks.parts.bad_input.scene import Mistake, Scene
+from benchmarks.parts.bad_input.servers import wrong_servers
 
 AREAS = {
-    "config": bad_input_config.MISTAKES,
-    "data": bad_input_data.MISTAKES,
-    "rewards": bad_input_rewards.MISTAKES,
-    "recipes": bad_input_recipes.MISTAKES,
-    "models": bad_input_models.MISTAKES,
-    "paths": bad_input_paths.MISTAKES,
-    "endpoints": bad_input_endpoints.MISTAKES,
+    "config": config.MISTAKES,
+    "data": data.MISTAKES,
+    "rewards": rewards.MISTAKES,
+    "recipes": recipes.MISTAKES,
+    "models": models.MISTAKES,
+    "paths": paths.MISTAKES,
+    "endpoints": endpoints.MISTAKES,
 }
 MOST_SECONDS = 5.0
 LIMIT_S = 30.0  # then it is ended
@@ -72,6 +72,56 @@ class Verdict:
         return f"{self.outcome.seconds:5.1f} s  {self.name}: {'; '.join(found) or 'clear'}"
 
 
+@dataclass(frozen=True)
+class Bench:
+    """What all kinds share, and runs them."""
+
+    folder: Path
+    model: Path  # the good one
+    urls: dict[str, str]  # of servers, by name
+    show: bool  # clear messages too
+
+    def judge(self, kinds: Sequence[tuple[str, Mistake]]) -> list[Verdict]:
+        """Runs all ``kinds``, then the slow ones again."""
+        verdicts = self._run(kinds, self.folder / "all", AT_A_TIME)
+        slow = {verdict.name for verdict in verdicts if verdict.is_slow}
+        if not slow:
+            return verdicts
+        print(f"{len(slow)} slow ones once more, one at a time:", flush=True)
+        again = [(name, mistake) for name, mistake in kinds if name in slow]
+        second = {v.name: v for v in self._run(again, self.folder / "again", 1)}
+        return [min(v, second.get(v.name, v), key=lambda v: v.outcome.seconds) for v in verdicts]
+
+    def _run(
+        self, kinds: Sequence[tuple[str, Mistake]], folder: Path, at_a_time: int
+    ) -> list[Verdict]:
+        """Runs ``kinds`` and prints a line for each as it ends."""
+        verdicts: list[Verdict] = []
+        waiting = list(enumerate(kinds))[::-1]
+        running: list[tuple[str, Mistake, Scene, ForkedCommand]] = []
+        while waiting or running:
+            while waiting and len(running) < at_a_time:
+                number, (name, mistake) = waiting.pop()
+                scene = Scene(folder / f"{number:03}", self.model, self.urls)
+                argv = scene.set_up(mistake)
+                command = ForkedCommand(argv, scene.folder, mistake.environment, LIMIT_S)
+                running.append((name, mistake, scene, command))
+            time.sleep(POLL_S)
+            for entry in list(running):
+                name, mistake, scene, command = entry
+                if (outcome := command.outcome()) is None:
+                    continue
+                running.remove(entry)
+                locations = [scene.fill(location) for location in mistake.locations]
+                problems = unclear(outcome, locations, mistake.status, str(folder))
+                verdicts.append(Verdict(name, outcome, problems))
+                print(verdicts[-1], flush=True)
+                if self.show or problems or verdicts[-1].is_slow:
+                    print("    | " + message_of(outcome.text).replace("\n", "\n    | "), flush=True)
+                shutil.rmtree(scene.folder)
+        return verdicts
+
+
 def main() -> int:
     arguments = _parse()
     # a fork must not inherit threads; nothing is fetched
@@ -88,7 +138,7 @@ def main() -> int:
         with ExitStack() as opened:
             urls = opened.enter_context(wrong_servers())  # before there is a thread
             model = _prepare(folder, urls, opened)
-            verdicts = _judge(kinds, folder, model, urls, show=arguments.show)
+            verdicts = Bench(folder, model, urls, arguments.show).judge(kinds)
     finally:
         shutil.rmtree(folder)
     result = {
@@ -105,7 +155,7 @@ def _prepare(folder: Path, urls: dict[str, str], opened: ExitStack) -> Path:
     """The good model, a server of another one, and all imports."""
     from transformers.utils.logging import disable_progress_bar
 
-    from benchmarks.random_model import write_random_model
+    from benchmarks.parts.random_model import write_random_model
     from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 
     disable_progress_bar()
@@ -116,61 +166,6 @@ def _prepare(folder: Path, urls: dict[str, str], opened: ExitStack) -> Path:
     urls["tls-of-good"] = urls["good"].replace("http", "https")
     import_everything(model)
     return model
-
-
-def _judge(
-    kinds: Sequence[tuple[str, Mistake]],
-    folder: Path,
-    model: Path,
-    urls: dict[str, str],
-    *,
-    show: bool,
-) -> list[Verdict]:
-    """Runs all ``kinds``, then the slow ones again."""
-    verdicts = _run(kinds, folder / "all", model, urls, AT_A_TIME, show=show)
-    slow = {verdict.name for verdict in verdicts if verdict.is_slow}
-    if not slow:
-        return verdicts
-    print(f"{len(slow)} slow ones once more, one at a time:", flush=True)
-    again = [(name, mistake) for name, mistake in kinds if name in slow]
-    second = {v.name: v for v in _run(again, folder / "again", model, urls, 1, show=show)}
-    return [min(v, second.get(v.name, v), key=lambda v: v.outcome.seconds) for v in verdicts]
-
-
-def _run(
-    kinds: Sequence[tuple[str, Mistake]],
-    folder: Path,
-    model: Path,
-    urls: dict[str, str],
-    at_a_time: int,
-    *,
-    show: bool,
-) -> list[Verdict]:
-    """Runs ``kinds`` and prints a line for each as it ends."""
-    verdicts: list[Verdict] = []
-    waiting = list(enumerate(kinds))[::-1]
-    running: list[tuple[str, Mistake, Scene, ForkedCommand]] = []
-    while waiting or running:
-        while waiting and len(running) < at_a_time:
-            number, (name, mistake) = waiting.pop()
-            scene = Scene(folder / f"{number:03}", model, urls)
-            argv = scene.set_up(mistake)
-            command = ForkedCommand(argv, scene.folder, mistake.environment, LIMIT_S)
-            running.append((name, mistake, scene, command))
-        time.sleep(POLL_S)
-        for entry in list(running):
-            name, mistake, scene, command = entry
-            if (outcome := command.outcome()) is None:
-                continue
-            running.remove(entry)
-            locations = [scene.fill(location) for location in mistake.locations]
-            problems = unclear(outcome, locations, mistake.status, str(folder))
-            verdicts.append(Verdict(name, outcome, problems))
-            print(verdicts[-1], flush=True)
-            if show or problems or verdicts[-1].is_slow:
-                print("    | " + message_of(outcome.text).replace("\n", "\n    | "), flush=True)
-            shutil.rmtree(scene.folder)
-    return verdicts
 
 
 def _parse() -> argparse.Namespace:

@@ -14,30 +14,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from io import TextIOWrapper
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.chaos_attempt import Attempt
-from benchmarks.chaos_plan import plan_strikes
-from benchmarks.chaos_run import AttemptFailed, ChaosRun, Hit, Pace, StartAttempt
-from benchmarks.chaos_verdict import SHOWN, certificate_verdict, compare_runs
-from benchmarks.launched_run import start_servers
-from benchmarks.ledger import Key, Ledger, dataset_order, read_ledger
-from benchmarks.random_model import write_prompts, write_random_model
-from benchmarks.run_phase import PHASES
-from benchmarks.run_watch import RunStuck
+from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
+from benchmarks.parts.chaos.plan import plan_strikes
+from benchmarks.parts.chaos.run import AttemptFailed, ChaosRun, Hit, Pace
+from benchmarks.parts.chaos.verdict import SHOWN, certificate_verdict, compare_runs
+from benchmarks.parts.launched_run import start_servers
+from benchmarks.parts.ledger import Key, Ledger, dataset_order, read_ledger
+from benchmarks.parts.random_model import write_prompts, write_random_model
+from benchmarks.parts.run_phase import PHASES
+from benchmarks.parts.run_watch import RunStuck
+from benchmarks.parts.scratch import scratch
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from easyrl.metrics.event_log import read_events
@@ -52,20 +48,14 @@ PROMPT_TOKENS, MAX_MODEL_LEN = 12, 64
 def main() -> int:
     arguments = _parse()
     disable_progress_bar()
-    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: servers and trainer end too
-    folder = Path(tempfile.mkdtemp(prefix="easyrl-chaos-"))
-    print(f"{arguments.kills} kills over {arguments.batches} batches; {folder}")
     good = False
-    try:
-        good = _compare(arguments, folder)
-    except (AttemptFailed, RunStuck) as error:
-        print(error, file=sys.stderr)
-    finally:
-        if arguments.keep or not good:
-            print(f"kept: {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder)
+    with scratch("chaos", keep=True) as made:
+        print(f"{arguments.kills} kills over {arguments.batches} batches; {made.folder}")
+        try:
+            good = _compare(arguments, made.folder)
+        except (AttemptFailed, RunStuck) as error:
+            print(error, file=sys.stderr)
+        made.keep = arguments.keep or not good
     return 0 if good else 1
 
 

@@ -27,9 +27,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.dynamic_sampling_load import Load, same_batch
-from benchmarks.dynamic_sampling_run import run_batch
-from benchmarks.dynamic_sampling_simulation import simulate
+from benchmarks.parts.dynamic_sampling.load import Load, same_batch
+from benchmarks.parts.dynamic_sampling.run import run_batch
+from benchmarks.parts.dynamic_sampling.simulation import simulate
 
 NUM_SLOTS = 64
 

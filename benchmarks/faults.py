@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -27,11 +25,12 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.fault_injection import Fault, FaultInjector, Schedule
-from benchmarks.launched_run import start_servers, start_trainer
-from benchmarks.ledger import Ledger, dataset_order, read_ledger
-from benchmarks.random_model import write_prompts, write_random_model
-from benchmarks.run_watch import RunStuck, RunWatch
+from benchmarks.parts.fault_injection import Fault, FaultInjector, Schedule
+from benchmarks.parts.launched_run import start_servers, start_trainer
+from benchmarks.parts.ledger import Ledger, dataset_order, read_ledger
+from benchmarks.parts.random_model import write_prompts, write_random_model
+from benchmarks.parts.run_watch import RunStuck, RunWatch
+from benchmarks.parts.scratch import scratch
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from easyrl.metrics.event_log import read_events
 
@@ -63,10 +62,9 @@ class Outcome:
 def main() -> int:
     arguments = _parse()
     disable_progress_bar()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: servers and trainer end too
-    folder = Path(tempfile.mkdtemp(prefix="easyrl-faults-"))
-    print(f"{arguments.batches} batches of {BATCH_SIZE} prompts, {arguments.engine}; {folder}")
-    try:
+    with scratch("faults", keep=arguments.keep) as made:
+        folder = made.folder
+        print(f"{arguments.batches} batches of {BATCH_SIZE} prompts, {arguments.engine}; {folder}")
         model = write_random_model(folder / "model", hidden_size=32, num_layers=2)
         num_prompts = arguments.batches * BATCH_SIZE // EPOCHS
         prompts = write_prompts(folder / "prompts.jsonl", num_prompts, PROMPT_TOKENS)
@@ -79,11 +77,6 @@ def main() -> int:
             print((folder / "trainer.log").read_text(errors="replace")[-5000:], file=sys.stderr)
         print(json.dumps(result))
         return 0 if good else 1
-    finally:
-        if arguments.keep:
-            print(f"kept: {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder)
 
 
 def _run(arguments: argparse.Namespace, folder: Path, model: Path, prompts: Path) -> Outcome:

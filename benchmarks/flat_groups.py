@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.build.accumulation import rows_per_drain
 from easyrl.build.recipe import group_functions
 from easyrl.config import Config

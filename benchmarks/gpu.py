@@ -5,7 +5,7 @@
 Each row runs in a process of its own with a time limit, so that a failure costs one row, and is
 written to ``docs/benchmarks-gpu.json`` as soon as it is there, with its error where it has none. A
 second call goes on with the rows that are missing; ``--again`` repeats those that failed, too. The
-tables of ``docs/benchmarks.md`` are made from the file. Rows (``benchmarks.gpu_rows``):
+tables of ``docs/benchmarks.md`` are made from the file. Rows (``benchmarks.parts.gpu.rows``):
 
 - ``training``: bf16 model of Qwen3's sizes with random weights, one packed row of a group (prompt
   1,024, 15 responses of 1,024), GRPO's loss; torch and transformers alone. Tokens per second are
@@ -31,9 +31,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_row import NO_DEVICE
-from benchmarks.gpu_rows import Row, rows_of
 from benchmarks.gpu_table import PAGE, RESULTS, ROOT, rendered, write_page
+from benchmarks.parts.gpu.row import NO_DEVICE
+from benchmarks.parts.gpu.rows import Row, rows_of
 
 ERROR_LETTERS = 2000  # of a row that failed: the end of what it said
 
@@ -44,7 +44,7 @@ class NoDevice(RuntimeError):
 
 def measured(row: Row, limit_s: float, *, smoke: bool) -> dict[str, Any]:
     """``row`` in a process of its own, which is ended after ``limit_s``. Raises ``NoDevice``."""
-    command = [sys.executable, "-m", "benchmarks.gpu_row", row.name, *["--smoke"] * smoke]
+    command = [sys.executable, "-m", "benchmarks.parts.gpu.row", row.name, *["--smoke"] * smoke]
     start = time.monotonic()
     process = subprocess.Popen(
         command,

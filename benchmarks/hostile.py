@@ -17,33 +17,32 @@ import argparse
 import json
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from io import TextIOWrapper
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.chaos_attempt import Attempt
-from benchmarks.chaos_verdict import certificate_verdict
-from benchmarks.hostile_alone import Alone, runs_alone
-from benchmarks.hostile_catalogue import BEHAVIOURS
-from benchmarks.hostile_endpoint import HostileEndpoint, Stranger
-from benchmarks.hostile_files import RunFiles
-from benchmarks.hostile_plan import RunPlan, plan_runs
-from benchmarks.hostile_run import HostileRun, Outcome, StartAttempt
-from benchmarks.hostile_statuses import PROMPT_TOKENS
-from benchmarks.hostile_verdict import Total
-from benchmarks.launched_run import start_servers
-from benchmarks.ledger import dataset_order, read_ledger
-from benchmarks.random_model import write_prompts, write_random_model
-from benchmarks.trained_contents import check_trained_contents
+from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
+from benchmarks.parts.chaos.verdict import certificate_verdict
+from benchmarks.parts.hostile.alone import Alone, runs_alone
+from benchmarks.parts.hostile.catalogue import BEHAVIOURS
+from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
+from benchmarks.parts.hostile.files import RunFiles
+from benchmarks.parts.hostile.plan import RunPlan, plan_runs
+from benchmarks.parts.hostile.run import HostileRun, Outcome
+from benchmarks.parts.hostile.statuses import PROMPT_TOKENS
+from benchmarks.parts.hostile.verdict import Total
+from benchmarks.parts.launched_run import start_servers
+from benchmarks.parts.ledger import dataset_order, read_ledger
+from benchmarks.parts.random_model import write_prompts, write_random_model
+from benchmarks.parts.scratch import scratch
+from benchmarks.parts.trained_contents import check_trained_contents
+from easyrl.config import SHARED_MEMORY
 from easyrl.runtime.loop_thread import LoopThread
 
 CONFIG = "benchmarks/hostile.yaml"
@@ -51,7 +50,6 @@ NUM_HEALTHY = 2
 NUM_ALONE = 4  # hostile endpoints of a run without healthy ones, at most
 BATCH_SIZE, NUM_BATCHES = 8, 7
 MAX_MODEL_LEN = 64
-MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
 @dataclass(frozen=True)
@@ -77,17 +75,9 @@ def main() -> int:
             print(f"{behaviour.kind:<9} {behaviour.name:<30} {behaviour.says}")
         return 0
     disable_progress_bar()
-    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: servers and trainer end too
-    folder = Path(tempfile.mkdtemp(prefix="easyrl-hostile-"))
-    good = False
-    try:
-        good = _benchmark(arguments, folder)
-    finally:
-        if arguments.keep or not good:
-            print(f"kept: {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder)
+    with scratch("hostile", keep=True) as made:
+        good = _benchmark(arguments, made.folder)
+        made.keep = arguments.keep or not good
     return 0 if good else 1
 
 
@@ -110,7 +100,7 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> bool:
         missed = [behaviour for behaviour in chosen if not total.happened[behaviour.name]]
         if missed:  # once more: its moment may not have come
             for plan in plan_runs(missed, -(-len(missed) // most), NUM_BATCHES, arguments.seed + 1):
-                _run(site, _numbered(plan, num_runs), total)
+                _run(site, replace(plan, number=plan.number + num_runs), total)
         for behaviour in missed:
             if not total.happened[behaviour.name]:
                 total.problems.append(f"{behaviour.name} never happened")
@@ -140,7 +130,7 @@ def _open_site(
     stranger = Stranger()
     thread.run(stranger.open())
     opened.callback(lambda: thread.run(stranger.close()))
-    weights = Path(tempfile.mkdtemp(prefix="easyrl-hostile-", dir=MEMORY))
+    weights = Path(tempfile.mkdtemp(prefix="easyrl-hostile-", dir=SHARED_MEMORY))
     opened.callback(shutil.rmtree, weights, ignore_errors=True)
     return Site(
         folder,
@@ -233,10 +223,6 @@ def _one_alone(site: Site, alone: Alone) -> str | None:
     log = site.folder / f"{name}.log"
     start = _attempts(site, files, [endpoint.url for endpoint in hostile], log)
     return alone.watch(start(0, False), files.run_dir, log, hostile, site.patience_s)
-
-
-def _numbered(plan: RunPlan, first: int) -> RunPlan:
-    return RunPlan(plan.number + first, plan.seed, plan.endpoints, plan.due)
 
 
 def _behaviour(name: str) -> str:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.build.accumulation import rows_per_drain
 from easyrl.build.recipe import group_functions
 from easyrl.config import Config

@@ -25,10 +25,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.overlap_balance import balance
-from benchmarks.overlap_endpoint import SleepingEndpoint
-from benchmarks.overlap_runs import Mode, OneRank, Setup, TwoRanks, Workload
-from benchmarks.overlap_spans import Batch, overlap, training_over_generation
+from benchmarks.parts.overlap.balance import balance
+from benchmarks.parts.overlap.endpoint import SleepingEndpoint
+from benchmarks.parts.overlap.runs import Mode, OneRank, Setup, TwoRanks, Workload
+from benchmarks.parts.overlap.spans import Batch, overlap, training_over_generation
 from easyrl.demo.build_model import build_tokenizer
 
 MAX_INFLIGHT = 25  # of one rank, to begin with

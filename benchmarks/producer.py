@@ -24,8 +24,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.producer_base import ROOT, compare_with_base
-from benchmarks.producer_load import CpuMeter, Load, imbalance, peak_mb, servers
+from benchmarks.parts.producer.base import ROOT, compare_with_base
+from benchmarks.parts.producer.load import CpuMeter, Load, imbalance, peak_mb, servers
 from easyrl.runtime.machine import allow_open_files
 
 SIDES = ("easyrl", "openai", "requests", "slowdown")
@@ -89,7 +89,7 @@ def _run_side(
 
 def _side(arguments: argparse.Namespace) -> dict[str, float]:
     if arguments.side == "slowdown":
-        from benchmarks.producer_slowdown import measure_slowdown
+        from benchmarks.parts.producer.slowdown import measure_slowdown
 
         return measure_slowdown(arguments.blocks, arguments.window_s)
     load = Load(arguments.groups, arguments.samples, 128, arguments.tokens)
@@ -98,11 +98,11 @@ def _side(arguments: argparse.Namespace) -> dict[str, float]:
         urls = [endpoint.url for endpoint in endpoints]
         if arguments.side == "easyrl":
             return _easyrl(load, endpoints, urls)
-        from benchmarks import producer_clients
+        from benchmarks.parts.producer import clients
 
         run = {
-            "openai": producer_clients.run_openai,
-            "requests": producer_clients.run_requests,
+            "openai": clients.run_openai,
+            "requests": clients.run_requests,
         }[arguments.side]
         run(Load(16, load.num_samples, load.num_prompt_tokens, load.num_tokens), urls)
         meter, start_s = CpuMeter(endpoints), time.monotonic()
@@ -111,7 +111,7 @@ def _side(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def _easyrl(load: Load, endpoints: list, urls: list[str]) -> dict[str, float]:
-    from benchmarks.producer_rollouts import producer, run_easyrl, wait_until_warm
+    from benchmarks.parts.producer.rollouts import producer, run_easyrl, wait_until_warm
 
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -27,8 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.random_model import write_prompts, write_random_model
-from benchmarks.same_as_before_settings import (
+from benchmarks.parts.random_model import write_prompts, write_random_model
+from benchmarks.parts.same_as_before.settings import (
     BATCH,
     NUM_BATCHES,
     PROMPT_TOKENS,
@@ -40,12 +40,12 @@ from benchmarks.same_as_before_settings import (
     present_form,
     select,
 )
-from benchmarks.same_as_before_side import Failed, Side
-from benchmarks.same_as_before_tensors import State, compare
+from benchmarks.parts.same_as_before.side import Failed, Side
+from benchmarks.parts.same_as_before.tensors import State, compare
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = "e7cfbd6"
-REWARDS = Path(__file__).resolve().with_name("same_as_before_reward.py")
+REWARDS = Path(__file__).resolve().with_name("parts") / "same_as_before" / "reward.py"
 
 
 @contextmanager

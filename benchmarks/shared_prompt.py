@@ -18,8 +18,8 @@ projection to the vocabulary:
 Before the clock starts, every side's loss and gradient are compared with those of (b), and the run
 fails if they are not the same. The sides then take turns; a speed-up is the median over repeats of
 the other's seconds over ours. ``flop_ideal`` is what the arithmetic of (b) and ours allows
-(``shared_prompt_flops`` says what is counted). Each side runs a group in one forward and backward.
-The last line printed is one JSON object.
+(``parts.shared_prompt.flops`` says what is counted). Each side runs a group in one forward and
+backward. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.shared_prompt_flops import Work, counting, unshared
-from benchmarks.shared_prompt_ours import ours
-from benchmarks.shared_prompt_packed import packed
-from benchmarks.shared_prompt_padded import padded
-from benchmarks.shared_prompt_prefix_grouper import prefix_grouper
-from benchmarks.shared_prompt_report import OURS, PACKED, PEERS, make_row, table
-from benchmarks.shared_prompt_sizes import (
+from benchmarks.parts.shared_prompt.flops import Work, counting, unshared
+from benchmarks.parts.shared_prompt.ours import ours
+from benchmarks.parts.shared_prompt.packed import packed
+from benchmarks.parts.shared_prompt.padded import padded
+from benchmarks.parts.shared_prompt.prefix_grouper import prefix_grouper
+from benchmarks.parts.shared_prompt.report import OURS, PACKED, PEERS, make_row, table
+from benchmarks.parts.shared_prompt.sizes import (
     LONG_SHAPES,
     MODELS,
     SHAPES,
@@ -50,7 +50,7 @@ from benchmarks.shared_prompt_sizes import (
     model_config,
     random_batch,
 )
-from benchmarks.shared_prompt_timing import (
+from benchmarks.parts.shared_prompt.timing import (
     CLOCKS,
     Disagreement,
     check,
@@ -58,8 +58,8 @@ from benchmarks.shared_prompt_timing import (
     matrix_product_flops,
     seconds_in_turns,
 )
-from benchmarks.shared_prompt_trl import trl, trl_own_head
-from benchmarks.shared_prompt_workload import Side, Workload, random_policy, workload
+from benchmarks.parts.shared_prompt.trl import trl, trl_own_head
+from benchmarks.parts.shared_prompt.workload import Side, Workload, random_policy, workload
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.runtime.machine import pin_process, usable_cpus
 

@@ -7,10 +7,10 @@ Both sides pack the same groups, with planted beginnings in common, into one row
 loss that an engine trains with and its gradient in a Qwen3-shaped model with random weights. Before
 the clock starts, loss and gradients of the two are compared, and the run fails if they are not the
 same. The sides then take turns. ``token_ratio`` is prompt over tree in tokens that go through the
-model, ``flop_ideal`` in floating-point operations (``shared_prompt_flops`` says what is counted;
-the projection to the vocabulary is for both that of all trained tokens), ``time_ratio`` the median
-over repeats in seconds. ``pack_ms`` is the time to build the tree's row. The last line printed is
-one JSON object.
+model, ``flop_ideal`` in floating-point operations (``parts.shared_prompt.flops`` says what is
+counted; the projection to the vocabulary is for both that of all trained tokens), ``time_ratio``
+the median over repeats in seconds. ``pack_ms`` is the time to build the tree's row. The last line
+printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.shared_prompt_flops import Work, counting, flops
-from benchmarks.shared_prompt_sizes import RECIPE, model_config
-from benchmarks.shared_prompt_timing import Disagreement, check, compare, seconds_in_turns
-from benchmarks.shared_prompt_workload import random_policy
-from benchmarks.tree_packing_groups import CASES, Planted, planted_groups
+from benchmarks.parts.shared_prompt.flops import Work, counting, flops
+from benchmarks.parts.shared_prompt.sizes import RECIPE, model_config
+from benchmarks.parts.shared_prompt.timing import Disagreement, check, compare, seconds_in_turns
+from benchmarks.parts.shared_prompt.workload import random_policy
+from benchmarks.parts.tree_packing.groups import CASES, Planted, planted_groups
 from easyrl.dataloaders.packing.groups import Packing, pack_groups
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.policy_model import PolicyModel

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.weight_receivers import Plan, receive_weights
+from benchmarks.parts.weight_receivers import Plan, receive_weights
 from easyrl.config import SHARED_MEMORY
 from easyrl.inference_client.transfer.announcement import Announcement
 from easyrl.inference_client.transfer.artifact import Chunk, remove_artifact, write_artifact

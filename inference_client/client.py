@@ -33,6 +33,7 @@ from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
     MalformedResponse,
+    NotAnswered,
     PromptRejected,
     RequestRejected,
 )
@@ -52,6 +53,8 @@ HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
+# A shorter key, or a number, may be a part of any good answer: of a name, a digest, a token id.
+SHORTEST_SECRET = 8
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
 IDENTITY = {"Accept-Encoding": "identity"}  # see ``answers.read_body``
@@ -114,8 +117,8 @@ class EndpointClient:
         """The raw body of ``n`` responses to one prompt, for ``parse_generate_response``.
 
         Cancelling closes the connection, upon which the server aborts the request. Stop strings
-        need a server that decodes: ``ValueError`` if this one does not (``--tokens-only``,
-        ``--skip-tokenizer-init``), since the latter would ignore them silently.
+        need a server that decodes; one that does not (``--tokens-only``, ``--skip-tokenizer-init``)
+        is not asked, since the latter would ignore them silently: it has refused the request.
         """
         if sampling.stop and not self._applies_stop_strings:
             await self._require_stop_strings(token_ids)
@@ -221,9 +224,10 @@ class EndpointClient:
         try:
             await self._request("POST", GENERATE, body)
         except RequestRejected as error:
-            raise ValueError(
+            raise type(error)(
+                self.url,
                 "rollout.stop (or evaluation.sampling.stop): it cannot apply stop strings, "
-                f"use stop_token_ids, or start it with a tokenizer. It answered: {error}"
+                f"use stop_token_ids, or start it with a tokenizer. It answered: {error.reason}",
             ) from None
 
     async def _decoded(
@@ -289,19 +293,21 @@ class EndpointClient:
                 content = await read_body(response, self.url, route, max_bytes)
                 return response, self._without_key(content)
         except TimeoutError as error:
-            connecting = limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError)
-            what = "could not connect" if connecting else "was not answered"
-            reason = (
-                f"{method} {path} {what} within {CONNECT_TIMEOUT_S if connecting else limit_s} s"
-            )
-            raise EndpointUnavailable(self.url, reason) from None
+            if limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError):
+                reason = f"{method} {path} could not connect within {CONNECT_TIMEOUT_S} s"
+                raise EndpointUnavailable(self.url, reason) from None
+            reason = f"{method} {path} was not answered within {limit_s} s"
+            raise NotAnswered(self.url, reason, limit_s) from None
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{method} {path} failed: {type(error).__name__}: {shorten(str(error))}"
             raise EndpointUnavailable(self.url, reason) from None
 
     def _without_key(self, content: bytes) -> bytes:
         """An answer that repeats our key: what it says may come into logs and files."""
-        return content if not self._api_key else content.replace(self._api_key.encode(), b"[key]")
+        key = self._api_key or ""
+        if len(key) < SHORTEST_SECRET or key.isdecimal():
+            return content
+        return content.replace(key.encode(), b"[key]")
 
 
 class _ModelCard(msgspec.Struct):

@@ -21,6 +21,15 @@ class EndpointUnavailable(EndpointError):
     """No connection, no answer in time, overload, or a 5xx: another endpoint may do better."""
 
 
+class NotAnswered(EndpointUnavailable):
+    """No answer came for ``waited_s``, the limit of the request."""
+
+    def __init__(self, url: str, reason: str, waited_s: float) -> None:
+        super().__init__(url, reason)
+        self.args = (url, reason, waited_s)
+        self.waited_s = waited_s
+
+
 class MalformedResponse(EndpointError):
     """The answer arrived and cannot be used: truncated, inconsistent, or aborted by the server."""
 

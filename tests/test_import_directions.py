@@ -54,7 +54,6 @@ MAY_IMPORT = {
     " inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob runtime.user_code",
-    "models.vocabulary": "config",
     "models": "schema config engines.base kernels recipes runtime.numerics runtime.user_code",
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.allocator runtime.interfaces runtime.rank_store"

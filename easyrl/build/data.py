@@ -13,7 +13,7 @@ from easyrl.build.steps import num_epochs
 from easyrl.build.trial import try_user_code
 from easyrl.config import Config, ConfigError, DatasetConfig
 from easyrl.dataloaders.prompts.dataset import PromptOrder, load_prompts
-from easyrl.models.vocabulary import vocabulary_size
+from easyrl.models.supported import vocabulary_size
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.user_code import describe
 from easyrl.schema import Prompt
@@ -75,10 +75,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 def policy_vocabulary(config: Config) -> int:
     """Token ids of the policy run from 0 to one less. Raises ``ConfigError``."""
-    try:
-        return vocabulary_size(config.model)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    return vocabulary_size(config.model)
 
 
 def require_known_tokens(config: Config, prompts: Sequence[Prompt], vocab_size: int) -> None:

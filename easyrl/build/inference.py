@@ -12,10 +12,10 @@ from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
+    EndpointError,
     NoEndpointError,
     PromptRejected,
     PromptTooLong,
-    RequestRejected,
 )
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
@@ -179,7 +179,7 @@ def open_inference(
     opened.callback(lambda: thread.run(pool.close()))
     try:
         thread.run(pool.wait_until_healthy(given_up=servers.given_up))
-    except (NoEndpointError, RequestRejected) as error:
+    except (NoEndpointError, EndpointError) as error:
         if ends := servers.last_ends():
             listed = "".join(f"\n  {end}" for end in ends)
             raise ConfigError(

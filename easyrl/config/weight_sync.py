@@ -29,7 +29,8 @@ class WeightSyncConfig(Section):
     bind_host: str | None = None  # address that the http stream listens at, 0.0.0.0 for all;
     # default: that of advertise_host, else the one on the way to the endpoint
     port: NonNegativeInt = 0  # of the http stream; 0: a free one
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: PositiveFloat = 600.0  # for an answer of an endpoint that is given weights or proves
+    # them; one that let so much pass without answers is not pushed to a second time
     prove: bool = True  # every endpoint proves the bits of what it serves after each sync
     probe: bool = True
     canary: bool = True

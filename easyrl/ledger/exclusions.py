@@ -81,8 +81,8 @@ class ExclusionLimit:
             f"  {number} times, for instance {self._location(examples[reason])}: {reason}"
             for reason, number in reasons[:NUM_REASONS]
         ]
-        if more := len(reasons) - NUM_REASONS:
-            lines += [f"  and {more} other reasons"] if more > 0 else []
+        if (more := len(reasons) - NUM_REASONS) > 0:
+            lines.append(f"  and {more} other reasons")
         return "\n".join(
             [
                 f"data.max_excluded: {len(excluded)} prompts among {self._window} of the order "

@@ -19,13 +19,13 @@ _ROTARY = "apply_rotary_pos_emb"  # of transformers' modeling files, called by t
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 
 
-def fuse_layers(model: PreTrainedModel, wanted: str) -> CheckedLayers:
-    """``wanted`` is that of ``CheckedLayers``, which is returned; with ``"none"``, and on a device
-    for which ``auto`` takes none, the model's own layers run.
+def fuse_layers(model: PreTrainedModel, wanted: str) -> None:
+    """``wanted`` is that of ``CheckedLayers``; with ``"none"``, and on a device for which ``auto``
+    takes none, the model's own layers run.
     """
     layers = CheckedLayers(wanted)
     if wanted == "none":
-        return layers
+        return
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
@@ -34,7 +34,6 @@ def fuse_layers(model: PreTrainedModel, wanted: str) -> CheckedLayers:
             module.forward = MethodType(_swiglu(layers, type(module)), module)
         elif kind.endswith("Attention") and _ROTARY in type(module).forward.__code__.co_names:
             module.forward = MethodType(_with_rotary(layers, type(module).forward), module)
-    return layers
 
 
 def _rms_norm(layers: CheckedLayers, kind: Any) -> Callable[..., Tensor]:

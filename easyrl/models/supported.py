@@ -1,4 +1,4 @@
-"""Which checkpoints can be trained: checked on ``config.json``, before any weight is read."""
+"""What a checkpoint's ``config.json`` says of it, before any weight is read: can it be trained?"""
 
 from __future__ import annotations
 
@@ -27,15 +27,7 @@ def read_model_config(model: ModelConfig) -> PreTrainedConfig:
     Raises ``ConfigError`` naming ``model.path`` if the folder holds no model, or one that cannot be
     trained on packed rows.
     """
-    try:
-        config = AutoConfig.from_pretrained(
-            model.path, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # transformers' checks raise errors of many kinds
-        raise ConfigError(
-            f"model.path: {model.path} holds no Hugging Face model ({describe(error):.150}); "
-            "give a folder with config.json and safetensors files"
-        ) from None
+    config = _configuration(model)
     _check_architecture(config, model)
     values = config.to_dict()
     _check_not_quantised(values, model)
@@ -56,6 +48,32 @@ def model_notices(model: ModelConfig) -> list[str]:
         f"the router's auxiliary loss, which {model.path} asks for ({wanted}), is left out "
         "(model.ignore_router_aux_loss)"
     ]
+
+
+def vocabulary_size(model: ModelConfig) -> int:
+    """Rows of the embedding of the model at ``model.path``: it looks ids up from 0 to one less.
+
+    May be more than the tokenizer has. Raises ``ConfigError`` naming ``model.path``.
+    """
+    try:
+        return int(_configuration(model).get_text_config().vocab_size)
+    except AttributeError:
+        raise ConfigError(
+            f"model.path: {model.path} has no vocab_size in its config.json; give a folder with a "
+            "language model"
+        ) from None
+
+
+def _configuration(model: ModelConfig) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(
+            model.path, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers' checks raise errors of many kinds
+        raise ConfigError(
+            f"model.path: {model.path} holds no Hugging Face model ({describe(error):.150}); "
+            "give a folder with config.json and safetensors files"
+        ) from None
 
 
 def _check_architecture(config: PreTrainedConfig, model: ModelConfig) -> None:

@@ -95,7 +95,7 @@ class _Trial:
         """
         try:
             yield
-        except EndedBySignal:
+        except (KeyboardInterrupt, EndedBySignal):
             raise
         except BaseException as error:  # users' code may raise anything
             where = raised_at(error, self.file)

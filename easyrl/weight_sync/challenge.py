@@ -18,7 +18,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from easyrl.inference_client.client import TensorShapes, WorkerProof
-from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
+from easyrl.inference_client.transfer.artifact_reader import ArtifactReader, DamagedArtifact
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import (
     DTYPE_NAMES,
     DTYPES,
@@ -94,6 +94,17 @@ class Challenge:
                     raise UnknownSlices(f"{name}: its slices are others than any endpoint's before")
                 numbers = _box(self.artifact.read(name), part)
                 self.digests[name, part] = _converted_digest(numbers, part, self.nonce)
+
+    def damage(self) -> str | None:
+        """What is wrong with the artifact; None if it is as it was written, or not here."""
+        if self.artifact is None:
+            return None
+        try:
+            for name in self.tensors:
+                self.artifact.verify(name)
+        except DamagedArtifact as error:
+            return str(error)
+        return None
 
     def check(self, proofs: Sequence[WorkerProof]) -> Findings:
         """Compares what the workers of one endpoint answered with the artifact. Raises as ``form``.

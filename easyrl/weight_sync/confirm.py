@@ -51,7 +51,7 @@ class ConfirmedEndpoints:
         self._settled = asyncio.Event()  # they do not move
         self._work: set[asyncio.Future[Shown]] = set()  # under way for the target
         self._confirmations: dict[str, Confirmation] = {}  # of the target, by URL
-        self._doubted: dict[str, int] = {}  # by URL, the last good proof that was told of
+        self._told: dict[str, int] = {}  # by URL, the last good proof of the last failure told of
 
     @property
     def confirmations(self) -> tuple[Confirmation, ...]:
@@ -70,7 +70,7 @@ class ConfirmedEndpoints:
         """``target`` is published; the URLs of ``shown`` have proved it."""
         self._target = target
         target.published()
-        self._doubted = {}
+        self._told = {}
         self._confirmations = {url: self._confirmation(url, s) for url, s in shown.items()}
         for endpoint in self.pool.endpoints:
             if endpoint.url in shown and endpoint.excluded is None and not endpoint.leaving:
@@ -140,8 +140,8 @@ class ConfirmedEndpoints:
         """Tells it once for each good proof, of one that had served in this batch."""
         url, proof = endpoint.url, endpoint.proof
         served = self._target is not None and url in self._confirmations
-        if served and self._doubted.get(url) != proof:
-            self._doubted[url] = proof
+        if served and self._told.get(url) != proof:
+            self._told[url] = proof
             self.on_failed_proof(url, proof)
 
     def _confirmation(self, url: str, shown: Shown) -> Confirmation:

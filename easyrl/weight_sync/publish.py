@@ -38,12 +38,13 @@ from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
 from easyrl.weight_sync.proof import Probe, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import FanOut, Reconciler
+from easyrl.weight_sync.reconcile import DamagedCopy, FanOut, Reconciler
 from easyrl.weight_sync.store import WeightStore
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
+MOST_WRITES = 3  # while one version is published, if what was written is damaged each time
 
 RAISED_EVERYWHERE: dict[str, type[Exception]] = {
     "StopRequested": StopRequested,
@@ -54,10 +55,11 @@ RAISED_EVERYWHERE: dict[str, type[Exception]] = {
 
 @dataclass(slots=True)
 class Delivery:
-    """How one version reached the endpoints: rank 0's, but for ``passed``, which all ranks have."""
+    """How one version reached the endpoints: rank 0's, but all have ``passed`` and ``damage``."""
 
     target: Target | None
     passed: list[str] = field(default_factory=list)  # URLs
+    damage: str | None = None  # of the copy on rank 0's host, which cost an endpoint the version
     shown: dict[str, Shown] = field(default_factory=dict)  # by URL, by those that passed
     num_broadcast: int | None = None  # endpoints that a broadcast reached; None: never asked for
     asking_s: float = 0.0  # seconds of the trainer's own forwards for the canary
@@ -116,6 +118,7 @@ class WeightSync:
     def __post_init__(self) -> None:
         config = self.config
         self._prover = Prover(self.canary, self.tolerance, reads_bits=config.prove)
+        self._num_damaged = 0  # copies, while the present version is published
         self._broadcaster: Broadcaster | None = None
         if config.transport in ("nccl", "hccl"):
             open_group = self.open_group or device_broadcast(config, self.api_keys)
@@ -123,7 +126,7 @@ class WeightSync:
         # used on rank 0 only, as are the next two
         self._store = WeightStore(config, self.run_name)
         pusher = WeightPusher(self._store, self._broadcaster)
-        self._reconciler = Reconciler(self.pool, pusher, self._prover)
+        self._reconciler = Reconciler(self.pool, pusher, self._prover, config.timeout_s)
         self._current: Target | None = None  # stays on the host until the next is served
         mine = self._reconciler if self.collectives.ranks.rank == 0 else None
         self.confirmed = ConfirmedEndpoints(self.pool, self._prover, mine, self.startup_timeout_s)
@@ -136,16 +139,21 @@ class WeightSync:
     def publish(self, version: PolicyVersion) -> Published:
         """Brings ``version`` to the endpoints that are up and confirms it. Collective.
 
-        Those that are down are brought to it when they return. Raises ``NoEndpointServes`` naming
-        each endpoint and what it showed, ``Outage`` when none was up for ``max_outage_s``,
-        ``StopRequested`` while it waited for one, ``InterruptedRun`` if a proof has failed too late
-        to withdraw anything of the closed batch; each on all ranks.
+        Those that are down are brought to it when they return; what is damaged on rank 0's host is
+        written again. Raises ``NoEndpointServes`` naming each endpoint and what it showed,
+        ``Outage`` when none was up for ``max_outage_s`` or none had passed when ``MOST_WRITES``
+        copies were damaged, ``StopRequested`` while it waited for one, ``InterruptedRun`` if a
+        proof has failed too late to withdraw anything of the closed batch; each on all ranks.
         """
         start_s = time.monotonic()
         self._withdraw()
         self._refuse_late_doubts(version)
-        probe_s = self._learn_probe(version)
-        delivery = self._deliver(str(version), canary=self.config.canary)
+        self._num_damaged, probe_s = 0, 0.0
+        while True:
+            probe_s += self._learn_probe(version)
+            delivery = self._deliver(str(version), canary=self.config.canary)
+            if not self._is_written_again(delivery):
+                break
         target = self._share(delivery)
         shown = {url: delivery.shown.get(url, Shown()) for url in delivery.passed}
         self.thread.run(self.confirmed.confirm(target, shown))
@@ -167,12 +175,18 @@ class WeightSync:
     def _learn_probe(self, version: PolicyVersion) -> float:
         """Pushes visibly changed weights and sees the change; true weights have to follow.
 
-        Once in this attempt of the run. Returns the seconds it took. Collective.
+        Once in this attempt of the run, and again if its files were damaged. Returns the seconds
+        it took. Collective.
         """
         start_s, seconds = time.monotonic(), 0.0
+        if self._reconciler.probe is not None and self._reconciler.probe_damaged:
+            self._store.discard(self._reconciler.probe.weights)
+            self._reconciler.probe, self._reconciler.probe_damaged = None, False
         while self.collectives.broadcast(self.config.probe and self._reconciler.probe is None):
             with self.engine.perturbed_weights():
                 delivery = self._deliver(f"{version}:probe", canary=True)
+            if self._is_written_again(delivery):
+                continue
             true = self._ask_trainer({url: s.samples for url, s in delivery.shown.items()})
             problems: dict[str, str] = {}
             for url, shown in delivery.shown.items():
@@ -194,13 +208,14 @@ class WeightSync:
     def _deliver(self, version: str, *, canary: bool) -> Delivery:
         """Writes the weights and brings them to every live endpoint until at least one has passed.
 
-        The first push goes on while the weights are gathered and written. Collective.
+        Or until one has not because of a damaged copy. The first push goes on while the weights are
+        gathered and written. Collective.
         """
         is_first = self.collectives.ranks.rank == 0
         delivery = Delivery(self._store.begin(version) if is_first else None)
         is_written = False
         deadline_s = time.monotonic() + self.max_outage_s
-        while not delivery.passed:
+        while not delivery.passed and delivery.damage is None:
             urls = self._live_urls(deadline_s)
             excluded: dict[str, str] = {}
             if delivery.target is not None:
@@ -211,10 +226,28 @@ class WeightSync:
                         pass
                 self._answer_questions(None, delivery)
             is_written = True
-            agreed = self.collectives.broadcast([list(delivery.shown), excluded])
-            delivery.passed, excluded = agreed
+            agreed = self.collectives.broadcast([list(delivery.shown), excluded, delivery.damage])
+            delivery.passed, excluded, delivery.damage = agreed
             self._exclude(excluded)
         return delivery
+
+    def _is_written_again(self, delivery: Delivery) -> bool:
+        """Whether ``delivery`` met a damaged copy and has to be repeated, on every rank the same.
+
+        If that does not help, those that passed are used. Raises ``Outage`` if there is none.
+        """
+        if delivery.damage is None:
+            return False
+        self._num_damaged += 1
+        if self._num_damaged < MOST_WRITES:
+            logger.warning("weight sync: the weights are written again: %s", delivery.damage)
+            return True
+        if delivery.passed:
+            return False
+        raise Outage(
+            f"the weights were damaged on the trainer's host, {MOST_WRITES} times in a row: "
+            f"{delivery.damage}; see what else writes into weight_sync.directory"
+        )
 
     def _live_urls(self, deadline_s: float) -> list[str]:
         """Endpoints that are up, on every rank the same, as soon as there is one.
@@ -269,6 +302,8 @@ class WeightSync:
             delivery.num_broadcast = (delivery.num_broadcast or 0) + fan_out.num_broadcast
         delivery.shown |= {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
         errors = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
+        damages = (e.reason for e in errors.values() if isinstance(e, DamagedCopy))
+        delivery.damage = next(damages, None)
         return {u: e.reason for u, e in errors.items() if not isinstance(e, EndpointUnavailable)}
 
     def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from easyrl.inference_client.client import EndpointClient
-from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, Broadcaster, TensorTee
 from easyrl.weight_sync.challenge import NONCE_BYTES
@@ -162,13 +162,22 @@ async def _each(endpoints: Sequence[Endpoint], work: Callable[[Endpoint], Awaita
 
 
 async def _open_update(client: EndpointClient) -> None:
-    """A trainer that died in the middle of an update may have left it open."""
+    """A trainer that died in the middle of an update may have left it open.
+
+    Raises ``NotAnswered`` at once: who is silent has not said that one is open.
+    """
     try:
         await client.start_weight_update()
+    except NotAnswered:
+        raise
     except EndpointError as error:
         logger.warning("%s: gives up the weight update that is open and starts again", error)
-        with contextlib.suppress(EndpointError):  # its connection often ends with the error
+        try:
             await client.abandon_weight_update()
+        except NotAnswered:
+            raise
+        except EndpointError:
+            pass  # its connection often ends with the error
         await client.start_weight_update()
 
 

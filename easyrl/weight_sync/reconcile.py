@@ -2,7 +2,8 @@
 
     pause → stamp "updating" → push → resume → prove → canary → stamp the version
 
-What fails is taken out of use (*quarantine*), pushed again, proved again, then excluded. One that
+What fails is taken out of use (*quarantine*), pushed again, proved again, then excluded, unless
+this host's copy of the weights turns out to be damaged: that is to be written again first. One that
 still has the weights (it was only away, or a broadcast brought them) is not pushed to, it proves
 them. The stamp of the version comes last, so no other process takes for served what has not been
 proved.
@@ -18,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.schema import Completion
 from easyrl.weight_sync.broadcasting import BroadcastFailed, TensorTee
@@ -32,12 +33,20 @@ logger = logging.getLogger(__name__)
 PUSH_ATTEMPTS = 2
 
 
+class DamagedCopy(EndpointUnavailable):
+    """An endpoint failed, and what it was given is not what was written: it is not to blame."""
+
+
 @dataclass
 class Reconciler:
     """Brings endpoints to a version, each on its own. On rank 0, in the pool's loop.
 
     Attributes:
+        timeout_s: of answers that one endpoint owes in all while it is brought to a version: who
+            has let so much pass is not pushed to again.
         probe: once learned, shown by whoever is new or has restarted.
+        probe_damaged: its weights on this host are not what was written; nobody can show it, until
+            another is learned.
         on_failed_proof: told of one that showed other weights than it was given, once it is out of
             use and its requests in flight go elsewhere.
     """
@@ -45,7 +54,9 @@ class Reconciler:
     pool: EndpointPool
     pusher: WeightPusher
     prover: Prover
+    timeout_s: float = 600.0
     probe: Probe | None = None
+    probe_damaged: bool = False
     on_failed_proof: Callable[[Endpoint], object] = lambda endpoint: None
 
     def __post_init__(self) -> None:
@@ -56,9 +67,9 @@ class Reconciler:
 
         Consumes: their chunks. Waits for: an earlier call for this endpoint to give up, the
         endpoint, what ``expect`` waits for. Is unblocked by: answers, the pool finding it down, a
-        cancellation. Raises ``EndpointUnavailable`` if it is gone, ``ProofFailed`` when it failed
-        for good; then, and after a cancellation, it serves under no version that requests ask for,
-        unless it still serves the one before, untouched.
+        cancellation. Raises ``EndpointUnavailable`` if it is gone, ``DamagedCopy``, ``ProofFailed``
+        when it failed for good; then, and after a cancellation, it serves under no version that
+        requests ask for, unless it still serves the one before, untouched.
         """
         return await while_up(endpoint, self._until_proved(endpoint, weights, expect))
 
@@ -101,7 +112,7 @@ class Reconciler:
     ) -> Shown:
         async with self._locks[endpoint.url]:
             shown = Shown()
-            pushes_left = PUSH_ATTEMPTS
+            pushes_left, waited_s = PUSH_ATTEMPTS, 0.0
             while True:
                 try:
                     stamp = await self.pusher.stamp_of(endpoint, weights)
@@ -121,8 +132,19 @@ class Reconciler:
                         raise
                     logger.warning("weight sync: %s", error)
                     await self._quarantine(endpoint, weights, error)
-                    if not pushes_left:
+                    if (damage := await self._damage(weights)) is not None:
+                        raise DamagedCopy(endpoint.url, damage) from error
+                    if isinstance(error, NotAnswered):
+                        waited_s += error.waited_s
+                    if not pushes_left or waited_s >= self.timeout_s:
                         raise ProofFailed(endpoint.url, error.reason) from error
+
+    async def _damage(self, weights: Target) -> str | None:
+        """What is wrong with this host's copy of ``weights``, or of the probe's."""
+        if self.probe is not None and (damage := await self.probe.weights.damage()) is not None:
+            self.probe_damaged = True
+            return damage
+        return await weights.damage()
 
     async def _quarantine(self, endpoint: Endpoint, weights: Target, error: EndpointError) -> None:
         """It gets no request, and what it has in flight goes elsewhere, until it is confirmed."""

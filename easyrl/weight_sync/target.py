@@ -36,6 +36,7 @@ class Target:
         self._asked: set[str] = set()  # URLs, the first question
         self._is_published = False
         self._complete = False
+        self._verifying: asyncio.Future[str | None] | None = None
         self._grown = asyncio.Event()
 
     @property
@@ -61,6 +62,16 @@ class Target:
         """Waits until all chunks are there."""
         while not self._complete:
             await self._grown.wait()
+
+    async def damage(self) -> str | None:
+        """What is wrong with this host's copy, once it is whole; None if it is as it was written.
+
+        Many may ask at a time: its bytes are hashed once for them.
+        """
+        await self.completed()
+        if self._verifying is None or self._verifying.done():
+            self._verifying = asyncio.ensure_future(asyncio.to_thread(self._first.damage))
+        return await asyncio.shield(self._verifying)
 
     def published(self) -> None:
         """From here on no endpoint is asked with ``nonce``."""

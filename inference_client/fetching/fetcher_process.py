@@ -103,9 +103,8 @@ def local_fetch(
     """A ``Fetch`` in this loop: what each fetcher runs, and tests.
 
     ``await fetch(url, prompt_token_ids int32 [P], sampling, seed)`` gives one response. Raises
-    subclasses of ``EndpointError``, also for a token that is none of the policy's ``vocab_size``,
-    and ``ValueError`` if the server cannot do what ``sampling`` asks. Cancelling closes the
-    connection, upon which the server aborts the request.
+    subclasses of ``EndpointError``, also for a token that is none of the policy's ``vocab_size``.
+    Cancelling closes the connection, upon which the server aborts the request.
     """
     keys = api_keys or ApiKeys()
     client = functools.cache(lambda url, key: EndpointClient(url, session, api_key=key))

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient, ServedModel
-from easyrl.inference_client.errors import EndpointError, RequestRejected
+from easyrl.inference_client.errors import EndpointError
 
 UNLIMITED = sys.maxsize  # the context of an endpoint that does not tell its length
+SLOWDOWN = 8  # a response may take so many times as long for a token as the others took
 
 
 class Need(NamedTuple):
@@ -39,7 +40,7 @@ class Endpoint:
         self.proof = 0  # number of its last good proof in this attempt of the run, by URL
         self.excluded: str | None = None  # why it gets no more requests
         self.down: str | None = None  # why it is set aside for now
-        self.refused: RequestRejected | None = None  # it answers, and wants nothing of us
+        self.refused: EndpointError | None = None  # it answers, and will not serve us
         # It is down for refusing the canary prompt with these: it returns by serving it.
         self.owes_canary: SamplingConfig | None = None
         self.num_false_refusals = 0  # of prompts that another served, since the weights moved last
@@ -57,6 +58,10 @@ class Endpoint:
         self.num_consecutive_failures = 0  # ended by an answer, or new weights
         self.num_unanswered = 0  # health probes in a row
         self.last_progress_s = 0.0
+        self.last_answer_s = 0.0  # ... or when it got something to do
+        self._most_tokens = 0  # max_tokens of what it was sent since then, the largest
+        self._num_tokens_answered = 0
+        self._answered_s = 0.0  # that the responses took, together
         self._num_tokens_made: float | None = None  # when it was last asked
         self._idle_since_s: float | None = time.monotonic()
         self._idle_s = 0.0
@@ -103,7 +108,8 @@ class Endpoint:
         """A place is taken: a request is about to be sent."""
         if self.num_inflight == 0:
             now_s = time.monotonic()
-            self.last_progress_s = now_s  # what was before does not count against it
+            self.last_progress_s = self.last_answer_s = now_s  # what was before does not count
+            self._most_tokens = 0
             if self._idle_since_s is not None:
                 self._idle_s += now_s - self._idle_since_s
                 self._idle_since_s = None
@@ -118,11 +124,26 @@ class Endpoint:
         if self.num_inflight == 0:
             self._idle_since_s = time.monotonic()
 
-    def answered(self) -> None:
+    def asked(self, max_tokens: int) -> None:
+        """A response of at most so many tokens is about to be asked for."""
+        self._most_tokens = max(self._most_tokens, max_tokens)
+
+    def answered(self, num_tokens: int, took_s: float) -> None:
         """A response came that can be used."""
         self.num_completed += 1
         self.num_consecutive_failures = 0
-        self.last_progress_s = time.monotonic()
+        self.last_progress_s = self.last_answer_s = time.monotonic()
+        self._num_tokens_answered += num_tokens
+        self._answered_s += took_s
+
+    @property
+    def s_per_token(self) -> float | None:
+        """Seconds that its responses took for a token, queue and prompt included; the mean."""
+        return self._answered_s / self._num_tokens_answered if self._num_tokens_answered else None
+
+    def longest_response_s(self, s_per_token: float) -> float:
+        """Far longer than any response takes that it was asked for, at this speed."""
+        return SLOWDOWN * s_per_token * self._most_tokens
 
     async def makes_tokens(self, timeout_s: float) -> bool:
         """Whether it has made some since it was last asked; False if it does not tell."""

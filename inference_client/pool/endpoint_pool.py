@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -173,6 +174,8 @@ class EndpointPool(Fleet):
         task = asyncio.current_task()
         assert task is not None
         endpoint.attempts[task] = None
+        endpoint.asked(sampling.max_tokens)
+        began_s = time.monotonic()
         try:
             try:
                 completion = await self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
@@ -193,7 +196,7 @@ class EndpointPool(Fleet):
             del endpoint.attempts[task]
             self._dispatcher.release(endpoint, group.sample_tokens)
             self._forget_if_done(endpoint)
-        endpoint.answered()
+        endpoint.answered(len(completion.token_ids), time.monotonic() - began_s)
         # the number of now: a proof that is yet to come judges all since the last good one
         return replace(completion, proof=endpoint.proof)
 

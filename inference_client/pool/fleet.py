@@ -18,6 +18,7 @@ from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
+    MalformedResponse,
     NoEndpointError,
     Outage,
     RequestRejected,
@@ -37,14 +38,16 @@ MAX_PROBE_TIMEOUT_S = 10.0
 MIN_PROBE_TIMEOUT_S = 1.0
 NUM_UNANSWERED = 2  # probes in a row that make a hang
 SMALLEST_CONTEXT = 2  # tokens: one of a prompt, one of its response
+SLOWEST_S_PER_TOKEN = 1.0  # expected of a response before any has come
 
 
 class Fleet:
     """Endpoints that come and go, each asked every ``health_interval_s`` what it serves.
 
     It is up or *down* by its answers, and repaired if it is up without the current weights. A busy
-    endpoint is never timed out because it is slow: it has to leave probes unanswered, or to make no
-    progress at all for ``progress_timeout_s``.
+    endpoint is never timed out because it is slow: it has to leave probes unanswered, to make no
+    progress at all for ``progress_timeout_s``, or to count tokens for far longer than its requests
+    can take and answer none of them.
 
     Everything but reading happens on the loop in which ``start`` was awaited.
     """
@@ -97,7 +100,8 @@ class Fleet:
 
         Raises ``NoEndpointError`` with what each answered if there is none after
         ``startup_timeout_s``, or as soon as all are among the URLs ``given_up``, and
-        ``RequestRejected`` at once if all others refuse us (a wrong API key).
+        ``RequestRejected`` or ``MalformedResponse`` at once if all others refuse us (a wrong API
+        key) or are no inference servers (a URL that redirects).
         """
         limit_s = self._config.startup_timeout_s
         try:
@@ -325,6 +329,8 @@ class Fleet:
         try:
             served = await self._served_version(endpoint)
         except EndpointError as error:
+            says_no = isinstance(error, RequestRejected | MalformedResponse)
+            endpoint.refused = error if says_no else None
             self._unanswered(endpoint, error)
             return
         endpoint.num_unanswered = 0
@@ -363,9 +369,6 @@ class Fleet:
         except TimeoutError:
             reason = f"did not say within {self.probe_timeout_s:g} s how it is"
             raise EndpointUnavailable(endpoint.url, reason) from None
-        except RequestRejected as error:
-            endpoint.refused = error
-            raise
 
     async def _pay_canary(self, endpoint: Endpoint) -> None:
         """One that refused the canary prompt has to serve it, however healthy it says it is."""
@@ -386,16 +389,31 @@ class Fleet:
             )
 
     async def _look_for_progress(self, endpoint: Endpoint) -> None:
-        """A response is one answer at its end: until then the tokens that are made tell."""
+        """A response is one answer at its end: until then the tokens that are made tell.
+
+        They may be somebody else's, so that they are believed for as long as a response can take.
+        """
         if endpoint.num_inflight == 0:
             return
         limit_s = self._config.progress_timeout_s
-        quiet_s = time.monotonic() - endpoint.last_progress_s
+        now_s = time.monotonic()
+        quiet_s, unanswered_s = now_s - endpoint.last_progress_s, now_s - endpoint.last_answer_s
         if quiet_s >= limit_s / 4 and await endpoint.makes_tokens(self.probe_timeout_s):
             endpoint.last_progress_s = time.monotonic()
+            longest_s = endpoint.longest_response_s(self._s_per_token(endpoint))
+            if unanswered_s >= max(limit_s, longest_s):
+                reason = f"no answer for {unanswered_s:.0f} s, though its token counters grow"
+                self._give_up(endpoint, f"{reason}: no response takes so long")
         elif quiet_s >= limit_s:
             reason = f"no progress for {quiet_s:.0f} s (inference.progress_timeout_s)"
             self._give_up(endpoint, reason)
+
+    def _s_per_token(self, endpoint: Endpoint) -> float:
+        """As its responses took; before it has given any, as those of the slowest other did."""
+        if endpoint.s_per_token is not None:
+            return endpoint.s_per_token
+        others = [e.s_per_token for e in self.endpoints if e.s_per_token is not None]
+        return max(others, default=SLOWEST_S_PER_TOKEN)
 
     def _give_up(self, endpoint: Endpoint, reason: str) -> None:
         """It hangs: what it has in flight goes to the others."""

@@ -159,6 +159,9 @@ class ReusedMemory:
                 return None
             status = target.stat()
             memory = self._mapped.get(status.st_ino)
+            if memory is not None and len(memory) != status.st_size:
+                self.forget(target)  # cut by somebody: writing behind its end would be a SIGBUS
+                return None
             if memory is None:
                 memory = map_file(target, status.st_size, writable=True)
                 self._mapped[status.st_ino] = memory

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from easyrl.inference_client.api_keys import ApiKeys
 
+ANSWER_BYTES = 4 * 2**20  # as of other routes
+
 # by transport: module of the trainer-side engine, how its classes' names begin, what has it
 BACKENDS = {
     "nccl": ("vllm.distributed.weight_transfer.nccl_engine", "NCCL", "vLLM 0.29 or newer"),
@@ -112,12 +114,15 @@ class EndpointsClient:
         request = urllib.request.Request(url + route, body, headers, method=method)
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
-                return response.read()
+                answer = response.read(ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace")
             raise RuntimeError(f"{url}{route}: status {error.code}: {text}") from None
         except OSError as error:
             raise RuntimeError(f"{url}{route}: {error}") from None
+        if len(answer) > ANSWER_BYTES:
+            raise RuntimeError(f"{url}{route}: answers more than {ANSWER_BYTES} bytes")
+        return answer
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bad_input import AREAS
-from benchmarks.bad_input_scene import Mistake, Scene
+from benchmarks.parts.bad_input.scene import Mistake, Scene
 from easyrl.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[2]

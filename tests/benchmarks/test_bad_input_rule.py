@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.bad_input_rule import Outcome, message_of, unclear
+from benchmarks.parts.bad_input.rule import Outcome, message_of, unclear
 
 CLEAR = {
     "a key and the nearest one": (

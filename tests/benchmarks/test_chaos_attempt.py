@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chaos_attempt
-from benchmarks.chaos_attempt import Attempt
+from benchmarks.parts.chaos import attempt as chaos_attempt
+from benchmarks.parts.chaos.attempt import Attempt
 
 # a rank with a worker in a session of its own, as the trainer's servers are
 RANK = """

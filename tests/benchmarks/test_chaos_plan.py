@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.chaos_plan import ENDPOINT_STRIKES, TRAINER_STRIKES, plan_strikes
-from benchmarks.run_phase import (
+from benchmarks.parts.chaos.plan import ENDPOINT_STRIKES, TRAINER_STRIKES, plan_strikes
+from benchmarks.parts.run_phase import (
     CLOSING,
     GENERATING,
     STARTING,

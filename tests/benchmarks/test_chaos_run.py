@@ -9,9 +9,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.chaos_plan import Strike
-from benchmarks.chaos_run import AttemptFailed, ChaosRun, Pace
-from benchmarks.chaos_verdict import compare_runs, weights_hash
+from benchmarks.parts.chaos.plan import Strike
+from benchmarks.parts.chaos.run import AttemptFailed, ChaosRun, Pace
+from benchmarks.parts.chaos.verdict import compare_runs, weights_hash
 
 
 class FakeAttempt:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import pytest
 
 from benchmarks.dynamic_sampling import train_s_of_group
-from benchmarks.dynamic_sampling_load import Load, same_batch
-from benchmarks.dynamic_sampling_run import run_batch
-from benchmarks.dynamic_sampling_simulation import simulate
+from benchmarks.parts.dynamic_sampling.load import Load, same_batch
+from benchmarks.parts.dynamic_sampling.run import run_batch
+from benchmarks.parts.dynamic_sampling.simulation import simulate
 
 
 @dataclass(frozen=True)

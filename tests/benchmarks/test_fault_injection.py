@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from benchmarks.fault_injection import FaultInjector, Schedule, Victim
+from benchmarks.parts.fault_injection import FaultInjector, Schedule, Victim
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from easyrl.runtime.machine import free_port
 from easyrl.runtime.process_guard import session_members

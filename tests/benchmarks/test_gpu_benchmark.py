@@ -13,10 +13,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gpu
-from benchmarks.gpu_model import flops, num_parameters, peak_flops, random_policy, random_row
-from benchmarks.gpu_row import measure
-from benchmarks.gpu_rows import MODELS, ROWS, TINY_GROUP, Row, rows_of
 from benchmarks.gpu_table import BEGIN, END, NOT_RUN, PAGE, RESULTS, rendered, write_page
+from benchmarks.parts.gpu.model import flops, num_parameters, peak_flops, random_policy, random_row
+from benchmarks.parts.gpu.row import measure
+from benchmarks.parts.gpu.rows import MODELS, ROWS, TINY_GROUP, Row, rows_of
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -47,8 +47,8 @@ WITHOUT = """
 import sys
 for name in ("deepspeed", "pydantic", "msgspec", "omegaconf", "blake3", "peft", "aiohttp"):
     sys.modules[name] = None
-from benchmarks.gpu_row import measure
-from benchmarks.gpu_rows import rows_of
+from benchmarks.parts.gpu.row import measure
+from benchmarks.parts.gpu.rows import rows_of
 for name in ("training tiny", "engine tiny", "weights tiny"):
     print(name, measure(rows_of(smoke=True)[name], smoke=True).get("status", "measured"))
 """

@@ -10,10 +10,10 @@ import aiohttp
 import numpy as np
 import pytest
 
-from benchmarks.hostile_behaviour import EndpointBehaviour
-from benchmarks.hostile_catalogue import BEHAVIOURS
-from benchmarks.hostile_endpoint import HostileEndpoint, Stranger
-from benchmarks.random_model import write_random_model
+from benchmarks.parts.hostile.behaviour import EndpointBehaviour
+from benchmarks.parts.hostile.catalogue import BEHAVIOURS
+from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
+from benchmarks.parts.random_model import write_random_model
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hostile_behaviour import FileBehaviour, NotNow
-from benchmarks.hostile_catalogue import BEHAVIOURS
-from benchmarks.hostile_files import RunFiles
+from benchmarks.parts.hostile.behaviour import FileBehaviour, NotNow
+from benchmarks.parts.hostile.catalogue import BEHAVIOURS
+from benchmarks.parts.hostile.files import RunFiles
 
 DAMAGES = [behaviour for behaviour in BEHAVIOURS.values() if isinstance(behaviour, FileBehaviour)]
 

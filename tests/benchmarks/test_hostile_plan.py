@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.hostile_alone import runs_alone
-from benchmarks.hostile_behaviour import EndpointBehaviour, FileBehaviour, SocketBehaviour
-from benchmarks.hostile_catalogue import BEHAVIOURS
-from benchmarks.hostile_plan import plan_runs
+from benchmarks.parts.hostile.alone import runs_alone
+from benchmarks.parts.hostile.behaviour import EndpointBehaviour, FileBehaviour, SocketBehaviour
+from benchmarks.parts.hostile.catalogue import BEHAVIOURS
+from benchmarks.parts.hostile.plan import plan_runs
 
 ALL = list(BEHAVIOURS.values())
 

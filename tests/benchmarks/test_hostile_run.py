@@ -8,11 +8,16 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.hostile_behaviour import EndpointBehaviour, FileBehaviour, NotNow, SocketBehaviour
-from benchmarks.hostile_files import RunFiles
-from benchmarks.hostile_plan import Due, RunPlan
-from benchmarks.hostile_run import HostileRun, Outcome
-from benchmarks.hostile_sockets import Listener
+from benchmarks.parts.hostile.behaviour import (
+    EndpointBehaviour,
+    FileBehaviour,
+    NotNow,
+    SocketBehaviour,
+)
+from benchmarks.parts.hostile.files import RunFiles
+from benchmarks.parts.hostile.plan import Due, RunPlan
+from benchmarks.parts.hostile.run import HostileRun, Outcome
+from benchmarks.parts.hostile.sockets import Listener
 from easyrl.runtime.loop_thread import LoopThread
 
 LAST = 5  # batches of a run
@@ -159,7 +164,7 @@ def test_files_change_while_it_goes_on(tmp_path, thread):
 
 def test_strangers_visit_every_port(tmp_path, thread, monkeypatch):
     ports = [Listener("127.0.0.1", port, "trainer") for port in (1, 2)]
-    monkeypatch.setattr("benchmarks.hostile_run.listeners", lambda processes: ports)
+    monkeypatch.setattr("benchmarks.parts.hostile.run.listeners", lambda processes: ports)
     seen = []
 
     async def visit(listener: Listener, rng: random.Random) -> int:

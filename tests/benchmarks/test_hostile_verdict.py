@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.hostile_plan import RunPlan
-from benchmarks.hostile_run import Outcome
-from benchmarks.hostile_verdict import Total
-from benchmarks.ledger import keep_ledger
-from benchmarks.trained_contents import ContentCheck
+from benchmarks.parts.hostile.plan import RunPlan
+from benchmarks.parts.hostile.run import Outcome
+from benchmarks.parts.hostile.verdict import Total
+from benchmarks.parts.ledger import keep_ledger
+from benchmarks.parts.trained_contents import ContentCheck
 
 PLAN = RunPlan(0, 0, (), ())
 LEDGER = keep_ledger([], set())  # nothing to train, and nothing trained

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ledger import dataset_order, keep_ledger, read_ledger
+from benchmarks.parts.ledger import dataset_order, keep_ledger, read_ledger
 from easyrl.metrics.event_log import EventLog
 
 NUM_PROMPTS, EPOCHS, BATCH = 3, 2, 2

@@ -11,10 +11,10 @@ import aiohttp
 import orjson
 import pytest
 
-from benchmarks.overlap_balance import MAX_MEASUREMENTS, balance
-from benchmarks.overlap_endpoint import SleepingEndpoint
-from benchmarks.overlap_runs import OneRank, TwoRanks, Workload
-from benchmarks.overlap_spans import Batch, overlap, read_batches, training_over_generation
+from benchmarks.parts.overlap.balance import MAX_MEASUREMENTS, balance
+from benchmarks.parts.overlap.endpoint import SleepingEndpoint
+from benchmarks.parts.overlap.runs import OneRank, TwoRanks, Workload
+from benchmarks.parts.overlap.spans import Batch, overlap, read_batches, training_over_generation
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import RequestRejected

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import run_watch
-from benchmarks.run_watch import RunStuck, RunWatch
+from benchmarks.parts import run_watch
+from benchmarks.parts.run_watch import RunStuck, RunWatch
 from easyrl.metrics.event_log import EventLog
 
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.same_as_before_reward import reward_func
-from benchmarks.same_as_before_settings import (
+from benchmarks.parts.same_as_before.reward import reward_func
+from benchmarks.parts.same_as_before.settings import (
     QUICK,
     SETTINGS,
     Inputs,
@@ -20,8 +20,8 @@ from benchmarks.same_as_before_settings import (
     present_form,
     select,
 )
-from benchmarks.same_as_before_side import Failed, flat_batches
-from benchmarks.same_as_before_tensors import (
+from benchmarks.parts.same_as_before.side import Failed, flat_batches
+from benchmarks.parts.same_as_before.tensors import (
     compare,
     digest,
     read_states,

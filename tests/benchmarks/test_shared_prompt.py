@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.shared_prompt import SIDES
-from benchmarks.shared_prompt_sizes import Shape, model_config, random_batch
-from benchmarks.shared_prompt_timing import (
+from benchmarks.parts.shared_prompt.sizes import Shape, model_config, random_batch
+from benchmarks.parts.shared_prompt.timing import (
     Disagreement,
     check,
     compare,
     matrix_product_flops,
     seconds_in_turns,
 )
-from benchmarks.shared_prompt_workload import Forward, Workload, random_policy, workload
+from benchmarks.parts.shared_prompt.workload import Forward, Workload, random_policy, workload
+from benchmarks.shared_prompt import SIDES
 from easyrl.models.policy_model import PolicyModel
 from tests.tiny_models import tiny_config
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.shared_prompt_flops import MODEL, Counting, Work, counting, flops, unshared
-from benchmarks.shared_prompt_report import make_row, speed_up, table
-from benchmarks.shared_prompt_sizes import SHAPES, Shape, model_config, random_batch
+from benchmarks.parts.shared_prompt.flops import MODEL, Counting, Work, counting, flops, unshared
+from benchmarks.parts.shared_prompt.report import make_row, speed_up, table
+from benchmarks.parts.shared_prompt.sizes import SHAPES, Shape, model_config, random_batch
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from tests.tiny_models import tiny_config, tiny_model
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.memory_peak import MemoryPeak, process_tree
-from benchmarks.trained_contents import (
+from benchmarks.parts.memory_peak import MemoryPeak, process_tree
+from benchmarks.parts.trained_contents import (
     TOLERANCE,
     ContentCheck,
     group_difference,
@@ -91,7 +91,7 @@ def test_a_check_that_could_not_see_old_weights_says_so():
 
 def test_the_peak_is_the_kernels_and_counts_whom_it_has_seen_twice(monkeypatch):
     marks = {11: 1024, 12: 2048}
-    monkeypatch.setattr("benchmarks.memory_peak._high_water_kb", marks.__getitem__)
+    monkeypatch.setattr("benchmarks.parts.memory_peak._high_water_kb", marks.__getitem__)
     tree = [type("Process", (), {"pid": pid})() for pid in marks]
     peak = MemoryPeak()
     peak.look(tree)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.parts.tree_packing.groups import CASES, Planted, planted_groups
 from benchmarks.tree_packing import packed_row
-from benchmarks.tree_packing_groups import CASES, Planted, planted_groups
 
 SMALL = (
     *CASES,

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    from benchmarks.random_model import write_random_model  # GPU tests may have torch alone
+    from benchmarks.parts.random_model import write_random_model  # GPU tests may have torch alone
 
     folder = tmp_path_factory.mktemp("weights")
     return write_random_model(folder / "model", hidden_size=64, num_layers=2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_model import write_random_model
+from benchmarks.parts.random_model import write_random_model
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 
 MAX_MODEL_LEN = 160

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from easyrl.metrics.event_log import read_events
 from tests.end_to_end.proxy import GatedProxy
 from tests.end_to_end.trainer_run import start_trainer, trainer_command

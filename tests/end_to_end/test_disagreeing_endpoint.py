@@ -8,7 +8,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.ledger.verify import verify
 from easyrl.metrics.logprob_agreement import LIMITS

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from tests.end_to_end.conftest import MAX_MODEL_LEN
 
 ROOT = Path(__file__).resolve().parents[2]

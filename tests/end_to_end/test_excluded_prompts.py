@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from easyrl.ledger.journal.reading import read_batch
 from easyrl.ledger.verify import verify
 from easyrl.schema import NEEDS_CHANGE

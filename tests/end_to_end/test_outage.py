@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.ledger import dataset_order, read_ledger
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.ledger import dataset_order, read_ledger
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics

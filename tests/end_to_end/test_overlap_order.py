@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.conftest import ServedModel
 from tests.end_to_end.proxy import GatedProxy

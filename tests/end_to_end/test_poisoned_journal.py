@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from easyrl.ledger.journal.codec import decode_record
 from easyrl.ledger.journal.record_file import RecordWriter, read_records
 from easyrl.ledger.verify import verify

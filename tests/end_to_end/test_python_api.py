@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from benchmarks.random_model import write_random_model
+from benchmarks.parts.random_model import write_random_model
 from easyrl import train_policy
 from easyrl.metrics.trackers import read_metrics
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.commands import replay
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.ledger.journal.batch import Journal

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
 from easyrl.schema import PolicyVersion

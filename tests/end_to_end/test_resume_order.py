@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from easyrl.ledger.journal.codec import DrainRecord
 from easyrl.ledger.journal.reading import read_drains
 from easyrl.ledger.verify import verify

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from easyrl.__main__ import command_line
 from easyrl.ledger.certificate.chain import ChainReader
 from easyrl.ledger.certificate.records import BatchRecord

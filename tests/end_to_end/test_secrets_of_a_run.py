@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
-from benchmarks.random_model import write_prompts, write_random_model
+import pytest
+
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.config.file import load_config
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
-from tests.end_to_end.trainer_run import ROOT, trainer_command, trainer_environment
+from tests.end_to_end.trainer_run import run_to_end, trainer_command
+
+pytestmark = pytest.mark.runs
 
 REWARD = """
 def reward_func(prompt, texts, token_ids, judge_key, note, hf_token):
@@ -36,8 +39,8 @@ def test_no_key_is_in_what_a_run_prints_or_leaves(tmp_path: Path, monkeypatch) -
             f"rewards=[{{file: {tmp_path / 'reward.py'}, kwargs: {KWARGS}}}]",
             *("trainer.batch_size=2", "rollout.num_generations=2", "rollout.max_tokens=8"),
         )
-        ended = run(command, **VARIABLES)
-        refused = run([*command[:3], str(run_dir / "config.yaml"), "--resume"], **VARIABLES)
+        ended = run_to_end(command, **VARIABLES)
+        refused = run_to_end([*command[:3], str(run_dir / "config.yaml"), "--resume"], **VARIABLES)
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert "rewards[0].kwargs.hf_token: is a secret in plain text" in ended.stdout
     assert refused.returncode == 2
@@ -56,15 +59,3 @@ def test_no_key_is_in_what_a_run_prints_or_leaves(tmp_path: Path, monkeypatch) -
     (endpoint,) = again.inference.endpoints
     assert (endpoint.url, endpoint.api_key_env) == (server.url, "SERVER_KEY")
     assert again.rewards[0].kwargs["note"] == "Bearer MARKED-judge"
-
-
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=trainer_environment(**environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from tests.end_to_end.trainer_run import ROOT, trainer_command, trainer_environment
 
 # Sends the signal to its own process when that begins to import a module, from its first line on.

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import run_trainer, trainer_command

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.random_model import write_prompts
+from benchmarks.parts.random_model import write_prompts
 from easyrl.runtime.run_folder import locked_folder
 from tests.end_to_end.refused_runs import changed, digests
 from tests.end_to_end.trainer_run import (
@@ -22,6 +22,8 @@ from tests.end_to_end.trainer_run import (
     trainer_command,
     trainer_environment,
 )
+
+pytestmark = pytest.mark.runs
 
 STEPS, BATCH = 2, 2
 OPTIONS = (

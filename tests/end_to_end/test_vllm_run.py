@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ledger import dataset_order, read_ledger
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.ledger import dataset_order, read_ledger
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.inference_client.servers.managed.launch import VllmServerProcess
 from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import run_trainer, trainer_command

@@ -79,17 +79,24 @@ def start_ranks(command: Sequence[str], log: Path, num_ranks: int) -> list[subpr
     ]
 
 
-def run_trainer(command: Sequence[str], timeout_s: float = 240.0) -> str:
-    """Runs ``command`` to its end, which must be a good one, and returns what it printed."""
-    result = subprocess.run(
+def run_to_end(
+    command: Sequence[str], timeout_s: float = 240.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``command``, whatever its end is; all that it printed is in ``stdout``."""
+    return subprocess.run(
         command,
         cwd=ROOT,
-        env=trainer_environment(),
+        env=trainer_environment(**environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout_s,
     )
+
+
+def run_trainer(command: Sequence[str], timeout_s: float = 240.0) -> str:
+    """Runs ``command`` to its end, which must be a good one, and returns what it printed."""
+    result = run_to_end(command, timeout_s)
     assert result.returncode == 0, result.stdout[-3000:]
     return result.stdout
 

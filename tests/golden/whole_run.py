@@ -12,7 +12,7 @@ from blake3 import blake3
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.determinism import ARITHMETIC_FILE, reproducible

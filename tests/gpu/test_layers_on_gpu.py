@@ -1,4 +1,4 @@
-"""Liger's layers on a GPU against fp64, alone and in a model."""
+"""Liger's layers on a GPU against fp64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from easyrl.kernels.layers.layer_check import CheckedLayers
 from tests.gpu.device import marks
 
-pytestmark = [*marks]
+pytestmark = marks
 pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from tests.hosts.documented import ROOT, documented, replaced
 from tests.hosts.namespaces import Host, Network
 from tests.hosts.ssh import start_sshd, write_keys

@@ -9,13 +9,13 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from fake_endpoint import FakeEndpoint
 
 from easyrl.config import InferenceConfig, SamplingConfig
 from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.schema import Completion
+from tests.inference_client.fake_endpoint import FakeEndpoint
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=8)

@@ -28,6 +28,7 @@ class FakeEndpoint(ThreadingHTTPServer):
         self.calls: list[tuple[str, Any]] = []
         self.refuses: str | None = None
         self.redirects_to: str | None = None
+        self.padding = ""  # of each answer
         self.keys: set[str | None] = set()  # Authorization headers
         super().__init__(("127.0.0.1", 0), FakeRoutes)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -45,7 +46,8 @@ class FakeRoutes(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        self._answer(200, {"world_size": self.server.world_size})
+        answer = {"world_size": self.server.world_size, "padding": self.server.padding}
+        self._answer(200, answer)
 
     def do_POST(self) -> None:  # noqa: N802
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -130,6 +132,12 @@ def test_a_key_is_not_sent_on_to_where_an_endpoint_redirects(endpoints: list[Fak
     with pytest.raises(RuntimeError, match=f"{first.url}/get_world_size: status 302"):
         EndpointsClient([first.url], ApiKeys({first.url: "its own"}), 600.0)
     assert second.keys == set()
+
+
+def test_what_an_endpoint_answers_is_bounded(endpoints: list[FakeEndpoint]) -> None:
+    endpoints[1].padding = "a" * 5 * 2**20
+    with pytest.raises(RuntimeError, match=f"{endpoints[1].url}/get_world_size: .* 4194304 bytes"):
+        client_of(endpoints)
 
 
 def test_an_endpoint_that_is_away_is_named() -> None:

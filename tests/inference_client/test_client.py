@@ -11,7 +11,6 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from fake_endpoint import FakeEndpoint, break_off, hang, status
 
 from easyrl.config import RolloutConfig, SamplingConfig
 from easyrl.inference_client.client import (
@@ -24,11 +23,13 @@ from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointUnavailable,
     MalformedResponse,
+    PromptRejected,
     RequestRejected,
 )
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice, Slice
 from easyrl.schema import VersionSpan
+from tests.inference_client.fake_endpoint import FakeEndpoint, break_off, hang, status
 
 REAL_RESPONSE = Path(__file__).with_name("vllm_generate_response.json").read_bytes()
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
@@ -166,7 +167,7 @@ async def test_generate_sends_every_sampling_parameter(endpoint, client):
 
 async def test_stop_strings_need_a_server_that_decodes(endpoint, client):
     endpoint.has_tokenizer = False
-    with pytest.raises(ValueError, match=r"rollout\.stop .* stop_token_ids") as caught:
+    with pytest.raises(PromptRejected, match=r"rollout\.stop .* stop_token_ids") as caught:
         await client.generate(PROMPT, SamplingConfig(stop=["END"]), seed=0)
     assert "requires a tokenizer" in str(caught.value) and not endpoint.requests
     await client.generate(PROMPT, SamplingConfig(stop_token_ids=[1]), seed=0)
@@ -310,6 +311,14 @@ async def test_the_key_is_sent(endpoint, session):
     assert len(endpoint.requests) == 1
     with pytest.raises(RequestRejected, match="401.*Unauthorized.*inference.api_key_env"):
         await EndpointClient(endpoint.url, session).served_model()
+
+
+@pytest.mark.parametrize("key", ["1", "token", "12345678"])
+async def test_a_key_that_good_answers_contain_does_not_damage_them(endpoint, session, key):
+    client = EndpointClient(endpoint.url, session, api_key=key)
+    body = await client.generate(PROMPT, SamplingConfig(), seed=12345678)
+    (made,) = parse_generate_response(body, endpoint.url, len(PROMPT))
+    assert made.token_ids.tolist() == [12345678, 12345679, 12345680]
 
 
 async def test_an_endpoint_that_repeats_the_key_does_not_bring_it_into_messages(session):

@@ -6,8 +6,6 @@ import asyncio
 import threading
 
 import pytest
-from fake_endpoint import FakeEndpoint
-from pool_cases import V1, ask, pool_of, repairer, servers, until
 
 from easyrl.inference_client.pool.endpoint_list import (
     WANTED_FILE,
@@ -18,6 +16,8 @@ from easyrl.inference_client.pool.endpoint_list import (
     read_state,
     read_wanted,
 )
+from tests.inference_client.fake_endpoint import FakeEndpoint
+from tests.inference_client.pool_cases import V1, ask, pool_of, repairer, servers, until
 
 
 def test_an_attempt_begins_with_what_its_configuration_says(tmp_path):

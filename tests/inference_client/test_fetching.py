@@ -18,8 +18,6 @@ import numpy as np
 import psutil
 import pytest
 from aiohttp import web
-from fake_endpoint import FakeEndpoint, Fault, answer, break_off, hang, status, truncate
-from pool_cases import V1, ask, pool_of
 
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.api_keys import ApiKeys
@@ -37,6 +35,16 @@ from easyrl.inference_client.fetching.fetcher_process import Send, decode_replie
 from easyrl.runtime.workers import supervised_child
 from easyrl.runtime.workers.child_process import FrameSplitter
 from easyrl.schema import Completion, VersionSpan
+from tests.inference_client.fake_endpoint import (
+    FakeEndpoint,
+    Fault,
+    answer,
+    break_off,
+    hang,
+    status,
+    truncate,
+)
+from tests.inference_client.pool_cases import V1, ask, pool_of
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=9, temperature=0.7, stop_token_ids=[3])
@@ -126,9 +134,9 @@ async def test_no_server_is_unavailable(endpoint, fetch):
         await fetch(endpoint.url, PROMPT, SAMPLING, 0)
 
 
-async def test_what_the_user_has_to_change_is_a_value_error(endpoint, fetch):
+async def test_a_server_that_cannot_apply_stop_strings_has_refused(endpoint, fetch):
     endpoint.has_tokenizer = False
-    with pytest.raises(ValueError, match=r"rollout\.stop .* stop_token_ids"):
+    with pytest.raises(PromptRejected, match=r"rollout\.stop .* stop_token_ids"):
         await fetch(endpoint.url, PROMPT, SamplingConfig(stop=["END"]), 0)
 
 

@@ -15,9 +15,6 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
-from fake_endpoint import FakeEndpoint
-from pool_cases import V1, ask, pool_of
-from raw_server import RawServer, http
 
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import SamplingConfig
@@ -25,6 +22,9 @@ from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, MalformedResponse
 from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.responses import parse_generate_response
+from tests.inference_client.fake_endpoint import FakeEndpoint
+from tests.inference_client.pool_cases import V1, ask, pool_of
+from tests.inference_client.raw_server import RawServer, http
 
 RECORDED = Path(__file__).with_name("vllm_generate_response.json").read_bytes()
 PROMPT = np.array([5, 6, 7, 8], dtype=np.int32)

@@ -7,8 +7,28 @@ import re
 from typing import Any
 
 import pytest
-from fake_endpoint import FakeEndpoint, answer, break_off, hang, status, truncate
-from pool_cases import (
+
+from easyrl.config import InferenceConfig, SamplingConfig
+from easyrl.inference_client.errors import (
+    AttemptsFailed,
+    EndpointUnavailable,
+    MalformedResponse,
+    NoEndpointError,
+    PromptTooLong,
+    RequestRejected,
+)
+from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.inference_client.pool.group_assignment import ExpectedLengths
+from tests.inference_client.fake_endpoint import (
+    FakeEndpoint,
+    answer,
+    break_off,
+    hang,
+    status,
+    truncate,
+)
+from tests.inference_client.pool_cases import (
     PROMPT,
     SAMPLING,
     V1,
@@ -21,18 +41,7 @@ from pool_cases import (
     servers,
     until,
 )
-
-from easyrl.config import InferenceConfig, SamplingConfig
-from easyrl.inference_client.errors import (
-    AttemptsFailed,
-    EndpointUnavailable,
-    NoEndpointError,
-    PromptTooLong,
-    RequestRejected,
-)
-from easyrl.inference_client.pool.endpoint import Endpoint
-from easyrl.inference_client.pool.endpoint_pool import EndpointPool
-from easyrl.inference_client.pool.group_assignment import ExpectedLengths
+from tests.inference_client.raw_server import RawServer, http
 
 # -- spread, limits, order ---------------------------------------------------------------
 
@@ -328,6 +337,14 @@ async def test_a_wrong_key_is_told_at_once_and_a_missing_one_before_the_start(mo
     async with pool_of(server, confirmed=False, api_key_env="EASYRL_TEST_KEY") as pool:
         await pool.wait_until_healthy()
         assert pool.endpoints[0].served.name == "fake"
+
+
+async def test_a_url_that_redirects_is_told_at_once():
+    login = RawServer()
+    login.answer = http(b"", "302 Found", "Location: https://login.example/")
+    async with pool_of(login, confirmed=False) as pool:
+        with pytest.raises(MalformedResponse, match="302.*https://login.example/"):
+            await asyncio.wait_for(pool.wait_until_healthy(), 5)
 
 
 async def test_one_that_refuses_us_costs_the_start_nothing_beside_another(caplog):

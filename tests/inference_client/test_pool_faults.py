@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_endpoint import FakeEndpoint, break_off, hang, status, truncate
-from pool_cases import PROMPT, V1, V2, ask, open_all, pool_of, repairer, servers, until
 
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -22,6 +20,18 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.schema import Completion
+from tests.inference_client.fake_endpoint import FakeEndpoint, break_off, hang, status, truncate
+from tests.inference_client.pool_cases import (
+    PROMPT,
+    V1,
+    V2,
+    ask,
+    open_all,
+    pool_of,
+    repairer,
+    servers,
+    until,
+)
 
 
 def answered(tasks: list[asyncio.Task[Completion]]) -> list[int]:
@@ -87,6 +97,42 @@ async def test_tokens_that_are_still_made_are_progress():
         await until(lambda: pool.endpoints[0].down is not None)  # the counter stands still now
         assert "no progress" in pool.endpoints[0].down
         await open_all([task], server)
+
+
+@pytest.mark.parametrize("has_answered", [True, False])
+async def test_tokens_that_are_counted_and_never_answered_are_not_progress_for_ever(has_answered):
+    """Somebody else's, or made up: at the speed of what was answered ours are long overdue."""
+    lost, other = servers(2, generated_tokens=0)
+    async with pool_of(lost, other, progress_timeout_s=0.4, back_off_s=30) as pool:
+        first, second = pool.endpoints
+        (first if has_answered else second).answered(1000, took_s=1.0)
+        lost.gated = True
+        task = asyncio.ensure_future(counting(lost, ask(pool, 0)))
+        assert (await asyncio.wait_for(task, 10)).endpoint == other.url
+        assert first.num_failures == pool.num_retries == 1
+        assert "no answer for" in first.down and "counters" in first.down
+
+
+async def test_a_response_has_the_time_that_it_can_take_at_its_endpoints_speed():
+    slow, other = servers(2, generated_tokens=0)
+    async with pool_of(slow, other, progress_timeout_s=0.2) as pool:
+        first, second = pool.endpoints
+        first.answered(10, took_s=1.0)  # 0.1 s for a token: 6.4 s, 8 times as long, for 8
+        second.answered(1000, took_s=0.001)
+        slow.gated = True
+        task = asyncio.ensure_future(counting(slow, ask(pool, 0)))
+        await asyncio.sleep(1.5)
+        assert first.is_up and pool.num_retries == 0
+        slow.gates[0].set()
+        assert (await task).endpoint == slow.url
+
+
+async def counting(server: FakeEndpoint, asked: asyncio.Task[Completion]) -> Completion:
+    """Waits for the response while the server counts tokens."""
+    while not asked.done():
+        server.generated_tokens += 1
+        await asyncio.sleep(0.02)
+    return asked.result()
 
 
 async def test_one_unanswered_probe_is_not_a_hang():

@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from fake_endpoint import FakeEndpoint, Fault, error_response, status
-from pool_cases import (
+
+from easyrl.config import SamplingConfig
+from easyrl.inference_client.errors import (
+    EndpointUnavailable,
+    Outage,
+    PromptRejected,
+    PromptTooLong,
+)
+from tests.inference_client.fake_endpoint import FakeEndpoint, Fault, error_response, status
+from tests.inference_client.pool_cases import (
     PROMPT,
     SAMPLING,
     V1,
@@ -21,14 +29,6 @@ from pool_cases import (
     seeds,
     servers,
     until,
-)
-
-from easyrl.config import SamplingConfig
-from easyrl.inference_client.errors import (
-    EndpointUnavailable,
-    Outage,
-    PromptRejected,
-    PromptTooLong,
 )
 
 OTHER = np.array([8, 9], dtype=np.int32)
@@ -133,6 +133,16 @@ async def test_two_endpoints_that_refuse_everything_are_both_at_fault():
                 await task
         group[1].always = None
         assert (await ask(pool, 9)).endpoint == group[1].url
+
+
+async def test_an_endpoint_that_cannot_apply_stop_strings_costs_no_prompt():
+    bad, good = servers(2)
+    bad.has_tokenizer = False
+    stops = SAMPLING.model_copy(update={"stop": ["END"]})
+    async with pool_of(bad, good, health_interval_s=60, back_off_s=30) as pool:
+        done = await asyncio.gather(*[sample(pool, PROMPT, stops, seed) for seed in range(6)])
+        assert {completion.endpoint for completion in done} == {good.url}
+        assert "rollout.stop" in pool.endpoints[0].down and not bad.requests
 
 
 # -- one endpoint --------------------------------------------------------------------------------

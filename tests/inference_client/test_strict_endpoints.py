@@ -6,12 +6,12 @@ import logging
 from typing import Any
 
 import pytest
-from fake_endpoint import FakeEndpoint
-from pool_cases import V1, ask, pool_of, repairer, until
 
 from easyrl.build.invariant_endpoints import ENDPOINTS_ARITHMETIC_FILE, require_invariant_endpoints
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import validate_config
+from tests.inference_client.fake_endpoint import FakeEndpoint
+from tests.inference_client.pool_cases import V1, ask, pool_of, repairer, until
 
 HERE, ELSEWHERE = "torch 2.13.0, AVX512, 1 thread", "torch 2.13.0, AVX2, 1 thread"
 

@@ -259,6 +259,20 @@ def test_files_of_another_size_are_not_taken(memory_root: Path, numel: int) -> N
         assert set(file.keys()) == {"a", "b"}
 
 
+def test_a_file_that_was_cut_meanwhile_is_not_taken(memory_root: Path) -> None:
+    """A write behind the end of a mapped file ends the process by a signal."""
+    memory = ReusedMemory(memory_root)
+    big = {"a": torch.randn(6000)}
+    for version in ("v1", "v2"):  # the second time the file is mapped
+        artifact = write_artifact(big.items(), memory_root / version, "v", 1 << 20, memory=memory)
+        if version == "v2":
+            os.truncate(artifact.directory / artifact.chunks[0].file, 10)
+        artifact.remove()
+    assert memory.take("chunk-00000.safetensors", memory_root / "taken") is None
+    again = write_artifact(big.items(), memory_root / "v3", "v", 1 << 20, memory=memory)
+    assert_same(read(again), big)
+
+
 def test_an_error_while_writing_over_leaves_nothing(memory_root: Path) -> None:
     memory = ReusedMemory(memory_root)
 

@@ -35,6 +35,11 @@ def random_forest(seed: int, num_segments: int, longest: int) -> Triples:
     return segments
 
 
+ALL_FORESTS = FORESTS | {
+    f"random {seed}": random_forest(seed, num_segments=15, longest=6) for seed in range(4)
+}
+
+
 def random_inputs(
     layout: SegmentLayout,
     heads: int = 4,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import subprocess
 import sys
 import types
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.layers import layer_check, npu_layers, plain
+from easyrl.kernels.layers import npu_layers, plain
 from easyrl.kernels.layers.layer_check import CheckedLayers
+from tests.kernels.counted_layers import LAYERS, counted_backend
 from tests.kernels.layer_tensors import assert_exact, inputs, others
-from tests.kernels.test_npu_attention import SIGNATURE_FILE, WHEEL
-
-LAYERS = ("rms_norm", "rotary", "swiglu")
+from tests.kernels.torch_npu_declarations import torch_npu_declarations
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -36,23 +33,8 @@ def test_plain_layers_are_exact(layer: str, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A backend that ``auto`` takes on a CPU; right, but for what a test puts into it."""
-    module = types.ModuleType("fused_layers_of_a_test")
-    module.calls = []  # type: ignore[attr-defined]
-
-    def counted(layer: str) -> Callable[..., Any]:
-        def compute(*arguments: Any) -> Any:
-            module.calls.append(layer)
-            return getattr(plain, layer)(*arguments)
-
-        return compute
-
-    for layer in LAYERS:
-        setattr(module, layer, counted(layer))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(layer_check.BACKENDS, "liger", module.__name__)
-    monkeypatch.setitem(layer_check.OF_DEVICE, "cpu", "liger")
-    return module
+    """Right, but for what a test puts into it."""
+    return counted_backend(monkeypatch)
 
 
 def run(layers: CheckedLayers, layer: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -270,18 +252,7 @@ def test_heads_that_npu_rotary_mul_does_not_take_are_refused() -> None:
 
 @pytest.mark.parametrize("operator", SIGNATURES)
 def test_the_signatures_are_the_wheels(operator: str) -> None:
-    """The package cannot be imported without CANN: a wheel will do, where ``WHEEL`` names one."""
-    if WHEEL in os.environ:
-        with zipfile.ZipFile(os.environ[WHEEL]) as wheel:
-            declarations = wheel.read(SIGNATURE_FILE).decode()
-    else:
-        try:
-            files = importlib.metadata.files("torch-npu") or []
-        except importlib.metadata.PackageNotFoundError:
-            pytest.skip(f"torch-npu is not installed, and {WHEEL} names no wheel of it")
-        (path,) = (file for file in files if str(file) == SIGNATURE_FILE)
-        declarations = path.read_text()
-    assert f"func: {SIGNATURES[operator]}\n" in declarations
+    assert f"func: {SIGNATURES[operator]}\n" in torch_npu_declarations()
 
 
 @pytest.mark.npu

@@ -9,13 +9,10 @@ True a score is dropped; without a mask none is.
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import inspect
-import os
 import re
 import sys
 import types
-import zipfile
 from collections.abc import Callable
 
 import pytest
@@ -27,16 +24,11 @@ from easyrl.kernels.attention.npu_attention import npu_attention_backend
 from easyrl.kernels.attention.path_gather import most_keys
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import reference_attention
-from tests.kernels.forests import FORESTS, output_and_gradients, random_forest, random_inputs
+from tests.kernels.forests import ALL_FORESTS, FORESTS, output_and_gradients, random_inputs
 from tests.kernels.memory_recorder import PeakMemory
+from tests.kernels.torch_npu_declarations import torch_npu_declarations
 
 SCALE = 0.3
-ALL_FORESTS = FORESTS | {
-    f"random {seed}": random_forest(seed, num_segments=15, longest=6) for seed in range(4)
-}
-# torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml of torch-npu 2.13.0's wheel.
-WHEEL = "EASYRL_TORCH_NPU_WHEEL"
-SIGNATURE_FILE = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 SIGNATURE = (
     "npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, "
     "Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., "
@@ -303,18 +295,7 @@ def test_what_the_operator_does_not_take_is_refused(
 
 
 def test_the_signature_is_the_wheels() -> None:
-    """The package cannot be imported without CANN: a wheel will do, where ``WHEEL`` names one."""
-    if WHEEL in os.environ:
-        with zipfile.ZipFile(os.environ[WHEEL]) as wheel:
-            declarations = wheel.read(SIGNATURE_FILE).decode()
-    else:
-        try:
-            files = importlib.metadata.files("torch-npu") or []
-        except importlib.metadata.PackageNotFoundError:
-            pytest.skip(f"torch-npu is not installed, and {WHEEL} names no wheel of it")
-        (path,) = (file for file in files if str(file) == SIGNATURE_FILE)
-        declarations = path.read_text()
-    assert f"func: {SIGNATURE}\n" in declarations
+    assert f"func: {SIGNATURE}\n" in torch_npu_declarations()
 
 
 @pytest.mark.npu

@@ -4,68 +4,32 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from easyrl.kernels.attention.path_gather import attend_over_paths, gather_tokens
 from easyrl.kernels.attention.segment_layout import Paths
 from tests.kernels.memory_recorder import PeakMemory
+from tests.kernels.path_operator import (
+    HEADS,
+    INDEX,
+    SIZE,
+    TOKENS,
+    Calls,
+    fused,
+    inputs,
+    keep_attention,
+    results,
+)
 
-TOKENS, HEADS, SIZE = 40, 2, 8
-# A prompt of 30 tokens on 20 paths: K is 15 times T.
-INDEX = torch.cat([torch.arange(30)] * 20)
 # The queries are the row's, whatever path they are on.
 LENGTHS = (torch.tensor([0, TOKENS]), torch.tensor([0, len(INDEX)]))
 ALL_PATHS = Paths(INDEX, (TOKENS,), (len(INDEX),), *LENGTHS, TOKENS, len(INDEX))
-NAME = "path_gather_test::attend"
-FORWARD = "path_gather_test.attend.default"  # as a dispatch mode sees it
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Attention of all queries over all keys: output and log-sum-exp, as fused operators give."""
-    scores = torch.einsum("qhd,khd->hqk", query, key)
-    return [torch.einsum("hqk,khd->qhd", scores.softmax(2), value), scores.logsumexp(2)]
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: list[Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Tensor, ...]:
-    query, key, value, output, logsumexp = ctx.saved_tensors
-    grad = grads[0]
-    weights = (torch.einsum("qhd,khd->hqk", query, key) - logsumexp[:, :, None]).exp()
-    dot = (grad * output).sum(2).T[:, :, None]
-    of_scores = weights * (torch.einsum("qhd,khd->hqk", grad, value) - dot)
-    return (
-        torch.einsum("hqk,khd->qhd", of_scores, key),
-        torch.einsum("hqk,qhd->khd", of_scores, query),
-        torch.einsum("hqk,qhd->khd", weights, grad),
-    )
-
-
-@cache
-def attend() -> Any:
-    """The operator. Registered when it is first used: one that was registered at import, before
-    the tests of other files ran, has crashed inside torch's dispatcher."""
-    operator = torch.library.custom_op(NAME, _attend, mutates_args=())
-    operator.register_autograd(_backward, setup_context=_save)
-    return operator
-
-
-def fused(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    output: Tensor = attend()(query, key, value)[0]
-    return output
 
 
 def over_paths(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -86,11 +50,6 @@ def again(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return checkpoint(plain, query, key, value, use_reentrant=False, preserve_rng_state=False)
 
 
-def _policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    kept = str(op) == FORWARD
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def selectively(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return checkpoint(
         plain,
@@ -99,20 +58,8 @@ def selectively(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         value,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=partial(create_selective_checkpoint_contexts, _policy),
+        context_fn=partial(create_selective_checkpoint_contexts, keep_attention),
     )
-
-
-def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (TOKENS, HEADS, SIZE)
-    draw = partial(torch.randn, shape, generator=generator, dtype=torch.float64)
-    return [draw().to(dtype).requires_grad_() for _ in range(3)]
-
-
-def results(form: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    output = form(*tensors)
-    return [output.detach(), *torch.autograd.grad(output.square().sum(), tensors)]
 
 
 FORMS = [plain, again, selectively]
@@ -123,16 +70,6 @@ def test_is_attention_over_indexed_keys(form: Callable[..., Tensor]) -> None:
     tensors = inputs()
     for got, expected in zip(results(form, tensors), results(by_indexing, tensors), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.number += str(func) == FORWARD
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("form", "times"), zip(FORMS, (1, 2, 1), strict=True))

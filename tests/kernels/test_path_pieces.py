@@ -14,15 +14,14 @@ from easyrl.kernels.attention import path_gather
 from easyrl.kernels.attention.segment_layout import Paths, SegmentLayout
 from easyrl.kernels.attention.shared_prompt_attention import reference_attention
 from easyrl.kernels.attention.varlen_attention import torch_kernel, varlen_attention_backend
-from tests.kernels import test_path_gather as path_forms
-from tests.kernels.forests import output_and_gradients, random_inputs
-from tests.kernels.memory_recorder import LargestTensor, PeakMemory
-from tests.kernels.test_varlen_attention import (
-    ALL_FORESTS,
+from tests.kernels import path_operator
+from tests.kernels.flash_stand_in import (
     SCALE,
     causal_by_sequence,
     flash_attention_on_cpu,  # noqa: F401, a fixture
 )
+from tests.kernels.forests import ALL_FORESTS, output_and_gradients, random_inputs
+from tests.kernels.memory_recorder import LargestTensor, PeakMemory
 
 CPU = torch.device("cpu")
 BYTES_PER_KEY = 2 * 2 * 8 * 8  # with its value, 2 heads of 8 in float64
@@ -140,7 +139,7 @@ def test_stand_in_of_sequences_sees_each_piece(gathered_keys: Callable[[int], No
 # ---- activation checkpointing --------------------------------------------------------------------
 
 SPLIT = 15  # of the queries
-INDEX_PARTS = (path_forms.INDEX[:200], path_forms.INDEX[200:])
+INDEX_PARTS = (path_operator.INDEX[:200], path_operator.INDEX[200:])
 
 
 def piece(index: Tensor, queries: int) -> Paths:
@@ -150,20 +149,20 @@ def piece(index: Tensor, queries: int) -> Paths:
 
 PIECES = [
     piece(INDEX_PARTS[0], SPLIT),
-    piece(INDEX_PARTS[1], path_forms.TOKENS - SPLIT),
+    piece(INDEX_PARTS[1], path_operator.TOKENS - SPLIT),
 ]
 
 
 def in_pieces(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return path_gather.attend_over_paths(
-        lambda q, k, v, paths: path_forms.fused(q, k, v),
+        lambda q, k, v, paths: path_operator.fused(q, k, v),
         *(query.sin(), key.sin(), value.sin()),
         PIECES,
     )
 
 
 def selectively(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    context = partial(create_selective_checkpoint_contexts, path_forms._policy)
+    context = partial(create_selective_checkpoint_contexts, path_operator.keep_attention)
     return checkpoint(
         *(in_pieces, query, key, value),
         use_reentrant=False,
@@ -182,17 +181,17 @@ def by_indexing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("form", [in_pieces, selectively])
 def test_attention_of_no_piece_is_computed_again(form: Callable[..., Tensor]) -> None:
-    tensors = path_forms.inputs()
-    expected = path_forms.results(by_indexing, tensors)
-    with path_forms.Calls() as calls:
-        got = path_forms.results(form, tensors)
+    tensors = path_operator.inputs()
+    expected = path_operator.results(by_indexing, tensors)
+    with path_operator.Calls() as calls:
+        got = path_operator.results(form, tensors)
     assert calls.number == len(PIECES)
     for tensor, right in zip(got, expected, strict=True):
         torch.testing.assert_close(tensor, right, rtol=0, atol=1e-12)
 
 
 def test_gradients_are_taken_twice_where_the_graph_is_retained() -> None:
-    tensors = path_forms.inputs()
+    tensors = path_operator.inputs()
     output = in_pieces(*tensors).sum()
     first = torch.autograd.grad(output, tensors, retain_graph=True)
     for got, expected in zip(torch.autograd.grad(output, tensors), first, strict=True):

@@ -34,30 +34,21 @@ def export_model(
         dtype: torch's name of the weights' type, for ``config.json``.
     """
     with _replaced(target) as unfinished:
-        _write_model(weights, source, tokenizer, unfinished, dtype)
-
-
-def _write_model(
-    weights: Iterable[tuple[str, torch.Tensor]],
-    source: Path,
-    tokenizer: Path,
-    target: Path,
-    dtype: str,
-) -> None:
-    chunks = write_artifact(iter(weights), target, "export", EXPORT_SHARD_BYTES)
-    weight_map = {name: chunk.file for chunk in chunks for name in chunk.checksums}
-    index = {"metadata": {}, "weight_map": weight_map}
-    for folder in (source, tokenizer):
-        for file in folder.iterdir():
-            if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and file.name != WEIGHT_INDEX:
-                shutil.copy2(file, target / file.name)
-    (target / WEIGHT_INDEX).write_text(json.dumps(index, indent=1))
-    (target / "manifest.json").unlink()
-    config_file = target / "config.json"
-    config = json.loads(config_file.read_text())
-    config["dtype"] = dtype
-    config.pop("torch_dtype", None)
-    config_file.write_text(json.dumps(config, indent=2))
+        chunks = write_artifact(iter(weights), unfinished, "export", EXPORT_SHARD_BYTES)
+        weight_map = {name: chunk.file for chunk in chunks for name in chunk.checksums}
+        index = {"metadata": {}, "weight_map": weight_map}
+        for folder in (source, tokenizer):
+            for file in folder.iterdir():
+                is_weights = file.suffix in WEIGHT_SUFFIXES or file.name == WEIGHT_INDEX
+                if file.is_file() and not is_weights:
+                    shutil.copy2(file, unfinished / file.name)
+        (unfinished / WEIGHT_INDEX).write_text(json.dumps(index, indent=1))
+        (unfinished / "manifest.json").unlink()
+        config_file = unfinished / "config.json"
+        config = json.loads(config_file.read_text())
+        config["dtype"] = dtype
+        config.pop("torch_dtype", None)
+        config_file.write_text(json.dumps(config, indent=2))
 
 
 def export_adapter(

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import numpy as np
-from pydantic import BaseModel, Field, Json, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, Json, model_validator
 
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.requests import (
@@ -138,14 +138,8 @@ class UpdateBody(BaseModel):
 
 
 class ProofArguments(BaseModel):
-    nonce: str
+    nonce: Annotated[bytes, BeforeValidator(parse_nonce)]  # 32, from hex digits
     tensors: Json[dict[str, tuple[str, list[int]]]]  # by name: safetensors' dtype, shape
-
-    @field_validator("nonce")
-    @classmethod
-    def _is_a_nonce(cls, value: str) -> str:
-        parse_nonce(value)
-        return value
 
 
 class RpcBody(BaseModel):

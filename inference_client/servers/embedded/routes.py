@@ -42,7 +42,6 @@ from easyrl.inference_client.servers.embedded.requests import (
     UnavailableError,
 )
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.access import OPEN_ROUTES
-from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import parse_nonce
 
 MAX_BODY_BYTES = 64 * 2**20
 
@@ -227,7 +226,7 @@ class EmbeddedServer:
         """The one method that the vLLM plugin adds to vLLM's workers."""
         body = await _parse(http, RpcBody)
         asked = body.kwargs
-        proof = await _done(self._weights.prove(parse_nonce(asked.nonce), asked.tensors.keys()))
+        proof = await _done(self._weights.prove(asked.nonce, asked.tensors.keys()))
         return _json({"results": [asdict(proof)]})
 
     async def _update_weight_version(self, http: web.Request) -> web.Response:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from test_config import MINIMAL, load
 
 from easyrl.config import ConfigError
 from easyrl.config.file import dump_config, load_config, plain_secrets, public_tree
 from easyrl.config.secrets import REDACTED, is_secret_key, redact
+from tests.easyrl.config.test_config import MINIMAL, load
 
 KEY = "MARKED-sk-1234"
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.config import ModelConfig
-from easyrl.kernels.layers import layer_check, plain
+from easyrl.kernels.layers import plain
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel, run_micro_batch
 from tests.easyrl.models.test_policy_model import pack
+from tests.kernels.counted_layers import LAYERS, counted_backend
 from tests.tiny_models import FAMILIES, Family, save_tiny_model
 
 NORMS = {"llama": 2, "qwen2": 2, "qwen3": 4, "qwen3_moe": 4}  # of a decoder layer
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of a backend that ``auto`` takes on a CPU, whose numbers are the plain layers'."""
-    module, found = types.ModuleType("fused_layers_of_a_model"), Counter[str]()
-
-    def counted(layer: str) -> Callable[..., Any]:
-        def compute(*arguments: Any) -> Any:
-            found[layer] += 1
-            return getattr(plain, layer)(*arguments)
-
-        return compute
-
-    for layer in ("rms_norm", "rotary", "swiglu"):
-        setattr(module, layer, counted(layer))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(layer_check.BACKENDS, "npu", module.__name__)
-    monkeypatch.setitem(layer_check.OF_DEVICE, "cpu", "npu")
+    found: list[str] = counted_backend(monkeypatch).calls
     return found
 
 
@@ -59,7 +44,7 @@ def load(folder: Path, **settings: Any) -> PolicyModel:
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_to_the_bit(
-    family: Family, checkpointing: Any, tmp_path: Path, calls: Counter[str]
+    family: Family, checkpointing: Any, tmp_path: Path, calls: list[str]
 ) -> None:
     save_tiny_model(tmp_path, family)
     expected = results(load(tmp_path, fused_layers="none"))
@@ -79,7 +64,7 @@ def test_the_same_to_the_bit(
         # of a mixture's experts, which are one fused tensor, none
         assert linear["q_proj"] == layers and linear["down_proj"] > 0
         in_model = Counter(rms_norm=norms, rotary=layers, swiglu=linear["down_proj"])
-        assert calls == checks + in_model
+        assert Counter(calls) == checks + in_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,13 +73,13 @@ def test_without_a_backend_for_the_device_the_models_own_run(
 ) -> None:
     save_tiny_model(tmp_path, family)
     expected = results(load(tmp_path, fused_layers="none"))
-    for layer in ("rms_norm", "rotary", "swiglu"):
+    for layer in LAYERS:
         monkeypatch.setattr(plain, layer, None)  # nothing of ours is called
     got = results(load(tmp_path, fused_layers="auto"))
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
-def test_another_model_of_the_process_keeps_its_own(tmp_path: Path, calls: Counter[str]) -> None:
+def test_another_model_of_the_process_keeps_its_own(tmp_path: Path, calls: list[str]) -> None:
     save_tiny_model(tmp_path, "qwen3")
     load(tmp_path, fused_layers="auto")
     results(load(tmp_path, fused_layers="none"))

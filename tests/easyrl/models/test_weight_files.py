@@ -10,6 +10,7 @@ import pytest
 
 from easyrl.config import ConfigError, ModelConfig
 from easyrl.models.loading import load_policy_model
+from easyrl.models.supported import vocabulary_size
 from easyrl.models.weight_files import INDEX, SINGLE, check_weight_files
 from tests.tiny_models import save_tiny_model
 
@@ -75,8 +76,25 @@ def test_weights_of_other_shapes_than_the_configuration_says(model):
         load_policy_model(ModelConfig(path=model, dtype="fp32"))
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"model_type": "qwen9"}'])
-def test_a_config_json_that_cannot_be_read_is_one_sentence(model, text):
+UNREADABLE = [
+    "[]",
+    "3",
+    "{",
+    '{"model_type": "qwen9"}',
+    '{"model_type": "qwen3", "vocab_size": "many"}',
+    '{"model_type": "llama", "num_attention_heads": 0}',
+]
+
+
+@pytest.mark.parametrize("read", [load_policy_model, vocabulary_size])
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_a_config_json_that_cannot_be_read_is_one_sentence(model, text, read):
     (model / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"^model\.path: [^\n]*; give a folder with config.json"):
-        load_policy_model(ModelConfig(path=model, dtype="fp32"))
+        read(ModelConfig(path=model, dtype="fp32"))
+
+
+def test_a_model_without_a_vocabulary_is_named(model):
+    (model / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ConfigError, match=r"^model\.path: .* no vocab_size in its config.json"):
+        vocabulary_size(ModelConfig(path=model, dtype="fp32"))

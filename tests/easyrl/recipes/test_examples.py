@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.random_model import write_prompts, write_random_model
+from benchmarks.parts.random_model import write_prompts, write_random_model
 from easyrl.config import ModelConfig
 from easyrl.config.file import validate_config
 from easyrl.dataloaders.packing.groups import pack_groups

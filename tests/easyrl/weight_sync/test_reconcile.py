@@ -5,14 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
 from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import FanOut, Reconciler
+from easyrl.weight_sync.reconcile import DamagedCopy, FanOut, Reconciler
 from easyrl.weight_sync.target import MOST_CHUNKS
 from tests.easyrl.weight_sync.scripted_endpoint import (
     PUSH,
@@ -26,6 +26,7 @@ from tests.easyrl.weight_sync.scripted_endpoint import (
     stream,
     until,
 )
+from tests.inference_client.served_tensors import ArtifactInMemory
 
 PROVED = ["prove", "sample"]
 STAMPED = ["stamp", "ask"]
@@ -184,6 +185,36 @@ def test_who_fails_twice_has_failed(broken):
         with pytest.raises(ProofFailed, match="out of luck"):
             await parts.reconcile()
         assert parts.client.calls.count("start") == 2
+        assert parts.client.version == UPDATING
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("broken", ["pause", "start", "update", "finish", "resume", "prove"])
+def test_who_has_let_the_time_of_all_answers_pass_is_not_pushed_to_again(broken):
+    """One limit for everything; each request has its own."""
+
+    async def story():
+        silent = NotAnswered(URL, f"{broken} was not answered", 600.0)
+        parts = Parts({broken: failing(silent)})
+        with pytest.raises(ProofFailed, match=f"{broken} was not answered"):
+            await parts.reconcile()
+        assert parts.client.calls.count("start") == (broken != "pause")
+        short = NotAnswered(URL, "not answered", 10.0)
+        parts = Parts({broken: failing(short)})
+        await parts.reconcile()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("broken", ["update", "prove"])
+def test_who_was_given_a_damaged_copy_is_not_to_blame(broken):
+    async def story():
+        parts = Parts({broken: failing(EndpointError(URL, "checksum"))})
+        parts.target.complete(ArtifactInMemory(WEIGHTS, frozenset({"weight-0"})))
+        with pytest.raises(DamagedCopy, match="'weight-0' was changed"):
+            await parts.reconcile()
+        assert parts.pool.events == ["quarantine"] and parts.client.calls.count("start") == 1
         assert parts.client.version == UPDATING
 
     asyncio.run(story())

@@ -22,7 +22,9 @@ from easyrl.weight_sync.target import Target
 from tests.easyrl.weight_sync.weight_sync_parts import (
     NOWHERE,
     PROVE,
+    DamagesArtefacts,
     Hanging,
+    HangsAt,
     MissesUpdates,
     PlainEngine,
     Restarting,
@@ -187,6 +189,23 @@ def test_an_endpoint_that_hangs_in_the_middle_is_not_waited_for(
             assert "unanswered" in rank.statuses()[proxy.url]
             proxy.hangs = False
             wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:1")
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/collective_rpc"])
+def test_an_endpoint_that_never_answers_one_route_costs_one_time_out(
+    path, model_dir, server, second_server, tmp_path, monkeypatch
+):
+    """Not two pushes of several requests each, while all others wait."""
+    monkeypatch.setattr("easyrl.weight_sync.push.GIVING_UP_S", 0.2)
+    options = {"probe": False, "timeout_s": 1.5}
+    with closing(HangsAt(second_server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [server, proxy.url], tmp_path, **options) as rank:
+            rank.sync.publish(V0)
+            proxy.path = path
+            proxy.seen.clear()
+            assert rank.sync.publish(V1).metrics["sync/endpoints"] == 1
+            assert f"{path} was not answered within 1.5 s" in rank.statuses()[proxy.url]
+            assert proxy.seen.count("/start_weight_update") == 1
 
 
 def test_all_down_is_waited_out(model_dir, server, second_server, tmp_path):
@@ -384,6 +403,18 @@ def test_what_is_excluded_and_why_is_the_same_everywhere(open_ranks, server, sec
         on_all(lambda rank: rank.sync.publish(V0), ranks)
         assert ranks[0].statuses() == ranks[1].statuses()
         assert "serves other weights" in ranks[0].statuses()[proxy.url]
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_every_rank_writes_damaged_weights_again_or_ends(times, open_ranks, server):
+    with closing(DamagesArtefacts(server)) as proxy:
+        ranks = open_ranks([proxy.url], probe=False)
+        proxy.times = times
+        for outcome in on_all(lambda rank: rank.sync.publish(V0), ranks):
+            if times == 1:
+                assert outcome.served.version == V0
+            else:
+                assert isinstance(outcome, Outage) and "were damaged" in str(outcome)
 
 
 @pytest.mark.parametrize("gone", [True, False], ids=["down", "excluded"])

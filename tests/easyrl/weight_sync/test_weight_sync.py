@@ -9,14 +9,16 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.random_model import write_random_model
+from benchmarks.parts.random_model import write_random_model
 from easyrl.config import WeightSyncConfig
+from easyrl.inference_client.errors import Outage
 from easyrl.inference_client.transfer.announcement import OWNER
 from easyrl.schema import NoEndpointServes, PolicyVersion, Prompt
 from easyrl.weight_sync.canary import canary_prompts
 from easyrl.weight_sync.store import WeightStore, listen_address, local_address_towards
 from tests.easyrl.weight_sync.weight_sync_parts import (
     AnswersFromItsPrefixCache,
+    DamagesArtefacts,
     FailsAt,
     FailsHalfWay,
     ForgetsItsVersion,
@@ -320,6 +322,50 @@ def test_a_failed_push_is_repeated(path, status, model_dir, server, tmp_path):
             rank.sync.publish(V0)
             assert proxy.times == 0
             assert rank.statuses() == {proxy.url: "confirmed sync:0:0"}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_weights_that_were_damaged_here_are_written_again_and_cost_no_endpoint(
+    times, model_dir, server, second_server, tmp_path, caplog
+):
+    with ExitStack() as opened:
+        urls = [server, second_server]
+        proxies = [opened.enter_context(closing(DamagesArtefacts(url))) for url in urls]
+        engine, urls = PlainEngine(model_dir), [proxy.url for proxy in proxies]
+        rank = opened.enter_context(weight_sync(engine, urls, tmp_path))
+        rank.sync.publish(V0)
+        engine.train(1e-3)
+        proxies[0].times = times
+        rank.sync.publish(V1)
+        confirmed = dict.fromkeys(urls, "confirmed sync:0:1")
+        wait_until(lambda: rank.statuses() == confirmed)
+        assert caplog.text.count("the weights are written again") == times
+        assert "was changed after it was written" in caplog.text
+        assert "is excluded" not in caplog.text
+
+
+def test_weights_that_are_damaged_again_and_again_end_in_an_outage(model_dir, server, tmp_path):
+    with closing(DamagesArtefacts(server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [proxy.url], tmp_path, probe=False) as rank:
+            proxy.times = 100
+            with pytest.raises(Outage, match="damaged .* 3 times.*weight_sync.directory"):
+                rank.sync.publish(V0)
+            assert all(endpoint.excluded is None for endpoint in rank.pool.endpoints)
+
+
+def test_a_probe_that_was_damaged_here_is_learned_again(model_dir, server, tmp_path):
+    """Who restarts meanwhile is not excluded, nor used without having shown it."""
+    engine = PlainEngine(model_dir)
+    with closing(DamagesArtefacts(server)) as proxy:
+        with weight_sync(engine, [server], tmp_path) as rank:
+            rank.sync.publish(V0)
+            proxy.times = 1
+            rank.add(proxy.url)  # the probe is what it is pushed first
+            wait_until(lambda: "was changed after" in rank.statuses().get(proxy.url, ""))
+            engine.train(1e-3)
+            rank.sync.publish(V1)
+            wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:1")
+            assert proxy.given[-2:] == ["sync:0:1:probe", "sync:0:1"] and engine.num_probes == 2
 
 
 def test_an_update_that_fails_half_way_leaves_no_version(

@@ -157,7 +157,8 @@ def weight_sync(
         session, fetch = thread.run(open_fetch())
         opened.callback(lambda: thread.run(session.close()))
         config = InferenceConfig(endpoints=urls, health_interval_s=0.1, startup_timeout_s=60.0)
-        pool = EndpointPool(config, fetch)
+        sync_config = WeightSyncConfig(directory=directory, **options)
+        pool = EndpointPool(config, fetch, update_timeout_s=sync_config.timeout_s)
         pool.back_off_s, pool.probe_timeout_s = 0.1, probe_timeout_s
         thread.run(pool.start())
         opened.callback(lambda: thread.run(pool.close()))
@@ -177,7 +178,7 @@ def weight_sync(
         stop = StopRequest(60.0)
         opened.callback(stop.close)
         sync = WeightSync(
-            config=WeightSyncConfig(directory=directory, **options),
+            config=sync_config,
             tolerance=tolerance,
             run_name="sync",
             engine=engine,
@@ -386,6 +387,37 @@ class Restarting(Watched):
 
     def move_to(self, upstream: str) -> None:
         self._upstream = upstream
+
+
+class DamagesArtefacts(Watched):
+    """Changes a byte of each of ``times`` artefacts, before its server reads of them."""
+
+    times = 0
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path == "/update_weights" and self.times and b"abandon" not in body:
+            self.times -= 1
+            info = orjson.loads(body)["update_info"]
+            folder = Path(self.inits[-1]["root"]) / info["artifact"]
+            with (folder / info["chunks"][0]["file"]).open("r+b") as file:
+                file.seek(-1, 2)
+                last = file.read(1)[0]
+                file.seek(-1, 2)
+                file.write(bytes([last ^ 1]))
+        return None
+
+
+class HangsAt(Watched):
+    """Never answers requests to ``path`` once it has one; everything else it does."""
+
+    path: str | None = None
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path == self.path:
+            await asyncio.Event().wait()
+        return None
 
 
 class Hanging(Watched):

@@ -1,0 +1,88 @@
+"""Endpoints that refuse: everything, now and then, or with a reason that is not true."""
+
+from __future__ import annotations
+
+from benchmarks.parts.hostile.behaviour import NotNow, endpoint
+from benchmarks.parts.hostile.endpoint import Exchange
+from easyrl.inference_client.client import GENERATE
+
+PROMPT_TOKENS = 12  # of every prompt in these runs
+
+
+async def _refuse(exchange: Exchange, status: str, message: str, *headers: str) -> None:
+    body = b'{"error": {"message": "%s"}}' % message.encode()
+    await exchange.answer(body, status, *headers)
+
+
+@endpoint("status", GENERATE)
+async def refuse_every_prompt(exchange: Exchange) -> None:
+    """400 to every generate request."""
+    await _refuse(exchange, "400 Bad Request", "this prompt is not acceptable")
+
+
+@endpoint("status")
+async def refuse_everything(exchange: Exchange) -> None:
+    """400 to whatever is asked, health and weights included."""
+    await _refuse(exchange, "400 Bad Request", "no")
+
+
+@endpoint("status", GENERATE, share=0.3)
+async def refuse_some_prompts(exchange: Exchange) -> None:
+    """422 to some generate requests."""
+    await _refuse(exchange, "422 Unprocessable Entity", "token_ids: not acceptable")
+
+
+@endpoint("status", GENERATE)
+async def refuse_prompts_of_the_dataset(exchange: Exchange) -> None:
+    """413 to every prompt of the dataset; other lengths, the canary's, are answered."""
+    if len(exchange.request.json["token_ids"]) != PROMPT_TOKENS:
+        raise NotNow
+    await _refuse(exchange, "413 Payload Too Large", "too long")
+
+
+@endpoint("status")
+async def key_demanded(exchange: Exchange) -> None:
+    """401 to everything, from one request to the next."""
+    await _refuse(exchange, "401 Unauthorized", "Unauthorized", "WWW-Authenticate: Bearer")
+
+
+@endpoint("status", GENERATE, share=0.5)
+async def forbidden_now_and_then(exchange: Exchange) -> None:
+    """403 to every other generate request."""
+    await _refuse(exchange, "403 Forbidden", "quota")
+
+
+@endpoint("status", GENERATE)
+async def route_gone(exchange: Exchange) -> None:
+    """404 to every generate request: restarted without --enable-scale-out."""
+    await exchange.answer(b'{"detail": "Not Found"}', "404 Not Found")
+
+
+@endpoint("status", GENERATE)
+async def too_many_requests(exchange: Exchange) -> None:
+    """429 to every generate request, with a Retry-After of a year."""
+    await _refuse(exchange, "429 Too Many Requests", "later", "Retry-After: 31536000")
+
+
+@endpoint("status", share=0.3)
+async def internal_errors(exchange: Exchange) -> None:
+    """500 with a megabyte of traceback, now and then, on every route."""
+    await exchange.answer(b"Traceback (most recent call last)\n" * 30_000, "500 Internal Error")
+
+
+@endpoint("status")
+async def unavailable(exchange: Exchange) -> None:
+    """503 to everything from a moment on."""
+    await _refuse(exchange, "503 Service Unavailable", "model is loading")
+
+
+@endpoint("status", "/health", "/weight_info")
+async def health_denied(exchange: Exchange) -> None:
+    """503 to health probes while generate requests are answered."""
+    await exchange.answer(b"", "503 Service Unavailable")
+
+
+@endpoint("status", GENERATE, share=0.5)
+async def status_without_meaning(exchange: Exchange) -> None:
+    """A status of 999."""
+    await exchange.answer(b"{}", "999 Whatever")
