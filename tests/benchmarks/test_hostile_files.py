@@ -74,6 +74,18 @@ def test_without_a_run_there_is_nothing_to_damage(tmp_path):
             getattr(empty, read)
 
 
+def test_the_journal_of_a_certified_batch_is_left_alone(files):
+    """It is trained, and cannot be made again; one that a resume has opened again can."""
+    assert files.open_journal.parent.name == "batch-000001"
+    with (files.run_dir / "certificate.jsonl").open("a") as certificate:
+        certificate.write('{"kind": "batch", "batch": 1}\n')
+        certificate.flush()
+        with pytest.raises(NotNow):
+            files.open_journal  # noqa: B018
+        certificate.write('{"kind": "attempt", "first_batch": 1}\n{"kind": "batch", "batch": 1')
+    assert files.open_journal.parent.name == "batch-000001"
+
+
 def test_a_kept_file_is_put_back(files):
     files.keep(path := Path(files.run_dir / "attempt.json"))
     path.write_text("other")

@@ -36,13 +36,30 @@ class RunFiles:
 
     @property
     def open_journal(self) -> Path:
-        """The file that was written last, of the newest batch; ``NotNow`` if it holds little."""
+        """The file that was written last, of the open batch; ``NotNow`` if it holds little.
+
+        What a certified batch was trained on cannot be made again: damage there is for
+        ``easyrl verify`` to find.
+        """
         journal = self.run_dir / "journal"
-        batches = journalled_batches(journal)
+        batches = [v for v in journalled_batches(journal) if v >= self._open_batch]
         files = journal_files(batch_folder(journal, batches[-1])) if batches else []
         if not files or files[-1].path.stat().st_size < 1000:
             raise NotNow
         return files[-1].path
+
+    @property
+    def _open_batch(self) -> int:
+        """The batch behind the last that the certificate holds."""
+        number, path = 0, self.run_dir / CERTIFICATE_FILE
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        for line in lines:
+            record = json.loads(line) if line.endswith(b"\n") else {}
+            if record.get("kind") == "attempt":
+                number = record["first_batch"]
+            elif record.get("kind") == "batch":
+                number = record["batch"] + 1
+        return number
 
     @property
     def newest_checkpoint(self) -> Path:
