@@ -26,6 +26,7 @@ FEWEST_TOKENS = 8  # prompt and response together
 # left from other weights is off by nats. Rounding in bf16 has means of 3e-3 to 3e-2, with outliers
 # where routers of a mixture of experts flip.
 GROSS_DIFFERENCE = 0.5
+OUTLIERS = 1 / 8  # share of the canary's tokens that rounding may move by nats
 
 
 def canary_prompts(prompts: Sequence[Prompt], max_model_len: int | None) -> list[Prompt]:
@@ -47,13 +48,34 @@ def canary_prompts(prompts: Sequence[Prompt], max_model_len: int | None) -> list
     return [Prompt(index=i, token_ids=part, text="", answer=None) for i, part in enumerate(parts)]
 
 
+def without_outliers(differences: np.ndarray) -> np.ndarray:
+    """Indices of all tokens but those off by more than ``GROSS_DIFFERENCE``, ``OUTLIERS`` at most.
+
+    Args:
+        differences: |Δ log-prob| per token, float [N].
+    """
+    order = np.argsort(differences, kind="stable")
+    num_dropped = min(int(OUTLIERS * len(order)), int((differences > GROSS_DIFFERENCE).sum()))
+    return order[: len(order) - num_dropped]
+
+
 @dataclass(frozen=True, slots=True)
 class CanaryReading:
     """|Δ log-prob| between endpoint and trainer over the canary's generated tokens, in nats."""
 
     mean: float
+    trimmed: float  # mean ``without_outliers``
     maximum: float
     num_tokens: int
+
+    @classmethod
+    def of(cls, differences: np.ndarray) -> CanaryReading:
+        """Of |Δ log-prob| per token, float [N]; infinite without any, or with a NaN."""
+        if len(differences) == 0:
+            return cls(np.inf, np.inf, np.inf, 0)
+        found = np.nan_to_num(differences, nan=np.inf)
+        trimmed = found[without_outliers(found)].mean()
+        return cls(float(found.mean()), float(trimmed), float(found.max()), len(found))
 
     def problem(self, tolerance: float) -> str | None:
         """What is wrong with the endpoint, in words; ``tolerance`` in nats per token."""
@@ -75,22 +97,22 @@ class Expected:
     token_ids: tuple[np.ndarray, ...]  # per prompt int32 [R]
     logprobs: tuple[np.ndarray, ...]  # per prompt float32 [R]
 
-    def reading(self, samples: Sequence[Completion]) -> CanaryReading:
-        """How far an endpoint is from the trainer.
+    def differences(self, samples: Sequence[Completion]) -> np.ndarray:
+        """How far an endpoint is from the trainer: |Δ log-prob| of each token, float32 [N].
 
         Endpoints sample with the same seeds, so that equal weights give equal tokens but where
         rounding tips the balance. Compared are the tokens before the first that differs; without
-        any there is nothing that could agree: that reads as infinity, as does a NaN.
+        any there is nothing that could agree.
         """
         differences = []
         for tokens, logprobs, sample in zip(self.token_ids, self.logprobs, samples, strict=True):
             length = min(len(tokens), len(sample.token_ids))
             shared = int(np.cumprod(tokens[:length] == sample.token_ids[:length]).sum())
             differences.append(np.abs(sample.logprobs[:shared] - logprobs[:shared]))
-        difference = np.nan_to_num(np.concatenate(differences), nan=np.inf)
-        if len(difference) == 0:
-            return CanaryReading(np.inf, np.inf, 0)
-        return CanaryReading(float(difference.mean()), float(difference.max()), len(difference))
+        return np.concatenate(differences)
+
+    def reading(self, samples: Sequence[Completion]) -> CanaryReading:
+        return CanaryReading.of(self.differences(samples))
 
     def to_json(self) -> list[list[list[float]]]:
         """Exact: a float32 survives JSON."""

@@ -100,7 +100,7 @@ def test_pause_updating_push_prove_canary_stamp():
         shown = await parts.reconcile()
         client = parts.client
         assert client.calls == [*PUSH, *PROVED, *STAMPED]
-        assert shown.reading == CanaryReading(0.0, 0.0, 1)
+        assert shown.reading == CanaryReading(0.0, 0.0, 0.0, 1)
         stamps = dict(client.stamps[: len(PUSH)])
         assert stamps["pause"] == "default" and stamps["start"] == UPDATING
         assert {stamp for _, stamp in client.stamps[3:-1]} == {UPDATING}  # up to the last stamp

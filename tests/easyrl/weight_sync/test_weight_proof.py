@@ -218,10 +218,10 @@ def test_only_tokens_before_the_first_that_differs_are_compared():
 
 def test_nothing_to_compare_and_nan_do_not_agree():
     said = expected(([5], [-1.0]))
-    assert said.reading([sample([6], [-1.0])]) == CanaryReading(np.inf, np.inf, 0)
+    assert said.reading([sample([6], [-1.0])]) == CanaryReading(np.inf, np.inf, np.inf, 0)
     assert said.reading([sample([5], [np.nan])]).mean == np.inf
-    assert CanaryReading(np.nan, 0.0, 1).problem(1.0) is not None
-    assert CanaryReading(0.5, 0.6, 1).problem(0.5) is None
+    assert CanaryReading(np.nan, np.nan, 0.0, 1).problem(1.0) is not None
+    assert CanaryReading(0.5, 0.4, 0.6, 1).problem(0.5) is None
 
 
 @pytest.mark.parametrize(
@@ -266,6 +266,51 @@ def test_single_tokens_that_are_off_by_nats_do_not_fail_a_canary():
     samples = [sample([5, 6], [-4.0, -5.0])] * 2 + [sample([5, 6], [-1.0, -2.0])] * 14
     reading = said.reading(samples)
     assert reading.maximum == 3.0 and reading.problem(GROSS_DIFFERENCE) is None
+
+
+@pytest.mark.parametrize(
+    ("off", "nats", "problem"),
+    [
+        (4, 3.0, None),  # a mean of 0.375
+        (8, 3.0, "with the probe's weights, canary: log-probabilities differ"),  # of 0.75
+        (32, 0.06, "by 6.00e-02 nats"),  # a stale copy moves all tokens
+        (32, 0.04, None),
+    ],
+)
+def test_single_tokens_that_are_off_by_nats_do_not_fail_the_probe_before_the_canary(
+    off, nats, problem
+):
+    """At bf16's tolerance. What it would cost at the start it would be granted after a step."""
+    true, changed = [[-1.0] * 32], [[-2.0] * 32]
+    served = [-2.0 - nats] * off + [-2.0] * (32 - off)
+    probe = Probe(weights(), expected(([5] * 32, *changed)), expected(([5] * 32, *true)))
+    found = probe.check([sample([5] * 32, served)], tolerance=0.05)
+    assert (found is None) if problem is None else (found is not None and problem in found)
+
+
+@pytest.mark.parametrize(("off", "nats", "fails"), [(4, 3.0, False), (32, 0.3, True)])
+def test_after_the_probe_it_comes_back_nearer_than_half_way(off, nats, fails):
+    """The probe moved it by half a nat: a mean of 0.375 on four tokens is no stale cache."""
+    tokens, logprobs = [5] * 32, [-1.0] * 32
+    served = [-1.0 - nats] * off + logprobs[off:]
+
+    class Sampling:
+        async def sample(self, url):
+            return [sample(tokens, served)]
+
+    async def expect(url, samples):
+        return expected((tokens, logprobs))
+
+    prover = Prover(Sampling(), tolerance=0.05, reads_bits=True)  # type: ignore[arg-type]
+    prover.probe_shifts[URL] = 0.5
+    endpoint = Endpoint(Client(serves()), 1)
+    proof = prover.prove(endpoint, weights(), "run:0:1", expect, Shown())
+    if fails:
+        with pytest.raises(ProofFailed, match="canary: log-probabilities differ"):
+            asyncio.run(proof)
+    else:
+        asyncio.run(proof)
+        assert prover.probe_shifts[URL] == np.inf
 
 
 def test_samples_of_other_weights_are_refused():

@@ -353,10 +353,10 @@ def test_weights_that_are_damaged_again_and_again_end_in_an_outage(model_dir, se
             assert all(endpoint.excluded is None for endpoint in rank.pool.endpoints)
 
 
-def test_a_probe_that_was_damaged_here_is_learned_again(model_dir, server, tmp_path):
+def test_a_probe_that_was_damaged_here_is_learned_again(model_dir, server, second_server, tmp_path):
     """Who restarts meanwhile is not excluded, nor used without having shown it."""
     engine = PlainEngine(model_dir)
-    with closing(DamagesArtefacts(server)) as proxy:
+    with closing(DamagesArtefacts(second_server)) as proxy:
         with weight_sync(engine, [server], tmp_path) as rank:
             rank.sync.publish(V0)
             proxy.times = 1
