@@ -21,7 +21,7 @@ NO_NEED = Need(None)
 
 
 class NeedChanged(NoEndpointError):
-    """Nobody is there any more for what a request needs, but for one that needs less."""
+    """Nobody will be there for what a request needs: it is to be looked at again."""
 
 
 class Dispatcher:
@@ -36,12 +36,15 @@ class Dispatcher:
 
     Waiting for which no endpoint is usable ends with ``Outage`` after ``max_outage_s``, with
     ``NoEndpointError`` at once when there is nothing to hope for: every endpoint failed its proof.
+    Waiting for another endpoint than the one that refused a prompt ends with ``NeedChanged`` when
+    no other has been usable for ``max_outage_s``.
     """
 
     def __init__(self, max_outage_s: float) -> None:
         self.endpoints: Sequence[Endpoint] = ()  # replaced, never changed
         self._max_outage_s = max_outage_s
         self._outage: asyncio.Task[None] | None = None  # ends those who wait during it
+        self._lone: asyncio.Task[None] | None = None  # ends those who wait for another endpoint
         self._lines: dict[Need, WaitingLine] = {}
         self._numbers = itertools.count()
         self._turns_are_due = False
@@ -125,18 +128,23 @@ class Dispatcher:
     @property
     def in_outage(self) -> bool:
         """Somebody waits while nobody can answer."""
-        return self._outage is not None
+        return self._outage is not None or self._lone is not None
 
     def look_for_outage(self) -> None:
         """Call it when somebody waits, or an endpoint has changed."""
         stuck = self._stuck_needs()
-        for need in [need for need in stuck if self._may_need_less(need)]:
+        for need in [need for need in stuck if self._has_changed(need)]:
             stuck.remove(need)
             self.fail(need, NeedChanged(str(self.no_endpoint(need))))
-        if stuck and self.all_excluded():
-            for need in stuck:
+        for_another = [need for need in stuck if need.other_than is not None]
+        for_any = [need for need in stuck if need.other_than is None]
+        if for_another and self._lone is None:
+            work = self._await_another(for_another[0])
+            self._lone = asyncio.get_running_loop().create_task(work)
+        if for_any and self.all_excluded():
+            for need in for_any:
                 self.fail(need, self.no_endpoint(need))
-        elif stuck and self._outage is None:
+        elif for_any and self._outage is None:
             self._outage = asyncio.get_running_loop().create_task(self._end_outage())
 
     def no_endpoint(self, need: Need = NO_NEED) -> NoEndpointError:
@@ -150,31 +158,56 @@ class Dispatcher:
         return bool(self.endpoints) and all(e.excluded is not None for e in self.endpoints)
 
     async def close(self) -> None:
-        if self._outage is not None:
-            self._outage.cancel()
-            await asyncio.gather(self._outage, return_exceptions=True)
+        tasks = [task for task in (self._outage, self._lone) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _stuck_needs(self) -> list[Need]:
         return [n for n in self.waiting_needs() if not any(e.serves(n) for e in self.endpoints)]
 
-    def _may_need_less(self, need: Need) -> bool:
+    def _has_changed(self, need: Need) -> bool:
         """Of a stuck need: an endpoint has room for a shorter response, or none will for this."""
-        if not need.context:
-            return False
-        now = any(e.usable(need.version) and e.context >= need.least for e in self.endpoints)
-        return now or not any(e.is_in_use and e.context >= need.context for e in self.endpoints)
+        others = [endpoint for endpoint in self.endpoints if endpoint is not need.other_than]
+        if need.context and any(e.usable(need.version) and e.context >= need.least for e in others):
+            return True
+        if need.other_than is not None:
+            return not any(
+                e.is_awaited(need.version, self._max_outage_s) and e.may_have_room(need.context)
+                for e in others
+            )
+        return need.context > 0 and not any(
+            e.is_in_use and e.context >= need.context for e in others
+        )
+
+    async def _await_another(self, need: Need) -> None:
+        """Looks again and again, as time passes, whether another endpoint is still awaited."""
+        log.warning(
+            "%s\na prompt that it refused waits for another to return, for %.0f s at most",
+            self.no_endpoint(need),
+            self._max_outage_s,
+        )
+        try:
+            while any(need.other_than is not None for need in self._stuck_needs()):
+                await asyncio.sleep(POLL_S)
+                self.look_for_outage()
+        finally:
+            self._lone = None
 
     async def _end_outage(self) -> None:
+        def stuck() -> list[Need]:
+            return [need for need in self._stuck_needs() if need.other_than is None]
+
         try:
             is_over = await wait_out(
-                lambda: not self._stuck_needs(),
+                lambda: not stuck(),
                 self._max_outage_s,
-                lambda: str(self.no_endpoint(next(iter(self._stuck_needs()), NO_NEED))),
+                lambda: str(self.no_endpoint(next(iter(stuck()), NO_NEED))),
                 goes_on=lambda: any(endpoint.repairing for endpoint in self.endpoints),
             )
         finally:
             self._outage = None
-        for need in [] if is_over else self._stuck_needs():
+        for need in [] if is_over else stuck():
             limit = f"for {self._max_outage_s:g} s (inference.max_outage_s)"
             self.fail(need, Outage(f"{self.no_endpoint(need)}\n{limit}"))
         self.look_for_outage()  # somebody may have begun to wait since
@@ -293,6 +326,8 @@ def status_lines(endpoints: Sequence[Endpoint], need: Need = NO_NEED) -> str:
 
 
 def _status(endpoint: Endpoint, need: Need) -> str:
+    if endpoint is need.other_than:
+        return "refused the prompt"
     status = endpoint.status(need.version)
     if endpoint.usable(need.version) and endpoint.context < need.context:
         return f"{status}, with a context of {endpoint.context} tokens"

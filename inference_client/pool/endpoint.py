@@ -22,6 +22,7 @@ class Need(NamedTuple):
     # tokens, of prompt and response together; 0: so few that every endpoint has room for them
     context: int = 0
     least: int = 0  # with the shortest response that is worth asking for
+    other_than: Endpoint | None = None  # it refused the prompt, and another is awaited
 
 
 class Endpoint:
@@ -57,6 +58,7 @@ class Endpoint:
         self.num_failures = 0
         self.num_consecutive_failures = 0  # ended by an answer, or new weights
         self.num_unanswered = 0  # health probes in a row
+        self.last_usable_s = time.monotonic()  # when it was last seen so, or joined
         self.last_progress_s = 0.0
         self.last_answer_s = 0.0  # ... or when it got something to do
         self._most_tokens = 0  # max_tokens of what it was sent since then, the largest
@@ -102,7 +104,20 @@ class Endpoint:
 
     def serves(self, need: Need) -> bool:
         """Whether a request with this ``need`` may go here."""
+        if self is need.other_than:
+            return False
         return self.usable(need.version) and self.context >= need.context
+
+    def may_have_room(self, num_tokens: int) -> bool:
+        """As far as it has said."""
+        return self.served is None or self.context >= num_tokens
+
+    def is_awaited(self, version: str | None, limit_s: float) -> bool:
+        """Usable, or in use and so at some time in the last ``limit_s``, or being repaired."""
+        if self.usable(version):
+            return True
+        is_recent = time.monotonic() - self.last_usable_s < limit_s
+        return self.is_in_use and (self.repairing or is_recent)
 
     def begin(self, num_tokens: int) -> None:
         """A place is taken: a request is about to be sent."""

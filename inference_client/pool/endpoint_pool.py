@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion
 
-NUM_REFUSALS = 2  # one after the other, of endpoints that serve the canary prompt: it stands
+NUM_REFUSALS = 2  # of endpoints that serve the canary prompt: it stands
 MAX_FALSE_REFUSALS = 3  # of prompts that another endpoint served, with the same weights
 
 
@@ -123,17 +123,19 @@ class EndpointPool(Fleet):
         "length" also where the endpoints' context ends before ``max_tokens``.
 
         What fails is sent to another endpoint, with the same seed, ``max_retries`` times. So is a
-        prompt that one refuses: it is refused if the next one does too (the same one, where no
-        other can be used), and both serve the canary prompt. Raises ``AttemptsFailed``, ``Outage``,
-        ``NoEndpointError``, ``PromptRejected`` if this prompt is refused, ``PromptTooLong`` if no
-        context has room for it. Cancelling aborts the request on the server.
+        prompt that one refuses: it is refused if another does too, and both serve the canary
+        prompt. It waits for that other; the same one is asked again only where no other is in use,
+        none was usable for ``max_outage_s``, or no other's context has room. Raises
+        ``AttemptsFailed``, ``Outage``, ``NoEndpointError``, ``PromptRejected`` if this prompt is
+        refused, ``PromptTooLong`` if no context has room for it. Cancelling aborts the request on
+        the server.
         """
         attempts: list[EndpointError] = []
         refusals: list[Refusal] = []
         avoid: Endpoint | None = None
         num_prompt_tokens = len(prompt_token_ids)
         while True:
-            refused_by = [refusal.endpoint for refusal in refusals]
+            refused_by = refusals[0].endpoint if refusals else None
             fitting = self._fit(group, num_prompt_tokens, sampling, refused_by)
             try:
                 endpoint = await self._dispatcher.place(group, avoid)
@@ -151,6 +153,8 @@ class EndpointPool(Fleet):
             except EndpointError as error:
                 attempts.append(error)
                 if len(attempts) > self._config.max_retries:
+                    if refusals:  # by one that serves others: nobody else's faults end the run
+                        raise _refused(refusals, error) from error
                     raise AttemptsFailed(attempts) from error
             else:
                 for refusal in refusals:
@@ -251,21 +255,23 @@ class EndpointPool(Fleet):
         group: GroupAssignment,
         num_prompt_tokens: int,
         sampling: SamplingConfig,
-        refused_by: Collection[Endpoint] = (),
+        refused_by: Endpoint | None = None,
     ) -> SamplingConfig:
         """What to ask for, and of whom (``group.need``). Raises ``PromptTooLong``.
 
         ``max_tokens``, or what the largest context has room for: a request goes where it fits, and
-        who answers does not decide where it ends. Of the endpoints that can be used now and have
-        not refused it, or else of all.
+        who answers does not decide where it ends. Of the endpoints that can be used now, or else of
+        all; of others than the one that it is ``refused_by`` as long as one of them is awaited.
         """
         least = num_prompt_tokens + max(1, sampling.min_tokens)
         wanted = num_prompt_tokens + sampling.max_tokens
-        in_use = [e for e in self.endpoints if e.is_in_use and e.served is not None]
+        in_use = known = [e for e in self.endpoints if e.is_in_use and e.served is not None]
+        others = [] if refused_by is None else self._awaited_beside(refused_by, group, least)
+        if others:
+            in_use = [e for e in others if e.served is not None]
         usable = [e for e in in_use if e.usable(group.version)]
-        others = [e for e in usable if e not in refused_by]
         context = 0
-        for endpoints in (others, usable, in_use):
+        for endpoints in (usable, in_use):
             context = max((e.context for e in endpoints), default=0)
             if context >= least:
                 break
@@ -279,11 +285,24 @@ class EndpointPool(Fleet):
                 )
             context = wanted  # nobody has said anything yet
         context = min(context, wanted)
-        fits_all = all(e.context >= context for e in in_use)
-        group.need = Need(group.version) if fits_all else Need(group.version, context, least)
+        room = (0, 0) if all(e.context >= context for e in known) else (context, least)
+        group.need = Need(group.version, *room, refused_by if others else None)
         if context == wanted:
             return sampling
         return sampling.model_copy(update={"max_tokens": context - num_prompt_tokens})
+
+    def _awaited_beside(
+        self, endpoint: Endpoint, group: GroupAssignment, least: int
+    ) -> list[Endpoint]:
+        """The others that can say something of a prompt with ``least`` tokens, now or soon."""
+        limit_s = self._config.max_outage_s
+        return [
+            other
+            for other in self.endpoints
+            if other is not endpoint
+            and other.is_awaited(group.version, limit_s)
+            and other.may_have_room(least)
+        ]
 
     def states(self) -> list[EndpointState]:
         """Each endpoint as ``easyrl endpoints list`` shows it."""
@@ -306,9 +325,11 @@ class EndpointPool(Fleet):
         return self._idle_s
 
 
-def _refused(refusals: Sequence[Refusal]) -> PromptRejected:
-    """What each said, once."""
+def _refused(refusals: Sequence[Refusal], failure: EndpointError | None = None) -> PromptRejected:
+    """What each said, once, and what became of the last attempt elsewhere."""
     said = {refusal.endpoint.url: refusal.error.reason for refusal in refusals}
+    if failure is not None:
+        said.setdefault(failure.url, failure.reason)
     first, *others = said.items()
     reason = first[1] + "".join(f"; {url}: {reason}" for url, reason in others)
     return PromptRejected(first[0], reason)

@@ -216,6 +216,7 @@ class Fleet:
         endpoint.lost_confirmation = None
         endpoint.down = None
         endpoint.num_unanswered = endpoint.num_consecutive_failures = 0
+        endpoint.last_usable_s = time.monotonic()
         self._dispatcher.changed(endpoint)
 
     def withdraw_confirmations(self) -> None:
@@ -352,6 +353,8 @@ class Fleet:
                 self._lose_confirmation(endpoint, confirmed, f"serves {served}")
             elif confirmed != current:
                 self._start_repair(endpoint)
+            else:
+                endpoint.last_usable_s = time.monotonic()
         self._dispatcher.changed(endpoint)
 
     async def _served_version(self, endpoint: Endpoint) -> str | None:

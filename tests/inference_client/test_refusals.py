@@ -145,6 +145,162 @@ async def test_an_endpoint_that_cannot_apply_stop_strings_costs_no_prompt():
         assert "rollout.stop" in pool.endpoints[0].down and not bad.requests
 
 
+# -- one endpoint while its neighbour is away ----------------------------------------------------
+
+
+async def away(pool: Any, server: FakeEndpoint, number: int = 1) -> None:
+    await server.stop()
+    await until(lambda: not pool.endpoints[number].is_up)
+
+
+async def refused_once(server: FakeEndpoint, *tasks: asyncio.Task) -> None:
+    """Each of ``tasks`` was refused, and the canary prompt served."""
+    await server.until(lambda: asked_for(server) >= len(tasks) and server.num_open == 0)
+    await asyncio.sleep(0.3)  # several health probes: time to ask again, or to give up
+    assert asked_for(server) == len(tasks)
+    assert not any(task.done() for task in tasks)
+
+
+async def test_a_refused_prompt_waits_for_an_endpoint_that_restarts_and_holds_up_no_other():
+    liar, restarting = servers(2)
+    liar.always = refuses()
+    async with pool_of(liar, restarting, max_inflight=2, back_off_s=0.05) as pool:
+        pool.set_repair(repairer(pool))
+        await away(pool, restarting)
+        tasks = [ask(pool, seed) for seed in range(6)]
+        await refused_once(liar, *tasks)
+        assert pool.in_outage  # for the watchdog: it is not the run that hangs
+        others = [sample(pool, OTHER, SAMPLING, seed) for seed in range(8)]
+        done = await asyncio.wait_for(asyncio.gather(*others), 10)
+        assert {completion.endpoint for completion in done} == {liar.url}
+        assert not any(task.done() for task in tasks)
+        await restarting.restart()
+        done = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert {completion.endpoint for completion in done} == {restarting.url}
+        assert [int(completion.token_ids[0]) for completion in done] == list(range(6))
+        assert pool.endpoints[0].num_false_refusals == 1
+        await until(lambda: not pool.in_outage)
+
+
+async def test_the_one_that_returns_may_confirm_the_refusal():
+    first, restarting = servers(2, always=refuses())
+    async with pool_of(first, restarting) as pool:
+        pool.set_repair(repairer(pool))
+        await away(pool, restarting)
+        task = ask(pool, 0)
+        await refused_once(first, task)
+        await restarting.restart()
+        with pytest.raises(PromptRejected) as caught:
+            await asyncio.wait_for(task, 10)
+        assert all(server.url in str(caught.value) for server in (first, restarting))
+        assert [asked_for(server) for server in (first, restarting)] == [1, 1]
+        assert pool.endpoints[0].num_failures == 0
+
+
+async def test_one_that_is_away_for_the_longest_outage_is_waited_for_once():
+    lone, gone = servers(2)
+    lone.always = refuses()
+    async with pool_of(lone, gone, max_outage_s=0.5) as pool:
+        pool.set_repair(repairer(pool))
+        await away(pool, gone)
+        task = ask(pool, 0)
+        await refused_once(lone, task)
+        with pytest.raises(PromptRejected, match=TOO_MUCH):
+            await asyncio.wait_for(task, 10)
+        assert asked_for(lone) == 2 and lone.url in str(task.exception())
+        for seed in range(3):  # nobody is hoped for any more
+            began_s = asyncio.get_running_loop().time()
+            with pytest.raises(PromptRejected):
+                await asyncio.wait_for(ask(pool, seed), 10)
+            assert asyncio.get_running_loop().time() - began_s < 0.4
+        await gone.restart()
+        await until(lambda: pool.endpoints[1].usable(V1))
+        assert (await asyncio.wait_for(ask(pool, 7), 10)).endpoint == gone.url
+        await away(pool, gone)  # it was there: it is waited for again
+        await until(lambda: pool.endpoints[0].usable(V1))
+        lone.requests.clear()
+        await refused_once(lone, last := ask(pool, 8))
+        last.cancel()
+
+
+@pytest.mark.parametrize("how", ["excluded", "removed"])
+async def test_a_refused_prompt_waits_no_longer_when_nobody_else_is_left(how):
+    lone, gone = servers(2)
+    lone.always = refuses()
+    async with pool_of(lone, gone) as pool:
+        pool.set_repair(repairer(pool))
+        await away(pool, gone)
+        task = ask(pool, 0)
+        await refused_once(lone, task)
+        if how == "excluded":
+            pool.exclude(pool.endpoints[1], "another model")
+        else:
+            pool.remove(gone.url)
+        with pytest.raises(PromptRejected):
+            await asyncio.wait_for(task, 10)
+        assert asked_for(lone) == 2
+
+
+async def test_a_refusal_stands_where_the_others_fail_as_often_as_they_may():
+    """As one that fails every request does not end the run of a prompt that nobody else takes."""
+    lone, broken = servers(2)
+    lone.always = refuses()
+    broken.always = status(500, "out of memory")
+    async with pool_of(lone, broken, max_retries=2) as pool:
+        with pytest.raises(PromptRejected, match=TOO_MUCH) as caught:
+            await asyncio.wait_for(ask(pool, 0), 10)
+        assert "out of memory" in str(caught.value)
+        assert asked_for(broken) == 3 and asked_for(lone) == 1
+
+
+async def test_nobody_is_waited_for_whose_context_has_no_room():
+    large, small = servers(2)
+    large.always = refuses()
+    small.max_model_len = 3
+    async with pool_of(large, small) as pool:
+        await known(pool)
+        await away(pool, small)
+        with pytest.raises(PromptRejected):
+            await asyncio.wait_for(ask(pool, 0), 10)
+        assert asked_for(large) == 2
+
+
+async def test_a_refused_prompt_is_asked_for_as_long_as_the_one_that_returns_has_room():
+    large, small = servers(2)
+    large.always = refuses()
+    large.max_model_len, small.max_model_len = 1000, 10
+    async with pool_of(large, small) as pool:
+        await known(pool)
+        pool.set_repair(repairer(pool))
+        await away(pool, small)
+        wide = SamplingConfig(max_tokens=50)
+        task = asyncio.ensure_future(sample(pool, PROMPT, wide, 3))
+        await refused_once(large, task)
+        await small.restart()
+        assert (await asyncio.wait_for(task, 10)).endpoint == small.url
+        assert small.requests[-1]["sampling_params"]["max_tokens"] == 7
+
+
+async def test_waiting_for_another_endpoint_is_no_part_of_a_later_outage():
+    """All are down for less than the longest outage: whoever waits goes on."""
+    lone, gone = servers(2)
+    lone.always = refuses()
+    async with pool_of(lone, gone, max_outage_s=1.5) as pool:
+        pool.set_repair(repairer(pool))
+        await away(pool, gone)
+        refused = ask(pool, 0)
+        await refused_once(lone, refused)
+        await asyncio.sleep(0.6)
+        await away(pool, lone, 0)
+        other = asyncio.ensure_future(sample(pool, OTHER, SAMPLING, 1))
+        await asyncio.sleep(0.9)  # 1.8 s since the first is away, 0.9 s without any
+        assert not other.done() and not refused.done()
+        await lone.restart()
+        assert (await asyncio.wait_for(other, 10)).endpoint == lone.url
+        with pytest.raises(PromptRejected):
+            await asyncio.wait_for(refused, 10)
+
+
 # -- one endpoint --------------------------------------------------------------------------------
 
 
