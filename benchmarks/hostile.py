@@ -7,8 +7,9 @@ behaviour of its own; meanwhile strangers come to its ports and its files change
 its files are damaged, and it is resumed. Every behaviour has to have happened. Afterwards every
 prompt has to have been trained once, ``easyrl verify`` has to say on-policy, and the
 log-probability of every trained token is computed again under its batch's weights by a plain
-``transformers`` model. Runs without any healthy endpoint have to end with one sentence. The last
-line printed is one JSON object; the exit status is 0 if all that held.
+``transformers`` model. So it is in the run whose only sound endpoint restarts again and again
+beside one that lies (``parts/hostile/mixtures.py``). Runs without any sound endpoint have to end
+with one sentence. The last line printed is one JSON object; the exit status is 0 if all that held.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.parts.hostile.alone import Alone, runs_alone
 from benchmarks.parts.hostile.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
 from benchmarks.parts.hostile.files import RunFiles
+from benchmarks.parts.hostile.mixtures import MOST_ENDPOINTS, plan_mixtures
 from benchmarks.parts.hostile.plan import RunPlan, plan_runs
 from benchmarks.parts.hostile.run import HostileRun, Outcome
 from benchmarks.parts.hostile.statuses import PROMPT_TOKENS
@@ -90,7 +92,7 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> bool:
     print(f"{len(chosen)} behaviours in {num_runs} runs, up to {most} hostile endpoints; {folder}")
     total, start_s = Total(), time.monotonic()
     with ExitStack() as opened:
-        site = _open_site(arguments, folder, max(most, 1), opened)
+        site = _open_site(arguments, folder, max(most, MOST_ENDPOINTS), opened)
         calm = _run(site, RunPlan(-1, 0, (), ()), total)
         if total.problems:
             print("the calm run failed: nothing can be told", file=sys.stderr)
@@ -105,6 +107,8 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> bool:
             if not total.happened[behaviour.name]:
                 total.problems.append(f"{behaviour.name} never happened")
         if not arguments.only:
+            for plan in plan_mixtures(arguments.seed):
+                _run(site, plan, total)
             _run_alone(site, total)
     for problem in total.problems:
         print(problem)
@@ -161,7 +165,8 @@ def _run(site: Site, plan: RunPlan, total: Total) -> Outcome:
         endpoint.elsewhere = site.stranger.url
         # what a run left paused, or with an update open, is the next one's matter; not its weights
         site.thread.run(endpoint.restart(endpoint.model))
-    urls = [*site.healthy, *(endpoint.url for endpoint in hostile)]
+    healthy = site.healthy if plan.beside_healthy else ()
+    urls = [*healthy, *(endpoint.url for endpoint in hostile)]
     log = site.folder / f"{name}.log"
     start = _attempts(site, files, urls, log)
     run = HostileRun(plan, start, hostile, files, site.thread, log, site.patience_s)
@@ -234,7 +239,7 @@ def _behaviour(name: str) -> str:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--runs", type=int, default=14, help="0: only those without a healthy endpoint"
+        "--runs", type=int, default=14, help="0: only those without the healthy endpoints"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", type=_behaviour, metavar="BEHAVIOUR")

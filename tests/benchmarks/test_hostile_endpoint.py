@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 
 import aiohttp
 import numpy as np
 import pytest
 
+from benchmarks.parts.hostile import weights
 from benchmarks.parts.hostile.behaviour import EndpointBehaviour
 from benchmarks.parts.hostile.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
@@ -140,6 +142,32 @@ async def test_a_restart_brings_other_weights_and_no_version(opened):
     after = await opened.ask()
     assert after.version_spans[0].version == "default"
     assert not np.allclose(after.logprobs, before.logprobs)
+
+
+async def test_one_that_restarts_for_seconds_is_away_and_comes_back_without_a_version(
+    opened, monkeypatch
+):
+    monkeypatch.setattr(weights, "AWAY_S", 0.5)
+    await opened.client.set_weight_version(VERSION)
+    opened.behave("restarts-for-seconds")
+    await opened.client.health()  # only a generate request begins it
+    for work in (opened.ask(), opened.client.health()):
+        with pytest.raises(EndpointError):
+            await work
+    async with asyncio.timeout(10):
+        while time.monotonic() < opened.endpoint.back_s:
+            await asyncio.sleep(0.01)
+    assert (await opened.ask()).version_spans[0].version == "default"
+
+
+async def test_counters_grow_where_nothing_is_answered(opened):
+    opened.behave("tokens-counted-never-answered")
+    asked = asyncio.ensure_future(opened.ask())
+    counts = [await opened.client.num_tokens_made(5)]
+    await asyncio.sleep(0.01)
+    counts.append(await opened.client.num_tokens_made(5))
+    assert counts[0] < counts[1] and not asked.done()
+    asked.cancel()
 
 
 async def test_a_mistake_of_a_behaviour_is_not_taken_for_hostility(opened):

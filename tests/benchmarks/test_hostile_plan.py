@@ -9,6 +9,7 @@ import pytest
 from benchmarks.parts.hostile.alone import runs_alone
 from benchmarks.parts.hostile.behaviour import EndpointBehaviour, FileBehaviour, SocketBehaviour
 from benchmarks.parts.hostile.catalogue import BEHAVIOURS
+from benchmarks.parts.hostile.mixtures import plan_mixtures
 from benchmarks.parts.hostile.plan import plan_runs
 
 ALL = list(BEHAVIOURS.values())
@@ -42,6 +43,17 @@ def test_what_happens_beside_a_run_falls_between_its_second_and_last_batch():
             due.behaviour.name for due in plan.due
         }
         assert all(due.behaviour.needs_killed_run for due in plan.kills)
+
+
+def test_mixtures_are_runs_of_their_own_without_the_healthy_endpoints():
+    drawn = plan_runs(ALL, 14, num_batches=7, seed=0)
+    assert all(plan.beside_healthy for plan in drawn)
+    mixtures = plan_mixtures(seed=0)
+    assert ("refuse-prompts-of-the-dataset", "restarts-for-seconds") in [
+        tuple(behaviour.name for behaviour in plan.endpoints) for plan in mixtures
+    ]
+    assert not any(plan.beside_healthy for plan in mixtures)
+    assert {p.number for p in mixtures}.isdisjoint(range(2 * len(drawn) + len(ALL)))
 
 
 def test_a_seed_fixes_all():

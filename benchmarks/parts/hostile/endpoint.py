@@ -163,6 +163,7 @@ class HostileEndpoint:
         self.happened = 0
         self.problem: BaseException | None = None
         self.has_failed = False  # once, where a behaviour needs it
+        self.back_s = 0.0  # when it is there again, where a behaviour is away
         self.share = 0.0 if behaviour is None else behaviour.share
         self._calm = 0 if may_act else rng.randrange(2)  # further requests that are only forwarded
         self.history.clear()

@@ -30,12 +30,14 @@ class RunPlan:
     Attributes:
         endpoints: a behaviour for each hostile endpoint.
         due: live files and sockets, then files of a killed run, each kind by batch.
+        beside_healthy: the healthy endpoints take part, too.
     """
 
     number: int
     seed: int
     endpoints: tuple[EndpointBehaviour, ...]
     due: tuple[Due, ...]
+    beside_healthy: bool = True
 
     @property
     def behaviours(self) -> list[Behaviour]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import time
 from functools import cache
 
 from benchmarks.parts.hostile.behaviour import endpoint
@@ -132,6 +133,16 @@ async def never_answered(exchange: Exchange) -> None:
 async def generate_never_answered(exchange: Exchange) -> None:
     """Health and weights as they should be; no generate request is ever answered."""
     await exchange.hold()
+
+
+@endpoint("protocol", GENERATE, "/metrics")
+async def tokens_counted_never_answered(exchange: Exchange) -> None:
+    """Token counters that grow all the time; no generate request is ever answered."""
+    if exchange.request.path == GENERATE:
+        await exchange.hold()
+    else:
+        count = int(1000 * time.monotonic())
+        await exchange.answer(b'vllm:generation_tokens_total{engine="0"} %d\n' % count)
 
 
 @endpoint("protocol", share=0.5)

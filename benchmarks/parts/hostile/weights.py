@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import orjson
 
@@ -11,6 +12,7 @@ from benchmarks.parts.hostile.endpoint import Answer, Exchange
 from easyrl.inference_client.client import GENERATE
 
 PROOF = "/collective_rpc"
+AWAY_S, BACK_FOR_S = 6.0, 6.0  # at least, of an endpoint that restarts again and again
 MESSAGE = b'{"message": "done"}'
 
 
@@ -132,6 +134,18 @@ async def restart_with_other_weights(exchange: Exchange) -> None:
     server = exchange.endpoint
     _once(exchange)
     await server.restart(server.other_model)
+    exchange.reset()
+
+
+@endpoint("weights")
+async def restarts_for_seconds(exchange: Exchange) -> None:
+    """It restarts at a generate request, is away for seconds, comes back; seconds later again."""
+    server, now_s = exchange.endpoint, time.monotonic()
+    if now_s >= server.back_s:
+        if exchange.request.path != GENERATE or now_s < server.back_s + BACK_FOR_S:
+            raise NotNow
+        server.back_s = now_s + AWAY_S
+        await server.restart(server.model)
     exchange.reset()
 
 
