@@ -6,7 +6,8 @@ Each row runs in a process of its own with a time limit, so that a failure costs
 written to ``docs/benchmarks-gpu.json`` as soon as it is there, with its error where it has none. A
 row begins only if its limit fits into what is left of ``--budget-s``, which so bounds the call; the
 limits of all rows together are twice that. A second call goes on with the rows that are missing or
-were skipped because a package was; ``--again`` repeats those that failed, too. The tables of ``docs/benchmarks.md`` are made from the file. Rows (``benchmarks.parts.gpu.rows``):
+were skipped because a package was; ``--again`` repeats those that failed, too. The tables of
+``docs/benchmarks.md`` are made from the file. Rows (``benchmarks.parts.gpu.rows``):
 
 - ``training``: bf16 model of Qwen3's sizes with random weights, one packed row of a group (prompt
   1,024, 15 responses of 1,024), GRPO's loss; torch and transformers alone. Tokens per second are
