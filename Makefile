@@ -17,7 +17,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-gpu bench-gpu test-runs test-slow test-triton test-vllm test-hosts lint typecheck setup setup-vllm clean
+.PHONY: demo test test-gpu bench-gpu test-runs test-slow test-triton test-npu-signatures test-vllm test-hosts lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
@@ -43,6 +43,12 @@ test-hosts: setup      ## several nodes as in the documentation, hosts made of n
 test-triton: setup   ## the GPU kernels that are written in Triton, interpreted
 	test -d .triton/liger_kernel || $(BIN)/pip install --quiet --no-deps --upgrade -c constraints.txt --target .triton triton liger-kernel
 	PYTHONPATH=.triton $(BIN)/python -m pytest tests/kernels/test_triton_logprob.py tests/kernels/test_fused_layers.py
+
+# torch-npu cannot be imported without Ascend's CANN; its wheel (44 MB) has the operators'
+# declarations. Downloaded, not installed.
+test-npu-signatures: setup   ## the calls of torch-npu's operators against its wheel's declarations
+	ls build/torch-npu/torch_npu-*.whl >/dev/null 2>&1 || $(BIN)/pip download --quiet --no-deps --only-binary :all: -c constraints.txt --dest build/torch-npu torch-npu
+	EASYRL_TORCH_NPU_WHEEL=$$(ls build/torch-npu/torch_npu-*.whl) $(BIN)/python -m pytest -k signature tests/kernels/test_npu_attention.py tests/kernels/test_fused_layers.py
 
 # On a machine with a GPU and an environment of its own: make test-gpu GPU_PYTHON=DIR/bin/python
 ifndef GPU_PYTHON

@@ -6,10 +6,11 @@ Every kind of ``parts/bad_input`` is made in a folder of its own, by the command
 which runs its own ``main`` in a copy of a process that has imported everything: seconds are beyond
 imports (those of processes that it starts count). Two at a time; one that seems slow is run once
 more, alone, and the shorter time counts: the machine has other work, too. What is clear is
-``parts.bad_input.rule``'s to say, the same for all. Servers are waited for 2 s
-(``inference.startup_timeout_s``), rewards have 1 s (``timeout_s``), a folder in use is waited for
-1 s (``trainer.grace_s``): a user chooses these. The last line printed is one JSON object; the exit
-status is 0 if all kinds are clear and fast.
+``parts.bad_input.rule``'s to say, the same for all. Three times are shortened, with which
+only waiting shows a mistake: servers are waited for 2 s (``inference.startup_timeout_s``, 300 by
+default), rewards have 1 s (``timeout_s``, 30), a folder in use is waited for 1 s
+(``trainer.grace_s``, 60). The last line printed is one JSON object; the exit status is 0 if all
+kinds are clear and fast.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 import pytest
 
+from tests.optional_packages import missing_package
 from tests.vllm_environment import missing_vllm
 
 # Test processes run side by side, and OpenMP's threads spin while they wait: with two on two busy
@@ -34,14 +35,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """A package that a GPU machine lacks, or has too old, costs the tests that need it, and says
-    so."""
+    """An optional package that a GPU machine lacks, or has too old, costs the tests that need it,
+    and says so. Any other import that fails is a failure."""
     try:
         yield
     except (ImportError, RuntimeError) as error:
-        missing = error if isinstance(error, ImportError) else error.__cause__
-        if isinstance(missing, ImportError) and item.get_closest_marker("gpu"):
-            pytest.skip(str(missing))
+        if item.get_closest_marker("gpu") and missing_package(error) is not None:
+            pytest.skip(str(error))
         raise
 
 

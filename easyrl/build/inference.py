@@ -178,7 +178,7 @@ def open_inference(
     thread.run(pool.start())
     opened.callback(lambda: thread.run(pool.close()))
     try:
-        thread.run(pool.wait_until_healthy(given_up=servers.given_up))
+        thread.run(pool.wait_until_healthy(own=servers.api_keys, given_up=servers.given_up))
     except (NoEndpointError, EndpointError) as error:
         if ends := servers.last_ends():
             listed = "".join(f"\n  {end}" for end in ends)

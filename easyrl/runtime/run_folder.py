@@ -147,8 +147,12 @@ def _take(folder: Path, descriptor: int, patience_s: float) -> None:
                 "that this one has waited; end it, or name another folder"
             )
         if not told:
-            waits = f"waiting up to {patience_s:g} s (trainer.grace_s) for its end"
-            logger.warning("%s; %s", in_use, waits)
+            logger.warning(
+                "run.output_dir: %s; waiting up to %g s (trainer.grace_s) for its end; to go on "
+                "now, end it, or name another folder",
+                in_use,
+                patience_s,
+            )
             told = True
         time.sleep(LOCK_POLL_S)
 

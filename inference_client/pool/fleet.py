@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -33,6 +34,7 @@ Repair = Callable[[Endpoint], Awaitable[None]]
 Admission = Callable[[Endpoint], str | None]  # why it may not take part
 
 POLL_S = 0.05
+SAY_AFTER_S = 2.0  # without an endpoint that is up at the start
 MAX_BACK_OFF_S = 30.0
 MAX_PROBE_TIMEOUT_S = 10.0
 MIN_PROBE_TIMEOUT_S = 1.0
@@ -94,9 +96,17 @@ class Fleet:
             self.add(url)
 
     async def wait_until_healthy(
-        self, grace_s: float = 5.0, *, given_up: Callable[[], Collection[str]] = tuple
+        self,
+        grace_s: float = 5.0,
+        *,
+        own: Collection[str] = (),
+        given_up: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """Waits until an endpoint is healthy and lists a model, and ``grace_s`` for the others.
+
+        Soon says what it waits for, and the remedy, unless all are among the URLs ``own``, of
+        servers that the run has just started: where nobody listens may be a mistake, or a server
+        that still loads its model.
 
         Raises ``NoEndpointError`` with what each answered if there is none after
         ``startup_timeout_s``, or as soon as all are among the URLs ``given_up``, and
@@ -106,7 +116,7 @@ class Fleet:
         limit_s = self._config.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._until_one_is_up(given_up)
+                await self._until_one_is_up(own, given_up)
         except TimeoutError:
             raise NoEndpointError(
                 f"no endpoint is up after {limit_s:g} s (inference.startup_timeout_s):"
@@ -119,8 +129,21 @@ class Fleet:
         if late := [endpoint for endpoint in self.endpoints if not endpoint.is_up]:
             log.warning("going on without endpoints that are not up yet:%s", status_lines(late))
 
-    async def _until_one_is_up(self, given_up: Callable[[], Collection[str]]) -> None:
+    async def _until_one_is_up(
+        self, own: Collection[str], given_up: Callable[[], Collection[str]]
+    ) -> None:
+        say_at = time.monotonic() + SAY_AFTER_S
         while not any(endpoint.is_up for endpoint in self.endpoints):
+            if time.monotonic() >= say_at:
+                say_at = math.inf
+                if any(endpoint.url not in own for endpoint in self._awaited(given_up)):
+                    log.warning(
+                        "inference.endpoints: none is up yet; waiting for one for up to %g s "
+                        "(inference.startup_timeout_s):%s\n(start the servers, or correct their "
+                        "URLs, if they are not just loading)",
+                        self._config.startup_timeout_s,
+                        status_lines(self.endpoints),
+                    )
             if self.endpoints and not self._awaited(given_up):
                 refusals = (e.refused for e in self.endpoints if e.refused is not None)
                 raise next(refusals, None) or NoEndpointError(

@@ -146,7 +146,8 @@ def compiled_attention(backend: str | Callable[..., object] = "inductor") -> Att
     except TypeError as error:
         raise ImportError(
             f"flex needs a torch.compile whose limits can be set, as in PyTorch 2.13 ({error}); "
-            "upgrade, or choose merged"
+            "upgrade, or choose merged",
+            name="torch.compile",
         ) from error
     return attend
 

@@ -117,7 +117,8 @@ def installed_kernel(capability: int) -> VarlenKernel:
         pass
     raise ImportError(
         "varlen needs the package flash-attn 2.4.1 or later, or a PyTorch whose varlen_attn "
-        "has enable_gqa, as 2.13's has; install one of them, or choose merged or flex"
+        "has enable_gqa, as 2.13's has; install one of them, or choose merged or flex",
+        name="flash_attn",
     )
 
 

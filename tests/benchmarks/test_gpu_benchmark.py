@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,10 +101,9 @@ def test_a_devices_peak() -> None:
     assert peak_flops("NVIDIA H20") == 148e12 and peak_flops("Radeon") is None
 
 
-def test_all_rows_fit_into_eight_minutes_or_are_left_for_the_next_call() -> None:
+def test_rows_have_names_of_their_own() -> None:
     names = [row.name for row in ROWS]
     assert len(set(names)) == len(names)
-    assert all(row.limit_s <= 90 for row in ROWS)
 
 
 # ---- what is kept --------------------------------------------------------------------------------
@@ -150,6 +150,42 @@ def test_without_time_for_a_row_it_is_left_for_the_next_call(
 ) -> None:
     gpu.run(tmp_path / "gpu.json", budget_s=1, again=False, smoke=True)
     assert measured["asked"] == [] and "no time left for it; call again" in capsys.readouterr().out
+
+
+def test_a_call_ends_within_eight_minutes_however_long_its_rows_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The budget bounds it, not the limits, of which each row uses the whole here."""
+    now, asked = [1000.0], []
+
+    def slow(row: Row, limit_s: float, *, smoke: bool) -> dict[str, Any]:
+        assert limit_s <= row.limit_s
+        now[0] += limit_s
+        asked.append(row.name)
+        return {"status": "failed", "error": "it took too long"}
+
+    monkeypatch.setattr(gpu, "measured", slow)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert sum(row.limit_s for row in ROWS) > gpu.BUDGET_S  # or nothing is shown here
+    for _ in range(3):
+        begun = now[0]
+        gpu.run(tmp_path / "gpu.json", budget_s=gpu.BUDGET_S, again=False, smoke=False)
+        assert now[0] - begun <= gpu.BUDGET_S < 8 * 60
+    assert sorted(asked) == sorted(row.name for row in ROWS)  # none is starved
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_row_that_lacked_a_package_is_tried_again(
+    measured: dict[str, Any], tmp_path: Path, again: bool
+) -> None:
+    file, row = tmp_path / "gpu.json", "engine tiny"
+    measured[row] = {"status": "skipped", "error": "No module named 'deepspeed'"}
+    gpu.run(file, budget_s=1000, again=False, smoke=True)
+    assert names(file)[row] == "skipped"
+    del measured[row]
+    measured["asked"].clear()
+    gpu.run(file, budget_s=1000, again=again, smoke=True)
+    assert measured["asked"] == [row] and names(file)[row] == "done"
 
 
 def test_a_row_that_fails_says_why() -> None:

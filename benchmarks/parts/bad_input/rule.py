@@ -4,7 +4,7 @@ It looks at the exit status and the printed text only, and is the same for all k
 what begins with the last ``easyrl`` prefix, or with the usage line above it, among the last six
 lines that are not empty (without a prefix, those six lines). It is clear if
 
-1. the exit status is the documented one, which is not 0;
+1. the exit status is the documented one (README.md, Exit statuses), which is not 0;
 2. nothing printed has a Python traceback;
 3. it contains the mistake's location: a key of the configuration, ``file:line``, a path, a URL or
    an option of the command line, whole, not as a part of a longer word;

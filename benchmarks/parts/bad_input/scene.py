@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# Three times are shorter than by default (docs/benchmarks.md): startup_timeout_s, grace_s and, in
+# rewards.py, timeout_s. They end what only waiting can show to be a mistake.
 CONFIG = """\
 run: {output_dir: {folder}/run, console: false, trackers: []}
 model: {path: {model}, dtype: fp32}
@@ -37,7 +39,7 @@ class Mistake:
     prepare: Callable[[Path], None] | None = None  # called with the kind's folder
     command: tuple[str, ...] = TRAIN  # of ``easyrl``; "python" runs a script
     environment: Mapping[str, str] = field(default_factory=dict)
-    status: int = 2  # docs/running.md: what cannot be used
+    status: int = 2  # README.md, Exit statuses: what cannot be used
 
     @property
     def locations(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from benchmarks.parts.bad_input.rule import Outcome, unclear
 from easyrl.config import ConfigError
 from easyrl.runtime import durable_files as durable
 from easyrl.runtime.run_folder import keep_attempt, locked_folder, next_attempt, prepare_output
@@ -69,6 +70,10 @@ def test_a_folder_in_use_is_refused_naming_who_uses_it(holder, tmp_path, caplog)
     for told in (str(refused.value), waiting):
         assert str(tmp_path) in told and f"process {holder.process.pid} on " in told
         assert "trainer.grace_s" in told
+        # at the default settings the first is said at once, the second after a minute
+        assert (
+            unclear(Outcome(2, told, 0.0), ["run.output_dir", str(tmp_path)], 2, "no folder") == []
+        )
     with pytest.raises(ConfigError):  # the attempt has not given it free
         take(tmp_path)
 
