@@ -4,12 +4,14 @@
 
 Each run trains with two healthy embedded servers beside several hostile endpoints, each with a
 behaviour of its own; meanwhile strangers come to its ports and its files change, and it is killed,
-its files are damaged, and it is resumed. Every behaviour has to have happened. Afterwards every
-prompt has to have been trained once, ``easyrl verify`` has to say on-policy, and the
-log-probability of every trained token is computed again under its batch's weights by a plain
-``transformers`` model. So it is in the run whose only sound endpoint restarts again and again
-beside one that lies (``parts/hostile/mixtures.py``). Runs without any sound endpoint have to end
-with one sentence. The last line printed is one JSON object; the exit status is 0 if all that held.
+its files are damaged, and it is resumed. To one more run, of two ranks, come all strangers: to each
+port that ranks listen on, for each other too. Every behaviour has to have happened; of a stranger's
+only connections that came about count. Afterwards every prompt has to have been trained once,
+``easyrl verify`` has to say on-policy, and the log-probability of every trained token is computed
+again under its batch's weights by a plain ``transformers`` model. So it is in the run whose only
+sound endpoint restarts again and again beside one that lies (``parts/hostile/mixtures.py``). Runs
+without any sound endpoint have to end with one sentence. The last line printed is one JSON object;
+the exit status is 0 if all that held.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.parts.chaos.attempt import Attempt, StartAttempt
 from benchmarks.parts.chaos.verdict import certificate_verdict
 from benchmarks.parts.hostile.alone import Alone, runs_alone
+from benchmarks.parts.hostile.behaviour import SocketBehaviour
 from benchmarks.parts.hostile.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
 from benchmarks.parts.hostile.files import RunFiles
 from benchmarks.parts.hostile.mixtures import MOST_ENDPOINTS, plan_mixtures
-from benchmarks.parts.hostile.plan import RunPlan, plan_runs
-from benchmarks.parts.hostile.run import HostileRun, Outcome
+from benchmarks.parts.hostile.plan import RunPlan, plan_ranks, plan_runs
+from benchmarks.parts.hostile.run import HostileRun
 from benchmarks.parts.hostile.statuses import PROMPT_TOKENS
 from benchmarks.parts.hostile.verdict import Total
 from benchmarks.parts.launched_run import start_servers
@@ -49,6 +52,8 @@ from easyrl.runtime.loop_thread import LoopThread
 
 CONFIG = "benchmarks/hostile.yaml"
 NUM_HEALTHY = 2
+NUM_RANKS = 2  # of the run that all strangers come to
+BATCHES_OF_RANKS = 22  # time for all of them; with more, late steps move too little to be seen
 NUM_ALONE = 4  # hostile endpoints of a run without healthy ones, at most
 BATCH_SIZE, NUM_BATCHES = 8, 7
 MAX_MODEL_LEN = 64
@@ -87,34 +92,39 @@ def _benchmark(arguments: argparse.Namespace, folder: Path) -> bool:
     chosen = [BEHAVIOURS[name] for name in arguments.only or BEHAVIOURS]
     num_runs = min(arguments.runs, len(chosen))
     chosen = chosen if num_runs else []
+    strangers = [behaviour for behaviour in chosen if isinstance(behaviour, SocketBehaviour)]
     plans = plan_runs(chosen, num_runs, NUM_BATCHES, arguments.seed)
     most = max((len(plan.endpoints) for plan in plans), default=NUM_ALONE)
     print(f"{len(chosen)} behaviours in {num_runs} runs, up to {most} hostile endpoints; {folder}")
     total, start_s = Total(), time.monotonic()
     with ExitStack() as opened:
         site = _open_site(arguments, folder, max(most, MOST_ENDPOINTS), opened)
-        calm = _run(site, RunPlan(-1, 0, (), ()), total)
+        for num_ranks in (1, NUM_RANKS) if strangers else (1,):
+            _run(site, RunPlan(-1, 0, (), (), num_ranks=num_ranks), total)
         if total.problems:
-            print("the calm run failed: nothing can be told", file=sys.stderr)
+            print("a calm run failed: nothing can be told", file=sys.stderr)
             return False
         for plan in plans:
             _run(site, plan, total)
         missed = [behaviour for behaviour in chosen if not total.happened[behaviour.name]]
         if missed:  # once more: its moment may not have come
-            for plan in plan_runs(missed, -(-len(missed) // most), NUM_BATCHES, arguments.seed + 1):
+            num_more = -(-len(missed) // max(most, 1))
+            for plan in plan_runs(missed, num_more, NUM_BATCHES, arguments.seed + 1):
                 _run(site, replace(plan, number=plan.number + num_runs), total)
         for behaviour in missed:
             if not total.happened[behaviour.name]:
                 total.problems.append(f"{behaviour.name} never happened")
+        _run_ranks(site, strangers, total)
         if not arguments.only:
             for plan in plan_mixtures(arguments.seed):
                 _run(site, plan, total)
             _run_alone(site, total)
     for problem in total.problems:
         print(problem)
-    print(f"{time.monotonic() - start_s:.0f} s; calm run: {calm.peak_mb:.0f} MB")
-    print(json.dumps(total.line(calm.peak_mb)))
-    return total.is_good(calm.peak_mb)
+    calm = ", ".join(f"{mb:.0f} MB ({ranks} ranks)" for ranks, mb in total.calm_mb.items())
+    print(f"{time.monotonic() - start_s:.0f} s; calm runs: {calm}")
+    print(json.dumps(total.line()))
+    return total.is_good()
 
 
 def _open_site(
@@ -150,10 +160,11 @@ def _open_site(
     )
 
 
-def _run(site: Site, plan: RunPlan, total: Total) -> Outcome:
+def _run(site: Site, plan: RunPlan, total: Total) -> None:
     """One run of ``plan``, with what is to be said of it."""
     name = "calm" if plan.number < 0 else f"run-{plan.number}"
-    num_prompts = NUM_BATCHES * BATCH_SIZE
+    name += f"-of-{plan.num_ranks}-ranks" if plan.num_ranks > 1 else ""
+    num_prompts = (NUM_BATCHES if plan.num_ranks == 1 else BATCHES_OF_RANKS) * BATCH_SIZE
     prompts = write_prompts(site.folder / f"{name}.jsonl", num_prompts, PROMPT_TOKENS, plan.seed)
     (weights := site.weights / name).mkdir()
     files = RunFiles(site.folder / name, weights, prompts)
@@ -168,7 +179,7 @@ def _run(site: Site, plan: RunPlan, total: Total) -> Outcome:
     healthy = site.healthy if plan.beside_healthy else ()
     urls = [*healthy, *(endpoint.url for endpoint in hostile)]
     log = site.folder / f"{name}.log"
-    start = _attempts(site, files, urls, log)
+    start = _attempts(site, files, urls, log, plan.num_ranks)
     run = HostileRun(plan, start, hostile, files, site.thread, log, site.patience_s)
     outcome = run.run()
     ledger = check = None
@@ -180,10 +191,22 @@ def _run(site: Site, plan: RunPlan, total: Total) -> Outcome:
     if site.stranger.num_requests:
         total.problems.append(f"{name}: {site.stranger.num_requests} requests went elsewhere")
         site.stranger.num_requests = 0
-    return outcome
 
 
-def _attempts(site: Site, files: RunFiles, urls: Sequence[str], log: Path) -> StartAttempt:
+def _run_ranks(site: Site, strangers: Sequence[SocketBehaviour], total: Total) -> None:
+    """All strangers at all that the ranks of one run listen at; once more, where one met nobody."""
+    for number in range(2):
+        waiting = [each for each in strangers if total.unmet.get(each.name, True)]
+        if waiting:
+            plan = plan_ranks(waiting, number, NUM_RANKS, BATCHES_OF_RANKS, site.seed)
+            _run(site, plan, total)
+    for name, kinds in total.unmet.items():
+        total.problems += [f"{name} never met: {kind}" for kind in sorted(kinds)]
+
+
+def _attempts(
+    site: Site, files: RunFiles, urls: Sequence[str], log: Path, num_ranks: int = 1
+) -> StartAttempt:
     """Starts attempts of a run on ``urls``."""
     settings = [
         f"run.output_dir={files.run_dir}",
@@ -199,7 +222,8 @@ def _attempts(site: Site, files: RunFiles, urls: Sequence[str], log: Path) -> St
     def start(number: int, resume: bool) -> Attempt:
         # killed before it had taken its folder, it has nothing to resume
         further = ["--resume"] if resume and (files.run_dir / "run.lock").exists() else []
-        return Attempt(number, CONFIG, [*settings, *further], log, num_ranks=0)
+        launched = num_ranks if num_ranks > 1 else 0
+        return Attempt(number, CONFIG, [*settings, *further], log, launched)
 
     return start
 

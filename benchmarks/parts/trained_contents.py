@@ -7,13 +7,15 @@ prompt, or whose tokens were exchanged, differs from what its endpoint said of i
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -64,8 +66,7 @@ def check_trained_contents(run_dir: Path, model: Path) -> ContentCheck:
             old = [group_difference(policy, group) for group in groups.values()]
             visible.append(float(np.mean(old)))
             step = run.batch(v - 1).step
-            state = load_file(run_dir / f"checkpoints/step-{step}/rank-00000-of-00001.safetensors")
-            put_weights(policy, state)
+            put_weights(policy, read_masters(run_dir / f"checkpoints/step-{step}"))
         differing = {key: group_difference(policy, group) for key, group in groups.items()}
         wrong += [
             f"batch {v}, prompt {key[1]} of epoch {key[0]}: {difference:.3g} nats"
@@ -85,14 +86,29 @@ def check_trained_contents(run_dir: Path, model: Path) -> ContentCheck:
     )
 
 
+def read_masters(folder: Path) -> dict[str, Tensor]:
+    """The fp32 masters of a checkpoint by name, flat: the ranks' pieces behind each other."""
+    pieces: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    for file in folder.glob("rank-*-of-*.safetensors"):
+        with safe_open(file, framework="pt") as state:
+            starts = json.loads(state.metadata()["DCP_SHARDING_INFO"])
+            for key in state.keys():  # noqa: SIM118 - not a dict
+                if key.startswith(f"{MASTER}/"):
+                    (start,) = starts[key]["saved_offsets"]
+                    pieces[key.removeprefix(f"{MASTER}/")].append((start, state.get_tensor(key)))
+    masters = {}
+    for name, found in pieces.items():
+        found.sort(key=lambda piece: piece[0])
+        ends = [start + len(values) for start, values in found]
+        if [start for start, _ in found] != [0, *ends[:-1]]:
+            raise ValueError(f"{folder}: {name} is not whole")
+        masters[name] = torch.cat([values for _, values in found])
+    return masters
+
+
 @torch.no_grad()
-def put_weights(policy: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Writes the fp32 masters of a checkpoint of one rank into ``policy``, all of them."""
-    masters = {
-        key.removeprefix(f"{MASTER}/"): value
-        for key, value in state.items()
-        if key.startswith(f"{MASTER}/")
-    }
+def put_weights(policy: nn.Module, masters: Mapping[str, Tensor]) -> None:
+    """Writes the fp32 masters of a checkpoint into ``policy``, all of them."""
     for name, parameter in policy.named_parameters():
         (value,) = (masters[key] for key in masters if key == name or key.endswith(f".{name}"))
         parameter.copy_(value.view(parameter.shape))

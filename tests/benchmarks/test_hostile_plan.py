@@ -10,7 +10,7 @@ from benchmarks.parts.hostile.alone import runs_alone
 from benchmarks.parts.hostile.behaviour import EndpointBehaviour, FileBehaviour, SocketBehaviour
 from benchmarks.parts.hostile.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.mixtures import plan_mixtures
-from benchmarks.parts.hostile.plan import plan_runs
+from benchmarks.parts.hostile.plan import plan_ranks, plan_runs
 
 ALL = list(BEHAVIOURS.values())
 
@@ -54,6 +54,16 @@ def test_mixtures_are_runs_of_their_own_without_the_healthy_endpoints():
     ]
     assert not any(plan.beside_healthy for plan in mixtures)
     assert {p.number for p in mixtures}.isdisjoint(range(2 * len(drawn) + len(ALL)))
+
+
+def test_strangers_come_to_several_ranks_one_after_the_other():
+    strangers = [behaviour for behaviour in ALL if isinstance(behaviour, SocketBehaviour)]
+    plan = plan_ranks(strangers, 0, num_ranks=2, num_batches=22, seed=3)
+    assert plan.num_ranks == 2 and not plan.kills
+    assert {due.behaviour.name for due in plan.beside} == {each.name for each in strangers}
+    batches = [due.batch for due in plan.due]
+    assert batches == sorted(batches) and batches[0] == 2 and batches[-1] < 22 - 7
+    assert max(Counter(batches).values()) <= 2
 
 
 def test_a_seed_fixes_all():

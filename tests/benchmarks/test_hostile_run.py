@@ -14,11 +14,13 @@ from benchmarks.parts.hostile.behaviour import (
     NotNow,
     SocketBehaviour,
 )
+from benchmarks.parts.hostile.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.files import RunFiles
 from benchmarks.parts.hostile.plan import Due, RunPlan
 from benchmarks.parts.hostile.run import HostileRun, Outcome
 from benchmarks.parts.hostile.sockets import Listener
 from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.machine import free_port
 
 LAST = 5  # batches of a run
 
@@ -163,8 +165,8 @@ def test_files_change_while_it_goes_on(tmp_path, thread):
 
 
 def test_strangers_visit_every_port(tmp_path, thread, monkeypatch):
-    ports = [Listener("127.0.0.1", port, "trainer") for port in (1, 2)]
-    monkeypatch.setattr("benchmarks.parts.hostile.run.listeners", lambda processes: ports)
+    ports = [Listener("127.0.0.1", port, f"listener {port}") for port in (1, 2)]
+    monkeypatch.setattr("benchmarks.parts.hostile.run.listeners", lambda *_: ports)
     seen = []
 
     async def visit(listener: Listener, rng: random.Random) -> int:
@@ -175,6 +177,17 @@ def test_strangers_visit_every_port(tmp_path, thread, monkeypatch):
 
     outcome, _ = go(tmp_path, thread, [Due(SocketBehaviour("visit", "socket", "", visit), 1)])
     assert sorted(seen) == [1, 2] and outcome.happened == {"visit": 3}
+    assert outcome.met == {"visit": {"listener 1"}}
+
+
+@pytest.mark.parametrize("name", ["noise", "slowloris", "reset-storm", "store-commands"])
+def test_a_visit_to_a_port_that_nobody_listens_on_has_not_happened(
+    tmp_path, thread, monkeypatch, name
+):
+    closed = [Listener("127.0.0.1", free_port(), "nobody")]
+    monkeypatch.setattr("benchmarks.parts.hostile.run.listeners", lambda *_: closed)
+    outcome, _ = go(tmp_path, thread, [Due(BEHAVIOURS[name], 1)])
+    assert outcome.happened[name] == 0 and not outcome.met
 
 
 def test_a_mistake_of_the_benchmark_is_no_result(tmp_path, thread):

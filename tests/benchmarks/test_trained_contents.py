@@ -14,8 +14,11 @@ from benchmarks.parts.trained_contents import (
     ContentCheck,
     group_difference,
     put_weights,
+    read_masters,
     response_difference,
 )
+from easyrl.engines.base import StatePiece
+from easyrl.ledger.checkpoints.state_file import write_state_file
 from easyrl.schema import Completion, RolloutGroup
 from tests.tiny_models import VOCAB_SIZE, random_group, tiny_model
 
@@ -73,14 +76,24 @@ def test_one_wrong_response_makes_its_group_wrong(policy, group):
 
 def test_a_checkpoints_masters_become_the_weights(policy):
     other = tiny_model("qwen3", tied=True, seed=1)
-    state = {f"master/{n}": p.detach().flatten() for n, p in policy.named_parameters()}
-    state |= {f"exp_avg/{n}": torch.zeros(p.numel()) for n, p in policy.named_parameters()}
-    put_weights(other, state)
+    put_weights(other, {n: p.detach().flatten() for n, p in policy.named_parameters()})
     for (name, ours), theirs in zip(other.named_parameters(), policy.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-    del state["master/model.norm.weight"]
     with pytest.raises(ValueError):
-        put_weights(other, state)
+        put_weights(other, {"model.norm.weight": other.model.norm.weight})
+
+
+def test_a_checkpoint_of_several_ranks_is_put_together(tmp_path):
+    values = torch.arange(7.0)
+    files = [tmp_path / f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2)]
+    for file, part, start in zip(files, values.split([3, 4]), (0, 3), strict=True):
+        pieces = [StatePiece(f"{kind}/a", start, part.clone()) for kind in ("master", "exp_avg")]
+        write_state_file(file, pieces)
+    masters = read_masters(tmp_path)
+    assert list(masters) == ["a"] and torch.equal(masters["a"], values)
+    files[0].unlink()
+    with pytest.raises(ValueError, match="a is not whole"):
+        read_masters(tmp_path)
 
 
 def test_a_check_that_could_not_see_old_weights_says_so():

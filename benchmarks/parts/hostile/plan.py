@@ -31,6 +31,7 @@ class RunPlan:
         endpoints: a behaviour for each hostile endpoint.
         due: live files and sockets, then files of a killed run, each kind by batch.
         beside_healthy: the healthy endpoints take part, too.
+        num_ranks: 1, without a launcher, or more, with it.
     """
 
     number: int
@@ -38,6 +39,7 @@ class RunPlan:
     endpoints: tuple[EndpointBehaviour, ...]
     due: tuple[Due, ...]
     beside_healthy: bool = True
+    num_ranks: int = 1
 
     @property
     def behaviours(self) -> list[Behaviour]:
@@ -81,6 +83,19 @@ def plan_runs(
         _plan(number, share, num_batches, rng.randrange(2**31))
         for number, share in enumerate(shares)
     ]
+
+
+def plan_ranks(
+    strangers: Sequence[SocketBehaviour], number: int, num_ranks: int, num_batches: int, seed: int
+) -> RunPlan:
+    """A run of several ranks, which listen for each other: all ``strangers`` come, evenly spread.
+
+    Each has some batches until the run ends and its ports are closed.
+    """
+    come = list(strangers)
+    random.Random(seed).shuffle(come)
+    due = [Due(each, 2 + at * (num_batches - 10) // len(come)) for at, each in enumerate(come)]
+    return RunPlan(number, seed, (), tuple(due), num_ranks=num_ranks)
 
 
 def _plan(number: int, share: Sequence[Behaviour], num_batches: int, seed: int) -> RunPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -34,13 +34,15 @@ class Outcome:
     """What became of a run.
 
     Attributes:
-        happened: how often each behaviour did, by name.
+        happened: how often each behaviour did, by name; of a stranger's, the connections made.
+        met: the kinds of listeners that took a stranger's connections, by the behaviour's name.
         notes: what was done to files and sockets.
         crashed: why the run ended otherwise than it may, in words.
         resume_failed: likewise, of attempts with ``--resume``.
     """
 
     happened: Counter[str] = field(default_factory=Counter)
+    met: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     notes: list[str] = field(default_factory=list)
     statuses: list[int | str] = field(default_factory=list)
     crashed: list[str] = field(default_factory=list)
@@ -83,7 +85,8 @@ class HostileRun:
         self._memory = MemoryPeak()
         self._memory_look_s = 0.0
         self._overdue_s: float | None = None  # since when a kill waits for its moment
-        self._visits: list[tuple[str, Future[int]]] = []
+        self._listeners: dict[tuple[int, int], Listener] = {}  # by process and port
+        self._visits: list[tuple[str, str, Future[int]]] = []  # behaviour, kind of listener
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -178,7 +181,8 @@ class HostileRun:
             behaviour = due.behaviour
             try:
                 if isinstance(behaviour, SocketBehaviour):
-                    self._visit(behaviour, listeners(process_tree(attempt.launcher.pid)))
+                    tree = process_tree(attempt.launcher.pid)
+                    self._visit(behaviour, listeners(tree, self._listeners))
                 else:
                     self._note(behaviour, behaviour.damage(self._files, self._rng))
             except NotNow:
@@ -188,11 +192,13 @@ class HostileRun:
     def _visit(self, behaviour: SocketBehaviour, found: Sequence[Listener]) -> None:
         if not found:
             raise NotNow
-        self.outcome.notes.append(f"{behaviour.name}: {[listener.port for listener in found]}")
+        kinds = {listener.port: listener.kind for listener in found}
+        self.outcome.notes.append(f"{behaviour.name}: {kinds}")
         for listener in found:
             rng = random.Random(self._rng.randrange(2**31))
             visit = behaviour.visit(listener, rng)
-            self._visits.append((behaviour.name, self._thread.submit(visit)))  # type: ignore[arg-type]
+            made = self._thread.submit(visit)  # type: ignore[arg-type]
+            self._visits.append((behaviour.name, listener.kind, made))
 
     def _is_time_to_kill(self) -> bool:
         """The open batch has groups on disk and is not complete; or that is waited for too long."""
@@ -222,11 +228,14 @@ class HostileRun:
 
     def _finish(self) -> None:
         outcome = self.outcome
-        for name, visit in self._visits:
+        for name, kind, visit in self._visits:
             try:
-                outcome.happened[name] += visit.result(60)
+                made = visit.result(60)
             except OSError:  # the port was closed meanwhile
                 continue
+            outcome.happened[name] += made
+            if made:
+                outcome.met[name].add(kind)
         for endpoint in self._endpoints:
             endpoint.may_act = False
             if endpoint.behaviour is not None:

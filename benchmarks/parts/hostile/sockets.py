@@ -7,64 +7,110 @@ import contextlib
 import random
 import socket as sockets
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import psutil
 
 from benchmarks.parts.hostile.behaviour import socket
+from benchmarks.parts.store_protocol import HELLO, is_store
 
 STAY_S = 4.0  # of a connection that is held open
 REPLY_WAIT_S = 0.5
 MANY = 200  # connections at once
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+WEIGHTS, MASTER_STORE, OTHER_STORE = "weights", "store at MASTER_PORT", "other store"
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A port on which a process of the run listens."""
+    """A port on which a process of the run listens; ``kind`` is one of ``kinds_of``."""
 
     host: str
     port: int
-    process: str  # what it runs
+    kind: str
 
 
-def listeners(processes: list[psutil.Process]) -> list[Listener]:
-    """All TCP ports that ``processes`` listen on."""
-    found = []
+def kinds_of(num_ranks: int) -> frozenset[str]:
+    """What listens in a run of so many ranks, several, that streams its weights."""
+    gloo = {_gloo(str(rank)) for rank in range(num_ranks)}
+    return frozenset({WEIGHTS, MASTER_STORE, OTHER_STORE, *gloo})
+
+
+def listeners(
+    processes: list[psutil.Process], known: dict[tuple[int, int], Listener]
+) -> list[Listener]:
+    """All TCP ports that ``processes`` listen on; ``known`` are those seen before, by process."""
+    found: dict[int, tuple[psutil.Process, str]] = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            command = " ".join(process.cmdline()[-3:])[:60]
             for connection in process.net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN:
-                    host = "::1" if connection.family == sockets.AF_INET6 else "127.0.0.1"
-                    found.append(Listener(host, connection.laddr.port, command))
-    unique = {listener.port: listener for listener in found}
-    return [unique[port] for port in sorted(unique)]
+                address = connection.laddr
+                if connection.status == psutil.CONN_LISTEN and address.port not in found:
+                    found[address.port] = process, WILDCARDS.get(address.ip, address.ip)
+    new = {
+        (process.pid, port): (process, host, port)
+        for port, (process, host) in found.items()
+        if (process.pid, port) not in known
+    }
+    with ThreadPoolExecutor(len(new) or 1) as pool:  # gloo lets each wait for an answer
+        told = pool.map(lambda place: _listener(*place), new.values())
+        known.update((key, each) for key, each in zip(new, told, strict=True) if each is not None)
+    seen = [(process.pid, port) for port, (process, _) in sorted(found.items())]
+    return [known[key] for key in seen if key in known]
 
 
-@asynccontextmanager
-async def _connected(listener: Listener) -> AsyncIterator[Connection]:
-    reader, writer = await asyncio.open_connection(listener.host, listener.port)
+def _listener(process: psutil.Process, host: str, port: int) -> Listener | None:
+    """None if the process has ended."""
     try:
-        yield reader, writer
+        command, environment = " ".join(process.cmdline()), process.environ()
+    except psutil.Error:
+        return None
+    kind = command[-60:]
+    if "chunk_server" in command:
+        kind = WEIGHTS
+    elif "easyrl.train" in command and str(port) == environment.get("MASTER_PORT"):
+        kind = MASTER_STORE
+    elif "easyrl.train" in command:
+        kind = OTHER_STORE if is_store(host, port) else _gloo(environment.get("RANK", "0"))
+    return Listener(host, port, kind)
+
+
+def _gloo(rank: str) -> str:
+    return f"gloo of rank {rank}"
+
+
+async def _talk(listener: Listener, talk: Talk) -> int:
+    """How many connections came about, 0 or 1; ``talk`` says what there is to say in it."""
+    try:
+        reader, writer = await asyncio.open_connection(listener.host, listener.port)
+    except OSError:
+        return 0  # nobody was met
+    try:
+        with contextlib.suppress(ConnectionError):
+            await talk(reader, writer)
     finally:
         writer.close()
+    return 1
 
 
 async def _say(listener: Listener, *parts: bytes, stay_s: float = REPLY_WAIT_S) -> int:
-    """One connection that sends ``parts`` and stays for a while."""
-    with contextlib.suppress(ConnectionError):
-        async with _connected(listener) as (reader, writer):
-            for part in parts:
-                writer.write(part)
-                await writer.drain()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(stay_s):
-                    while await reader.read(2**16):
-                        pass
-    return 1
+    """One connection that sends ``parts`` and stays for a while; whether it came about."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(stay_s):
+                while await reader.read(2**16):
+                    pass
+
+    return await _talk(listener, talk)
 
 
 @socket
@@ -122,17 +168,14 @@ async def other_paths(listener: Listener, rng: random.Random) -> int:
 async def slowloris(listener: Listener, rng: random.Random) -> int:
     """Two hundred connections that send a byte of a header now and then."""
 
-    async def drip() -> int:
-        with contextlib.suppress(ConnectionError):
-            async with _connected(listener) as (_, writer):
-                writer.write(b"GET / HTTP/1.1\r\n")
-                for _ in range(int(STAY_S / 0.5)):
-                    writer.write(b"X")
-                    await writer.drain()
-                    await asyncio.sleep(0.5)
-        return 1
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET / HTTP/1.1\r\n")
+        for _step in range(int(STAY_S / 0.5)):
+            writer.write(b"X")
+            await writer.drain()
+            await asyncio.sleep(0.5)
 
-    return sum(await asyncio.gather(*(drip() for _ in range(MANY))))
+    return sum(await asyncio.gather(*(_talk(listener, drip) for _ in range(MANY))))
 
 
 @socket
@@ -146,15 +189,15 @@ async def tls_handshake(listener: Listener, rng: random.Random) -> int:
 @socket
 async def reset_storm(listener: Listener, rng: random.Random) -> int:
     """Two hundred connections that are reset at once."""
-    for _ in range(MANY):
-        with contextlib.suppress(ConnectionError):
-            async with _connected(listener) as (_, writer):
-                sock = writer.get_extra_info("socket")
-                linger = struct.pack("ii", 1, 0)
-                sock.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, linger)
-                writer.write(b"\x00")
-                writer.transport.abort()
-    return MANY
+
+    async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        linger = struct.pack("ii", 1, 0)
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, linger)
+        writer.write(b"\x00")
+        writer.transport.abort()
+
+    return sum([await _talk(listener, reset) for _ in range(MANY)])
 
 
 @socket
@@ -175,6 +218,5 @@ async def endless_upload(listener: Listener, rng: random.Random) -> int:
 @socket
 async def store_commands(listener: Listener, rng: random.Random) -> int:
     """What a client of torch's TCP store says first, then a command for a key without an end."""
-    hello = b"\x00" + struct.pack("<I", 0x3C85F7CE)
     key = struct.pack("<Q", 2**40)
-    return sum([await _say(listener, hello, bytes([command]) + key) for command in range(1, 16)])
+    return sum([await _say(listener, HELLO, bytes([command]) + key) for command in range(1, 16)])

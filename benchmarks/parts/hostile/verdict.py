@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from benchmarks.parts.hostile.behaviour import SocketBehaviour
 from benchmarks.parts.hostile.plan import RunPlan
 from benchmarks.parts.hostile.run import Outcome
+from benchmarks.parts.hostile.sockets import kinds_of
 from benchmarks.parts.ledger import Ledger
 from benchmarks.parts.trained_contents import ContentCheck
 
@@ -16,7 +18,13 @@ SHOWN = 5  # problems of a kind, per run
 
 @dataclass
 class Total:
-    """Over all runs; each of ``problems`` makes the benchmark fail."""
+    """Over all runs; each of ``problems`` makes the benchmark fail.
+
+    Attributes:
+        unmet: the kinds of listeners that a behaviour has not met in a run of several ranks.
+        calm_mb: peak of the run that nothing happened to, by its number of ranks.
+        peak_over_calm_mb: the most that any other run was above the one of as many ranks.
+    """
 
     happened: Counter[str] = field(default_factory=Counter)
     runs: int = 0
@@ -25,10 +33,12 @@ class Total:
     prompts_trained_twice: int = 0
     wrong_content_trained: int = 0
     resume_failed: int = 0
-    peak_mb: float = 0.0
+    unmet: dict[str, frozenset[str]] = field(default_factory=dict)
+    calm_mb: dict[int, float] = field(default_factory=dict)
+    peak_over_calm_mb: float = 0.0
     problems: list[str] = field(default_factory=list)
 
-    def line(self, calm_mb: float) -> dict[str, int]:
+    def line(self) -> dict[str, int]:
         """The benchmark's last line."""
         return {
             "behaviours": sum(count > 0 for count in self.happened.values()),
@@ -38,11 +48,11 @@ class Total:
             "prompts_trained_twice": self.prompts_trained_twice,
             "wrong_content_trained": self.wrong_content_trained,
             "resume_failed": self.resume_failed,
-            "peak_over_calm_mb": max(0, round(self.peak_mb - calm_mb)),
+            "peak_over_calm_mb": round(self.peak_over_calm_mb),
         }
 
-    def is_good(self, calm_mb: float) -> bool:
-        return not self.problems and self.line(calm_mb)["peak_over_calm_mb"] <= MOST_MB_OVER_CALM
+    def is_good(self) -> bool:
+        return not self.problems and self.peak_over_calm_mb <= MOST_MB_OVER_CALM
 
     def add(
         self,
@@ -73,9 +83,17 @@ class Total:
                 problems.append(f"{name}: easyrl verify: {verdict}")
         self.happened.update(outcome.happened)
         self.problems += problems
-        if plan.number >= 0:
+        if plan.number < 0:
+            self.calm_mb[plan.num_ranks] = outcome.peak_mb
+        else:
             self.runs += 1
-            self.peak_mb = max(self.peak_mb, outcome.peak_mb)
+            over_mb = outcome.peak_mb - self.calm_mb[plan.num_ranks]
+            self.peak_over_calm_mb = max(self.peak_over_calm_mb, over_mb)
+        if plan.num_ranks > 1:
+            for behaviour in plan.behaviours:
+                if isinstance(behaviour, SocketBehaviour):
+                    met = outcome.met.get(behaviour.name, ())
+                    self.unmet[behaviour.name] = kinds_of(plan.num_ranks).difference(met)
         kinds = ", ".join(f"{b.name} {outcome.happened[b.name]}" for b in plan.behaviours)
         contents = "" if check is None else (
             f"{check.num_responses} responses agree within {check.largest:.1e} nats "
