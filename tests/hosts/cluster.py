@@ -28,7 +28,7 @@ PORTS = (8000, 8001)
 ENDPOINTS = [f"http://infer0:{port}" for port in PORTS]
 BIN = Path(sys.executable).parent
 KEY = "EASYRL_API_KEY"  # environment variable with the servers' key
-SERVER_UP_S, RUN_S = 60.0, 150.0
+SERVER_UP_S, RUN_S = 180.0, 240.0
 PROMPT_TOKENS = 12
 
 
@@ -95,7 +95,6 @@ class Cluster:
 
     def command(self, beginning: str, run_dir: Path, num_prompts: int, *options: str) -> list[str]:
         """The documentation's command for several nodes, with this run's model, data and paths."""
-        prompts = write_prompts(run_dir.with_suffix(".jsonl"), num_prompts, PROMPT_TOKENS)
         words = documented("docs/several_nodes.md", beginning)
         ours = {
             "configs/gsm8k_qwen3.yaml": "benchmarks/overlap.yaml",
@@ -105,10 +104,17 @@ class Cluster:
             ours["10.0.0.1"] = HOSTS["train0"]["cluster"]
         return [
             *replaced(words, ours),
+            *self._settings(run_dir, num_prompts),
+            *(f"inference.api_key_env={KEY}", *options),
+        ]
+
+    def _settings(self, run_dir: Path, num_prompts: int) -> list[str]:
+        prompts = write_prompts(run_dir.with_suffix(".jsonl"), num_prompts, PROMPT_TOKENS)
+        return [
             *(f"run.output_dir={run_dir}", f"run.name={run_dir.name}", f"model.path={self.model}"),
             *(f"data.files=[{prompts}]", "data.max_prompt_tokens=16", "trainer.batch_size=4"),
             *("rollout.num_generations=4", "rollout.max_tokens=12", "trainer.learning_rate=1e-3"),
-            *("inference.health_interval_s=0.5", f"inference.api_key_env={KEY}", *options),
+            "inference.health_interval_s=0.5",
         ]
 
     def start_ranks(
@@ -122,6 +128,18 @@ class Cluster:
             log = run_dir.with_name(f"{run_dir.name}-{host.name}.log")
             started.append((self.start(host, command, log), log))
         return started
+
+    def start_alone(
+        self, host: Host, run_dir: Path, num_prompts: int, *options: str
+    ) -> tuple[subprocess.Popen[bytes], Path]:
+        """A run of one rank that starts its server itself: process and log."""
+        server = ["--num-threads=1", "--max-model-len=160"]
+        launch = ["inference.endpoints=[]", "inference.launch.engine=embedded"]
+        launch.append(f"inference.launch.options=[{','.join(server)}]")
+        log = run_dir.with_suffix(".log")
+        command = [sys.executable, "-m", "easyrl.train", "benchmarks/overlap.yaml", *launch]
+        command += [*self._settings(run_dir, num_prompts), *options]
+        return self.start(host, command, log), log
 
     def verify(self, run_dir: Path) -> str:
         """What ``easyrl verify`` says; it must be content."""

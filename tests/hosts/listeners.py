@@ -12,7 +12,8 @@ from tests.hosts.namespaces import Host
 
 WILDCARDS = ("0.0.0.0", "*", "[::]")
 
-# On the host that asks: connects to each address, asks for a page, says what comes back.
+# On the host that asks: connects to each address, asks for a page, says what comes back first. A
+# reset is a connection that was closed before all of the request was read.
 _PROBE = """
 import json, socket, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +24,12 @@ def ask(place):
         return type(error).__name__
     try:
         connection.sendall(b"GET /v1/models HTTP/1.0\\r\\n\\r\\n")
-        return connection.recv(64).decode(errors="replace").splitlines()[0]
-    except (OSError, IndexError):
-        return "no answer"
+        reply = connection.recv(64).decode(errors="replace")
+        return reply.splitlines()[0] if reply else "closed"
+    except TimeoutError:
+        return "silent"
+    except ConnectionError:
+        return "closed"
 places = [tuple(place) for place in json.loads(sys.argv[1])]
 print(json.dumps(list(ThreadPoolExecutor(32).map(ask, places))))
 """
@@ -40,9 +44,6 @@ class Listener:
     port: int
     pid: int  # of its process, on the host
     command: str
-
-    def is_at(self, address: str) -> bool:
-        return self.address in (*WILDCARDS, address)
 
 
 def listeners(host: Host) -> list[Listener]:
