@@ -24,8 +24,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.parts.producer.base import ROOT, compare_with_base
+from benchmarks.parts.producer.base import compare_with_base
 from benchmarks.parts.producer.load import CpuMeter, Load, imbalance, peak_mb, servers
+from benchmarks.parts.worktree import ROOT
 from easyrl.runtime.machine import allow_open_files
 
 SIDES = ("easyrl", "openai", "requests", "slowdown")

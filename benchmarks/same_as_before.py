@@ -17,12 +17,11 @@ import argparse
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,25 +41,10 @@ from benchmarks.parts.same_as_before.settings import (
 )
 from benchmarks.parts.same_as_before.side import Failed, Side
 from benchmarks.parts.same_as_before.tensors import State, compare
+from benchmarks.parts.worktree import ROOT, NoCheckout, worktree
 
-ROOT = Path(__file__).resolve().parents[1]
 BASE = "e7cfbd6"
 REWARDS = Path(__file__).resolve().with_name("parts") / "same_as_before" / "reward.py"
-
-
-@contextmanager
-def worktree(revision: str, folder: Path) -> Iterator[Path]:
-    """A checkout of ``revision`` in ``folder``, gone with the block."""
-    git = ["git", "-C", str(ROOT), "worktree"]
-    added = subprocess.run(
-        [*git, "add", "--quiet", "--detach", str(folder), revision], capture_output=True, text=True
-    )
-    if added.returncode:
-        raise Failed(f"no checkout of {revision}: {added.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run([*git, "remove", "--force", str(folder)], check=False)
 
 
 def write_inputs(folder: Path) -> Inputs:
@@ -116,7 +100,7 @@ def tell(line: str) -> None:
 
 
 def run(settings: Sequence[Setting], revision: str, base_dir: Path | None) -> list[dict[str, Any]]:
-    """Both sides, one after the other; raises ``Failed``."""
+    """Both sides, one after the other; raises ``Failed``, ``NoCheckout``."""
     with tempfile.TemporaryDirectory(prefix="same-as-before-") as name:
         folder = Path(name).resolve()
         inputs = write_inputs(folder)
@@ -146,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     base_dir = arguments.base_dir.resolve() if arguments.base_dir else None
     try:
         rows = run(settings, arguments.base, base_dir)
-    except Failed as error:
+    except (Failed, NoCheckout) as error:
         tell(f"same_as_before: {error}")
         return 1
     print(json.dumps({"rows": rows}))

@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.same_as_before import worktree
-
-ROOT = Path(__file__).resolve().parents[3]
+from benchmarks.parts.worktree import ROOT, worktree
 
 
 def compare_with_base(
