@@ -48,18 +48,19 @@ class Measurement:
     rows: Rows
     cores: ours.Cores
     overrides: Sequence[str]
+    with_trl: bool
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._prompts = self.folder / "prompts.jsonl"
         self._num_steps = self.work.num_warm_up + self.work.num_steps
         self.work.write_prompts(self._prompts, (self._num_steps + 1) * self.work.batch_size)
-        self._threads = sorted({1, len(usable_cpus())})
+        self._threads = sorted({1, len(usable_cpus())}) if self.with_trl else []
         self._settings = " ".join([self.cores, *self.overrides])
 
     def compare(self, num_pairs: int) -> Comparison:
         """All pairs; the order within a pair changes."""
-        micro_batch = self._micro_batch()
+        micro_batch = self._micro_batch() if self.with_trl else 0
         our_rows: list[Row] = []
         bounds: list[Row] = []
         trl: dict[int, list[Row]] = {n: [] for n in self._threads}
@@ -143,7 +144,8 @@ def _told(row: Row) -> Row:
 def main() -> int:
     arguments = _parse()
     try:
-        trl_side.require_trl()
+        if not arguments.without_trl:
+            trl_side.require_trl()
     except ValueError as error:
         print(f"end_to_end: {error}", file=sys.stderr)
         return 2
@@ -168,6 +170,7 @@ def main() -> int:
             rows,
             arguments.cores,
             arguments.overrides,
+            not arguments.without_trl,
         )
         comparison = measurement.compare(arguments.pairs)
         print(comparison.table(), flush=True)
@@ -198,6 +201,7 @@ def _parse() -> argparse.Namespace:
         "--steps", type=int, help="that count, in each run; default: the workload's"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/end_to_end"), help="folder")
+    parser.add_argument("--without-trl", action="store_true", help="only ours and its bound")
     parser.add_argument("--resume", action="store_true", help="keep what was measured in OUT")
     parser.add_argument(
         "--cores",

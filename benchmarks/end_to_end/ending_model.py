@@ -47,7 +47,7 @@ def end_log_odds(shortest: int, longest: int) -> list[float]:
 
 
 def write_ending_model(
-    directory: Path, *, shortest: int, longest: int, num_layers: int = 2, seed: int = 0
+    directory: Path, *, shortest: int, longest: int, num_layers: int, seed: int = 0
 ) -> Path:
     """A folder that ``from_pretrained`` loads, of hidden size 128, with its tokenizer."""
     hidden = 128

@@ -51,7 +51,7 @@ def train(
         f"run.output_dir={run_dir}",
         f"model.path={model}",
         f"data.files=[{prompts}]",
-        f"data.max_prompt_tokens={work.limits}",
+        f"data.max_prompt_tokens={work.max_prompt_tokens}",
         f"data.apply_chat_template={str(work.prompt_tokens is None).lower()}",
         f"rollout.num_generations={work.num_generations}",
         f"rollout.max_tokens={work.max_tokens}",

@@ -1,4 +1,4 @@
-"""What is trained: the model, the prompts and the sizes of each workload, the same for both sides."""
+"""What is trained: model, prompts and sizes of each workload, the same for both sides."""
 
 from __future__ import annotations
 
@@ -52,12 +52,11 @@ class Workload:
         return self.batch_size * self.num_generations
 
     @property
-    def limits(self) -> int:
-        """Tokens of the longest prompt: ``data.max_prompt_tokens``."""
+    def max_prompt_tokens(self) -> int:
         return 16 if self.prompt_tokens is None else self.prompt_tokens
 
     def write_prompts(self, path: Path, count: int, seed: int = 0) -> None:
-        """``count`` records with ``prompt``, ``answer`` and ``text``, the prompt as a model sees it.
+        """``count`` records: ``prompt``, ``answer`` and ``text``, the prompt as a model sees it.
 
         Every other one has no answer where every other group is to have no signal.
         """
@@ -88,11 +87,11 @@ def _warm_started(folder: Path) -> None:
 
 
 def _random(folder: Path) -> None:
-    write_random_model(folder, hidden_size=128, num_layers=2)
+    write_random_model(folder, hidden_size=128, num_layers=4)
 
 
 def _log_normal(folder: Path) -> None:
-    write_ending_model(folder, shortest=32, longest=512)
+    write_ending_model(folder, shortest=32, longest=512, num_layers=4)
 
 
 MODELS: dict[str, Callable[[Path], None]] = {

@@ -96,8 +96,9 @@ def replay_batch(
 ) -> Replayed:
     """Trains from the newest checkpoint before batch ``v`` to its end. Every rank calls this.
 
-    ``on_weights`` is called before each batch, and behind the last. Writes nothing into the run's folder. Raises ``ConfigError`` if a checkpoint does not fit the
-    configuration, ``ValueError`` if the journal does not go back to it.
+    ``on_weights`` is called before each batch, and behind the last. Writes nothing into the run's
+    folder. Raises ``ConfigError`` if a checkpoint does not fit the configuration, ``ValueError`` if
+    the journal does not go back to it.
     """
     make_deterministic(config)
     with ExitStack() as opened:
