@@ -104,8 +104,9 @@ def _rule(odds: list[float], first: int, hidden: int) -> tuple[Tensor, Tensor]:
     )
     follower = torch.zeros(num_states - 1, hidden)
     follower[:, 2:] = CERTAIN * state[:-1, 2:]
-    counters = follower.repeat_interleave(len(COLOURS), 0)
-    counters = counters + COLOUR_NOISE * torch.randn_like(counters) / math.sqrt(hidden)
+    # one colour's gain is the other's loss: the chance to end stays what it is
+    tilt = COLOUR_NOISE * torch.randn_like(follower) / math.sqrt(hidden)
+    counters = torch.stack([follower + tilt, follower - tilt], dim=1).flatten(0, 1)
     end = torch.zeros(1, hidden)
     end[0, 0] = SURE_END
     # the two colours share what is left: e^CERTAIN each, against e^(CERTAIN + odds + log 2)
