@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.end_to_end.ours import THREADS, run_command
+from benchmarks.end_to_end.processor_time import SERVER, TRAINER
 from benchmarks.end_to_end.rows import Step
 from benchmarks.end_to_end.workloads import Workload
 
@@ -33,12 +34,20 @@ class BoundRequest(msgspec.Struct):
     concurrencies: list[int]  # requests in flight, to be tried
 
 
-class BatchCost(msgspec.Struct):
-    """Seconds of one batch, each phase alone on one core."""
+class Generated(msgspec.Struct):
+    """A batch's responses, with the trainer stopped."""
 
-    training_s: float
-    generation_s: dict[int, float]  # by requests in flight
-    response_tokens: float  # mean, of the last repetition
+    seconds: float
+    processor_s: float  # of the server
+    response_tokens: float  # mean
+
+
+class BatchCost(msgspec.Struct):
+    """One batch, each phase alone on one core."""
+
+    training_s: float  # forward and backward
+    training_processor_s: float  # with loading, packing and the optimizer step
+    generation: Generated  # with the fastest concurrency
 
 
 def measure(work: Workload, run_dir: Path, steps: Sequence[Step], folder: Path) -> Step:
@@ -61,13 +70,15 @@ def measure(work: Workload, run_dir: Path, steps: Sequence[Step], folder: Path) 
     run_command(command, folder / "bound.log", environment)
     cost = msgspec.json.decode(target.read_bytes(), type=BatchCost)
     spans = {
-        GENERATE: min(cost.generation_s.values()),
+        GENERATE: cost.generation.seconds,
         TRAIN: cost.training_s,
         "optimizer": _median(steps, "optimizer"),
         "sync": _median(steps, "sync"),
+        SERVER: cost.generation.processor_s,
+        TRAINER: cost.training_processor_s,
     }
     seconds = max(spans[GENERATE], spans[TRAIN]) + spans["optimizer"] + spans["sync"]
-    return Step(seconds, spans, steps[batch].reward, cost.response_tokens)
+    return Step(seconds, spans, steps[batch].reward, cost.generation.response_tokens)
 
 
 def typical(steps: Sequence[Step]) -> int:

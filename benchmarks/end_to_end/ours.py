@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.end_to_end.processor_time import ProcessorTime
 from benchmarks.end_to_end.rows import Step
 from benchmarks.end_to_end.workloads import Workload
 from easyrl.metrics.event_log import read_events
@@ -70,18 +71,19 @@ def train(
         settings.append(f"inference.launch.options=[--num-threads={num_threads}]")
         environment["OMP_NUM_THREADS"] = str(num_threads)
     command = [sys.executable, "-m", "easyrl", "train", CONFIG, *settings, *overrides]
-    run_command(command, run_dir.with_suffix(".log"), environment)
-    return read_steps(run_dir)
+    used = run_command(command, run_dir.with_suffix(".log"), environment)
+    return read_steps(run_dir, used.between)
 
 
-def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> ProcessorTime:
     """Waits for a command; what it has started ends with it. Raises ``RuntimeError``."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, env=environment, stdout=file, stderr=file, start_new_session=True
         )
         try:
-            status = process.wait()
+            with ProcessorTime(process.pid) as used:
+                status = process.wait()
         except BaseException:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
@@ -89,29 +91,34 @@ def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str
     if status != 0:
         tail = log.read_text(errors="replace")[-3000:]
         raise RuntimeError(f"{' '.join(command)} ended with status {status}; {log}:\n{tail}")
+    return used
 
 
-def read_steps(run_dir: Path) -> list[Step]:
+def read_steps(
+    run_dir: Path, processor_s: Callable[[float, float], dict[str, float]] = lambda start, end: {}
+) -> list[Step]:
     """The steps of a run with one update per batch, from weights that are served to the next.
 
     So all that a step costs is in its seconds: batch, optimizer, push, proofs, reports.
+    ``processor_s``: further spans between two times of the event log.
     """
     events = read_events(run_dir / EVENTS_FILE)
     ends = [event["t"] for event in events if event["event"] == "sync_end"]
     metrics = [m for m in read_metrics(run_dir / METRICS_FILE) if SPANS["train"] in m]
     assert len(ends) == len(metrics) + 1, "a push before the first step, and one behind each"
     return [
-        _step(end - start, line) for (start, end), line in zip(pairwise(ends), metrics, strict=True)
+        _step(end - start, line, processor_s(start, end))
+        for (start, end), line in zip(pairwise(ends), metrics, strict=True)
     ]
 
 
-def _step(seconds: float, metrics: Mapping[str, float]) -> Step:
+def _step(seconds: float, metrics: Mapping[str, float], processor_s: Mapping[str, float]) -> Step:
     spans = {name: metrics[key] for name, key in SPANS.items()}
     spans["rest"] = seconds - sum(spans.values())
     spans[SERVER] = seconds - metrics[IDLE]
     return Step(
         seconds=seconds,
-        spans=spans,
+        spans=spans | dict(processor_s),
         reward=metrics["reward/mean"],
         response_tokens=metrics["response/mean_tokens"],
     )

@@ -53,7 +53,7 @@ class Steps(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._profile.take()
-        self._start = time.perf_counter()
+        self._start, self._used = time.perf_counter(), time.process_time()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """After each step, its last event; and once more, with a summary, at the end."""
@@ -62,6 +62,7 @@ class Steps(TrainerCallback):
         now = time.perf_counter()
         found = self._profile.take()
         seconds, self._start = now - self._start, now
+        used, self._used = self._used, time.process_time()
         spans = {
             "generate": found["transformers.generate"],
             "reference": found["_prepare_inputs.reference"],
@@ -69,6 +70,7 @@ class Steps(TrainerCallback):
         }
         spans["prepare"] -= spans["generate"] + spans["reference"]
         spans["train"] = seconds - found["_prepare_inputs"]
+        spans["processor"] = self._used - used
         self.steps.append(Step(seconds, spans, logs["reward"], logs["completions/mean_length"]))
 
 
