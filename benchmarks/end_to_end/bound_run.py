@@ -25,6 +25,7 @@ from benchmarks.end_to_end.bound import BatchCost, BoundRequest, Generated
 from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
 from easyrl.build.inference import open_inference, open_scoring
 from easyrl.build.replay import replay_batch
+from easyrl.build.servers import StartedServers
 from easyrl.config import Config
 from easyrl.config.file import load_config
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
@@ -75,7 +76,7 @@ def generate_batch(
             opened,
             open_scoring(config, opened),
             vocab_size=policy_vocabulary(config),
-            urls=[server.url],
+            servers=StartedServers([server.url], {}),
             record=events.record,
         )
         _forget_prompts(server)

@@ -39,10 +39,12 @@ class ProcessorTime:
 
     def between(self, start: float, end: float) -> dict[str, float]:
         """Seconds of each side between two times of ``time.monotonic``, interpolated."""
-        return {
-            side: float(np.diff(np.interp([start, end], *zip(*samples, strict=True)))[0])
-            for side, samples in sorted(self._samples.items())
-        }
+        found = {}
+        for side, samples in sorted(self._samples.items()):
+            times, seconds = np.array(samples).T
+            first, last = np.interp(np.array([start, end]), times, seconds)
+            found[side] = float(last - first)
+        return found
 
     def _watch(self) -> None:
         while not self._ended.wait(INTERVAL_S):

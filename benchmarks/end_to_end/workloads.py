@@ -74,10 +74,11 @@ class Workload:
                     answer = NO_SIGNAL
                 record = {"prompt": prompt, "answer": answer, "text": prompt}
                 if self.prompt_tokens is None:
-                    record["text"] = tokenizer.apply_chat_template(
-                        [{"role": "user", "content": prompt}],
-                        add_generation_prompt=True,
-                        tokenize=False,
+                    message = [{"role": "user", "content": prompt}]
+                    record["text"] = str(
+                        tokenizer.apply_chat_template(
+                            message, add_generation_prompt=True, tokenize=False
+                        )
                     )
                 file.write(json.dumps(record) + "\n")
 
