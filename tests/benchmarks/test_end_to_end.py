@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.end_to_end import bound, ours
-from benchmarks.end_to_end.ending_model import end_log_odds, write_ending_model
-from benchmarks.end_to_end.processor_time import SERVER, TRAINER, ProcessorTime
-from benchmarks.end_to_end.report import Comparison, difference
-from benchmarks.end_to_end.rewards import NO_SIGNAL, exact, half, random
-from benchmarks.end_to_end.rows import Key, Row, Rows, Step
-from benchmarks.end_to_end.workloads import SHORT, WORKLOADS, Expected, Workload
-from benchmarks.random_model import write_random_model
+from benchmarks.parts.end_to_end import bound, ours
+from benchmarks.parts.end_to_end.ending_model import end_log_odds, write_ending_model
+from benchmarks.parts.end_to_end.processor_time import SERVER, TRAINER, ProcessorTime
+from benchmarks.parts.end_to_end.report import Comparison, difference
+from benchmarks.parts.end_to_end.rewards import NO_SIGNAL, exact, half, random
+from benchmarks.parts.end_to_end.rows import Key, Row, Rows, Step
+from benchmarks.parts.end_to_end.workloads import SHORT, WORKLOADS, Expected, Workload
+from benchmarks.parts.random_model import write_random_model
 from easyrl.rewards.exact import exact as our_exact
 from easyrl.schema import Prompt
 

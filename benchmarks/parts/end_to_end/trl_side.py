@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.end_to_end.ours import THREADS, run_command
-from benchmarks.end_to_end.rows import Step
-from benchmarks.end_to_end.trl_request import TrlRequest, TrlRun
-from benchmarks.end_to_end.workloads import Workload
+from benchmarks.parts.end_to_end.ours import THREADS, run_command
+from benchmarks.parts.end_to_end.rows import Step
+from benchmarks.parts.end_to_end.trl_request import TrlRequest, TrlRun
+from benchmarks.parts.end_to_end.workloads import Workload
 
 
 def require_trl() -> None:
@@ -59,7 +59,13 @@ def train(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [sys.executable, "-m", "benchmarks.end_to_end.trl_run", str(source), str(target)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.parts.end_to_end.trl_run",
+        str(source),
+        str(target),
+    ]
     run_command(command, folder / "trl.log", environment)
     runs = msgspec.json.decode(target.read_bytes(), type=list[TrlRun])
     return {run.micro_batch: run.steps for run in runs}

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.end_to_end.ours import THREADS, run_command
-from benchmarks.end_to_end.processor_time import SERVER, TRAINER
-from benchmarks.end_to_end.rows import Step
-from benchmarks.end_to_end.workloads import Workload
+from benchmarks.parts.end_to_end.ours import THREADS, run_command
+from benchmarks.parts.end_to_end.processor_time import SERVER, TRAINER
+from benchmarks.parts.end_to_end.rows import Step
+from benchmarks.parts.end_to_end.workloads import Workload
 
 GENERATE, TRAIN = "generate alone", "train alone"
 CONCURRENCIES = (32, 64, 128, 256)
@@ -66,7 +66,13 @@ def measure(work: Workload, run_dir: Path, steps: Sequence[Step], folder: Path) 
     source.write_bytes(msgspec.json.encode(request))
     target.unlink(missing_ok=True)
     environment = {**os.environ, **dict.fromkeys(THREADS, "1")}
-    command = [sys.executable, "-m", "benchmarks.end_to_end.bound_run", str(source), str(target)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.parts.end_to_end.bound_run",
+        str(source),
+        str(target),
+    ]
     run_command(command, folder / "bound.log", environment)
     cost = msgspec.json.decode(target.read_bytes(), type=BatchCost)
     spans = {

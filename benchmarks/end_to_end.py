@@ -9,6 +9,10 @@ the fastest of a first pass; on *one machine* it has the better of one thread an
 as *separate devices*, one core for each phase, one thread. Runs take turns; medians over a run's
 steps, then over pairs. What is measured goes to ``OUT/rows.jsonl`` at once; with ``--resume`` what
 is there is not measured again. The last line printed is one JSON object.
+
+In ``benchmarks/parts/end_to_end``: ``workloads.py`` says what is trained, ``ours.py`` and
+``trl_side.py`` train it, ``bound.py`` says what no schedule could beat, ``rows.py`` keeps what was
+measured, ``report.py`` compares it.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.end_to_end import bound, ours, trl_side
-from benchmarks.end_to_end.report import Comparison, spans
-from benchmarks.end_to_end.rows import Key, Row, Rows, Step
-from benchmarks.end_to_end.workloads import WORKLOADS, Workload, write_model
+from benchmarks.parts.end_to_end import bound, ours, trl_side
+from benchmarks.parts.end_to_end.report import Comparison, spans
+from benchmarks.parts.end_to_end.rows import Key, Row, Rows, Step
+from benchmarks.parts.end_to_end.workloads import WORKLOADS, Workload, write_model
 from easyrl.runtime.machine import usable_cpus
 
 START_S = 60.0  # of a pair's processes, added up

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.end_to_end.rows import Row, Step
-from benchmarks.end_to_end.workloads import Workload
+from benchmarks.parts.end_to_end.rows import Row, Step
+from benchmarks.parts.end_to_end.workloads import Workload
 
 FAR_OFF = 3.0  # standard errors
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.end_to_end.ending_model import write_ending_model
-from benchmarks.end_to_end.rewards import NO_SIGNAL
-from benchmarks.random_model import write_random_model
+from benchmarks.parts.end_to_end.ending_model import write_ending_model
+from benchmarks.parts.end_to_end.rewards import NO_SIGNAL
+from benchmarks.parts.random_model import write_random_model
 from easyrl.demo.build_model import build_model, build_tokenizer
 from easyrl.demo.task import draw_problems, split_operands
 

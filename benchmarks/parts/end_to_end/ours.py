@@ -11,14 +11,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.end_to_end.processor_time import ProcessorTime
-from benchmarks.end_to_end.rows import Step
-from benchmarks.end_to_end.workloads import Workload
+from benchmarks.parts.end_to_end.processor_time import ProcessorTime
+from benchmarks.parts.end_to_end.rows import Step
+from benchmarks.parts.end_to_end.workloads import Workload
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.machine import usable_cpus
 
-CONFIG = "benchmarks/end_to_end/run.yaml"
+CONFIG = "benchmarks/end_to_end.yaml"
 Cores = Literal["default", "halves"]
 SPANS = {  # of a step's metrics
     "wait": "time/wait_s",

@@ -1,9 +1,9 @@
-"""One batch of a run again, from its journal: ``python -m benchmarks.end_to_end.bound_run``.
+"""One batch of a run again, from its journal, in a process of its own.
 
-Arguments: the run's folder, the number of a batch, two folders and a file for the answer, a
-``BatchCost`` as JSON. First the batch's recorded micro-batches are trained, with no server, then
-its prompts are answered with its seeds by the weights that it was made by, with no trainer: this
-process only asks, on the other core.
+Arguments: files of the request, a ``BoundRequest`` as JSON, and of the answer, a ``BatchCost``.
+First the batch's recorded micro-batches are trained, with no server. Then its prompts are answered
+with its seeds by the weights that it was made by, with no trainer: this process only asks, on the
+other core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.end_to_end.bound import BatchCost, BoundRequest, Generated
+from benchmarks.parts.end_to_end.bound import BatchCost, BoundRequest, Generated
 from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
 from easyrl.build.inference import open_inference, open_scoring
 from easyrl.build.replay import replay_batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from benchmarks.end_to_end.rows import Step
+from benchmarks.parts.end_to_end.rows import Step
 
 
 class TrlRequest(msgspec.Struct):

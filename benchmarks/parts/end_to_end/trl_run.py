@@ -1,8 +1,8 @@
-"""TRL's side, a process of its own: ``python -m benchmarks.end_to_end.trl_run REQUEST RESPONSE``.
+"""TRL's side, a process of its own. Arguments: files of the request and of the response.
 
 A real ``GRPOTrainer`` on the CPU, with ``transformers``' batched ``generate``, as TRL has it
-without vLLM. The request is a JSON file (``TrlRequest``), and so is the response, a ``TrlRun`` for
-each micro-batch that was asked for.
+without vLLM. The request is a ``TrlRequest`` as JSON, the response a ``TrlRun`` for each micro-batch
+that was asked for.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras import profiling
 
-from benchmarks.end_to_end.rewards import REWARDS
-from benchmarks.end_to_end.rows import Step
-from benchmarks.end_to_end.trl_request import TrlRequest, TrlRun
+from benchmarks.parts.end_to_end.rewards import REWARDS
+from benchmarks.parts.end_to_end.rows import Step
+from benchmarks.parts.end_to_end.trl_request import TrlRequest, TrlRun
 
 
 class Profile:
