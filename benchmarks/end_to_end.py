@@ -176,7 +176,11 @@ def main() -> int:
             arguments.overrides,
             not arguments.without_trl,
         )
-        comparison = measurement.compare(arguments.pairs)
+        try:
+            comparison = measurement.compare(arguments.pairs)
+        except RuntimeError as error:  # one of the runs has failed
+            print(f"end_to_end: {error}", file=sys.stderr)
+            return 1
         print(comparison.table(), flush=True)
         compared.append(comparison.row())
     print(json.dumps({"rows": compared}))

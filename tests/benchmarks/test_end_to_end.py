@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.parts.end_to_end import bound, ours
+from benchmarks.parts.end_to_end import bound, ours, trl_side
 from benchmarks.parts.end_to_end.ending_model import end_log_odds, write_ending_model
 from benchmarks.parts.end_to_end.processor_time import SERVER, TRAINER, ProcessorTime
 from benchmarks.parts.end_to_end.report import Comparison, difference
@@ -208,25 +208,28 @@ def test_processor_time_is_told_for_any_span() -> None:
     assert used.between(11.0, 13.0) == {SERVER: 2.0, TRAINER: 0.5}
 
 
+SMALL = Workload(
+    name="small",
+    model="random",
+    batch_size=4,
+    num_generations=4,
+    prompt_tokens=8,
+    max_tokens=40,
+    reward="random",
+    num_steps=3,
+    num_warm_up=0,
+    expected=Expected(1.0, 1.0, 0.5),
+    max_tokens_per_micro_batch=512,
+    micro_batches=(8,),
+    pair_s=10,
+    tuning_s=1,
+    learning_rate=1e-2,  # other weights, other lengths
+)
+
+
 @pytest.mark.runs
 def test_the_bound_answers_the_batchs_own_requests(tmp_path: Path) -> None:
-    work = Workload(
-        name="small",
-        model="random",
-        batch_size=4,
-        num_generations=4,
-        prompt_tokens=8,
-        max_tokens=40,
-        reward="random",
-        num_steps=3,
-        num_warm_up=0,
-        expected=Expected(1.0, 1.0, 0.5),
-        max_tokens_per_micro_batch=512,
-        micro_batches=(8,),
-        pair_s=10,
-        tuning_s=1,
-        learning_rate=1e-2,  # other weights, other lengths
-    )
+    work = SMALL
     model = write_random_model(tmp_path / "model", hidden_size=32, num_layers=1)
     prompts = tmp_path / "prompts.jsonl"
     work.write_prompts(prompts, 16)
@@ -245,6 +248,24 @@ def test_the_bound_answers_the_batchs_own_requests(tmp_path: Path) -> None:
         + sorted(step.spans["optimizer"] for step in trained)[1]
         + sorted(step.spans["sync"] for step in trained)[1]
     )
+
+
+@pytest.mark.runs
+def test_trl_trains_the_same_prompts(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[bench]'")
+    # every response has the longest length, and only half of the rewards are not 0
+    work = replace(SMALL, min_tokens=40, reward="half", every_other_without_signal=True)
+    model = write_random_model(tmp_path / "model", hidden_size=32, num_layers=1)
+    prompts = tmp_path / "prompts.jsonl"
+    work.write_prompts(prompts, 12)
+    runs = trl_side.train(work, model, prompts, tmp_path, 2, 1, [4, 8])
+    assert set(runs) == {4, 8}
+    for found in runs.values():
+        assert [step.response_tokens for step in found] == [40.0, 40.0]
+        assert all(0.0 < step.reward < 0.05 for step in found)  # a tenth of the noise, of half
+        for step in found:
+            parts = [step.spans[name] for name in ("generate", "reference", "prepare", "train")]
+            assert min(parts[0], parts[3]) > 0 and sum(parts) == pytest.approx(step.seconds)
 
 
 def replaced(step: Step, response_tokens: float) -> Step:

@@ -1,8 +1,8 @@
 """TRL's side, a process of its own. Arguments: files of the request and of the response.
 
 A real ``GRPOTrainer`` on the CPU, with ``transformers``' batched ``generate``, as TRL has it
-without vLLM. The request is a ``TrlRequest`` as JSON, the response a ``TrlRun`` for each micro-batch
-that was asked for.
+without vLLM. The request is a ``TrlRequest`` as JSON, the response a list of ``TrlRun``,
+one for each micro-batch that was asked for.
 """
 
 from __future__ import annotations
