@@ -100,7 +100,7 @@ def test_half_of_the_groups_have_no_signal(tmp_path: Path) -> None:
     work.write_prompts(tmp_path / "prompts.jsonl", 8)
     records = [orjson.loads(line) for line in (tmp_path / "prompts.jsonl").open()]
     flat = [record["answer"] == NO_SIGNAL for record in records]
-    assert flat == [False, True] * 4
+    assert flat == [False, True] * 4 and all(record["answer"] for record in records)
     responses = [("a", [1, 2]), ("b", [1, 3]), ("12", [4])]
     assert {half(NO_SIGNAL, *response) for response in responses} == {0.0}
     assert len({half("12", *response) for response in responses}) == 3

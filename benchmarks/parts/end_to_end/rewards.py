@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-NO_SIGNAL = ""  # the answer of a prompt whose responses are all worth the same
+NO_SIGNAL = "none"  # the answer of a prompt whose responses are all worth the same
 
 
 def exact(answer: str, text: str, token_ids: Sequence[int]) -> float:
