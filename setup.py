@@ -65,7 +65,7 @@ setup(
         "npu": ["torch-npu>=2.8"],
         "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
         "wandb": ["wandb>=0.19"],
-        # sides of benchmarks/shared_prompt.py
+        # sides of benchmarks/shared_prompt.py, and TRL of benchmarks/end_to_end
         "bench": ["prefix-grouper==0.0.1.post1", "trl==1.16.0"],
         "dev": [
             "build",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,18 +38,25 @@ class Replayed:
     in_prompt_order: frozenset[int] = frozenset()  # batches not trained in the run's order
 
 
+OnWeights = Callable[[int, DeepSpeedEngine], object]  # closed batches, whose weights it has
+
+
 class HashedWeights:
     """A ``Publisher`` that sends nothing: it only says what an endpoint would have to serve."""
 
     confirmations: tuple[Confirmation, ...] = ()
 
-    def __init__(self, engine: DeepSpeedEngine, collectives: Collectives) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, collectives: Collectives, on_weights: OnWeights
+    ) -> None:
         self._engine = engine
         self._collectives = collectives
+        self._on_weights = on_weights
         self.digests: dict[int, str] = {}  # by closed batches
 
     def publish(self, version: PolicyVersion) -> Published:
         """Collective."""
+        self._on_weights(version.v, self._engine)
         checksums = {}
         for name, weight in self._engine.named_weights():
             if self._collectives.ranks.rank == 0:
@@ -83,11 +91,14 @@ class LastMetrics:
         pass
 
 
-def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
+def replay_batch(
+    run: RecordedRun, v: int, config: Config, on_weights: OnWeights = lambda v, engine: None
+) -> Replayed:
     """Trains from the newest checkpoint before batch ``v`` to its end. Every rank calls this.
 
-    Writes nothing into the run's folder. Raises ``ConfigError`` if a checkpoint does not fit the
-    configuration, ``ValueError`` if the journal does not go back to it.
+    ``on_weights`` is called before each batch, and behind the last. Writes nothing into the run's
+    folder. Raises ``ConfigError`` if a checkpoint does not fit the configuration, ``ValueError`` if
+    the journal does not go back to it.
     """
     make_deterministic(config)
     with ExitStack() as opened:
@@ -103,7 +114,7 @@ def replay_batch(run: RecordedRun, v: int, config: Config) -> Replayed:
         num_updates = config.trainer.updates_per_batch
         max_tokens = rows_per_drain(config) * config.trainer.max_tokens_per_micro_batch
         rollouts = RecordedRollouts(run, v, num_updates, max_tokens, engine.ranks)
-        weights = HashedWeights(engine, collectives)
+        weights = HashedWeights(engine, collectives, on_weights)
         last_metrics = LastMetrics()
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)

@@ -23,6 +23,7 @@ LAUNCHER_VARIABLES = (
     *("CROSS_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"),
 )
 
+EMBEDDED_SERVER = "easyrl.inference_client.servers.embedded.server"  # module
 PLUGIN = Path(__file__).parents[2] / "vllm_plugin"
 MIDDLEWARE = "easyrl_vllm.access.RequireApiKey"
 
@@ -48,9 +49,8 @@ class EmbeddedServerProcess(ServerProcess):
     name = "the embedded server"
 
     def _command(self) -> list[str]:
-        module = "easyrl.inference_client.servers.embedded.server"
         port = ["--port", str(self.port or 0)]
-        return [sys.executable, "-m", module, str(self.model), *port, *self.options]
+        return [sys.executable, "-m", EMBEDDED_SERVER, str(self.model), *port, *self.options]
 
     def _environment(self) -> dict[str, str]:
         threads = {"OMP_NUM_THREADS": str(len(self.cpus))} if self.cpus else {}

@@ -1,0 +1,124 @@
+"""Our side: ``easyrl train`` with servers that it starts itself, and the spans of its steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.parts.end_to_end.processor_time import ProcessorTime
+from benchmarks.parts.end_to_end.rows import Step
+from benchmarks.parts.end_to_end.workloads import Workload
+from easyrl.metrics.event_log import read_events
+from easyrl.metrics.trackers import read_metrics
+from easyrl.runtime.machine import usable_cpus
+
+CONFIG = "benchmarks/end_to_end.yaml"
+Cores = Literal["default", "halves"]
+SPANS = {  # of a step's metrics
+    "wait": "time/wait_s",
+    "train": "time/train_s",
+    "look ahead": "time/look_ahead_s",
+    "optimizer": "time/optimizer_s",
+    "sync": "time/sync_s",
+}
+IDLE, SERVER = "time/inference_idle_s", "server busy"
+EVENTS_FILE, METRICS_FILE = "events-rank0.jsonl", "metrics.jsonl"
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # of whoever started the benchmark
+
+
+def train(
+    work: Workload,
+    model: Path,
+    prompts: Path,
+    run_dir: Path,
+    num_steps: int,
+    cores: Cores,
+    overrides: Sequence[str] = (),
+) -> list[Step]:
+    """A run of ``num_steps`` in an empty folder. Raises ``RuntimeError`` if it fails.
+
+    Args:
+        cores: ``default``: what the command does by itself; ``halves``: threads for half of the
+            machine each, as ``train_policy`` and the demo have it.
+        overrides: more of the command line.
+    """
+    settings = [
+        f"run.output_dir={run_dir}",
+        f"model.path={model}",
+        f"data.files=[{prompts}]",
+        f"data.max_prompt_tokens={work.max_prompt_tokens}",
+        f"data.apply_chat_template={str(work.prompt_tokens is None).lower()}",
+        f"rollout.num_generations={work.num_generations}",
+        f"rollout.max_tokens={work.max_tokens}",
+        f"rollout.min_tokens={work.min_tokens}",
+        f"rollout.allow_off_policy_sampling={str(work.min_tokens > 0).lower()}",
+        f"rewards.0.kwargs.name={work.reward}",
+        f"recipe.kl_coef={work.kl_coef}",
+        f"trainer.batch_size={work.batch_size}",
+        f"trainer.max_steps={num_steps}",
+        f"trainer.learning_rate={work.learning_rate}",
+        f"trainer.max_tokens_per_micro_batch={work.max_tokens_per_micro_batch}",
+    ]
+    environment = {key: value for key, value in os.environ.items() if key not in THREADS}
+    if cores == "halves":
+        num_threads = max(1, len(usable_cpus()) // 2)
+        settings.append(f"inference.launch.options=[--num-threads={num_threads}]")
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+    command = [sys.executable, "-m", "easyrl", "train", CONFIG, *settings, *overrides]
+    used = run_command(command, run_dir.with_suffix(".log"), environment)
+    return read_steps(run_dir, used.between)
+
+
+def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> ProcessorTime:
+    """Waits for a command; what it has started ends with it. Raises ``RuntimeError``."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            with ProcessorTime(process.pid) as used:
+                status = process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            raise
+    if status != 0:
+        tail = log.read_text(errors="replace")[-3000:]
+        raise RuntimeError(f"{' '.join(command)} ended with status {status}; {log}:\n{tail}")
+    return used
+
+
+def read_steps(
+    run_dir: Path, processor_s: Callable[[float, float], dict[str, float]] = lambda start, end: {}
+) -> list[Step]:
+    """The steps of a run with one update per batch, from weights that are served to the next.
+
+    So all that a step costs is in its seconds: batch, optimizer, push, proofs, reports.
+    ``processor_s``: further spans between two times of the event log.
+    """
+    events = read_events(run_dir / EVENTS_FILE)
+    ends = [event["t"] for event in events if event["event"] == "sync_end"]
+    metrics = [m for m in read_metrics(run_dir / METRICS_FILE) if SPANS["train"] in m]
+    assert len(ends) == len(metrics) + 1, "a push before the first step, and one behind each"
+    return [
+        _step(end - start, line, processor_s(start, end))
+        for (start, end), line in zip(pairwise(ends), metrics, strict=True)
+    ]
+
+
+def _step(seconds: float, metrics: Mapping[str, float], processor_s: Mapping[str, float]) -> Step:
+    spans = {name: metrics[key] for name, key in SPANS.items()}
+    spans["rest"] = seconds - sum(spans.values())
+    spans[SERVER] = seconds - metrics[IDLE]
+    return Step(
+        seconds=seconds,
+        spans=spans | dict(processor_s),
+        reward=metrics["reward/mean"],
+        response_tokens=metrics["response/mean_tokens"],
+    )
