@@ -163,7 +163,8 @@ class EndpointClient:
                     content = await read_body(response, self.url, ROUTE, asked.max_bytes)
                     raise self._refusal("POST", SAMPLES, response, self._without_key(content))
                 async for part in body_parts(response, self.url, ROUTE, asked.max_bytes):
-                    yield [self._sample(one, limits) for one in reader.feed(part)]
+                    for ended in reader.feed(part):
+                        yield [self._sample(one, limits) for one in ended]
                 reader.end()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise self._unavailable("POST", SAMPLES, error, None) from None

@@ -8,7 +8,7 @@ samples finish: frames, each four bytes of length (little-endian) and a MessageP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -130,11 +130,13 @@ class SampleReader:
         self._waiting = set(range(self._num_samples))
         self._buffer = bytearray()
 
-    def feed(self, part: bytes) -> list[Ended]:
-        """The samples that are complete with ``part``."""
+    def feed(self, part: bytes) -> Iterator[list[Ended]]:
+        """The samples of each frame that is complete with ``part``.
+
+        What was good before something that is not is given first.
+        """
         buffer = self._buffer
         buffer += part
-        ended: list[Ended] = []
         begin = 0
         while (body := begin + HEADER_BYTES) <= len(buffer):
             length = int.from_bytes(buffer[begin:body], "little")
@@ -142,18 +144,18 @@ class SampleReader:
                 raise self._wrong(f"a frame of {length} bytes, which nothing asked for can take")
             if body + length > len(buffer):
                 break
-            payload = bytes(memoryview(buffer)[body : body + length])
             begin = body + length
-            if self._secret is not None and self._secret in payload:
-                raise self._wrong("repeats the API key")  # what it says may come into logs
-            complete = decode(_DECODER, payload, self._url, ROUTE, form="MessagePack")
-            ended.extend(complete)
+            yield self._ended(bytes(memoryview(buffer)[body:begin]))
         del buffer[:begin]
+
+    def _ended(self, payload: bytes) -> list[Ended]:
+        if self._secret is not None and self._secret in payload:
+            raise self._wrong("repeats the API key")  # what it says may come into logs
+        ended = decode(_DECODER, payload, self._url, ROUTE, form="MessagePack")
         for one in ended:
             if one.index not in self._waiting:
-                twice = one.index < self._num_samples
-                which = f"sample {one.index} of {self._num_samples}"
-                raise self._wrong(f"{which} {'came twice' if twice else 'was not asked for'}")
+                came = "came twice" if one.index < self._num_samples else "was not asked for"
+                raise self._wrong(f"sample {one.index} of {self._num_samples} {came}")
             self._waiting.remove(one.index)
         return ended
 
