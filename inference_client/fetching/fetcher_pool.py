@@ -37,6 +37,8 @@ class FetcherPool:
         self._fetchers = [Fetcher(settings, self._suspects.add) for _ in range(num_fetchers)]
         self._api_keys = api_keys or ApiKeys()
         self._numbers = itertools.count()
+        self._sampling: SamplingConfig | None = None  # what was last asked for, and as JSON
+        self._encoded = b""
         self._running = False
 
     async def start(self) -> None:
@@ -79,9 +81,13 @@ class FetcherPool:
         if not self._running:
             raise RuntimeError("the fetchers are not running")
         prompt = np.asarray(prompt_token_ids, dtype=np.int32).tobytes()
-        encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
+        if sampling is not self._sampling:  # that of a run's requests is one object
+            self._sampling = sampling
+            self._encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
         api_key = self._api_keys.of(url)
-        message = Send(next(self._numbers), url, prompt, encoded, seed, api_key, is_streamed)
+        message = Send(
+            next(self._numbers), url, prompt, self._encoded, seed, api_key, is_streamed
+        )
         request = Request(message, asyncio.get_running_loop().create_future())
         min(self._fetchers, key=lambda fetcher: len(fetcher.requests)).take(request)
         try:
