@@ -85,9 +85,7 @@ class FetcherPool:
             self._sampling = sampling
             self._encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
         api_key = self._api_keys.of(url)
-        message = Send(
-            next(self._numbers), url, prompt, self._encoded, seed, api_key, is_streamed
-        )
+        message = Send(next(self._numbers), url, prompt, self._encoded, seed, api_key, is_streamed)
         request = Request(message, asyncio.get_running_loop().create_future())
         min(self._fetchers, key=lambda fetcher: len(fetcher.requests)).take(request)
         try:

@@ -93,7 +93,7 @@ class SamplingParams(BaseModel):
             raise ValueError(f"n must be 1 with greedy sampling (temperature 0), is {self.n}")
         return self
 
-    @cached_property  # for all samples that share it
+    @cached_property
     def features(self) -> Feature:
         is_greedy = self.temperature == 0
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
