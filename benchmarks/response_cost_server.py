@@ -18,7 +18,6 @@ from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.server import start_site
 
-
 # Methods of the batch: whether what they do is decoding. Not every revision has all of them.
 IS_DECODING = {"step": True, "_prefill": True, "_start": False, "remove": False}
 
