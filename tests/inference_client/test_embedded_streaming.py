@@ -10,12 +10,12 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
-from pool_cases import until
-from test_embedded_server import generate_body, post, serving
 
-from benchmarks.random_model import write_random_model
+from benchmarks.parts.random_model import write_random_model
 from easyrl.inference_client.sample_stream import SAMPLES
 from easyrl.runtime.workers.child_process import FrameSplitter
+from tests.inference_client.pool_cases import until
+from tests.inference_client.test_embedded_server import generate_body, post, serving
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import web
-from fake_endpoint import FakeEndpoint, error_response
-from pool_cases import V1, ask, pool_of, until
 
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient
@@ -30,6 +28,8 @@ from easyrl.inference_client.fetching.messages import Send
 from easyrl.inference_client.fetching.streamed_requests import StreamedRequests
 from easyrl.inference_client.sample_stream import SAMPLES, Ended, Refused, Sampled, frame_of
 from easyrl.schema import Completion
+from tests.inference_client.fake_endpoint import FakeEndpoint, error_response
+from tests.inference_client.pool_cases import V1, ask, pool_of, until
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=9)
