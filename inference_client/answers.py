@@ -5,7 +5,8 @@ The only place where bytes of an endpoint become records, for every route. Impor
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -31,30 +32,44 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # int32, as the arrays
 async def read_body(
     response: aiohttp.ClientResponse, url: str, route: str, max_bytes: int
 ) -> bytes:
-    """The body, of an error its beginning. Raises ``MalformedResponse`` beyond ``max_bytes``.
+    """The body, of an error its beginning. Raises as ``body_parts`` does."""
+    return b"".join([part async for part in body_parts(response, url, route, max_bytes)])
 
-    A compressed body is refused, not decompressed under the bound: we asked for none, since on a
-    cluster's network packing takes longer than sending.
+
+async def body_parts(
+    response: aiohttp.ClientResponse, url: str, route: str, max_bytes: int
+) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises ``MalformedResponse`` beyond ``max_bytes``.
+
+    Of an error its beginning. A compressed body is refused, not decompressed under the bound: we
+    asked for none, since on a cluster's network packing takes longer than sending.
     """
     succeeded = response.status == 200
     encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         reason = f"{route}: compressed ({shorten(encoding, 50)}), asked for identity"
         raise MalformedResponse(url, reason)
-    parts, num_bytes, limit = [], 0, max_bytes if succeeded else ERROR_BYTES
+    num_bytes, limit = 0, max_bytes if succeeded else ERROR_BYTES
     async for part in response.content.iter_any():
         num_bytes += len(part)
-        parts.append(part)
         if num_bytes > limit:
             response.close()
             if succeeded:
                 reason = f"{route}: more than {max_bytes} bytes, which nothing asked for can take"
                 raise MalformedResponse(url, reason)
+            yield part
             break
-    return b"".join(parts)
+        yield part
 
 
-def decode(decoder: msgspec.json.Decoder[T], content: bytes, url: str, route: str) -> T:
+def decode(
+    decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T],
+    content: bytes,
+    url: str,
+    route: str,
+    *,
+    form: Literal["JSON", "MessagePack"] = "JSON",
+) -> T:
     """``content`` as a record. Raises ``MalformedResponse`` naming route and field."""
     try:
         return decoder.decode(content)
@@ -63,7 +78,7 @@ def decode(decoder: msgspec.json.Decoder[T], content: bytes, url: str, route: st
     except RecursionError:
         reason = "nested too deeply"
     except (msgspec.MsgspecError, ValueError, OverflowError) as error:  # UnicodeDecodeError too
-        reason = f"not JSON ({len(content)} bytes, truncated?): {error}"
+        reason = f"not {form} ({len(content)} bytes, truncated?): {error}"
     raise MalformedResponse(url, f"{route}: {shorten(reason)}: {shorten(content)}")
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from easyrl.completion_check import CompletionLimits
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.answers import (
     ANSWER_BYTES,
@@ -25,6 +27,7 @@ from easyrl.inference_client.answers import (
     MAX_WORKERS,
     RESPONSE_BYTES,
     Word,
+    body_parts,
     decode,
     read_body,
     shorten,
@@ -38,6 +41,14 @@ from easyrl.inference_client.errors import (
     RequestRejected,
 )
 from easyrl.inference_client.responses import GENERATE
+from easyrl.inference_client.sample_stream import (
+    ROUTE,
+    SAMPLES,
+    Ended,
+    Refused,
+    SampleReader,
+    SamplesAsked,
+)
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice
 from easyrl.schema import Completion
 
@@ -52,6 +63,7 @@ PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --wo
 HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
+ABORT = "/inference/v1/abort_requests"
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
 # A shorter key, or a number, may be a part of any good answer: of a name, a digest, a token id.
 SHORTEST_SECRET = 8
@@ -76,6 +88,9 @@ class ServedModel:
     batch_invariant: bool = False  # nothing else asked of it changes a bit of a response; vLLM
     # does not tell
     arithmetic: str | None = None  # where two say the same, their bits are the same (embedded)
+    # It has ``/inference/v1/samples``. Another one is sent a request per sample: vLLM gives sample
+    # i of n the seed of the request + i, and ours are unrelated.
+    streams_samples: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +144,46 @@ class EndpointClient:
         max_bytes = RESPONSE_BYTES + n * sampling.max_tokens * BYTES_PER_TOKEN
         return await self._request("POST", GENERATE, body, max_bytes=max_bytes)
 
+    async def samples(
+        self, asked: SamplesAsked, limits: CompletionLimits
+    ) -> AsyncGenerator[list[tuple[int, Completion | EndpointError]]]:
+        """All samples with their numbers, as they finish; those together that came together.
+
+        A sample that is refused, or nothing to train on, comes as the error that is its own.
+        Closing the iterator closes the connection, upon which the server aborts what is left. Stop
+        strings as in ``generate``. Raises ``MalformedResponse`` as ``SampleReader`` does.
+        """
+        if asked.sampling.stop and not self._applies_stop_strings:
+            await self._require_stop_strings(asked.prompts[0][0])
+            self._applies_stop_strings = True
+        reader = SampleReader(self.url, asked, self._secret)
+        try:
+            async with self._opened("POST", SAMPLES, asked.body(), None) as response:
+                if response.status != 200:
+                    content = await read_body(response, self.url, ROUTE, asked.max_bytes)
+                    raise self._refusal("POST", SAMPLES, response, self._without_key(content))
+                async for part in body_parts(response, self.url, ROUTE, asked.max_bytes):
+                    for ended in reader.feed(part):
+                        yield [self._sample(one, limits) for one in ended]
+                reader.end()
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise self._unavailable("POST", SAMPLES, error, None) from None
+
+    def _sample(
+        self, ended: Ended, limits: CompletionLimits
+    ) -> tuple[int, Completion | EndpointError]:
+        if isinstance(ended, Refused):
+            reason = f"{ROUTE} answered {ended.status}: {shorten(ended.message)}"
+            return ended.index, self._error(SAMPLES, ended.status, reason)
+        try:
+            return ended.index, ended.completion(self.url, limits)
+        except MalformedResponse as error:
+            return ended.index, error
+
+    async def abort_samples(self, request_ids: Sequence[str]) -> None:
+        """Of a request to ``samples``: they come as aborted, if they have not come."""
+        await self._request("POST", ABORT, {"request_ids": request_ids})
+
     async def health(self) -> None:
         await self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
 
@@ -140,6 +195,7 @@ class EndpointClient:
             is_embedded=card.owned_by == "easyrl",
             batch_invariant=card.batch_invariant,
             arithmetic=card.arithmetic,
+            streams_samples=card.streams_samples,
         )
 
     async def weight_version(self, timeout_s: float | None = None) -> str:
@@ -254,21 +310,29 @@ class EndpointClient:
         answer, content = await self._answer(method, path, body, limit_s, max_bytes)
         if answer.status == 200:
             return content
+        raise self._refusal(method, path, answer, content)
+
+    def _refusal(
+        self, method: str, path: str, answer: aiohttp.ClientResponse, content: bytes
+    ) -> EndpointError:
+        """What an answer that is not 200 says."""
         message = _server_message(content)
         said = f"{answer.status} {shorten(answer.reason or '', 100)}"
         reason = f"{method} {path} answered {said}: {message}"
-        if answer.status < 400:  # neither a yes nor a no
-            if (target := answer.headers.get("Location")) is not None:
-                reason = f"{method} {path} answered {said}: points to {shorten(target)}"
-            raise MalformedResponse(self.url, reason)
-        if answer.status >= 500 or answer.status in OVERLOADED:
-            raise EndpointUnavailable(self.url, reason)
-        hint = KEY_HINT if answer.status in (401, 403) else ""
+        if answer.status < 400 and (target := answer.headers.get("Location")) is not None:
+            reason = f"{method} {path} answered {said}: points to {shorten(target)}"
         if answer.status == 404 and message == "Not Found":
-            hint = ROUTE_HINT
-        if path == GENERATE and answer.status in PROMPT_AT_FAULT:
-            raise PromptRejected(self.url, reason)
-        raise RequestRejected(self.url, reason + hint)
+            reason += ROUTE_HINT
+        return self._error(path, answer.status, reason)
+
+    def _error(self, path: str, status: int, reason: str) -> EndpointError:
+        if status < 400:  # neither a yes nor a no
+            return MalformedResponse(self.url, reason)
+        if status >= 500 or status in OVERLOADED:
+            return EndpointUnavailable(self.url, reason)
+        if path in (GENERATE, SAMPLES) and status in PROMPT_AT_FAULT:
+            return PromptRejected(self.url, reason)
+        return RequestRejected(self.url, reason + (KEY_HINT if status in (401, 403) else ""))
 
     async def _answer(
         self,
@@ -278,36 +342,51 @@ class EndpointClient:
         limit_s: float | None,
         max_bytes: int = ANSWER_BYTES,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            async with self._session.request(
-                method,
-                self.url + path,
-                data=data,
-                headers=self._headers if path == GENERATE else self._headers | CLOSE,
-                timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
-                allow_redirects=False,  # key and weights go where the configuration says
-                auto_decompress=False,
-            ) as response:
-                route = f"{method} {path}"
-                content = await read_body(response, self.url, route, max_bytes)
+            async with self._opened(method, path, body, limit_s) as response:
+                content = await read_body(response, self.url, f"{method} {path}", max_bytes)
                 return response, self._without_key(content)
-        except TimeoutError as error:
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise self._unavailable(method, path, error, limit_s) from None
+
+    def _opened(
+        self, method: str, path: str, body: Body, limit_s: float | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return self._session.request(
+            method,
+            self.url + path,
+            data=data,
+            headers=self._headers if path in (GENERATE, SAMPLES) else self._headers | CLOSE,
+            timeout=aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_TIMEOUT_S),
+            allow_redirects=False,  # key and weights go where the configuration says
+            auto_decompress=False,
+        )
+
+    def _unavailable(
+        self, method: str, path: str, error: Exception, limit_s: float | None
+    ) -> EndpointUnavailable:
+        """What ended a request in the middle."""
+        if isinstance(error, TimeoutError):
             if limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError):
                 reason = f"{method} {path} could not connect within {CONNECT_TIMEOUT_S} s"
-                raise EndpointUnavailable(self.url, reason) from None
-            reason = f"{method} {path} was not answered within {limit_s} s"
-            raise NotAnswered(self.url, reason, limit_s) from None
-        except (aiohttp.ClientError, OSError) as error:
-            reason = f"{method} {path} failed: {type(error).__name__}: {shorten(str(error))}"
-            raise EndpointUnavailable(self.url, reason) from None
+                return EndpointUnavailable(self.url, reason)
+            return NotAnswered(
+                self.url, f"{method} {path} was not answered within {limit_s} s", limit_s
+            )
+        reason = f"{method} {path} failed: {type(error).__name__}: {shorten(str(error))}"
+        return EndpointUnavailable(self.url, reason)
+
+    @property
+    def _secret(self) -> bytes | None:
+        """Our key, if what an endpoint says can be searched for it."""
+        key = self._api_key or ""
+        return None if len(key) < SHORTEST_SECRET or key.isdecimal() else key.encode()
 
     def _without_key(self, content: bytes) -> bytes:
         """An answer that repeats our key: what it says may come into logs and files."""
-        key = self._api_key or ""
-        if len(key) < SHORTEST_SECRET or key.isdecimal():
-            return content
-        return content.replace(key.encode(), b"[key]")
+        secret = self._secret
+        return content if secret is None else content.replace(secret, b"[key]")
 
 
 class _ModelCard(msgspec.Struct):
@@ -316,6 +395,7 @@ class _ModelCard(msgspec.Struct):
     owned_by: Word | None = None
     batch_invariant: bool = False
     arithmetic: Word | None = None
+    streams_samples: bool = False
 
 
 class _Models(msgspec.Struct):

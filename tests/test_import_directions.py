@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "inference_client": "schema config completion_check",
     "inference_client.fetching": "schema config completion_check runtime.machine runtime.workers"
     " inference_client.api_keys inference_client.client inference_client.errors"
-    " inference_client.responses",
+    " inference_client.responses inference_client.sample_stream",
     "inference_client.pool": "schema config runtime.small_files inference_client.api_keys"
     " inference_client.client inference_client.errors",
     "inference_client.vllm_plugin": "",
@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "inference_client.servers.managed": "config runtime.machine runtime.process_guard"
     " inference_client.api_keys inference_client.vllm_plugin.easyrl_vllm.access",
     "inference_client.servers.embedded": "schema runtime.machine runtime.numerics"
-    " inference_client.transfer inference_client.vllm_plugin",
+    " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob runtime.user_code",
     "models": "schema config engines.base kernels recipes runtime.numerics runtime.user_code",
@@ -115,7 +115,9 @@ LIGHT = """
     runtime.workers.worker_process
     completion_check inference_client.answers inference_client.client inference_client.responses
     inference_client.fetching.fetcher inference_client.fetching.fetcher_pool
-    inference_client.fetching.fetcher_process inference_client.fetching.suspects
+    inference_client.fetching.fetcher_process inference_client.fetching.messages
+    inference_client.fetching.streamed_requests inference_client.fetching.suspects
+    inference_client.sample_stream
 """.split()
 
 PLAIN = {

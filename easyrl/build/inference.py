@@ -170,6 +170,7 @@ def open_inference(
     pool = EndpointPool(
         config.inference,
         fetchers,
+        streamed=fetchers.streamed,
         urls=servers.urls,
         api_keys=api_keys,
         num_shares=num_shares,

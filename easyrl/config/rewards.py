@@ -17,7 +17,7 @@ class RewardConfig(Section):
     function: str = "reward_func"
     weight: float = 1.0
     scope: Literal["sample", "group"] | None = None  # built-ins: sample; files: group
-    timeout_s: PositiveFloat = 30.0
+    timeout_s: PositiveFloat = 30.0  # of each call, from when a worker begins it
     kwargs: dict[str, Any] = {}  # passed to the function
 
     @model_validator(mode="after")

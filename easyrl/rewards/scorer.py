@@ -88,7 +88,12 @@ class Scorer:
         for call in range(1, num_calls + 1):
             try:
                 return await self.workers.call(
-                    worker.score_reward, index, prompt, token_ids, timeout_s=reward.timeout_s
+                    worker.score_reward,
+                    index,
+                    prompt,
+                    token_ids,
+                    timeout_s=reward.timeout_s,
+                    kind=index,
                 )
             except (RewardFunctionError, WorkerTimeout, WorkerDied) as error:
                 self.num_failed[reward.label] += 1

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from easyrl.inference_client.fetching.fetcher_process import (
-    ENTRY,
+from easyrl.inference_client.fetching.fetcher_process import ENTRY
+from easyrl.inference_client.fetching.messages import (
     HEARTBEAT_S,
     Cancel,
     Fetched,

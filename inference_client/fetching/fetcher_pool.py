@@ -14,7 +14,7 @@ import numpy as np
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.fetching.fetcher import Fetcher, Request
-from easyrl.inference_client.fetching.fetcher_process import Send, Settings
+from easyrl.inference_client.fetching.messages import Send, Settings
 from easyrl.inference_client.fetching.suspects import Suspects
 from easyrl.schema import Completion
 
@@ -37,6 +37,8 @@ class FetcherPool:
         self._fetchers = [Fetcher(settings, self._suspects.add) for _ in range(num_fetchers)]
         self._api_keys = api_keys or ApiKeys()
         self._numbers = itertools.count()
+        self._sampling: SamplingConfig | None = None  # what was last asked for, and as JSON
+        self._encoded = b""
         self._running = False
 
     async def start(self) -> None:
@@ -59,12 +61,31 @@ class FetcherPool:
     async def __call__(
         self, url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
+        return await self._ask(url, prompt_token_ids, sampling, seed, is_streamed=False)
+
+    async def streamed(
+        self, url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
+    ) -> Completion:
+        """The same of an endpoint that streams samples: asked for together with others."""
+        return await self._ask(url, prompt_token_ids, sampling, seed, is_streamed=True)
+
+    async def _ask(
+        self,
+        url: str,
+        prompt_token_ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
+        *,
+        is_streamed: bool,
+    ) -> Completion:
         if not self._running:
             raise RuntimeError("the fetchers are not running")
         prompt = np.asarray(prompt_token_ids, dtype=np.int32).tobytes()
-        encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
+        if sampling is not self._sampling:  # that of a run's requests is one object
+            self._sampling = sampling
+            self._encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
         api_key = self._api_keys.of(url)
-        message = Send(next(self._numbers), url, prompt, encoded, seed, api_key)
+        message = Send(next(self._numbers), url, prompt, self._encoded, seed, api_key, is_streamed)
         request = Request(message, asyncio.get_running_loop().create_future())
         min(self._fetchers, key=lambda fetcher: len(fetcher.requests)).take(request)
         try:

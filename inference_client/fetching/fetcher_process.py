@@ -6,7 +6,6 @@ import asyncio
 import functools
 import pickle
 import socket
-from typing import Any, TypeAlias
 
 import aiohttp
 import msgspec
@@ -17,10 +16,23 @@ from easyrl.config import SamplingConfig
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.inference_client.fetching.messages import (
+    HEARTBEAT_S,
+    Cancel,
+    Failed,
+    Fetched,
+    Order,
+    Reply,
+    Send,
+    Settings,
+    decode_orders,
+    encode,
+)
+from easyrl.inference_client.fetching.streamed_requests import StreamedRequests
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.runtime.machine import allow_open_files, limit_memory
 from easyrl.runtime.workers.child_process import Failure, FrameSplitter, frame
-from easyrl.schema import Completion, VersionSpan
+from easyrl.schema import Completion
 
 ENTRY = f"{__name__}:fetcher_main"
 ORDERS_BYTES = 2**16  # read at once
@@ -32,69 +44,6 @@ READ_BUFFER_BYTES = 2**20  # a response fits: reading is not stopped and started
 # together: one may wait for others for a part of the time that it took.
 DELIVERY_DELAY = 0.02
 MAX_DELIVERY_DELAY_S = 0.1
-
-
-class Settings(msgspec.Struct, array_like=True):
-    """The first message to a fetcher."""
-
-    vocab_size: int  # of the policy
-
-
-# What the trainer's process and a fetcher tell each other then: lists of these, as MessagePack.
-
-
-class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """A request for one response."""
-
-    number: int
-    url: str
-    prompt: bytes  # int32 [P]
-    sampling: bytes  # JSON
-    seed: int
-    api_key: str | None = None  # of the endpoint
-
-
-class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """Nobody waits for this request any more."""
-
-    number: int
-
-
-class Fetched(msgspec.Struct, array_like=True, tag=0, gc=False):
-    """A response."""
-
-    number: int
-    token_ids: bytearray  # int32 [R]
-    logprobs: bytearray  # float32 [R]
-    finish_reason: str
-    version_spans: tuple[VersionSpan, ...]
-
-    def completion(self, url: str) -> Completion:
-        token_ids = np.frombuffer(self.token_ids, np.int32)
-        return Completion(
-            token_ids=token_ids,
-            logprobs=np.frombuffer(self.logprobs, np.float32),
-            finish_reason=self.finish_reason,
-            version_spans=self.version_spans,
-            endpoint=url,
-            loss_mask=np.ones(len(token_ids), dtype=bool),
-        )
-
-
-class Failed(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """A request that failed."""
-
-    number: int
-    failure: bytes  # a pickled Failure
-
-
-Order: TypeAlias = Send | Cancel
-Reply: TypeAlias = Fetched | Failed
-
-HEARTBEAT_S = 1.0  # a fetcher sends a list of replies, maybe an empty one, at least so often
-encode = msgspec.msgpack.Encoder().encode
-decode_replies: Any = msgspec.msgpack.Decoder(list[Reply]).decode
-decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
 
 
 def local_fetch(
@@ -138,7 +87,7 @@ async def _serve(connection: socket.socket) -> None:
                 if fetcher is None:
                     settings = msgspec.msgpack.decode(payload, type=Settings)
                     fetch = local_fetch(session, api_keys, vocab_size=settings.vocab_size)
-                    fetcher = _Fetcher(fetch, api_keys, writer)
+                    fetcher = _Fetcher(fetch, api_keys, writer, session, settings.vocab_size)
                     continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)
@@ -147,12 +96,23 @@ async def _serve(connection: socket.socket) -> None:
 class _Fetcher:
     """Turns orders into requests and responses into replies."""
 
-    def __init__(self, fetch: Fetch, api_keys: ApiKeys, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        fetch: Fetch,
+        api_keys: ApiKeys,
+        writer: asyncio.StreamWriter,
+        session: aiohttp.ClientSession,
+        vocab_size: int,
+    ) -> None:
         self._fetch = fetch
         self._api_keys = api_keys
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        client = functools.cache(lambda url, key: EndpointClient(url, session, api_key=key))
+        self._streamed = StreamedRequests(
+            lambda order: client(order.url, order.api_key), vocab_size, self._answered
+        )
         self._outbox: list[Reply] = []
         self._delivery: asyncio.TimerHandle | None = None
         self._beat()
@@ -166,37 +126,31 @@ class _Fetcher:
 
     def obey(self, order: Order) -> None:
         if isinstance(order, Cancel):
+            self._streamed.cancel(order.number)
             if (task := self._tasks.get(order.number)) is not None:
                 task.cancel()
+        elif order.is_streamed:
+            self._streamed.add(order)
         else:
             self._tasks[order.number] = self._loop.create_task(self._respond(order))
 
     async def _respond(self, order: Send) -> None:
-        reply: Reply
         start_s = self._loop.time()
         try:
             prompt = np.frombuffer(order.prompt, np.int32)
             sampling = SamplingConfig.model_validate_json(order.sampling)
             self._api_keys.learn(order.url, order.api_key)
-            completion = await self._fetch(order.url, prompt, sampling, order.seed)
-            reply = Fetched(
-                order.number,
-                bytearray(completion.token_ids),
-                bytearray(completion.logprobs),
-                completion.finish_reason,
-                completion.version_spans,
-            )
-        except MemoryError:
-            full = EndpointUnavailable(
-                order.url, "its answer did not fit into the fetcher's memory"
-            )
-            reply = Failed(order.number, pickle.dumps(Failure.of(full), 5))
+            result: Completion | Exception
+            result = await self._fetch(order.url, prompt, sampling, order.seed)
         except Exception as error:
-            reply = Failed(order.number, pickle.dumps(Failure.of(error), 5))
+            result = error
         finally:
             del self._tasks[order.number]
+        self._answered(order, result, start_s)
+
+    def _answered(self, order: Send, result: Completion | Exception, start_s: float) -> None:
+        self._outbox.append(_reply(order, result))
         now_s = self._loop.time()
-        self._outbox.append(reply)
         due_s = now_s + min(DELIVERY_DELAY * (now_s - start_s), MAX_DELIVERY_DELAY_S)
         if self._delivery is None or due_s < self._delivery.when():
             if self._delivery is not None:
@@ -207,3 +161,15 @@ class _Fetcher:
         outbox, self._outbox = self._outbox, []
         self._delivery = None
         self._send(outbox)
+
+
+def _reply(order: Send, result: Completion | Exception) -> Reply:
+    if isinstance(result, Completion):
+        return Fetched.of(order.number, result)
+    if isinstance(result, MemoryError):
+        reason = "its answer did not fit into the fetcher's memory"
+        result = EndpointUnavailable(order.url, reason)
+    try:
+        raise result  # with a traceback, if it has none
+    except Exception as error:
+        return Failed(order.number, pickle.dumps(Failure.of(error), 5))

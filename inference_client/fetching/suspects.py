@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from easyrl.inference_client.errors import MalformedResponse
 from easyrl.inference_client.fetching.fetcher import Fetcher, Request
-from easyrl.inference_client.fetching.fetcher_process import Settings
+from easyrl.inference_client.fetching.messages import Settings
 
 log = logging.getLogger(__name__)
 

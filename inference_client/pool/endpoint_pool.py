@@ -51,6 +51,7 @@ class EndpointPool(Fleet):
 
     Args:
         fetch: sends one request and decodes the answer; cancelling it aborts the request.
+        streamed: the same for endpoints that stream samples; default: ``fetch``.
         urls: of the endpoints at the start, without trailing slashes; default: the configuration's.
         api_keys: their bearer tokens; default: those that the configuration names.
         num_shares: processes that share the endpoints (trainer ranks); ``max_inflight`` is divided
@@ -63,6 +64,7 @@ class EndpointPool(Fleet):
         config: InferenceConfig,
         fetch: Fetch,
         *,
+        streamed: Fetch | None = None,
         urls: Sequence[str] | None = None,
         api_keys: ApiKeys | None = None,
         num_shares: int = 1,
@@ -72,7 +74,7 @@ class EndpointPool(Fleet):
         api_keys = api_keys or ApiKeys.read(config)
         super().__init__(config, fetch, urls, api_keys, num_shares, update_timeout_s)
         self.num_retries = 0
-        self._fetch = fetch
+        self._fetch, self._streamed = fetch, streamed or fetch
         self._orders = itertools.count()
         self._idle_s = 0.0
 
@@ -180,9 +182,11 @@ class EndpointPool(Fleet):
         endpoint.attempts[task] = None
         endpoint.asked(sampling.max_tokens)
         began_s = time.monotonic()
+        streams = endpoint.served is not None and endpoint.served.streams_samples
+        fetch = self._streamed if streams else self._fetch
         try:
             try:
-                completion = await self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
+                completion = await fetch(endpoint.url, prompt_token_ids, sampling, seed)
             except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
                 raise await self._look_into(endpoint, error, sampling) from None
             self._check_stamps(endpoint, completion, group.version)

@@ -10,6 +10,8 @@ import orjson
 from aiohttp import web
 
 GENERATE = "/inference/v1/generate"
+# said for the upstream: each response is asked for by itself and can be held back or changed
+STREAMS, DOES_NOT = b'"streams_samples":true', b'"streams_samples":false'
 
 
 def reply(content: Any, status: int = 200) -> web.Response:
@@ -40,9 +42,8 @@ class Proxy:
         data = body if content else None
         url = self._upstream + path
         async with self._session.request(method, url, data=data, headers=headers) as answer:
-            return web.Response(
-                body=await answer.read(), status=answer.status, content_type="application/json"
-            )
+            said = (await answer.read()).replace(STREAMS, DOES_NOT)
+            return web.Response(body=said, status=answer.status, content_type="application/json")
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -20,7 +20,7 @@ from tests.inference_client.fake_endpoint import FakeEndpoint
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 SAMPLING = SamplingConfig(max_tokens=8)
 V1, V2 = "run:0:1", "run:0:2"
-POOL_ARGUMENTS = ("fetch", "num_shares", "update_timeout_s")
+POOL_ARGUMENTS = ("fetch", "streamed", "num_shares", "update_timeout_s")
 
 
 @contextlib.asynccontextmanager

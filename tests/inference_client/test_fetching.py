@@ -31,7 +31,8 @@ from easyrl.inference_client.fetching import fetcher as fetcher_module
 from easyrl.inference_client.fetching import fetcher_process
 from easyrl.inference_client.fetching.fetcher import FetcherDied
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
-from easyrl.inference_client.fetching.fetcher_process import Send, decode_replies, local_fetch
+from easyrl.inference_client.fetching.fetcher_process import local_fetch
+from easyrl.inference_client.fetching.messages import Send, decode_replies
 from easyrl.runtime.workers import supervised_child
 from easyrl.runtime.workers.child_process import FrameSplitter
 from easyrl.schema import Completion, VersionSpan
@@ -309,7 +310,7 @@ async def test_answers_beyond_the_fetchers_memory_are_their_endpoints_fault():
     ours, theirs = socket.socketpair()
     with ours:
         reader, writer = await asyncio.open_unix_connection(sock=theirs)
-        process = fetcher_process._Fetcher(fetch, ApiKeys(), writer)
+        process = fetcher_process._Fetcher(fetch, ApiKeys(), writer, None, 2**31)
         process.obey(Send(3, "http://a", PROMPT.tobytes(), SAMPLING.model_dump_json().encode(), 0))
         frames, replies = FrameSplitter(), []
         ours.setblocking(False)

@@ -71,10 +71,10 @@ class SupervisedChild(asyncio.BufferedProtocol, ABC):
         child, is_usable = self.child, self._transport is not None and self._why_killed is None
         return is_usable and child is not None and child.process.poll() is None
 
-    def send(self, payload: bytes) -> None:
-        """To the present process; lost without one."""
-        if self._transport is not None:
-            self._transport.write(frame(payload))
+    def send(self, *payloads: bytes) -> None:
+        """To the present process, in one write; lost without one."""
+        if self._transport is not None and payloads:
+            self._transport.write(b"".join(map(frame, payloads)))
 
     def kill(self, why: str) -> None:
         """Kills the process; ``on_end`` is told ``why`` when all that it had sent has been read.

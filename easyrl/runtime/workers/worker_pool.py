@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
@@ -19,6 +19,12 @@ from easyrl.runtime.workers.supervised_child import SupervisedChild
 from easyrl.runtime.workers.worker_process import ENTRY, main_script
 
 T = TypeVar("T")
+
+# Tasks that wait are sent to a busy worker, too, while what it has takes it no longer than this: an
+# answer does not have to come here before the next task begins, and many travel together.
+AHEAD_S = 0.02
+MOST_AHEAD = 32
+NEWEST_SHARE = 0.1  # of the last task in the running mean of how long one takes
 
 
 class WorkerTimeout(TimeoutError):
@@ -53,6 +59,7 @@ class WorkerPool:
         ]
         self._guard: ProcessGuard | None = None  # while it runs
         self._waiting: deque[_Task] = deque()
+        self._mean_s: dict[Hashable, float] = {}  # that a task takes, by kind
         self._running = False
 
     async def start(self) -> None:
@@ -68,9 +75,9 @@ class WorkerPool:
         self._running = False
         await asyncio.gather(*(worker.close() for worker in self._workers))
         for worker in self._workers:
-            if worker.task is not None:
-                name = worker.task.name
-                worker.finish(WorkerDied(f"the worker pool was closed while {name} ran"))
+            if worker.tasks:
+                name = worker.tasks[0].name
+                worker.give_up(WorkerDied(f"the worker pool was closed while {name} ran"))
         while task := self.next_task():
             task.future.cancel()
         guard, self._guard = self._guard, None
@@ -78,32 +85,53 @@ class WorkerPool:
             await asyncio.to_thread(guard.release)
 
     async def call(
-        self, function: Callable[..., T], *args: Any, timeout_s: float | None = None
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        timeout_s: float | None = None,
+        kind: Hashable = None,
     ) -> T:
         """``function(*args)`` in a worker; tasks start in the order of the calls.
 
         ``function``, ``args`` and the result are pickled. ``timeout_s`` counts from when a worker
-        takes the task, not from the call. Raises ``WorkerTimeout``, ``WorkerDied``, or what the
-        function raised, with the remote traceback as its cause. Cancelling drops a task that waits;
-        one that runs is finished or timed out, and its result is dropped.
+        begins the task, not from the call. Tasks of a ``kind`` take about as long as each other:
+        short ones are sent to a worker together. Raises ``WorkerTimeout``, ``WorkerDied``, or what
+        the function raised, with the remote traceback as its cause. Cancelling drops a task that
+        waits; of one that a worker has been sent the result is dropped.
         """
         if not self._running:
             raise RuntimeError("the worker pool is closed")
         payload = pickle.dumps((function, args), 5)
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Task(_name(function), payload, timeout_s, future))
+        self._waiting.append(_Task(_name(function), kind, payload, timeout_s, future))
         self.assign()
         return await future
 
     def assign(self) -> None:
-        """Gives waiting tasks to idle workers, and replaces processes that have ended."""
+        """Gives waiting tasks to workers, and replaces processes that have ended."""
         for worker in self._workers:
             if not self._waiting or not self._running:
                 return
             if worker.is_idle and (task := self.next_task()):
-                worker.begin(task)
+                worker.take(task)
             else:
                 worker.ensure_started()
+        while self._waiting and self._running:
+            least = min(self._workers, key=lambda worker: len(worker.tasks))
+            if not least.may_take_more or (task := self.next_task()) is None:
+                return
+            least.take(task)
+
+    def wait_again(self, tasks: list[_Task]) -> None:
+        """Before all others: they were sent to a worker that ended before it began them."""
+        self._waiting.extendleft(reversed(tasks))
+
+    def expected_s(self, task: _Task) -> float:
+        return self._mean_s.get(task.kind, AHEAD_S)
+
+    def saw(self, task: _Task, took_s: float) -> None:
+        mean_s = self._mean_s.get(task.kind, took_s)
+        self._mean_s[task.kind] = mean_s + NEWEST_SHARE * (took_s - mean_s)
 
     def next_task(self) -> _Task | None:
         """The one that has waited longest, no longer waiting."""
@@ -117,69 +145,111 @@ class WorkerPool:
 @dataclass(slots=True, eq=False)
 class _Task:
     name: str  # of the function, for messages
+    kind: Hashable
     payload: bytes  # the pickled (function, args)
     timeout_s: float | None
     future: asyncio.Future
+    expected_s: float = 0.0  # that it takes, when a worker was sent it
 
 
 class _Worker(SupervisedChild):
-    """One process at a time, and the task that it runs."""
+    """One process at a time, the task that it runs, and those behind that it has been sent."""
 
     def __init__(self, greeting: bytes, pool: WorkerPool, environment: Mapping[str, str]) -> None:
         super().__init__(ENTRY, greeting, environment)
-        self.task: _Task | None = None
+        self.tasks: deque[_Task] = deque()  # it runs the first, and answers in their order
+        self._expected_s = 0.0  # that they take together
         self._pool = pool
         self._initialized = False
+        self._outbox: list[bytes] = []
+        self._begun_s = 0.0  # when the first became the first
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
     def is_idle(self) -> bool:
-        return self.task is None and self._initialized and self.alive
+        return not self.tasks and self._initialized and self.alive
 
-    def begin(self, task: _Task) -> None:
-        self.task = task
-        self.send(task.payload)
+    @property
+    def may_take_more(self) -> bool:
+        """What it has is little, and goes on."""
+        if len(self.tasks) > MOST_AHEAD or self._expected_s >= AHEAD_S:
+            return False
+        is_late = asyncio.get_running_loop().time() - self._begun_s > AHEAD_S
+        return self._initialized and not is_late and self.alive
+
+    def take(self, task: _Task) -> None:
+        if not self._outbox:  # travels with others of this turn of the loop
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(task.payload)
+        self.tasks.append(task)
+        task.expected_s = self._pool.expected_s(task)
+        self._expected_s += task.expected_s
+        if len(self.tasks) == 1:
+            self._start_clock()
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        self.send(*outbox)
+
+    def _start_clock(self) -> None:
+        """The first task begins."""
+        loop, task = asyncio.get_running_loop(), self.tasks[0]
+        self._begun_s = loop.time()
         if task.timeout_s is not None:
-            loop = asyncio.get_running_loop()
             self._deadline = loop.call_later(task.timeout_s, self._on_deadline, task)
 
-    def finish(self, error: BaseException | None, value: Any = None) -> None:
-        task, self.task = self.task, None
+    def _finish(self, error: BaseException | None, value: Any = None) -> None:
+        """The first task ends; nothing happens if there is none."""
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if task is None or task.future.done():
+        if not self.tasks:
             return
-        if error is not None:
-            task.future.set_exception(error)
-        else:
-            task.future.set_result(value)
+        task = self.tasks.popleft()
+        self._expected_s -= task.expected_s
+        if not task.future.done():
+            if error is not None:
+                task.future.set_exception(error)
+            else:
+                task.future.set_result(value)
+
+    def give_up(self, error: BaseException) -> None:
+        """The process has ended, or will: that is the first task's, the others wait again."""
+        self._finish(error)
+        self._outbox = []
+        self._pool.wait_again(list(self.tasks))
+        self.tasks.clear()
+        self._expected_s = 0.0
 
     def on_message(self, payload: bytes) -> None:
-        if self._initialized:
+        if self._initialized and self.tasks:
+            self._pool.saw(self.tasks[0], asyncio.get_running_loop().time() - self._begun_s)
             try:
                 value = pickle.loads(payload)
             except Exception as error:  # of a class that is the worker's alone
-                self.finish(error)
+                self._finish(error)
             else:
-                self.finish(value.exception() if isinstance(value, Failure) else None, value)
+                self._finish(value.exception() if isinstance(value, Failure) else None, value)
+            if self.tasks:
+                self._start_clock()
         self._initialized = True
         self._pool.assign()
 
     def on_end(self, how: str) -> None:
         what = "the initializer of the workers"
         if self._initialized:
-            what = self.task.name if self.task is not None else "no task"
-        else:  # a task has to meet that, else process after process would be started
-            self.task = self._pool.next_task()
+            what = self.tasks[0].name if self.tasks else "no task"
+        elif (task := self._pool.next_task()) is not None:
+            self.tasks.append(task)  # one has to meet that, else process after process is started
         self._initialized = False
-        self.finish(WorkerDied(f"the worker process running {what} ended unexpectedly: {how}"))
+        self.give_up(WorkerDied(f"the worker process running {what} ended unexpectedly: {how}"))
         self._pool.assign()
 
     def _on_deadline(self, task: _Task) -> None:
         what = f"{task.name} took longer than {task.timeout_s:g} s"
         self.kill(what)
-        self.finish(WorkerTimeout(f"{what}; its worker process was killed"))
+        self.give_up(WorkerTimeout(f"{what}; its worker process was killed"))
+        self._pool.assign()
 
 
 def _nothing() -> None: ...

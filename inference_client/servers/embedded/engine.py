@@ -295,7 +295,9 @@ class EmbeddedEngine:
 
     def _enqueue(self, request: GenerationRequest) -> None:
         params, eos = request.params, self._eos_token_ids
-        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        seed = params.seed if request.seed is None else request.seed
+        if seed is None:
+            seed = int(self._seeds.integers(2**63))
         heeded = () if params.ignore_eos else eos
         request.num_running = params.n
         for index in range(params.n):

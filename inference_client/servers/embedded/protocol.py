@@ -20,7 +20,7 @@ from easyrl.inference_client.servers.embedded.requests import (
     GenerationRequest,
     Sequence,
 )
-from easyrl.inference_client.servers.embedded.sampling import SamplingParams
+from easyrl.inference_client.servers.embedded.sampling import INT64, SamplingParams
 from easyrl.inference_client.servers.embedded.text import decode
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import parse_nonce
 
@@ -55,6 +55,42 @@ class GenerateBody(BaseModel):
         params, room = self.sampling_params, max(1, engine.max_model_len - len(self.token_ids))
         params.max_tokens = params.max_tokens or room
         return GenerationRequest(np.array(self.token_ids, dtype=np.int64), params, self.request_id)
+
+
+class SampledPrompt(BaseModel):
+    token_ids: list[TokenId] = Field(min_length=1)
+    seeds: list[Annotated[int, Field(ge=-INT64, lt=INT64)]] = Field(min_length=1)  # a sample each
+
+
+class SamplesBody(BaseModel):
+    """``POST /inference/v1/samples``: a sample per seed of each prompt, streamed."""
+
+    request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    prompts: list[SampledPrompt] = Field(min_length=1)
+    sampling_params: SamplingParams
+    model: str | None = None
+
+    @model_validator(mode="after")
+    def _seeds_say_all(self) -> Self:
+        params = self.sampling_params
+        if params.n != 1 or params.seed is not None:
+            raise ValueError("sampling_params.n and .seed have no place here, prompts have seeds")
+        if params.max_tokens == 0 or params.logprobs:
+            raise ValueError("sampling_params.max_tokens is needed, .logprobs is at most 0")
+        return self
+
+    def requests(self) -> list[GenerationRequest]:
+        """One per sample, numbered prompt by prompt."""
+        asked = [
+            (token_ids, seed)
+            for prompt in self.prompts
+            for token_ids in (np.array(prompt.token_ids, dtype=np.int64),)
+            for seed in prompt.seeds
+        ]
+        return [
+            GenerationRequest(token_ids, self.sampling_params, f"{self.request_id}-{i}", seed=seed)
+            for i, (token_ids, seed) in enumerate(asked)
+        ]
 
 
 class CompletionBody(SamplingParams):

@@ -86,6 +86,7 @@ class GenerationRequest:
     prompt: np.ndarray  # int64 [P]
     params: SamplingParams
     request_id: str = ""
+    seed: int | None = None  # instead of that of ``params``, which requests may share
     future: Future[list[Sequence]] = field(default_factory=Future)
     sequences: list[Sequence] = field(default_factory=list)
     num_running: int = 0  # samples that are not finished

@@ -1,8 +1,9 @@
 """vLLM's rollout and weight-update routes over the embedded engine.
 
-Routes, methods and JSON follow vLLM 0.32, so that a trainer cannot tell the two apart. Unlike
-there, a bearer token guards every route but ``/health`` and ``/metrics``. ``stream: true`` on
-``/v1/completions`` answers with server-sent events, one per finished choice.
+Routes, methods and JSON follow vLLM 0.32, so that a client of vLLM's cannot tell the two apart; one
+more streams samples (``sample_stream.py``), and ``/v1/models`` says so. Unlike there, a bearer
+token guards every route but ``/health`` and ``/metrics``. ``stream: true`` on ``/v1/completions``
+answers with server-sent events, one per finished choice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import BaseModel, ValidationError
 
+from easyrl.inference_client.sample_stream import SAMPLES
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.protocol import (
     AbortBody,
@@ -30,6 +32,7 @@ from easyrl.inference_client.servers.embedded.protocol import (
     InitBody,
     PauseQuery,
     RpcBody,
+    SamplesBody,
     UpdateBody,
     VersionBody,
     completion_response,
@@ -41,6 +44,7 @@ from easyrl.inference_client.servers.embedded.requests import (
     Sequence,
     UnavailableError,
 )
+from easyrl.inference_client.servers.embedded.streaming import SampleStream
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.access import OPEN_ROUTES
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -67,6 +71,7 @@ class EmbeddedServer:
             [
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/inference/v1/abort_requests", self._abort_requests),
+                web.post(SAMPLES, self._samples),
                 web.post("/v1/completions", self._completions),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
@@ -97,6 +102,12 @@ class EmbeddedServer:
         self._check_model(body.model)
         (samples,) = await self._run([body.request(self._engine)])
         return _json(generate_response(body, samples, self._engine, self._model))
+
+    async def _samples(self, http: web.Request) -> web.StreamResponse:
+        """Our own: what a trainer asks for at once, streamed sample by sample, as arrays."""
+        body = await _parse(http, SamplesBody)
+        self._check_model(body.model)
+        return await SampleStream(self._engine, body.requests()).send(http)
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         body = await _parse(http, CompletionBody)
@@ -173,6 +184,7 @@ class EmbeddedServer:
             "max_model_len": self._engine.max_model_len,
             "batch_invariant": self._engine.batch_invariant,
             "arithmetic": self._engine.arithmetic,
+            "streams_samples": True,
         }
         return _json({"object": "list", "data": [card]})
 

@@ -11,6 +11,7 @@ token's position and never of what else is in the batch.
 from __future__ import annotations
 
 from enum import Flag, auto
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -92,7 +93,7 @@ class SamplingParams(BaseModel):
             raise ValueError(f"n must be 1 with greedy sampling (temperature 0), is {self.n}")
         return self
 
-    @property
+    @cached_property
     def features(self) -> Feature:
         is_greedy = self.temperature == 0
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)

@@ -19,6 +19,7 @@ import pytest
 from easyrl.runtime.workers import supervised_child
 from easyrl.runtime.workers.child_process import RemoteTraceback
 from easyrl.runtime.workers.worker_pool import (
+    AHEAD_S,
     WorkerDied,
     WorkerPool,
     WorkerTimeout,
@@ -268,6 +269,84 @@ async def test_a_death_is_the_running_tasks_and_the_worker_is_replaced(function,
         )
     assert results[0] == 2 and results[2] == 4
     assert isinstance(results[1], WorkerDied) and how in str(results[1])
+
+
+# ---- short tasks, several of which a worker has been sent --------------------------------------
+
+
+def note_and(path: str, then: str) -> str:
+    """Notes that it has begun; ``then`` says how it ends."""
+    with Path(path).open("a") as file:
+        file.write(f"{then} {os.getpid()}\n")
+    if then == "hang":
+        time.sleep(1000)
+    elif then == "die":
+        os._exit(3)
+    elif then == "raise":
+        raise ValueError("no")
+    return then
+
+
+async def learn_that_tasks_are_short(pool: WorkerPool) -> None:
+    async with asyncio.timeout(20):
+        while pool._mean_s.get("short", AHEAD_S) > AHEAD_S / 5:  # the first one imports this file
+            await pool.call(double, 1, kind="short")
+
+
+@pytest.mark.parametrize(
+    "then, error", [("hang", WorkerTimeout), ("die", WorkerDied), ("raise", ValueError)]
+)
+async def test_of_tasks_that_were_sent_together_one_fails_alone(tmp_path, then, error):
+    path = str(tmp_path / "begun")
+    asked = ["ok", "ok", then, "ok", "ok"]
+    async with started(WorkerPool(1)) as pool:
+        await learn_that_tasks_are_short(pool)
+        calls = [pool.call(note_and, path, how, timeout_s=1.0, kind="short") for how in asked]
+        results = asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(0)
+        (worker,) = pool._workers
+        assert len(worker.tasks) == len(asked)
+        results = await results
+    assert [result for result in results if result != "ok"] == [results[2]]
+    assert type(results[2]) is error
+    begun = [line.split() for line in Path(path).read_text().splitlines()]
+    assert [how for how, _ in begun] == asked  # each once, in the order of the calls
+    assert len({pid for _, pid in begun}) == (1 if then == "raise" else 2)
+
+
+async def test_a_task_of_a_kind_that_takes_long_is_sent_to_an_idle_worker_only(tmp_path):
+    path = tmp_path / "begun"
+    async with started(WorkerPool(1)) as pool:
+        await learn_that_tasks_are_short(pool)
+        hanging = asyncio.ensure_future(
+            pool.call(note_and, str(path), "hang", timeout_s=0.5, kind="unknown")
+        )
+        await asyncio.to_thread(wait_until, path.exists)
+        waiting = asyncio.ensure_future(pool.call(double, 2, kind="short"))
+        await asyncio.sleep(0)
+        (worker,) = pool._workers
+        assert len(worker.tasks) == 1 and len(pool._waiting) == 1
+        with pytest.raises(WorkerTimeout):
+            await hanging
+        assert await waiting == 4
+
+
+async def test_what_a_closed_pool_had_sent_ahead_is_cancelled(tmp_path):
+    path = tmp_path / "begun"
+    pool = WorkerPool(1)
+    await pool.start()
+    await learn_that_tasks_are_short(pool)
+    hows = ("hang", "ok", "ok")
+    calls = [asyncio.ensure_future(pool.call(note_and, str(path), h, kind="short")) for h in hows]
+    await asyncio.to_thread(wait_until, path.exists)
+    (worker,) = pool._workers
+    assert len(worker.tasks) == 3
+    await pool.close()
+    with pytest.raises(WorkerDied, match="closed while .*note_and ran"):
+        await calls[0]
+    for call in calls[1:]:
+        with pytest.raises(asyncio.CancelledError):
+            await call
 
 
 async def test_sigterm_leaves_a_running_task_alone(pool, tmp_path):

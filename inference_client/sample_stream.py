@@ -1,0 +1,171 @@
+"""Samples of several prompts as one streamed answer: a route of the embedded server, its format.
+
+``POST /inference/v1/samples`` asks for a sample per seed of each prompt, in JSON (``SamplesAsked``;
+samples are numbered prompt by prompt, in the order of their seeds). The answer is sent while
+samples finish: frames, each four bytes of length (little-endian) and a MessagePack list of
+``Sampled`` and ``Refused``, one of them for each sample. Used by both sides; imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from easyrl.completion_check import CompletionLimits, completion_problem
+from easyrl.config import SamplingConfig
+from easyrl.inference_client.answers import RESPONSE_BYTES, Count, Word, decode
+from easyrl.inference_client.errors import MalformedResponse
+from easyrl.schema import Completion, VersionSpan
+
+SAMPLES = "/inference/v1/samples"
+ROUTE = f"POST {SAMPLES}"
+HEADER_BYTES = 4
+TOKEN_BYTES = 8  # its id, its log-probability
+TOKEN_IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+
+
+class _Span(NamedTuple):
+    version: Word
+    start: Count
+    end: Count
+
+
+class Sampled(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """A sample that has finished."""
+
+    index: Count
+    finish_reason: Word
+    token_ids: bytes  # int32 [R]
+    logprobs: bytes  # float32 [R]
+    version_spans: tuple[_Span, ...]
+
+    def completion(self, url: str, limits: CompletionLimits) -> Completion:
+        """Raises ``MalformedResponse`` if it is nothing to train on (``completion_problem``)."""
+        problem: str | None = None
+        try:
+            token_ids = np.frombuffer(self.token_ids, TOKEN_IDS)
+            logprobs = np.frombuffer(self.logprobs, LOGPROBS)
+        except ValueError:
+            problem = f"{len(self.token_ids)} and {len(self.logprobs)} bytes are no arrays"
+        else:
+            made = Completion(
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish_reason=self.finish_reason,
+                version_spans=tuple(VersionSpan(*span) for span in self.version_spans),
+                endpoint=url,
+                loss_mask=np.ones(len(token_ids), dtype=bool),
+            )
+            problem = completion_problem(made, limits)
+        if problem is not None:
+            raise MalformedResponse(url, f"{ROUTE}: samples[{self.index}].{problem}")
+        return made
+
+
+class Refused(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """A sample that cannot be had, for the reason that an answer of this status would have given.
+
+    Of ``/inference/v1/generate``, that is: the others of the request do not suffer from it.
+    """
+
+    index: Count
+    status: int
+    message: str
+
+
+Ended: TypeAlias = Sampled | Refused
+
+_encode = msgspec.msgpack.Encoder().encode
+_DECODER: msgspec.msgpack.Decoder[list[Ended]] = msgspec.msgpack.Decoder(list[Ended])
+
+
+def frame_of(ended: Sequence[Ended]) -> bytes:
+    payload = _encode(ended)
+    return len(payload).to_bytes(HEADER_BYTES, "little") + payload
+
+
+@dataclass(frozen=True)
+class SamplesAsked:
+    """What one request asks for."""
+
+    request_id: str  # sample i of it is request_id-i at /inference/v1/abort_requests
+    prompts: Sequence[tuple[np.ndarray, Sequence[int]]]  # int32 [P], the seeds of its samples
+    sampling: SamplingConfig
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(seeds) for _, seeds in self.prompts)
+
+    @property
+    def max_bytes(self) -> int:
+        """No good answer is longer."""
+        return self.num_samples * (RESPONSE_BYTES + self.sampling.max_tokens * TOKEN_BYTES)
+
+    def body(self) -> dict[str, Any]:
+        params = self.sampling.model_dump(include=set(SamplingConfig.model_fields))
+        return {
+            "request_id": self.request_id,
+            "sampling_params": params,
+            "prompts": [{"token_ids": ids, "seeds": seeds} for ids, seeds in self.prompts],
+        }
+
+    def id_of(self, index: int) -> str:
+        return f"{self.request_id}-{index}"
+
+
+class SampleReader:
+    """Reads an answer, part by part, as it comes; nothing of it is believed.
+
+    Raises ``MalformedResponse`` for what is no frame, or repeats ``secret``, for samples that were
+    not asked for or come twice, and for an end before all have come.
+    """
+
+    def __init__(self, url: str, asked: SamplesAsked, secret: bytes | None = None) -> None:
+        self._url, self._secret = url, secret
+        self._num_samples, self._max_bytes = asked.num_samples, asked.max_bytes
+        self._waiting = set(range(self._num_samples))
+        self._buffer = bytearray()
+
+    def feed(self, part: bytes) -> Iterator[list[Ended]]:
+        """The samples of each frame that is complete with ``part``.
+
+        What was good before something that is not is given first.
+        """
+        buffer = self._buffer
+        buffer += part
+        begin = 0
+        while (body := begin + HEADER_BYTES) <= len(buffer):
+            length = int.from_bytes(buffer[begin:body], "little")
+            if length > self._max_bytes:
+                raise self._wrong(f"a frame of {length} bytes, which nothing asked for can take")
+            if body + length > len(buffer):
+                break
+            begin = body + length
+            yield self._ended(bytes(memoryview(buffer)[body:begin]))
+        del buffer[:begin]
+
+    def _ended(self, payload: bytes) -> list[Ended]:
+        if self._secret is not None and self._secret in payload:
+            raise self._wrong("repeats the API key")  # what it says may come into logs
+        ended = decode(_DECODER, payload, self._url, ROUTE, form="MessagePack")
+        for one in ended:
+            if one.index not in self._waiting:
+                came = "came twice" if one.index < self._num_samples else "was not asked for"
+                raise self._wrong(f"sample {one.index} of {self._num_samples} {came}")
+            self._waiting.remove(one.index)
+        return ended
+
+    def end(self) -> None:
+        """The answer has ended."""
+        if self._buffer:
+            raise self._wrong(f"ended with {len(self._buffer)} bytes of a frame (truncated?)")
+        if self._waiting:
+            missing = f"{len(self._waiting)} of {self._num_samples} samples"
+            raise self._wrong(f"ended without {missing} (truncated?)")
+
+    def _wrong(self, reason: str) -> MalformedResponse:
+        return MalformedResponse(self._url, f"{ROUTE}: {reason}")

@@ -1,0 +1,109 @@
+"""Samples that are sent while others of the same request are still being made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+from aiohttp import web
+
+from easyrl.inference_client.sample_stream import (
+    LOGPROBS,
+    TOKEN_IDS,
+    Ended,
+    Refused,
+    Sampled,
+    frame_of,
+)
+from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
+from easyrl.inference_client.servers.embedded.requests import (
+    BadRequestError,
+    GenerationRequest,
+    Sequence,
+    UnavailableError,
+)
+
+Finished = Future[list[Sequence]]
+
+
+class SampleStream:
+    """The samples of one HTTP request: each a request to the engine, sent when it has finished.
+
+    Those that finish in one decode step are sent together. Leaving ``send`` by a client that has
+    gone aborts what is left.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, requests: list[GenerationRequest]) -> None:
+        self._engine, self._requests = engine, requests
+        self._loop = asyncio.get_running_loop()
+        self._ended: deque[tuple[int, Finished]] = deque()  # and not sent yet
+        self._some = asyncio.Event()
+        self._is_told = False  # that there are some
+
+    async def send(self, http: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        await response.prepare(http)
+        num_left = len(self._requests)
+        try:
+            refused = self._submit()
+            while True:
+                ended = [*refused, *self._take()]
+                refused = []
+                if ended:
+                    await response.write(frame_of(ended))
+                    num_left -= len(ended)
+                if num_left == 0:
+                    return response
+                await self._some.wait()
+        except BaseException:
+            with contextlib.suppress(UnavailableError):  # the engine ends them itself
+                for request in self._requests:
+                    if not request.future.done():
+                        self._engine.abort(request)
+            raise
+
+    def _submit(self) -> list[Ended]:
+        """Those that the engine does not take."""
+        refused: list[Ended] = []
+        for index, request in enumerate(self._requests):
+            try:
+                self._engine.submit(request)
+            except BadRequestError as error:
+                refused.append(Refused(index, 400, str(error)))
+            except UnavailableError as error:
+                refused.append(Refused(index, 503, str(error)))
+            else:
+                request.future.add_done_callback(partial(self._note, index))
+        return refused
+
+    def _note(self, index: int, finished: Finished) -> None:
+        """In the engine's thread; the loop is woken once for all samples of a decode step."""
+        self._ended.append((index, finished))
+        if not self._is_told and not self._loop.is_closed():
+            self._is_told = True
+            self._loop.call_soon_threadsafe(self._some.set)
+
+    def _take(self) -> list[Ended]:
+        self._some.clear()
+        self._is_told = False  # before it looks: what comes now is either seen or told
+        taken = []
+        while self._ended:
+            taken.append(_ended(*self._ended.popleft()))
+        return taken
+
+
+def _ended(index: int, finished: Finished) -> Ended:
+    if (error := finished.exception()) is not None:
+        return Refused(index, 503, str(error))
+    (sample,) = finished.result()
+    return Sampled(
+        index,
+        sample.finish_reason or "",
+        np.array(sample.token_ids, dtype=TOKEN_IDS).tobytes(),
+        np.array(sample.logprobs, dtype=LOGPROBS).tobytes(),
+        sample.version_spans,  # type: ignore[arg-type]  # names of the same three fields
+    )

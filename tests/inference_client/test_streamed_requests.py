@@ -1,0 +1,375 @@
+"""Fetchers and endpoints that stream samples: what is joined, what fails, what is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+import pytest
+from aiohttp import web
+
+from easyrl.config import SamplingConfig
+from easyrl.inference_client.client import EndpointClient
+from easyrl.inference_client.errors import (
+    EndpointError,
+    EndpointUnavailable,
+    MalformedResponse,
+    PromptRejected,
+    RequestRejected,
+)
+from easyrl.inference_client.fetching import streamed_requests
+from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
+from easyrl.inference_client.fetching.messages import Send
+from easyrl.inference_client.fetching.streamed_requests import StreamedRequests
+from easyrl.inference_client.sample_stream import SAMPLES, Ended, Refused, Sampled, frame_of
+from easyrl.schema import Completion
+from tests.inference_client.fake_endpoint import FakeEndpoint, error_response
+from tests.inference_client.pool_cases import V1, ask, pool_of, until
+
+PROMPT = np.array([5, 6, 7], dtype=np.int32)
+SAMPLING = SamplingConfig(max_tokens=9)
+
+Answer = Callable[["StreamingEndpoint", "Stream"], Awaitable[None]]
+
+
+class Stream:
+    """One request for samples, and what has been sent of its answer."""
+
+    def __init__(self, body: dict[str, Any], response: web.StreamResponse) -> None:
+        self.body, self.response = body, response
+        self.seeds = [seed for prompt in body["prompts"] for seed in prompt["seeds"]]
+
+    def sample(self, index: int, **changes: Any) -> Sampled:
+        """Its tokens are its seed and the next."""
+        ids = np.array([self.seeds[index], self.seeds[index] + 1], dtype=np.int32)
+        fields = {
+            "finish_reason": "stop",
+            "token_ids": ids.tobytes(),
+            "logprobs": np.array([-0.5, -0.25], dtype=np.float32).tobytes(),
+            "version_spans": ((V1, 0, 2),),
+        }
+        return Sampled(index, **(fields | changes))
+
+    async def send(self, *ended: Ended) -> None:
+        await self.response.write(frame_of(ended))
+
+
+class StreamingEndpoint(FakeEndpoint):
+    """... with the route that streams samples; ``answer`` sends them, by default all at once."""
+
+    def __init__(self, answer: Answer | None = None, **settings: Any) -> None:
+        super().__init__(version=V1, card={"streams_samples": True}, **settings)
+        self.answer = answer or send_all
+        self.streams: list[Stream] = []
+        self.aborted: list[str] = []
+        self.num_hung_up = 0
+        self.refusal: web.Response | None = None
+
+    async def _control(self, request: web.Request) -> web.StreamResponse:
+        if request.path != SAMPLES:
+            if request.path == "/inference/v1/abort_requests":
+                self.aborted += orjson.loads(await request.read())["request_ids"]
+                await self._notify()
+                return web.json_response({"status": "aborted"})
+            return await super()._control(request)
+        if self.refusal is not None:
+            return self.refusal
+        response = web.StreamResponse()
+        stream = Stream(orjson.loads(await request.read()), response)
+        self.streams.append(stream)
+        await response.prepare(request)
+        await self._notify()
+        try:
+            await self.answer(self, stream)
+        except asyncio.CancelledError:
+            self.num_hung_up += 1
+            await asyncio.shield(self._notify())
+            raise
+        return response
+
+
+async def send_all(endpoint: StreamingEndpoint, stream: Stream) -> None:
+    await stream.send(*(stream.sample(i) for i in range(len(stream.seeds))))
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[StreamingEndpoint]:
+    async with StreamingEndpoint() as server:
+        yield server
+
+
+class LocalStreams:
+    """What a fetcher process does with orders that are streamed, in this one."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        client = functools.cache(lambda url: EndpointClient(url, session))
+        self._streams = StreamedRequests(lambda order: client(order.url), 2**31, self._answered)
+        self._futures: dict[int, asyncio.Future[Completion]] = {}
+
+    def _answered(self, order: Send, result: Completion | Exception, start_s: float) -> None:
+        future = self._futures[order.number]
+        assert not future.done()  # neither told twice nor after it was cancelled
+        if isinstance(result, Completion):
+            future.set_result(result)
+        else:
+            future.set_exception(result)
+
+    async def streamed(
+        self, url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
+    ) -> Completion:
+        number = len(self._futures)
+        future = self._futures[number] = asyncio.get_running_loop().create_future()
+        encoded = sampling.model_dump_json().encode()
+        self._streams.add(Send(number, url, prompt_token_ids.tobytes(), encoded, seed))
+        try:
+            return await future
+        finally:
+            if future.cancelled():
+                self._streams.cancel(number)
+
+
+@pytest.fixture
+async def fetchers() -> AsyncIterator[LocalStreams]:
+    async with aiohttp.ClientSession() as session:
+        yield LocalStreams(session)
+
+
+@pytest.fixture
+async def process() -> AsyncIterator[FetcherPool]:
+    pool = FetcherPool(1)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+def asked(
+    fetchers: LocalStreams | FetcherPool, endpoint: StreamingEndpoint, *seeds: int, **changes: Any
+) -> list[asyncio.Task[Completion]]:
+    arguments = {"prompt_token_ids": PROMPT, "sampling": SAMPLING} | changes
+    return [
+        asyncio.ensure_future(fetchers.streamed(endpoint.url, seed=seed, **arguments))
+        for seed in seeds
+    ]
+
+
+async def outcomes(tasks: list[asyncio.Task[Completion]]) -> list[int | str]:
+    """First token, or the error's class, of each."""
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+    return [
+        int(result.token_ids[0]) if isinstance(result, Completion) else type(result).__name__
+        for result in results
+    ]
+
+
+async def test_what_is_asked_at_a_time_is_one_request_with_each_ones_seed(endpoint, fetchers):
+    other = PROMPT + 1
+    tasks = asked(fetchers, endpoint, 11, 12) + asked(
+        fetchers, endpoint, 21, prompt_token_ids=other
+    )
+    tasks += asked(fetchers, endpoint, 13)
+    assert await outcomes(tasks) == [11, 12, 21, 13]
+    (stream,) = endpoint.streams
+    assert stream.body["prompts"] == [
+        {"token_ids": [5, 6, 7], "seeds": [11, 12, 13]},
+        {"token_ids": [6, 7, 8], "seeds": [21]},
+    ]
+    assert stream.body["sampling_params"]["max_tokens"] == 9
+    assert "seed" not in stream.body["sampling_params"]
+    made = tasks[0].result()
+    assert made.logprobs.tolist() == [-0.5, -0.25] and made.version_spans[0].version == V1
+
+
+async def test_other_sampling_is_another_request(endpoint, fetchers):
+    tasks = asked(fetchers, endpoint, 1)
+    tasks += asked(fetchers, endpoint, 2, sampling=SamplingConfig(max_tokens=3))
+    assert await outcomes(tasks) == [1, 2]
+    assert sorted(s.body["sampling_params"]["max_tokens"] for s in endpoint.streams) == [3, 9]
+
+
+def test_a_request_is_bounded(monkeypatch):
+    monkeypatch.setattr(streamed_requests, "MOST_SAMPLES", 4)
+    monkeypatch.setattr(streamed_requests, "MOST_PROMPT_TOKENS", 7)
+    short = Send(0, "", bytes(4), b"", 0)
+    long = Send(0, "", bytes(4 * 6), b"", 0)
+    sizes = [len(part) for part in streamed_requests._parts([short] * 9)]
+    assert sizes == [4, 4, 1]
+    assert [len(part) for part in streamed_requests._parts([long] * 5)] == [2, 2, 1]
+
+
+async def test_a_sample_comes_before_the_others_have_finished(endpoint, fetchers):
+    go_on = asyncio.Event()
+
+    async def second_later(_: StreamingEndpoint, stream: Stream) -> None:
+        await stream.send(stream.sample(1))
+        await go_on.wait()
+        await stream.send(stream.sample(0))
+
+    endpoint.answer = second_later
+    first, second = asked(fetchers, endpoint, 1, 2)
+    assert (await asyncio.wait_for(second, 30)).token_ids[0] == 2
+    assert not first.done()
+    go_on.set()
+    assert await outcomes([first]) == [1]
+
+
+async def test_a_stream_that_breaks_off_fails_what_has_not_come(endpoint, fetchers):
+    async def break_off(_: StreamingEndpoint, stream: Stream) -> None:
+        await stream.send(stream.sample(2), stream.sample(0))
+        stream.response._req.transport.close()  # type: ignore[union-attr]
+
+    endpoint.answer = break_off
+    tasks = asked(fetchers, endpoint, 1, 2, 3, 4)
+    assert await outcomes(tasks) == [1, "EndpointUnavailable", 3, "EndpointUnavailable"]
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"", "ended without 3 of 4 samples"),
+        (b"\xff\xff\xff\xff", "a frame of"),
+        (b"\x03\x00\x00\x00abc", "not MessagePack|unexpected shape"),
+        (b"\x03\x00\x00\x00ab", "ended with 6 bytes"),
+        (frame_of([Refused(9, 400, "")]), "not asked for"),
+        (frame_of([Refused(1, 400, "")]), "came twice"),
+    ],
+)
+async def test_garbage_in_a_stream_fails_what_has_not_come(endpoint, fetchers, content, said):
+    async def garble(_: StreamingEndpoint, stream: Stream) -> None:
+        await stream.send(stream.sample(1))
+        await stream.response.write(content)
+
+    endpoint.answer = garble
+    tasks = asked(fetchers, endpoint, 1, 2, 3, 4)
+    bad = "MalformedResponse"
+    assert await outcomes(tasks) == [bad, 2, bad, bad]
+    with pytest.raises(MalformedResponse, match=said):
+        tasks[0].result()
+
+
+async def test_an_endless_stream_is_cut(endpoint, fetchers):
+    async def for_ever(_: StreamingEndpoint, stream: Stream) -> None:
+        while True:
+            await stream.response.write(frame_of([]) * 2**16)
+
+    endpoint.answer = for_ever
+    tasks = asked(fetchers, endpoint, 1, 2)
+    with pytest.raises(MalformedResponse, match="more than .* bytes"):
+        await asyncio.wait_for(tasks[0], 30)
+    assert await outcomes(tasks) == ["MalformedResponse"] * 2
+
+
+async def test_one_that_is_refused_or_bad_leaves_the_others(endpoint, fetchers):
+    async def mixed(_: StreamingEndpoint, stream: Stream) -> None:
+        await stream.send(
+            Refused(0, 400, "out of vocabulary"),
+            Refused(1, 503, "full"),
+            Refused(2, 401, "who"),
+            Refused(3, 200, "fine"),
+            stream.sample(4, finish_reason="abort"),
+            stream.sample(5),
+        )
+
+    endpoint.answer = mixed
+    tasks = asked(fetchers, endpoint, *range(6))
+    kinds = [PromptRejected, EndpointUnavailable, RequestRejected, MalformedResponse]
+    names = [kind.__name__ for kind in (*kinds, MalformedResponse)]
+    assert await outcomes(tasks) == [*names, 5]
+    with pytest.raises(PromptRejected, match=f"{SAMPLES} answered 400: out of vocabulary"):
+        tasks[0].result()
+
+
+@pytest.mark.parametrize(
+    "code, kind", [(400, PromptRejected), (401, RequestRejected), (503, EndpointUnavailable)]
+)
+async def test_a_request_that_is_refused_says_so_to_all(endpoint, fetchers, code, kind):
+    endpoint.refusal = error_response(code, "not so")
+    for task in asked(fetchers, endpoint, 1, 2):
+        with pytest.raises(EndpointError, match=f"{SAMPLES} answered {code}.*not so") as caught:
+            await asyncio.wait_for(task, 30)
+        assert type(caught.value) is kind
+
+
+async def never(_: StreamingEndpoint, stream: Stream) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_cancelling_some_aborts_those(endpoint, fetchers):
+    go_on = asyncio.Event()
+
+    async def wait_and_send(server: StreamingEndpoint, stream: Stream) -> None:
+        await go_on.wait()
+        await send_all(server, stream)
+
+    endpoint.answer = wait_and_send
+    tasks = asked(fetchers, endpoint, 1, 2, 3, 4)
+    await endpoint.until(lambda: len(endpoint.streams) == 1)
+    tasks[1].cancel()
+    tasks[3].cancel()
+    await endpoint.until(lambda: len(endpoint.aborted) == 2)
+    request_id = endpoint.streams[0].body["request_id"]
+    assert sorted(endpoint.aborted) == [f"{request_id}-1", f"{request_id}-3"]
+    assert endpoint.num_hung_up == 0
+    go_on.set()  # the two come all the same: nobody waits for them
+    assert await outcomes(tasks) == [1, "CancelledError", 3, "CancelledError"]
+    endpoint.answer = send_all
+    assert await outcomes(asked(fetchers, endpoint, 5)) == [5]
+
+
+async def test_cancelling_all_that_have_not_come_closes_the_connection(endpoint, fetchers):
+    async def one_then_never(server: StreamingEndpoint, stream: Stream) -> None:
+        await stream.send(stream.sample(0))
+        await never(server, stream)
+
+    endpoint.answer = one_then_never
+    first, *others = asked(fetchers, endpoint, 1, 2, 3)
+    await asyncio.wait_for(first, 30)
+    for task in others:
+        task.cancel()
+    await endpoint.until(lambda: endpoint.num_hung_up == 1)
+    assert await outcomes(others) == ["CancelledError"] * 2
+
+
+async def test_what_is_cancelled_before_it_is_sent_is_not_asked_for(endpoint, process):
+    endpoint.answer = send_all
+    await outcomes(asked(process, endpoint, 0))  # the fetcher is up
+    tasks = asked(process, endpoint, 1, 2)
+    await asyncio.sleep(0)  # both have been ordered, nothing has left
+    tasks[0].cancel()
+    assert await outcomes(tasks) == ["CancelledError", 2]
+    assert [stream.seeds for stream in endpoint.streams] == [[0], [2]]
+
+
+async def test_the_pool_streams_from_those_that_say_they_can(process):
+    streaming, plain = StreamingEndpoint(), FakeEndpoint(version=V1)
+    async with pool_of(streaming, plain, fetch=process, streamed=process.streamed) as pool:
+        await until(lambda: all(e.served is not None for e in pool.endpoints))
+        assert [e.served.streams_samples for e in pool.endpoints] == [True, False]
+        made = await asyncio.gather(*(ask(pool, seed) for seed in range(8)))
+        assert [m.token_ids[0] for m in made] == list(range(8))
+        made[0].token_ids[0] = 0  # torch warns about arrays that it could not write to
+    of = {
+        server.url: {m.token_ids[0] for m in made if m.endpoint == server.url}
+        for server in (streaming, plain)
+    }
+    assert {seed for stream in streaming.streams for seed in stream.seeds} == of[streaming.url]
+    assert {body["sampling_params"]["seed"] for body in plain.requests} == of[plain.url]
+    assert all(of.values()) and not streaming.requests
+    assert SAMPLES not in {path for path, _ in plain.calls}
+
+
+async def test_a_broken_stream_is_asked_for_elsewhere_with_the_same_seeds(process):
+    async def break_off(_: StreamingEndpoint, stream: Stream) -> None:
+        await stream.send(*(stream.sample(i) for i in range(0, len(stream.seeds), 2)))
+        stream.response._req.transport.close()  # type: ignore[union-attr]
+
+    broken, good = StreamingEndpoint(break_off), StreamingEndpoint()
+    async with pool_of(broken, good, fetch=process, streamed=process.streamed) as pool:
+        await until(lambda: all(e.served is not None for e in pool.endpoints))
+        made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in range(12))), 30)
+        assert [m.token_ids[0] for m in made] == list(range(12))
+        assert pool.num_retries > 0 and pool.endpoints[1].num_failures == 0
