@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from easyrl.inference_client.servers.embedded.prompts import StatesOfLayers
+
 LENGTH_STEP = 64  # slots grow by at least this many positions
 
 
@@ -103,12 +105,10 @@ class SlotCache(Cache):
         slots = torch.arange(self.num_rows, device=positions.device)
         self.write_index = slots * self.capacity[1] + positions
 
-    def fill(self, slots: Tensor, source: Tensor, prefilled: Cache) -> None:
+    def fill(self, slots: Tensor, source: Tensor, prefilled: StatesOfLayers) -> None:
         """Copies a prefill's states into slots (see ``SlotLayer.fill``)."""
-        for layer, new in zip(self._slot_layers, prefilled.layers, strict=True):
-            assert isinstance(new, CacheLayerMixin)
-            assert new.keys is not None and new.values is not None
-            layer.fill(slots, source, new.keys, new.values)
+        for layer, (keys, values) in zip(self._slot_layers, prefilled, strict=True):
+            layer.fill(slots, source, keys, values)
 
     def copy(self, destination: Tensor, source: Tensor, length: int) -> None:
         """Slots ``destination`` get the first ``length`` positions of slots ``source``."""
