@@ -39,21 +39,20 @@ class SharedPrompts:
     rows: Tensor  # int64 [M], those of one prompt behind one another
 
     @classmethod
-    def of(cls, states: list[PromptStates | None], device: torch.device) -> SharedPrompts | None:
-        """Of the step's sequences, by row; None if no prompt is held apart."""
+    def of(cls, states: list[PromptStates | None], device: torch.device) -> SharedPrompts:
+        """Of the step's sequences, by row."""
         members: dict[int, list[int]] = {}
         for row, prompt in enumerate(states):
             if prompt is not None and prompt.is_apart:
                 members.setdefault(id(prompt), []).append(row)
-        if not members:
-            return None
-        prompts, rows = [], list[int]()
+        prompts: list[tuple[StatesOfLayers, slice]] = []
+        rows: list[int] = []
         for of_one in members.values():
             prompt = states[of_one[0]]
             assert prompt is not None
             prompts.append((prompt.layers, slice(len(rows), len(rows) + len(of_one))))
             rows += of_one
-        return cls(prompts, torch.tensor(rows, device=device))
+        return cls(prompts, torch.tensor(rows, dtype=torch.int64, device=device))
 
 
 class _Probe:
@@ -80,6 +79,8 @@ def decode_attention(
         mask: [B, 1, 1, L], added to the scores; each sequence sees one position at least.
     """
     output, logsumexp = _masked_attention(query, key, value, mask, scale)
+    if not shared.prompts:
+        return output
     queries = query[shared.rows].transpose(0, 1)  # [H, M, R, d]
     parts: list[Tensor] = []
     part_logsumexps: list[Tensor] = []

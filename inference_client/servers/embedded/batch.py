@@ -50,18 +50,22 @@ class RunningBatch:
         self.stats = EngineStats()
         self._model = model
         self._device, config = model.device, model.config.get_text_config()
+        self._zero = torch.zeros((), dtype=model.dtype, device=model.device)
         self._max_num_seqs = max_num_seqs
         self._raw_logprobs = raw_logprobs
-        self._cache = SlotCache(config.num_hidden_layers, max_num_seqs, max_model_len)
+        self._cache = SlotCache(
+            config.num_hidden_layers, max_num_seqs, max_model_len, self._device
+        )
         self._rows = RowTable(max_num_seqs, self._device)
         self._records = Records(max_num_seqs, self._device)
         self._penalized = TokenCounts(max_num_seqs, int(config.vocab_size), self._device)
         self._feature_counts: Counter[Feature] = Counter()
-        is_split = max_num_seqs > 1 and takes_shared_prompts(model)
-        self._prefill = Prefill(model, MIN_APART if is_split else None)
+        # one sequence alone has nothing to share: its attention stays the model's own
+        self._shares_prompts = max_num_seqs > 1 and takes_shared_prompts(model)
+        self._prefill = Prefill(model, MIN_APART if self._shares_prompts else None)
         self._prompts = PromptStore()
         self._states: list[PromptStates | None] = []  # by row; None: a prompt of one token
-        self._shared_prompts: SharedPrompts | None = None  # of the current rows
+        self._shared_prompts = SharedPrompts.of([], self._device)  # of the current rows
         self._longest = 0  # no running sequence holds more positions in its slot
         self._most_generated = 0  # and none has generated more tokens
 
@@ -106,12 +110,12 @@ class RunningBatch:
     def _start(self, ready: list[tuple[Sequence, PromptStates | None]]) -> None:
         """Lets sequences run whose prompts are computed."""
         first = len(self.sequences)
+        self._records.open([sequence for sequence, _ in ready])
         copied: dict[int, tuple[StatesOfLayers, list[int], list[int]]] = {}  # by layers' id
         for row, (sequence, states) in enumerate(ready, first):
             sequence.row = row
             self.sequences.append(sequence)
             self._states.append(states)
-            self._records.open(sequence)
             if Feature.PENALTIES in sequence.features:
                 self._penalized.open(sequence)
             self._feature_counts.update(sequence.features)
@@ -164,19 +168,15 @@ class RunningBatch:
         """Logits of every running sequence's next token, float32 [B, V]."""
         positions = self._rows.slot_position[:num_rows]
         self._cache.begin_step(positions, self._longest)
-        columns = torch.arange(self._longest, device=self._device)
         # additive and of the model's dtype: made once here instead of from a bool in every layer
-        mask = torch.zeros((), dtype=self._model.dtype, device=self._device).masked_fill(
-            columns > positions[:, None], -torch.inf
-        )
-        shared = self._shared_prompts
+        mask = self._zero.masked_fill(self._cache.unwritten(positions), -torch.inf)
         output = self._model(
             input_ids=self._rows.newest[:num_rows, None],
             position_ids=self._rows.position[:num_rows, None],
             attention_mask=mask[:, None, None],
             past_key_values=self._cache,
             use_cache=True,
-            **({} if shared is None else {"shared_prompts": shared}),
+            **({"shared_prompts": self._shared_prompts} if self._shares_prompts else {}),
         )
         return output.logits[:, 0].float()
 
@@ -250,9 +250,9 @@ class RunningBatch:
         """Ends admitted sequences now, with the tokens that they have."""
         self._prefill.remove({sequence for sequence in finished if sequence.row < 0})
         finished = [sequence for sequence in finished if sequence.row >= 0]
+        generated = self._rows.num_generated[: len(self.sequences)].tolist()
         for sequence in finished:
-            count = int(self._rows.num_generated[sequence.row])
-            self._records.close(sequence, count)
+            self._records.close(sequence, generated[sequence.row])
             self._feature_counts.subtract(sequence.features)
             if (states := self._states[sequence.row]) is not None:
                 self._prompts.release(sequence.prompt_key, states)

@@ -5,6 +5,7 @@ Shape legend: B running sequences, K stop tokens, T recorded tokens.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -67,9 +68,10 @@ class Records:
     def _length(self) -> int:
         return self._tokens.shape[1]
 
-    def open(self, sequence: Sequence) -> None:
-        sequence.record = self._free.pop()
-        self._uniforms[sequence.record] = torch.from_numpy(sequence.uniforms.draw(self._length))
+    def open(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.record = self._free.pop()
+        self._draw(sequences, 0)
 
     def close(self, sequence: Sequence, count: int) -> None:
         sequence.token_ids = self._tokens[sequence.record, :count].tolist()
@@ -84,8 +86,13 @@ class Records:
         self._tokens, self._logprobs, self._uniforms = (
             pad(table, (0, more)) for table in (self._tokens, self._logprobs, self._uniforms)
         )
-        for sequence in running:
-            self._uniforms[sequence.record, -more:] = torch.from_numpy(sequence.uniforms.draw(more))
+        self._draw(running, more)
+
+    def _draw(self, sequences: list[Sequence], start: int) -> None:
+        """The uniform numbers from position ``start`` on."""
+        drawn = np.stack([s.uniforms.draw(self._length - start) for s in sequences])
+        records = torch.tensor([sequence.record for sequence in sequences])
+        self._uniforms[records, start:] = torch.from_numpy(drawn).to(self._uniforms.device)
 
     def uniform(self, rows: RowTable, num_rows: int) -> Tensor:
         """float32 [B], the number for each running sequence's next token."""
