@@ -14,6 +14,7 @@ each, d head size, P positions of a prompt, L of the sequences' own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +107,14 @@ def _masked_attention(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, False, attn_mask=mask, scale=scale
         )
-    dtype = softmax_dtype(query.dtype)
-    scores = (query @ key.mT).to(dtype) * scale + mask
+    return plain_masked_attention(query, key, value, mask, scale)
+
+
+def plain_masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As the fused kernel, where there is none that gives log-sum-exps under a mask."""
+    scores = (query @ key.mT).to(softmax_dtype(query.dtype)) * scale + mask
     logsumexp = scores.logsumexp(-1)
     weights = (scores - logsumexp[..., None]).exp()
     return weights.to(value.dtype) @ value, logsumexp
@@ -121,7 +128,7 @@ def _interface(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     shared_prompts: SharedPrompts | _Probe | None = None,
-    **others: object,
+    **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls in every layer; ``shared_prompts`` is the model's keyword."""
     if not isinstance(shared_prompts, SharedPrompts):
@@ -131,7 +138,7 @@ def _interface(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
-    assert attention_mask is not None
+    assert attention_mask is not None and isinstance(module.layer_idx, int)
     num_rows, num_heads, _, head_size = query.shape
     output = decode_attention(
         query.view(num_rows, key.shape[1], -1, head_size),

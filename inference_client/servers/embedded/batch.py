@@ -53,9 +53,7 @@ class RunningBatch:
         self._zero = torch.zeros((), dtype=model.dtype, device=model.device)
         self._max_num_seqs = max_num_seqs
         self._raw_logprobs = raw_logprobs
-        self._cache = SlotCache(
-            config.num_hidden_layers, max_num_seqs, max_model_len, self._device
-        )
+        self._cache = SlotCache(config.num_hidden_layers, max_num_seqs, max_model_len, self._device)
         self._rows = RowTable(max_num_seqs, self._device)
         self._records = Records(max_num_seqs, self._device)
         self._penalized = TokenCounts(max_num_seqs, int(config.vocab_size), self._device)
@@ -72,7 +70,7 @@ class RunningBatch:
     @property
     def num_admitted(self) -> int:
         """Sequences that run or whose prompts are being computed."""
-        return len(self.sequences) + len(self._prefill.sequences)
+        return len(self.sequences) + len(self._prefill)
 
     @property
     def num_free(self) -> int:

@@ -37,8 +37,8 @@ class Prefill:
     def sequences(self) -> list[Sequence]:
         return [sequence for group in self._waiting.values() for sequence in group]
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.setdefault(sequence.prompt_key, []).append(sequence)
@@ -57,15 +57,17 @@ class Prefill:
 
     def run(self, max_tokens: int) -> list[tuple[list[Sequence], PromptStates]]:
         """One forward over at most so many tokens; gives the sequences that can go on."""
+        lengths = {key: len(group[0].prompt) - 1 for key, group in self._waiting.items()}
+        first = next(iter(lengths.values()))
+        if first > max_tokens or self._begun.get_seq_length():
+            return self._run_piece(max_tokens)
         chosen: list[bytes] = []
-        longest = 0
-        for key, group in self._waiting.items():
-            longest = max(longest, len(group[0].prompt) - 1)
+        longest = 0  # all are padded to it: alike lengths go together
+        for key in sorted(lengths, key=lambda key: abs(lengths[key] - first)):
+            longest = max(longest, lengths[key])
             if longest * (len(chosen) + 1) > max_tokens:
                 break
             chosen.append(key)
-        if not chosen or self._begun.get_seq_length():
-            return self._run_piece(max_tokens)
         groups = [self._waiting.pop(key) for key in chosen]
         return self._run_whole(groups)
 

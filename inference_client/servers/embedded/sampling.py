@@ -126,7 +126,7 @@ class UniformStream:
     """Uniform numbers in [0, 1) of one sample: a function of seed, sample index, position."""
 
     def __init__(self, seed: int, sample_index: int) -> None:
-        self._philox = np.random.Philox(_Key(seed, sample_index))
+        self._philox = np.random.Philox(_Key(seed, sample_index))  # type: ignore[arg-type]
 
     def draw(self, count: int) -> np.ndarray:
         """float32 [count], the next ``count`` numbers, multiples of 2^-24."""
