@@ -26,8 +26,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from benchmarks.embedded_server_sides import Generate, Seconds, Server, Work
-from benchmarks.random_model import write_random_model
+from benchmarks.parts.embedded_server.sides import Generate, Seconds, Server, Work
+from benchmarks.parts.random_model import write_random_model
 
 GROUP_SIZE = 8
 ROW_BUDGET_S = 45.0  # no further repeat of a row begins after this
