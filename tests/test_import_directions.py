@@ -50,7 +50,8 @@ MAY_IMPORT = {
     " inference_client.vllm_plugin",
     "inference_client.servers.managed": "config runtime.machine runtime.process_guard"
     " inference_client.api_keys inference_client.vllm_plugin.easyrl_vllm.access",
-    "inference_client.servers.embedded": "schema runtime.machine runtime.numerics"
+    "inference_client.servers.embedded": "schema kernels.attention.partial_attention"
+    " runtime.machine runtime.numerics"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob runtime.user_code",

@@ -4,20 +4,26 @@ Shape legend: B running sequences, S record slots, T recorded tokens, V vocabula
 
 All per-sequence state lies in tensors with a row per running sequence; a finished one's row is
 taken by the last, so that finished sequences cost nothing. What was generated lies in records that
-do not move. A new sequence's prompt but its last token is prefilled; the last token then goes
-through the same decode step as everyone's newest token.
+do not move. Keys and values of a long prompt are held once for all that have it; a slot then holds
+what comes behind them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from easyrl.inference_client.servers.embedded.attention import SharedPrompts, takes_shared_prompts
 from easyrl.inference_client.servers.embedded.cache import SlotCache
+from easyrl.inference_client.servers.embedded.prefill import Prefill
+from easyrl.inference_client.servers.embedded.prompts import (
+    PromptStates,
+    PromptStore,
+    StatesOfLayers,
+)
 from easyrl.inference_client.servers.embedded.requests import EngineStats, Sequence, TopLogprobs
 from easyrl.inference_client.servers.embedded.rows import Records, RowTable, TokenCounts
 from easyrl.inference_client.servers.embedded.sampling import (
@@ -30,6 +36,8 @@ from easyrl.inference_client.servers.embedded.sampling import (
 )
 
 PREFILL_TOKENS = 8192  # prompts prefilled in one forward hold at most so many, padding included
+PREFILL_TOKENS_BESIDE_DECODING = 1024  # running sequences wait no longer for one forward
+MIN_APART = 96  # tokens from which on reading a prompt once pays for a call of its own
 
 
 class RunningBatch:
@@ -42,86 +50,101 @@ class RunningBatch:
         self.stats = EngineStats()
         self._model = model
         self._device, config = model.device, model.config.get_text_config()
+        self._zero = torch.zeros((), dtype=model.dtype, device=model.device)
         self._max_num_seqs = max_num_seqs
         self._raw_logprobs = raw_logprobs
-        self._cache = SlotCache(config.num_hidden_layers, max_num_seqs, max_model_len)
+        self._cache = SlotCache(config.num_hidden_layers, max_num_seqs, max_model_len, self._device)
         self._rows = RowTable(max_num_seqs, self._device)
         self._records = Records(max_num_seqs, self._device)
         self._penalized = TokenCounts(max_num_seqs, int(config.vocab_size), self._device)
         self._feature_counts: Counter[Feature] = Counter()
-        self._same_prompt: dict[bytes, list[Sequence]] = {}  # whose keys and values may be copied
-        self._longest = 0  # no running sequence holds more positions
+        # one sequence alone has nothing to share: its attention stays the model's own
+        self._shares_prompts = max_num_seqs > 1 and takes_shared_prompts(model)
+        self._prefill = Prefill(model, MIN_APART if self._shares_prompts else None)
+        self._prompts = PromptStore()
+        self._states: list[PromptStates | None] = []  # by row; None: a prompt of one token
+        self._shared_prompts = SharedPrompts.of([], self._device)  # of the current rows
+        self._longest = 0  # no running sequence holds more positions in its slot
         self._most_generated = 0  # and none has generated more tokens
 
     @property
+    def num_admitted(self) -> int:
+        """Sequences that run or whose prompts are being computed."""
+        return len(self.sequences) + len(self._prefill)
+
+    @property
     def num_free(self) -> int:
-        return self._max_num_seqs - len(self.sequences)
+        return self._max_num_seqs - self.num_admitted
 
     def forget_prefixes(self) -> None:
         """What was computed of prompts until now is not used for new sequences."""
-        self._same_prompt.clear()
+        self._prompts.forget()
+        self._prefill.restart()
 
     def stamp(self, version: str) -> None:
-        """The running sequences' next tokens are made by ``version``."""
+        """The admitted sequences' next tokens are made by ``version``."""
         generated = self._rows.num_generated[: len(self.sequences)].tolist()
         for sequence, start in zip(self.sequences, generated, strict=True):
             sequence.stamp(version, start)
+        for sequence in self._prefill.sequences:
+            sequence.stamp(version, 0)
 
     def add(self, sequences: list[Sequence], version: str) -> None:
-        """Prefills and lets them run; the caller has checked ``num_free``."""
-        self._longest = max(self._longest, *(len(sequence.prompt) - 1 for sequence in sequences))
-        self._cache.ensure(len(self.sequences) + len(sequences), self._longest + 1)
+        """Admits them: they run once their prompts are computed; the caller checks ``num_free``.
+
+        Each distinct prompt is computed once, unless it is held already.
+        """
+        ready: list[tuple[Sequence, PromptStates | None]] = []
         for sequence in sequences:
-            sequence.row = len(self.sequences)
             sequence.stamp(version, 0)
+            states = self._prompts.find(sequence.prompt_key)
+            if states is not None or len(sequence.prompt) == 1:
+                ready.append((sequence, states))
+            else:
+                self._prefill.add(sequence)
+        if ready:
+            self._start(ready)
+
+    def _start(self, ready: list[tuple[Sequence, PromptStates | None]]) -> None:
+        """Lets sequences run whose prompts are computed."""
+        first = len(self.sequences)
+        self._records.open([sequence for sequence, _ in ready])
+        copied: dict[int, tuple[StatesOfLayers, list[int], list[int]]] = {}  # by layers' id
+        for row, (sequence, states) in enumerate(ready, first):
+            sequence.row = row
             self.sequences.append(sequence)
-            self._records.open(sequence)
-            self._rows.set(sequence)
+            self._states.append(states)
             if Feature.PENALTIES in sequence.features:
                 self._penalized.open(sequence)
             self._feature_counts.update(sequence.features)
-        self._fill_prompts([s for s in sequences if len(s.prompt) > 1])
-
-    def _fill_prompts(self, sequences: list[Sequence]) -> None:
-        """Each distinct prompt is computed once, unless a running sequence has it already."""
-        unknown: dict[bytes, list[Sequence]] = {}
-        for sequence in sequences:
-            if holders := self._same_prompt.get(sequence.prompt_key):
-                target, source = self._index([sequence.row]), self._index([holders[-1].row])
-                self._cache.copy(target, source, len(sequence.prompt) - 1)
-            else:
-                unknown.setdefault(sequence.prompt_key, []).append(sequence)
-        for groups in _prefill_groups(list(unknown.values())):
-            self._prefill(groups)
-        for sequence in sequences:
-            self._same_prompt.setdefault(sequence.prompt_key, []).append(sequence)
-
-    def _prefill(self, groups: list[list[Sequence]]) -> None:
-        """One forward over distinct prompts, right padded: padding is behind what is causal."""
-        prompts = [group[0].prompt[:-1] for group in groups]
-        padded = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
-        for i, prompt in enumerate(prompts):
-            padded[i, : len(prompt)] = prompt
-        input_ids = torch.from_numpy(padded).to(self._device)
-        positions = torch.arange(input_ids.shape[1], device=self._device)[None]
-        prefilled = DynamicCache()
-        self._model.base_model(
-            input_ids=input_ids, position_ids=positions, past_key_values=prefilled, use_cache=True
-        )
-        slots = self._index([sequence.row for group in groups for sequence in group])
-        source = self._index([i for i, group in enumerate(groups) for _ in group])
-        self._cache.fill(slots, source, prefilled)
-        self.stats.prefilled_tokens += sum(map(len, prompts))
+            if states is None:
+                continue
+            self._prompts.take(sequence.prompt_key, states)
+            if not states.is_apart:
+                _, rows, source = copied.setdefault(id(states.layers), (states.layers, [], []))
+                rows.append(row)
+                source.append(states.index)
+        held = [0 if s is None or s.is_apart else s.length for _, s in ready]  # in the slots
+        self._rows.set([sequence for sequence, _ in ready], first, held)
+        self._longest = max(self._longest, *held)
+        self._cache.ensure(len(self.sequences), self._longest + 1)
+        for layers, rows, source in copied.values():
+            self._cache.fill(self._index(rows), self._index(source), layers)
+        self._shared_prompts = SharedPrompts.of(self._states, self._device)
 
     def step(self) -> list[Sequence]:
-        """One token for everyone; returns those that are finished, no longer running."""
+        """One forward of prefill, one token for all that run; returns those that are finished."""
+        if self._prefill:
+            self._run_prefill()
+        if not self.sequences:
+            return []
         num_rows = len(self.sequences)
         rows = self._rows
         self._longest += 1
         self._cache.ensure(num_rows, self._longest)
         self._most_generated += 1
         self._records.ensure(self._most_generated, self.sequences)
-        logits = self._forward(rows.position[:num_rows])
+        logits = self._forward(num_rows)
         tokens, logprobs = self._sample(logits, num_rows)
         self._records.write(rows, num_rows, tokens, logprobs)
         if self._feature_counts[Feature.PENALTIES]:
@@ -131,21 +154,27 @@ class RunningBatch:
         self.stats.generated_tokens += num_rows
         return self._collect(is_done, tokens)
 
-    def _forward(self, positions: Tensor) -> Tensor:
+    def _run_prefill(self) -> None:
+        """Whatever decodes waits for a bounded number of tokens only."""
+        limit = PREFILL_TOKENS_BESIDE_DECODING if self.sequences else PREFILL_TOKENS
+        done = self._prefill.run(limit)
+        self.stats.prefilled_tokens = self._prefill.num_tokens
+        if done:
+            self._start([(sequence, states) for group, states in done for sequence in group])
+
+    def _forward(self, num_rows: int) -> Tensor:
         """Logits of every running sequence's next token, float32 [B, V]."""
-        num_rows = positions.shape[0]
+        positions = self._rows.slot_position[:num_rows]
         self._cache.begin_step(positions, self._longest)
-        columns = torch.arange(self._longest, device=self._device)
         # additive and of the model's dtype: made once here instead of from a bool in every layer
-        mask = torch.zeros((), dtype=self._model.dtype, device=self._device).masked_fill(
-            columns > positions[:, None], -torch.inf
-        )
+        mask = self._zero.masked_fill(self._cache.unwritten(positions), -torch.inf)
         output = self._model(
             input_ids=self._rows.newest[:num_rows, None],
-            position_ids=positions[:, None],
+            position_ids=self._rows.position[:num_rows, None],
             attention_mask=mask[:, None, None],
             past_key_values=self._cache,
             use_cache=True,
+            **({"shared_prompts": self._shared_prompts} if self._shares_prompts else {}),
         )
         return output.logits[:, 0].float()
 
@@ -216,16 +245,15 @@ class RunningBatch:
         return finished
 
     def remove(self, finished: list[Sequence]) -> None:
-        """Ends running sequences now, with the tokens that they have."""
+        """Ends admitted sequences now, with the tokens that they have."""
+        self._prefill.remove({sequence for sequence in finished if sequence.row < 0})
+        finished = [sequence for sequence in finished if sequence.row >= 0]
+        generated = self._rows.num_generated[: len(self.sequences)].tolist()
         for sequence in finished:
-            count = int(self._rows.num_generated[sequence.row])
-            self._records.close(sequence, count)
+            self._records.close(sequence, generated[sequence.row])
             self._feature_counts.subtract(sequence.features)
-            holders = self._same_prompt.get(sequence.prompt_key, [])
-            if sequence in holders:
-                holders.remove(sequence)
-            if not holders:
-                self._same_prompt.pop(sequence.prompt_key, None)
+            if (states := self._states[sequence.row]) is not None:
+                self._prompts.release(sequence.prompt_key, states)
         num_left = len(self.sequences) - len(finished)
         freed = {sequence.row for sequence in finished}
         targets = [row for row in freed if row < num_left]  # the last rows move into these
@@ -235,26 +263,16 @@ class RunningBatch:
             self._cache.copy(target, source, self._longest)
             self._rows.copy(target, source)
             for new, old in zip(targets, sources, strict=True):
+                self._states[new] = self._states[old]
                 self.sequences[new] = self.sequences[old]
                 self.sequences[new].row = new
-        del self.sequences[num_left:]
+        del self.sequences[num_left:], self._states[num_left:]
         for sequence in finished:
             sequence.row = -1
         rows = self._rows
-        self._longest = int(rows.position[:num_left].max()) if num_left else 0
+        self._longest = int(rows.slot_position[:num_left].max()) if num_left else 0
         self._most_generated = int(rows.num_generated[:num_left].max()) if num_left else 0
+        self._shared_prompts = SharedPrompts.of(self._states, self._device)
 
     def _index(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self._device)
-
-
-def _prefill_groups(groups: list[list[Sequence]]) -> list[list[list[Sequence]]]:
-    """Cuts into forwards of at most ``PREFILL_TOKENS``; alike lengths go together."""
-    forwards: list[list[list[Sequence]]] = []
-    for group in sorted(groups, key=lambda group: len(group[0].prompt)):
-        length = len(group[0].prompt)
-        if forwards and length * (len(forwards[-1]) + 1) <= PREFILL_TOKENS:
-            forwards[-1].append(group)
-        else:
-            forwards.append([group])
-    return forwards

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from easyrl.inference_client.servers.embedded.prompts import StatesOfLayers
+
 LENGTH_STEP = 64  # slots grow by at least this many positions
 
 
@@ -72,13 +74,18 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """The buffers of all layers; grows with the number of sequences and with their lengths."""
 
-    def __init__(self, num_layers: int, max_slots: int, max_positions: int) -> None:
+    def __init__(
+        self, num_layers: int, max_slots: int, max_positions: int, device: torch.device
+    ) -> None:
         self.capacity = (0, 0)  # S, L
         self.num_rows = 0  # B of the current decode step
         self.num_positions = 0  # that its attention sees, the longest sequence's
         self.write_index: Tensor | None = None  # int64 [B], slot * L + position of each new token
         self._slot_layers = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
+        self._columns = torch.arange(0, device=device)  # [L]
+        self._slot_starts = torch.arange(0, device=device)  # [S], of their positions in buffers
+        self._device = device
         self._max_slots = max_slots
         self._max_positions = max_positions
 
@@ -94,21 +101,24 @@ class SlotCache(Cache):
             wanted = -(-wanted // LENGTH_STEP) * LENGTH_STEP
             held_positions = max(positions, min(wanted, self._max_positions))
         self.capacity = (held_slots, held_positions)
+        self._columns = torch.arange(held_positions, device=self._device)
+        self._slot_starts = torch.arange(held_slots, device=self._device) * held_positions
         for layer in self._slot_layers:
             layer.grow()
 
     def begin_step(self, positions: Tensor, longest: int) -> None:
         """Sequence ``b`` is going to write at ``positions[b]`` (int64 [B]); all see ``longest``."""
         self.num_rows, self.num_positions = positions.shape[0], longest
-        slots = torch.arange(self.num_rows, device=positions.device)
-        self.write_index = slots * self.capacity[1] + positions
+        self.write_index = self._slot_starts[: self.num_rows] + positions
 
-    def fill(self, slots: Tensor, source: Tensor, prefilled: Cache) -> None:
+    def unwritten(self, positions: Tensor) -> Tensor:
+        """Bool [B, L], the positions behind each sequence's own (int64 [B])."""
+        return self._columns[: self.num_positions] > positions[:, None]
+
+    def fill(self, slots: Tensor, source: Tensor, prefilled: StatesOfLayers) -> None:
         """Copies a prefill's states into slots (see ``SlotLayer.fill``)."""
-        for layer, new in zip(self._slot_layers, prefilled.layers, strict=True):
-            assert isinstance(new, CacheLayerMixin)
-            assert new.keys is not None and new.values is not None
-            layer.fill(slots, source, new.keys, new.values)
+        for layer, (keys, values) in zip(self._slot_layers, prefilled, strict=True):
+            layer.fill(slots, source, keys, values)
 
     def copy(self, destination: Tensor, source: Tensor, length: int) -> None:
         """Slots ``destination`` get the first ``length`` positions of slots ``source``."""

@@ -102,7 +102,7 @@ class EmbeddedEngine:
 
     @property
     def num_running(self) -> int:
-        return len(self._batch.sequences)
+        return self._batch.num_admitted
 
     def submit(self, request: GenerationRequest) -> Future[list[Sequence]]:
         """Queues a request.
@@ -270,7 +270,7 @@ class EmbeddedEngine:
     @property
     def _can_generate(self) -> bool:
         is_held = self._pause_mode == "keep" or self.weights.update_is_open
-        return not is_held and (bool(self._batch.sequences) or self._can_admit)
+        return not is_held and (self._batch.num_admitted > 0 or self._can_admit)
 
     def _take_inbox(self) -> None:
         """Runs what has come in; waits for something if there is nothing else to do."""
@@ -322,11 +322,11 @@ class EmbeddedEngine:
         self._batch.stamp(self.weights.version)
 
     def _abort(self, sequences: list[Sequence]) -> None:
-        waiting = {sequence for sequence in sequences if sequence.row < 0}
+        waiting = set(sequences).intersection(self._waiting)
         self._waiting = deque(s for s in self._waiting if s not in waiting)
         with self._lock:
             self.num_waiting -= len(waiting)
-        self._batch.remove([sequence for sequence in sequences if sequence.row >= 0])
+        self._batch.remove([sequence for sequence in sequences if sequence not in waiting])
         for sequence in sequences:
             sequence.finish_reason = "abort"
             self._finish(sequence)
@@ -341,7 +341,7 @@ class EmbeddedEngine:
 
     def _report_drained(self) -> None:
         """Ends the pauses that waited for the running sequences, if there are none any more."""
-        if not self._batch.sequences:
+        if self._batch.num_admitted == 0:
             for drained in self._drained:
                 drained.set_result(None)
             self._drained.clear()

@@ -5,11 +5,13 @@ Shape legend: B running sequences, K stop tokens, T recorded tokens.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from easyrl.inference_client.servers.embedded.requests import Sequence
+from easyrl.inference_client.servers.embedded.sampling import SamplingParams
 
 PADDING = -1  # in the table of stop tokens
 
@@ -19,40 +21,25 @@ class RowTable:
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._floats = torch.zeros(7, max_num_seqs, device=device)
-        self._ints = torch.zeros(7, max_num_seqs, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(8, max_num_seqs, dtype=torch.int64, device=device)
         self.stop_ids = torch.full((max_num_seqs, 1), PADDING, device=device)
         self.early_ids = torch.full((max_num_seqs, 1), PADDING, device=device)
         self.temperature, self.top_p, self.min_p = self._floats[:3]
         self.penalties = self._floats[3:6].t()  # repetition, frequency, presence
         self.is_greedy = self._floats[6]
-        self.newest, self.position, self.record, self.num_generated = self._ints[:4]
-        self.max_tokens, self.min_tokens, self.top_k = self._ints[4:]
+        self._counters = self._ints[:3]  # one more with every token
+        self.position, self.slot_position, self.num_generated = self._counters
+        self.newest, self.record, self.max_tokens, self.min_tokens, self.top_k = self._ints[3:]
 
-    def set(self, sequence: Sequence) -> None:
-        params, row = sequence.params, sequence.row
-        is_greedy = params.temperature == 0
-        floats = [
-            1.0 if is_greedy else params.temperature,
-            1.0 if is_greedy else params.top_p,
-            0.0 if is_greedy else params.min_p,
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-            float(is_greedy),
-        ]
-        ints = [
-            int(sequence.prompt[-1]),
-            len(sequence.prompt) - 1,
-            sequence.record,
-            0,
-            params.max_tokens,
-            params.min_tokens,
-            0 if is_greedy else max(params.top_k, 0),
-        ]
-        self._floats[:, row] = torch.tensor(floats)
-        self._ints[:, row] = torch.tensor(ints)
-        self.stop_ids = _with_row(self.stop_ids, row, sequence.stop_token_ids)
-        self.early_ids = _with_row(self.early_ids, row, sequence.forbidden_early)
+    def set(self, sequences: list[Sequence], first: int, held: list[int]) -> None:
+        """Sequences that start, in the rows from ``first`` on; ``held`` positions of each slot."""
+        rows = slice(first, first + len(sequences))
+        floats = [_floats(sequence.params) for sequence in sequences]
+        ints = [_ints(s, count) for s, count in zip(sequences, held, strict=True)]
+        self._floats[:, rows] = torch.tensor(floats).t()
+        self._ints[:, rows] = torch.tensor(ints).t()
+        self.stop_ids = _with_rows(self.stop_ids, rows, [s.stop_token_ids for s in sequences])
+        self.early_ids = _with_rows(self.early_ids, rows, [s.forbidden_early for s in sequences])
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._floats[:, target] = self._floats[:, source]
@@ -63,8 +50,7 @@ class RowTable:
     def advance(self, num_rows: int, tokens: Tensor) -> Tensor:
         """Takes the new tokens; bool [B], which sequences are finished by token or length."""
         self.newest[:num_rows] = tokens
-        self.position[:num_rows] += 1
-        self.num_generated[:num_rows] += 1
+        self._counters[:, :num_rows] += 1
         stopped = (tokens[:, None] == self.stop_ids[:num_rows]).any(1)
         return stopped | (self.num_generated[:num_rows] >= self.max_tokens[:num_rows])
 
@@ -82,9 +68,10 @@ class Records:
     def _length(self) -> int:
         return self._tokens.shape[1]
 
-    def open(self, sequence: Sequence) -> None:
-        sequence.record = self._free.pop()
-        self._uniforms[sequence.record] = torch.from_numpy(sequence.uniforms.draw(self._length))
+    def open(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.record = self._free.pop()
+        self._draw(sequences, 0)
 
     def close(self, sequence: Sequence, count: int) -> None:
         sequence.token_ids = self._tokens[sequence.record, :count].tolist()
@@ -99,8 +86,13 @@ class Records:
         self._tokens, self._logprobs, self._uniforms = (
             pad(table, (0, more)) for table in (self._tokens, self._logprobs, self._uniforms)
         )
-        for sequence in running:
-            self._uniforms[sequence.record, -more:] = torch.from_numpy(sequence.uniforms.draw(more))
+        self._draw(running, more)
+
+    def _draw(self, sequences: list[Sequence], start: int) -> None:
+        """The uniform numbers from position ``start`` on."""
+        drawn = np.stack([s.uniforms.draw(self._length - start) for s in sequences])
+        records = torch.tensor([sequence.record for sequence in sequences])
+        self._uniforms[records, start:] = torch.from_numpy(drawn).to(self._uniforms.device)
 
     def uniform(self, rows: RowTable, num_rows: int) -> Tensor:
         """float32 [B], the number for each running sequence's next token."""
@@ -136,10 +128,37 @@ class TokenCounts:
         return self._counts[records], self._in_prompt[records]
 
 
-def _with_row(table: Tensor, row: int, values: tuple[int, ...]) -> Tensor:
-    """The table with ``values`` in ``row``, made wider if they do not fit."""
-    if len(values) > table.shape[1]:
-        table = pad(table, (0, len(values) - table.shape[1]), value=PADDING)
-    table[row] = PADDING
-    table[row, : len(values)] = torch.tensor(values, dtype=table.dtype)
+def _floats(params: SamplingParams) -> list[float]:
+    is_greedy = params.temperature == 0
+    return [
+        1.0 if is_greedy else params.temperature,
+        1.0 if is_greedy else params.top_p,
+        0.0 if is_greedy else params.min_p,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+        float(is_greedy),
+    ]
+
+
+def _ints(sequence: Sequence, held: int) -> list[int]:
+    params = sequence.params
+    return [
+        len(sequence.prompt) - 1,
+        held,
+        0,
+        int(sequence.prompt[-1]),
+        sequence.record,
+        params.max_tokens,
+        params.min_tokens,
+        0 if params.temperature == 0 else max(params.top_k, 0),
+    ]
+
+
+def _with_rows(table: Tensor, rows: slice, values: list[tuple[int, ...]]) -> Tensor:
+    """The table with ``values`` in ``rows``, made wider if they do not fit."""
+    width = max(table.shape[1], *map(len, values))
+    padded = [(*row, *[PADDING] * (width - len(row))) for row in values]
+    table = pad(table, (0, width - table.shape[1]), value=PADDING)
+    table[rows] = torch.tensor(padded)
     return table

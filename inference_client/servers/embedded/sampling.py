@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from torch import Tensor
 
@@ -110,12 +111,22 @@ class SamplingParams(BaseModel):
         return Feature(sum(feature.value for feature, is_asked in asked.items() if is_asked))
 
 
+class _Key(ISeedSequence):
+    """Philox's key as it is; handed over as ``key=`` it costs a system call for entropy as well."""
+
+    def __init__(self, seed: int, sample_index: int) -> None:
+        self._key = np.array([seed % 2**64, sample_index], dtype=np.uint64)
+
+    def generate_state(self, n_words: int, dtype: object = np.uint64) -> np.ndarray:
+        assert (n_words, dtype) == (2, np.uint64)
+        return self._key
+
+
 class UniformStream:
     """Uniform numbers in [0, 1) of one sample: a function of seed, sample index, position."""
 
     def __init__(self, seed: int, sample_index: int) -> None:
-        key = np.array([seed % 2**64, sample_index], dtype=np.uint64)
-        self._philox = np.random.Philox(key=key)
+        self._philox = np.random.Philox(_Key(seed, sample_index))  # type: ignore[arg-type]
 
     def draw(self, count: int) -> np.ndarray:
         """float32 [count], the next ``count`` numbers, multiples of 2^-24."""

@@ -1,0 +1,131 @@
+"""Prefill in pieces: prompts that wait until their keys and values are computed.
+
+A sequence's prompt but its last token is computed, once for all that have the same; the last token
+then goes through the same decode step as everyone's newest token.
+
+Shape legend: U prompts that are computed together, H key-value heads, P positions, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from easyrl.inference_client.servers.embedded.prompts import PromptStates, StatesOfLayers
+from easyrl.inference_client.servers.embedded.requests import Sequence
+
+
+class Prefill:
+    """Sequences whose prompts are not computed yet, first come, first served.
+
+    Args:
+        min_apart: prompts of so many tokens and more are held apart for attention; None: none is.
+    """
+
+    def __init__(self, model: PreTrainedModel, min_apart: int | None) -> None:
+        self.num_tokens = 0  # computed since the start
+        self._model = model
+        self._min_apart = min_apart
+        self._waiting: dict[bytes, list[Sequence]] = {}  # by prompt; the first may be begun
+        self._begun = DynamicCache()  # what is computed of the first
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [sequence for group in self._waiting.values() for sequence in group]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.setdefault(sequence.prompt_key, []).append(sequence)
+
+    def remove(self, sequences: Set[Sequence]) -> None:
+        for key, group in list(self._waiting.items()):
+            group[:] = [sequence for sequence in group if sequence not in sequences]
+            if not group:
+                if key == next(iter(self._waiting)):
+                    self.restart()
+                del self._waiting[key]
+
+    def restart(self) -> None:
+        """What is begun is computed again from its beginning."""
+        self._begun = DynamicCache()
+
+    def run(self, max_tokens: int) -> list[tuple[list[Sequence], PromptStates]]:
+        """One forward over at most so many tokens; gives the sequences that can go on."""
+        lengths = {key: len(group[0].prompt) - 1 for key, group in self._waiting.items()}
+        first = next(iter(lengths.values()))
+        if first > max_tokens or self._begun.get_seq_length():
+            return self._run_piece(max_tokens)
+        chosen: list[bytes] = []
+        longest = 0  # all are padded to it: alike lengths go together
+        for key in sorted(lengths, key=lambda key: abs(lengths[key] - first)):
+            longest = max(longest, lengths[key])
+            if longest * (len(chosen) + 1) > max_tokens:
+                break
+            chosen.append(key)
+        groups = [self._waiting.pop(key) for key in chosen]
+        return self._run_whole(groups)
+
+    def _run_piece(self, max_tokens: int) -> list[tuple[list[Sequence], PromptStates]]:
+        key, group = next(iter(self._waiting.items()))
+        start = self._begun.get_seq_length()
+        prompt = group[0].prompt[:-1]
+        piece = prompt[start : start + max_tokens]
+        self._forward(piece[None], start, self._begun)
+        self.num_tokens += len(piece)
+        if start + len(piece) < len(prompt):
+            return []
+        del self._waiting[key]
+        layers = _layers(self._begun)
+        self.restart()
+        return [(group, self._states(layers, 0, len(prompt)))]
+
+    def _run_whole(self, groups: list[list[Sequence]]) -> list[tuple[list[Sequence], PromptStates]]:
+        """Right padded: padding is behind what is causal."""
+        prompts = [group[0].prompt[:-1] for group in groups]
+        padded = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
+        for i, prompt in enumerate(prompts):
+            padded[i, : len(prompt)] = prompt
+        cache = DynamicCache()
+        self._forward(padded, 0, cache)
+        self.num_tokens += sum(map(len, prompts))
+        layers = _layers(cache)
+        return [
+            (group, self._states(layers, i, len(prompt)))
+            for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True))
+        ]
+
+    def _forward(self, tokens: np.ndarray, start: int, cache: DynamicCache) -> None:
+        device = self._model.device
+        positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
+        self._model.base_model(
+            input_ids=torch.from_numpy(tokens).to(device),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+
+    def _states(self, layers: StatesOfLayers, index: int, length: int) -> PromptStates:
+        if self._min_apart is None or length < self._min_apart:
+            return PromptStates(layers, index, length, is_apart=False)
+        if len(layers[0][0]) > 1:  # the others' memory must not stay with this one's
+            layers = [
+                (keys[index, None, :, :length].clone(), values[index, None, :, :length].clone())
+                for keys, values in layers
+            ]
+        return PromptStates(layers, 0, length, is_apart=True)
+
+
+def _layers(cache: DynamicCache) -> StatesOfLayers:
+    """Keys and values [U, H, P, d] of each layer."""
+    found = []
+    for layer in cache.layers:
+        assert isinstance(layer, CacheLayerMixin)
+        assert layer.keys is not None and layer.values is not None
+        found.append((layer.keys, layer.values))
+    return found
