@@ -206,7 +206,9 @@ class Measurement:
                     self._told.root / name,
                     name,
                     self._chunk_bytes,
-                    on_chunk=lambda chunk: self._send("chunk", name, chunk.describe()),
+                    on_chunk=lambda chunk: self._send(
+                        "chunk", name, chunk.describe(proof_follows=True)
+                    ),
                     memory=self._told.memory,
                     keyed=keyed,
                 )
@@ -225,7 +227,7 @@ class Measurement:
         def work() -> float:
             self._send("receive")
             for chunk in self._chunks:
-                self._send("chunk", self._name, chunk.describe())
+                self._tell(self._name, chunk)
             self._send("end")
             reader = ArtifactReader(self._told.root / self._name, self._chunks)
             return self._wait() + self._prove(Challenge(shapes_of(self._chunks), reader))
@@ -250,6 +252,9 @@ class Measurement:
 
     def _all(self, command: str, *arguments: object) -> Cost:
         return measured(lambda: self._receivers(command, *arguments))
+
+    def _tell(self, artifact: str, chunk: Chunk) -> None:
+        self._send("chunk", artifact, chunk.describe(proof_follows=True))
 
     def _send(self, *message: object) -> None:
         for pipe in self._pipes:
