@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Callable, Mapping
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,11 +15,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-from torch import Tensor
+from blake3 import blake3
+from torch import Tensor, nn
 
+from easyrl.inference_client.servers.embedded.weights import ServedWeights
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes, map_file
-from easyrl.inference_client.vllm_plugin.easyrl_vllm.receiving import WeightReceiver
-from easyrl.runtime.machine import pin_process
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice
+from easyrl.weight_sync.challenge import NONCE_BYTES
+from easyrl.weight_sync.target import MOST_CHUNKS
 
 BLOCK_BYTES = 2**20  # of the plain client
 
@@ -31,27 +37,48 @@ class Plan:
     plain_url: str
 
 
-def receive_weights(pipe: Connection, plan: Plan, cpu: int) -> None:
+@dataclass(frozen=True)
+class Answer:
+    """To one command."""
+
+    value: Any
+    core_s: float  # seconds of processor time in this process
+
+
+def receive_weights(pipe: Connection, plan: Plan) -> None:
     """Answers commands until the other end closes."""
     torch.set_num_threads(1)
-    pin_process(0, [cpu])
     receiver = Receiver(plan)
-    commands: dict[str, Callable[..., None]] = {
+    commands: dict[str, Callable[..., object]] = {
+        "announce": receiver.announce,
+        "receive": lambda: receiver.receive(pipe),
+        "prove": receiver.prove,
         "copy": receiver.copy,
         "download": receiver.download,
+        "hash": receiver.hash,
     }
-    pipe.send(None)
+    pipe.send(Answer(None, 0.0))
     while True:
         command, *arguments = pipe.recv()
+        start_s = time.process_time()
         try:
-            if command == "chunk":
-                receiver.take_chunks(pipe, arguments)
-            else:
-                commands[command](*arguments)
+            value = commands[command](*arguments)
         except Exception as error:
             pipe.send(repr(error))
             raise
-        pipe.send(None)
+        pipe.send(Answer(value, time.process_time() - start_s))
+
+
+class Parameters(nn.Module):
+    """A model that has nothing but the given weights."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, weight in self._weights.items():
+            yield name, nn.Parameter(weight, requires_grad=False)
 
 
 class Receiver:
@@ -67,25 +94,38 @@ class Receiver:
             self._weights[name] = self._data[start : start + size].view(plan.shapes[name])
             start += size
         self._memory: Bytes = self._data.view(torch.uint8).numpy()
-        self._receivers = {name: WeightReceiver(told) for name, told in plan.announcements.items()}
+        self._served = ServedWeights(Parameters(self._weights), at_once, lambda: None)
         self._mapped: dict[int, Bytes] = {}  # by inode
 
-    def take_chunks(self, pipe: Connection, first: list[Any]) -> None:
-        """Chunks as they are announced, those that wait together in one update."""
-        transport, artifact, chunk = first
-        chunks = [chunk]
+    def announce(self, transport: str) -> None:
+        """As the trainer tells it at the start."""
+        self._served.announce(self._plan.announcements[transport]).result()
+
+    def receive(self, pipe: Connection) -> None:
+        """An update: chunks as they are announced, those that wait together in one request."""
+        self._served.start().result()
         is_last = False
-        received = 0
-        while chunks or not is_last:
-            while not is_last and (pipe.poll() or not chunks):
+        while not is_last:
+            chunks: list[Any] = []
+            while not is_last and len(chunks) < MOST_CHUNKS and (not chunks or pipe.poll()):
                 command, *arguments = pipe.recv()
                 is_last = command == "end"
                 if not is_last:
-                    chunks.append(arguments[2])
-            tensors = self._receivers[transport].tensors(artifact, chunks, self._place)
-            received += sum(weight.nbytes for _, weight in tensors)
-            chunks = []
-        assert received == self._data.nbytes, (received, self._data.nbytes)
+                    artifact, chunk = arguments
+                    chunks.append(chunk)
+            if chunks:
+                self._served.load(artifact, chunks).result()
+        self._served.finish("benchmark").result()
+
+    def prove(self, nonce: bytes, names: Sequence[str]) -> Mapping[str, Sequence[ServedSlice]]:
+        """What an endpoint answers to the trainer's question."""
+        proof = self._served.prove(nonce, set(names)).result()
+        assert not proof.problems, proof.problems
+        return proof.slices
+
+    def hash(self) -> None:
+        """The same bytes, with nothing but the proof's hash, in one thread."""
+        blake3(self._memory.data, key=secrets.token_bytes(NONCE_BYTES)).digest()
 
     def copy(self, files: list[str]) -> None:
         """The same bytes, with nothing but a copy from shared memory."""
@@ -118,14 +158,17 @@ class Receiver:
                 start += count
         connection.close()
 
-    def _place(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        weight = self._weights[name]
-        assert weight.dtype == dtype and tuple(weight.shape) == shape
-        return weight
-
     def _map(self, path: Path) -> Bytes:
         status = path.stat()
         if status.st_ino not in self._mapped:
             self._mapped[status.st_ino] = map_file(path, status.st_size)
             self._mapped[status.st_ino].max()  # touched
         return self._mapped[status.st_ino]
+
+
+def at_once(function: Callable[[], None]) -> Future[None]:
+    """For ``ServedWeights``: there is no engine that has steps to wait for."""
+    done: Future[None] = Future()
+    function()
+    done.set_result(None)
+    return done

@@ -18,15 +18,17 @@ class HostCopy:
     """``tensors`` as copies on the CPU, with the same bytes; ``ready`` waits for them.
 
     They may be freed or overwritten by work that is launched later. On a CPU the copy is made at
-    once; tensors without data (device ``meta``) stay as they are.
+    once, or none is if they are ``kept`` unchanged until the copy's user is done: fresh memory
+    costs more than what the user does with it. Tensors without data (device ``meta``) stay as they
+    are.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, kept: bool = False) -> None:
         devices = {t.device for t in tensors.values() if t.device.type not in ("cpu", "meta")}
         self.runs_behind = bool(devices)
         if not devices:
             self._copies = {
-                name: tensor.detach() if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+                name: tensor.detach().to(tensor.device, copy=not (kept or tensor.is_meta))
                 for name, tensor in tensors.items()
             }
             return

@@ -11,6 +11,7 @@ from itertools import groupby
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -71,7 +72,7 @@ def _copied_adapters(model: PreTrainedModel, is_writer: bool) -> Iterator[HostCo
 def _host_copy(module: Mapping[str, Tensor], is_writer: bool) -> HostCopy:
     """Because what is gathered is gone afterwards; no data where nobody reads it."""
     if is_writer:
-        return HostCopy(module)
+        return HostCopy(module, kept=not any(is_zero_param(tensor) for tensor in module.values()))
     return HostCopy({n: torch.empty_like(t, device="meta") for n, t in module.items()})
 
 

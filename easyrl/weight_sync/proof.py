@@ -188,6 +188,14 @@ class Prover:
         What it shows goes into ``shown``, seconds are added. Raises ``ProofFailed``,
         ``OtherVersionShown``, ``EndpointError`` without an answer.
         """
+        await self.prove_bits(endpoint, weights, stamp, shown)
+        if expect is not None:
+            await self.compare_samples(endpoint, stamp, expect, shown)
+
+    async def prove_bits(
+        self, endpoint: Endpoint, weights: Target, stamp: str, shown: Shown
+    ) -> None:
+        """Version and checksums: as ``prove``, and nothing is generated."""
         start_s = time.monotonic()
         layout = self._layouts.get(endpoint.url, ())
         bits = await prove_weights(
@@ -197,8 +205,11 @@ class Prover:
             self._layouts[endpoint.url] = bits.layout
             shown.proof = bits.record()
         shown.proof_s += time.monotonic() - start_s
-        if expect is None:
-            return
+
+    async def compare_samples(
+        self, endpoint: Endpoint, stamp: str, expect: Expect, shown: Shown
+    ) -> None:
+        """The canary: as ``prove``, of an endpoint that generates."""
         start_s = time.monotonic()
         shown.samples = await self.sample(endpoint, stamp)
         shown.canary_s += time.monotonic() - start_s

@@ -125,7 +125,7 @@ class WeightSync:
             self._broadcaster = Broadcaster(open_group, config.timeout_s)
         # used on rank 0 only, as are the next two
         self._store = WeightStore(config, self.run_name)
-        pusher = WeightPusher(self._store, self._broadcaster)
+        pusher = WeightPusher(self._store, self._broadcaster, proof_follows=config.prove)
         self._reconciler = Reconciler(self.pool, pusher, self._prover, config.timeout_s)
         self._current: Target | None = None  # stays on the host until the next is served
         mine = self._reconciler if self.collectives.ranks.rank == 0 else None

@@ -2,7 +2,9 @@
 
 An endpoint that gives an update up keeps the layers that had come (vLLM's plugin) or refuses to
 generate (embedded server); neither puts the old weights back. So before the first chunk it is given
-a stamp that no request asks for, and only a proof (``reconcile.py``) gives it another.
+a stamp that no request asks for, and only a proof (``reconcile.py``) gives it another. Once it has
+all of the weights it stays paused until their bits are proved: what comes through shared memory is
+not hashed on arrival when that proof follows.
 """
 
 from __future__ import annotations
@@ -46,11 +48,19 @@ class WeightPusher:
     """Pushes to endpoints and remembers what each was given. On rank 0, in the pool's loop.
 
     Nothing here may run twice at a time for one endpoint. ``broadcaster``: for ``push_together``.
+    ``proof_follows``: bits are proved between a push and ``resume``.
     """
 
-    def __init__(self, store: WeightStore, broadcaster: Broadcaster | None = None) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        broadcaster: Broadcaster | None = None,
+        *,
+        proof_follows: bool = False,
+    ) -> None:
         self._store = store
         self._broadcaster = broadcaster
+        self._proof_follows = proof_follows
         self._given: defaultdict[str, Given] = defaultdict(Given)  # by URL
 
     async def has_restarted(self, endpoint: Endpoint) -> bool:
@@ -72,21 +82,21 @@ class WeightPusher:
         return None
 
     async def push(self, endpoint: Endpoint, weights: Target) -> None:
-        """Loads all of ``weights`` into ``endpoint``; it goes on under their ``unproven_stamp``.
+        """Loads all of ``weights`` into ``endpoint``, which stays paused until ``resume``.
 
         Consumes: its chunks. Waits for: the endpoint's running requests, the writer. Is unblocked
-        by: the endpoint's answers. After an error (``EndpointError``, or a cancellation) it has
-        been told to give the update up and to go on, with what is left and the same stamp.
+        by: the endpoint's answers. It has their ``unproven_stamp``. After an error
+        (``EndpointError``, or a cancellation) it has been told to give the update up and to go on,
+        with what is left and the same stamp.
         """
         client = endpoint.client
         try:
             await self._prepare(endpoint, weights.unproven_stamp)
             await _open_update(client)
             async for chunks in weights.batches():
-                described = [chunk.describe() for chunk in chunks]
+                described = [c.describe(proof_follows=self._proof_follows) for c in chunks]
                 await client.update_weights({"artifact": weights.name, "chunks": described})
             await client.finish_weight_update(weights.unproven_stamp)
-            await _resume(endpoint)
             self._given[endpoint.url].artifact = weights.name
         except BaseException:
             self._given[endpoint.url].announced = False  # it may have restarted
@@ -103,7 +113,6 @@ class WeightPusher:
             await _each(endpoints, lambda e: self._prepare(e, stamp))
             starts = {e.url: self._given[e.url].num_starts for e in endpoints}
             await self._broadcaster.send(endpoints, starts, stamp, tee)
-            await _each(endpoints, _resume)
             for endpoint in endpoints:
                 self._given[endpoint.url].artifact = weights.name
         except BaseException:
@@ -112,6 +121,29 @@ class WeightPusher:
             giving_up = (while_up(e, _give_up(e)) for e in endpoints)
             await asyncio.gather(*giving_up, return_exceptions=True)
             raise
+
+    async def resume(self, endpoint: Endpoint) -> None:
+        """Has ``endpoint`` generate with its new weights. Raises ``EndpointError``.
+
+        No cached prefix is left, neither of the weights before nor of a push that failed: what was
+        computed in between by half of either may have gone into an external cache, too. Blocks that
+        are being moved there are in use for a moment.
+        """
+        for pause_s in (*RETRY_PAUSES_S, None):
+            if await endpoint.client.reset_prefix_cache():
+                break
+            if pause_s is None:
+                raise EndpointError(endpoint.url, "did not reset its prefix cache: blocks in use")
+            await asyncio.sleep(pause_s)
+        await endpoint.client.resume()
+
+    async def let_go(self, endpoint: Endpoint) -> None:
+        """Has one that failed go on, under a stamp that no request asks for.
+
+        Requests that other processes have sent it end then, and go elsewhere.
+        """
+        with contextlib.suppress(EndpointError):
+            await _insist(endpoint, "resuming it", endpoint.client.resume)
 
     async def stamp(self, endpoint: Endpoint, version: str, *, checks_start: bool) -> None:
         """Has ``endpoint`` serve what it was given, and has proved, under ``version``.
@@ -179,22 +211,6 @@ async def _open_update(client: EndpointClient) -> None:
         except EndpointError:
             pass  # its connection often ends with the error
         await client.start_weight_update()
-
-
-async def _resume(endpoint: Endpoint) -> None:
-    """Generates with its new weights.
-
-    No cached prefix is left, neither of the weights before nor of a push that failed: what was
-    computed in between by half of either may have gone into an external cache, too. Blocks that are
-    being moved there are in use for a moment.
-    """
-    for pause_s in (*RETRY_PAUSES_S, None):
-        if await endpoint.client.reset_prefix_cache():
-            break
-        if pause_s is None:
-            raise EndpointError(endpoint.url, "did not reset its prefix cache, blocks are in use")
-        await asyncio.sleep(pause_s)
-    await endpoint.client.resume()
 
 
 async def _give_up(endpoint: Endpoint) -> None:

@@ -1,12 +1,12 @@
 """Reconciliation: the one coroutine that brings an endpoint to a version and has it prove it.
 
-    pause → stamp "updating" → push → resume → prove → canary → stamp the version
+    pause → stamp "updating" → push → prove the bits → resume → canary → stamp the version
 
-What fails is taken out of use (*quarantine*), pushed again, proved again, then excluded, unless
-this host's copy of the weights turns out to be damaged: that is to be written again first. One that
-still has the weights (it was only away, or a broadcast brought them) is not pushed to, it proves
-them. The stamp of the version comes last, so no other process takes for served what has not been
-proved.
+No token is made of bits that are not proved, where bits are proved at all. What fails is taken out
+of use (*quarantine*), pushed again, proved again, then excluded, unless this host's copy of the
+weights turns out to be damaged: that is to be written again first. One that still has the weights
+(it was only away, or a broadcast brought them) is not pushed to, it proves them. The stamp of the
+version comes last, so no other process takes for served what has not been proved.
 """
 
 from __future__ import annotations
@@ -121,7 +121,11 @@ class Reconciler:
                         await self._show_probe(endpoint, shown)
                         await self.pusher.push(endpoint, weights)
                         stamp = weights.unproven_stamp
-                    await self.prover.prove(endpoint, weights, stamp, expect, shown)
+                    await self.prover.prove_bits(endpoint, weights, stamp, shown)
+                    if stamp != weights.version:
+                        await self.pusher.resume(endpoint)
+                    if expect is not None:
+                        await self.prover.compare_samples(endpoint, stamp, expect, shown)
                     if stamp != weights.version:
                         await self.pusher.stamp(
                             endpoint, weights.version, checks_start=self.prover.reads_bits
@@ -132,12 +136,18 @@ class Reconciler:
                         raise
                     logger.warning("weight sync: %s", error)
                     await self._quarantine(endpoint, weights, error)
-                    if (damage := await self._damage(weights)) is not None:
-                        raise DamagedCopy(endpoint.url, damage) from error
                     if isinstance(error, NotAnswered):
                         waited_s += error.waited_s
-                    if not pushes_left or waited_s >= self.timeout_s:
-                        raise ProofFailed(endpoint.url, error.reason) from error
+                    damage = await self._damage(weights)
+                    if damage is None and pushes_left and waited_s < self.timeout_s:
+                        continue
+                    # What other ranks have sent it must end. After a failure, and in mid-batch, it
+                    # was announced to anew: whatever was pushed then was hashed on arrival.
+                    if weights.is_published or not pushes_left:
+                        await self.pusher.let_go(endpoint)
+                    if damage is not None:
+                        raise DamagedCopy(endpoint.url, damage) from error
+                    raise ProofFailed(endpoint.url, error.reason) from error
 
     async def _damage(self, weights: Target) -> str | None:
         """What is wrong with this host's copy of ``weights``, or of the probe's."""
@@ -167,7 +177,8 @@ class Reconciler:
         start_s = time.monotonic()
         await self.pusher.push(endpoint, probe.weights)
         stamp = probe.weights.unproven_stamp
-        await self.prover.prove(endpoint, probe.weights, stamp, None, Shown())
+        await self.prover.prove_bits(endpoint, probe.weights, stamp, Shown())
+        await self.pusher.resume(endpoint)
         samples = await self.prover.sample(endpoint, stamp)
         if problem := probe.check(samples, self.prover.tolerance):
             raise ProofFailed(endpoint.url, problem)

@@ -34,7 +34,7 @@ class Target:
         self.nonce = secrets.token_bytes(NONCE_BYTES)  # of the first question to each endpoint
         self._first = Challenge({}, nonce=self.nonce)
         self._asked: set[str] = set()  # URLs, the first question
-        self._is_published = False
+        self.is_published = False  # to all; from here on single endpoints are brought to it
         self._complete = False
         self._verifying: asyncio.Future[str | None] | None = None
         self._grown = asyncio.Event()
@@ -75,7 +75,7 @@ class Target:
 
     def published(self) -> None:
         """From here on no endpoint is asked with ``nonce``."""
-        self._is_published = True
+        self.is_published = True
 
     def challenge(self, url: str) -> Challenge:
         """A question that the endpoint at ``url`` has not been asked; all chunks are there.
@@ -86,7 +86,7 @@ class Target:
         """
         if self._first.artifact is None:
             return self._first
-        if self._is_published or url in self._asked:
+        if self.is_published or url in self._asked:
             return Challenge(self._first.tensors, self._first.artifact)
         self._asked.add(url)
         return self._first

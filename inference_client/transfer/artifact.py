@@ -235,9 +235,7 @@ class ChunkFile:
         digest = blake3()
         with nullcontext() if keyed is None else keyed.beside(name, source):
             for first in range(0, len(source), BLOCK_BYTES):
-                block = source[first : first + BLOCK_BYTES]
-                self._put(block)
-                digest.update(block.data)
+                digest.update(self._put(source[first : first + BLOCK_BYTES]).data)
         self._checksums[name] = digest.hexdigest()
 
     def finish(self) -> Chunk:
@@ -267,16 +265,23 @@ class ChunkFile:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _put(self, block: Bytes) -> None:
+    def _put(self, block: Bytes) -> Bytes:
+        """Copies ``block``; where memory holds the copy that is what comes back.
+
+        Its hash is of the copy then, and the keyed one of the source: an endpoint that shows the
+        latter serves what both are of, so that nobody needs to hash the bytes on their way.
+        """
         start = HEADER_BYTES + self.num_bytes
         end = start + len(block)
         if self._mapped is not None and end > len(self._mapped):
             self._leave_mapped()
-        if self._mapped is not None:
-            np.copyto(self._mapped[start:end], block)
-        else:
-            self._write(block)
         self.num_bytes += len(block)
+        if self._mapped is None:
+            self._write(block)
+            return block
+        written = self._mapped[start:end]
+        np.copyto(written, block)
+        return written
 
     def _leave_mapped(self) -> None:
         """The old file's size does not fit (another model): goes on in a fresh one."""

@@ -166,7 +166,8 @@ class ServedWeights:
         def run() -> ServedProof:
             if self._update is not None:
                 raise ValueError("a weight update is open; finish or abandon it before the proof")
-            proof = ServedProof(self._known_receiver().transport)
+            receiver = self._known_receiver()
+            proof = ServedProof(receiver.transport)
             for name in asked - self._tensors.keys():
                 proof.problems[name] = "the served model has no weight of this name"
             for name in self._tensors.keys() - asked:
@@ -175,6 +176,8 @@ class ServedWeights:
                 tensor = self._tensors[name]
                 whole = whole_slice(tensor.dtype, tensor.shape)
                 proof.slices[name] = [ServedSlice(whole, slice_digest(tensor, nonce))]
+            if asked:
+                receiver.provable = frozenset(proof.slices)
             return proof
 
         return self._thread.submit(run)

@@ -58,7 +58,9 @@ class WeightProof:
         if self._weight_update_active:
             raise ValueError("a weight update is open; finish or abandon it before the proof")
         engine = self.weight_transfer_engine
-        transport = engine.opened_receiver().transport
+        receiver = engine.opened_receiver()
         asked = json.loads(tensors)
         result = prove(engine.model, self.vllm_config, parse_nonce(nonce), asked)
-        return asdict(result) | {"transport": transport}
+        if asked:
+            receiver.provable = result.bit_for_bit()
+        return asdict(result) | {"transport": receiver.transport}

@@ -54,10 +54,13 @@ class Chunk:
     num_bytes: int  # of the tensors in it
     checksums: Mapping[str, str]  # name as ``save_pretrained`` writes it -> blake3, 64 hex digits
     entries: tuple[Entry, ...] = ()  # of its header, known to its writer
+    proof_follows: bool = False  # nothing is generated with it before its bits are proved
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, *, proof_follows: bool = False) -> dict[str, Any]:
         """As ``parse`` takes it."""
-        return {"file": self.file, "num_bytes": self.num_bytes, "checksums": self.checksums}
+        promise = {"proof_follows": True} if proof_follows else {}
+        described = {"file": self.file, "num_bytes": self.num_bytes, "checksums": self.checksums}
+        return described | promise
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> Chunk:
@@ -74,7 +77,8 @@ class Chunk:
         for name, checksum in checksums.items():
             if not isinstance(checksum, str) or not HASH.fullmatch(checksum):
                 raise ValueError(f"{file}: {checksum!r} of tensor {name!r} is not a blake3 hash")
-        return cls(file, num_bytes, checksums)
+        proof_follows = record.get("proof_follows") is True
+        return cls(file, num_bytes, checksums, proof_follows=proof_follows)
 
 
 def read_header(stream: ChunkStream, chunk: Chunk, where: str) -> list[Entry]:

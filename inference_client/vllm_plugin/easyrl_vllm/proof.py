@@ -50,6 +50,14 @@ class Proof:
     slices: dict[str, list[ServedSlice]] = field(default_factory=dict)  # by name
     problems: dict[str, str] = field(default_factory=dict)  # name -> why it cannot be shown
 
+    def bit_for_bit(self) -> frozenset[str]:
+        """Names of what is shown with every bit that this worker serves of it."""
+        return frozenset(
+            name
+            for name, slices in self.slices.items()
+            if name not in self.problems and not any(served.slice.flushed for served in slices)
+        )
+
 
 @torch.no_grad()
 def prove(

@@ -84,7 +84,8 @@ class FileSource:
         expected = blake3(token.encode()).hexdigest().encode()
         if not hmac.compare_digest(announced.strip(), expected):
             raise ValueError(f"root {root}: announced with another token; is it another machine's?")
-        self._mapped = MappedFiles(self._root) if is_memory(self._root) else None
+        self.in_memory = is_memory(self._root)
+        self._mapped = MappedFiles(self._root) if self.in_memory else None
 
     def where(self, artifact: str, file: str) -> str:
         return str(self._root / artifact / file)
@@ -161,6 +162,8 @@ class HttpSource:
 
     Raises ``ValueError`` if nothing answers there.
     """
+
+    in_memory = False
 
     def __init__(self, url: str, token: str) -> None:
         self._url = url.rstrip("/")

@@ -1,16 +1,18 @@
-"""Weights on their way in: from shared memory, a shared disk or HTTP to verified CPU tensors.
+"""Weights on their way in: from shared memory, a shared disk or HTTP to CPU tensors.
 
 An artifact is a directory of safetensors files, its chunks. What may be read, and how large it is,
 is what the trainer announced: the root or URL at the start, names and hashes with each update. One
-thread reads and hashes ahead while the caller loads what is verified already. Used by the vLLM
-plugin and by the embedded server; needs the standard library, torch, numpy and blake3 only.
+thread reads and hashes ahead while the caller loads what is verified already. What comes out of
+shared memory and is going to be proved before it is used need not be hashed here: the proof finds
+the same wrong bit, after the last copy of it was made. Used by the vLLM plugin and by the embedded
+server; needs the standard library, torch, numpy and blake3 only.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -43,6 +45,10 @@ class WeightReceiver:
     is used where its ``announcement`` holds the hash of the token, which tells that trainer and
     receiver see the same directory; else the URL. ``pin_memory``: page-locked buffers, for copies
     to a GPU. Raises ``ValueError`` if neither can be used, naming both and why.
+
+    Attributes:
+        provable: names of the tensors whose every bit this process can show, as its last proof to
+            this trainer did; none before that.
     """
 
     def __init__(self, init_info: Mapping[str, Any], *, pin_memory: bool = False) -> None:
@@ -50,6 +56,7 @@ class WeightReceiver:
         self.run = _text(init_info, "run")
         self._source, self.transport = _choose(token, init_info.get("root"), init_info.get("url"))
         self._buffers = (_Buffer(pin_memory), _Buffer(pin_memory))
+        self.provable: Set[str] = frozenset()
         self._closed = False
         self._reader = ThreadPoolExecutor(1, "easyrl-weights")
 
@@ -61,7 +68,8 @@ class WeightReceiver:
     ) -> Iterator[tuple[str, Tensor]]:
         """Name and verified CPU tensor of every weight in ``chunks``, chunk after chunk.
 
-        ``chunks``: ``{"file": str, "num_bytes": int, "checksums": {name: blake3}}`` each. A tensor
+        ``chunks``: as ``Chunk.describe`` says. Where a proof follows, those of ``provable`` that
+        come out of shared memory are not hashed here: it finds what is wrong with them. A tensor
         is valid until the next one is asked for after its chunk has ended: two buffers, as large
         as the largest chunk, take turns. ``target(name, dtype, shape)`` may give a contiguous CPU
         tensor to place a weight in instead, which is handed out when it is verified; it is called
@@ -87,10 +95,11 @@ class WeightReceiver:
 
         def start(index: int) -> None:
             if index < len(chunks):
-                where = self._source.where(artifact, chunks[index].file)
-                reading = _ChunkReading(
-                    chunks[index], self._buffers[index % 2], target, outboxes[index], where
-                )
+                chunk, buffer = chunks[index], self._buffers[index % 2]
+                where = self._source.where(artifact, chunk.file)
+                skips = chunk.proof_follows and self._source.in_memory
+                unchecked = self.provable if skips else frozenset()
+                reading = _ChunkReading(chunk, buffer, target, unchecked, outboxes[index], where)
                 running.append(self._reader.submit(self._read, artifact, reading))
 
         start(0)
@@ -144,9 +153,10 @@ class _ChunkReading:
     chunk: Chunk
     buffer: _Buffer
     target: Target | None
+    unchecked: Set[str]  # names
     outbox: Outbox
     where: str
-    num_verified: int = 0  # tensors that the caller may be using: another attempt skips them
+    num_read: int = 0  # tensors that the caller may be using: another attempt skips them
 
     def run(self, stream: ChunkStream) -> None:
         """Raises ``ValueError``, or ``ConnectionDropped`` if it may be called once more."""
@@ -155,10 +165,14 @@ class _ChunkReading:
         heap_bytes = 0
         try:
             for index, (entry, place) in enumerate(self._places(entries)):
-                if index < self.num_verified:
+                if index < self.num_read:
                     _skip(stream, entry.num_bytes)
                     continue
-                self._read_verified(stream, entry, _bytes_of(place))
+                if entry.name in self.unchecked:
+                    stream.fill(_bytes_of(place))
+                else:
+                    self._read_verified(stream, entry, _bytes_of(place))
+                self.num_read += 1
                 heap.append((entry.name, place))
                 heap_bytes += entry.num_bytes
                 if heap_bytes >= HANDOVER_BYTES:
@@ -194,7 +208,6 @@ class _ChunkReading:
             raise ValueError(
                 f"{self.where}: tensor {entry.name!r} has hash {actual}, announced was {expected}"
             )
-        self.num_verified += 1
 
 
 def _choose(token: str, root: object, url: object) -> tuple[FileSource | HttpSource, str]:

@@ -30,6 +30,19 @@ def test_a_copy_on_a_cpu_is_a_copy() -> None:
     assert torch.equal(values, before)
 
 
+def test_what_is_kept_is_not_copied_on_a_cpu() -> None:
+    weight = torch.randn(3, 4, requires_grad=True)
+    values = HostCopy({"weight": weight}, kept=True).ready()["weight"]
+    assert values.data_ptr() == weight.data_ptr() and not values.requires_grad
+
+
+def test_a_model_that_is_not_sharded_hands_out_its_own_memory(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3", tied=True)
+    model = load_policy_model(ModelConfig(path=tmp_path, dtype="bf16")).model
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {t.data_ptr() for _, t in saved_weights(model, is_writer=True)} <= own
+
+
 def test_without_data_nothing_is_copied() -> None:
     copy = HostCopy({"weight": torch.empty(2, 3, device="meta")})
     assert not copy.runs_behind and copy.ready()["weight"].is_meta

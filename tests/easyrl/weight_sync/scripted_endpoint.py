@@ -13,7 +13,7 @@ from tests.inference_client.served_tensors import ArtifactInMemory, entries, who
 URL = "http://endpoint"
 WEIGHTS = {f"weight-{number}": torch.full((1,), 1.0 + number) for number in range(40)}
 VERSION, UPDATING = "run:0:1", "run:0:1:updating"
-PUSH = ["init", "pause", "stamp", "start", "update", "finish", "reset", "resume"]
+PUSH = ["init", "pause", "stamp", "start", "update", "finish"]
 
 
 class ScriptedClient:
@@ -25,6 +25,7 @@ class ScriptedClient:
         self.script = script or {}
         self.calls: list[str] = []
         self.chunks: list[list[str]] = []  # files of each update
+        self.proofs_follow: list[bool] = []  # of each update
         self.stamps: list[tuple[str, str]] = []  # each call, and the stamp on tokens at that time
         self.version = "default"
         self.resets = True
@@ -54,6 +55,8 @@ class ScriptedClient:
     async def update_weights(self, update_info) -> None:
         assert update_info["artifact"] == "run-0-1"
         self.chunks.append([chunk["file"] for chunk in update_info["chunks"]])
+        promises = {chunk.get("proof_follows", False) for chunk in update_info["chunks"]}
+        self.proofs_follow.append(promises == {True})
         await self._called("update")
 
     async def abandon_weight_update(self) -> None:

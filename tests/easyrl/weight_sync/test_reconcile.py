@@ -28,7 +28,8 @@ from tests.easyrl.weight_sync.scripted_endpoint import (
 )
 from tests.inference_client.served_tensors import ArtifactInMemory
 
-PROVED = ["prove", "sample"]
+PROVED = ["prove", "reset", "resume", "sample"]  # nothing is generated before the proof
+KEPT = ["prove", "sample"]  # by one that generates
 STAMPED = ["stamp", "ask"]
 AGAIN = PUSH[:]  # after a failure it is told again where the weights are
 WRONG = {name: weight + 1 for name, weight in WEIGHTS.items()}
@@ -107,12 +108,46 @@ def test_pause_updating_push_prove_canary_stamp():
         assert client.version == VERSION
         client.calls.clear()
         await parts.reconcile()  # it was only away
-        assert client.calls == PROVED
+        assert client.calls == KEPT
 
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("broken", ["update", "finish", "prove", "sample", "ask"])
+def test_after_a_push_that_failed_the_next_one_resets_before_anything_is_generated():
+    """What the half-pushed weights have left in a cache must not be read under the whole ones."""
+
+    async def story():
+        parts = Parts({"finish": failing(EndpointError(URL, "no"))})
+        await parts.reconcile()
+        calls = parts.client.calls
+        again = calls.index("abandon")
+        assert calls[again : again + 2] == ["abandon", "resume"]
+        assert calls[again + 2 :] == [*AGAIN, *PROVED, *STAMPED]
+
+    asyncio.run(story())
+
+
+def test_one_that_fails_the_proof_of_its_bits_makes_no_token_of_them():
+    """Excluded it goes on, so that what other ranks have sent it ends; under no version."""
+
+    async def story():
+        parts = Parts()
+        parts.client.served = WRONG
+        with pytest.raises(ProofFailed, match="serves other weights"):
+            await parts.reconcile()
+        assert parts.client.calls == [*PUSH, "prove", *AGAIN, "prove", "resume"]
+        assert parts.client.version == UPDATING
+        parts.client.calls.clear()
+        parts.client.served = WEIGHTS
+        await parts.reconcile()
+        assert parts.client.calls == [*AGAIN, *PROVED, *STAMPED]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "broken", ["update", "finish", "prove", "reset", "resume", "sample", "ask"]
+)
 def test_what_fails_half_way_serves_under_no_version_and_is_pushed_again(broken):
     async def story():
         parts = Parts({broken: failing(EndpointError(URL, "out of luck"))})
@@ -120,7 +155,7 @@ def test_what_fails_half_way_serves_under_no_version_and_is_pushed_again(broken)
         client = parts.client
         assert parts.pool.events == ["quarantine"]
         assert client.calls.count("update") == 2 and client.calls.count("init") == 2
-        assert client.calls[-len(AGAIN) - 4 :] == [*AGAIN, *PROVED, *STAMPED]
+        assert client.calls[-len([*AGAIN, *PROVED, *STAMPED]) :] == [*AGAIN, *PROVED, *STAMPED]
         first_touch = client.calls.index("start")
         wanted = [name for name, stamp in client.stamps[first_touch:] if stamp == VERSION]
         # "ask" and what follows its refusal: until the stamp is taken away again
@@ -327,7 +362,7 @@ def test_a_return_that_fails_its_proof_is_told_with_the_last_good_proof(wrong):
         batch.client.calls.clear()
         await batch.return_()
         assert batch.told == [(URL, 2)]
-        shown = ["prove"] if wrong == "bits" else PROVED
+        shown = ["prove"] if wrong == "bits" else KEPT
         # no token under the version from the failure on
         assert batch.client.calls == [*shown, "stamp", *AGAIN, *PROVED, *STAMPED]
         assert batch.endpoint.confirmed_version == VERSION and batch.endpoint.proof == 3

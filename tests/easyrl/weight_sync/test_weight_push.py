@@ -52,7 +52,7 @@ def test_chunks_go_while_the_next_ones_are_written():
         await until(lambda: client.chunks == [["chunk-0"], ["chunk-1", "chunk-2"]])
         weights.complete()
         await pushing
-        assert client.calls == [*PUSH[:5], "update", *PUSH[-3:]]
+        assert client.calls == [*PUSH[:5], "update", PUSH[-1]]
 
     asyncio.run(story())
 
@@ -89,8 +89,7 @@ def test_a_failure_leaves_the_endpoint_in_order(broken):
     client = ScriptedClient({broken: failing(error, error)})
     with pytest.raises(EndpointUnavailable, match="out of luck"):
         asyncio.run(push(client, stream(1)))
-    asked_again = ["resume"] if broken == "resume" else []
-    assert client.calls[-2 - len(asked_again) :] == ["abandon", "resume", *asked_again]
+    assert client.calls[-2:] == ["abandon", "resume"]
     # nothing puts the old weights back: from the first chunk on, no stamp that requests ask for
     touched = client.calls.index("start") if "start" in client.calls else len(client.calls)
     assert {stamp for _, stamp in client.stamps[touched:]} <= {UPDATING}
@@ -185,11 +184,16 @@ def test_an_update_that_a_dead_trainer_left_open_is_given_up(abandoned):
     assert client.calls == [*PUSH[:4], "abandon", *PUSH[3:]]
 
 
-def test_a_prefix_cache_that_is_not_reset_fails_the_push():
+def resume(client):
+    return WeightPusher(Announcer()).resume(Endpoint(client, 1))
+
+
+def test_an_endpoint_with_a_prefix_cache_that_is_not_reset_does_not_go_on():
     client = ScriptedClient()
     client.resets = False
     with pytest.raises(EndpointError, match="prefix cache"):
-        asyncio.run(push(client, stream(1)))
+        asyncio.run(resume(client))
+    assert "resume" not in client.calls
 
 
 def test_blocks_that_are_in_use_for_a_moment_are_waited_for():
@@ -202,21 +206,19 @@ def test_blocks_that_are_in_use_for_a_moment_are_waited_for():
         return left.pop() if left else True
 
     client.reset_prefix_cache = reset
-    asyncio.run(push(client, stream(1)))
-    assert client.calls == [*PUSH[:-1], "reset", "reset", "resume"]
-    assert client.version == UPDATING
+    asyncio.run(resume(client))
+    assert client.calls == ["reset", "reset", "reset", "resume"]
 
 
-def test_after_a_push_that_failed_the_next_one_resets_before_anything_is_generated():
-    """What the half-pushed weights have left in a cache must not be read under the whole ones."""
-    client = ScriptedClient({"finish": failing(EndpointError(URL, "no"))})
-    pusher = WeightPusher(Announcer())
-    with pytest.raises(EndpointError):
-        asyncio.run(push(client, stream(1), pusher))
-    failed, client.calls = client.calls, []
-    assert failed[-2:] == ["abandon", "resume"]
-    asyncio.run(push(client, stream(1), pusher))
-    assert client.calls[-2:] == ["reset", "resume"]
+def test_an_update_says_whether_its_proof_follows():
+    async def story():
+        for proof_follows in (False, True):
+            client = ScriptedClient()
+            pusher = WeightPusher(Announcer(), proof_follows=proof_follows)
+            await push(client, stream(MOST_CHUNKS + 1), pusher=pusher)
+            assert client.proofs_follow == [proof_follows] * 2
+
+    asyncio.run(story())
 
 
 def test_an_endpoint_that_hangs_is_not_waited_for_once_it_is_found_down():

@@ -2,7 +2,10 @@
 
 import asyncio
 import socket
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import psutil
@@ -10,9 +13,10 @@ import pytest
 import torch
 
 from benchmarks.parts.random_model import write_random_model
-from easyrl.config import WeightSyncConfig
+from easyrl.config import SHARED_MEMORY, WeightSyncConfig
 from easyrl.inference_client.errors import Outage
 from easyrl.inference_client.transfer.announcement import OWNER
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import is_memory
 from easyrl.schema import NoEndpointServes, PolicyVersion, Prompt
 from easyrl.weight_sync.canary import canary_prompts
 from easyrl.weight_sync.store import WeightStore, listen_address, local_address_towards
@@ -34,6 +38,14 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
 
 V0, V1 = PolicyVersion("sync", 0, 0), PolicyVersion("sync", 0, 1)
 PROBE0 = "sync:0:0:probe"
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    if not is_memory(SHARED_MEMORY):
+        pytest.skip(f"{SHARED_MEMORY} is not in memory")
+    with TemporaryDirectory(prefix="easyrl-test-sync-", dir=SHARED_MEMORY) as folder:
+        yield Path(folder)
 
 
 # ---- honest endpoints ----------------------------------------------------------------------------
@@ -342,6 +354,29 @@ def test_weights_that_were_damaged_here_are_written_again_and_cost_no_endpoint(
         assert caplog.text.count("the weights are written again") == times
         assert "was changed after it was written" in caplog.text
         assert "is excluded" not in caplog.text
+
+
+def test_no_token_is_made_of_a_bit_that_flipped_in_shared_memory(
+    model_dir, server, shared_memory, caplog
+):
+    """It is not looked for on arrival; the proof finds it while the endpoint is paused."""
+    engine = PlainEngine(model_dir)
+    with closing(DamagesArtefacts(server)) as proxy:
+        with weight_sync(engine, [proxy.url], shared_memory) as rank:
+            rank.sync.publish(V0)
+            engine.train(1e-3)
+            proxy.times = 1
+            proxy.seen.clear()
+            proxy.given.clear()
+            rank.sync.publish(V1)
+            assert rank.statuses() == {proxy.url: "confirmed sync:0:1"}
+            assert "was changed after it was written" in caplog.text
+            # it arrived both times; who failed shows the probe once more
+            assert proxy.given == ["sync:0:1", PROBE0, "sync:0:1"]
+            again = proxy.seen.index("/pause", proxy.seen.index("/collective_rpc"))
+            assert "/resume" not in proxy.seen[:again] and "/resume" in proxy.seen[again:]
+            assert not any("generate" in path for path in proxy.seen[:again])
+            assert stamps(rank.generate("sync:0:1").result(60)) == {"sync:0:1"}
 
 
 def test_weights_that_are_damaged_again_and_again_end_in_an_outage(model_dir, server, tmp_path):

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,9 @@ from easyrl_vllm.chunk_format import DTYPE_NAMES
 from easyrl_vllm.engine import ArtifactInitInfo, EasyRLWeightTransferEngine
 from easyrl_vllm.keyed_digests import slice_digest
 from easyrl_vllm.nccl import EasyRLNCCLWeightTransferEngine
-from easyrl_vllm.proof import BLOCK_COLUMNS, prove, read_packed
+from easyrl_vllm.proof import BLOCK_COLUMNS, Proof, prove, read_packed
 from easyrl_vllm.replies import Failure, Guarded
+from easyrl_vllm.slices import ServedSlice, Slice
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from vllm.config import VllmConfig
@@ -151,6 +153,7 @@ def shards_are_updated_and_proven() -> None:
             assert boxes(proof, "up.weight") == [((3 * rank, 0), (3, 4))]
             assert boxes(proof, "down.weight") == [((0, 3 * rank), (4, 3))]
             assert not wrong_names(proof)
+            assert proof.bit_for_bit() == FULL.keys()
             assert all(p is parameters[n] for n, p in model.named_parameters())
             assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
             model.down.weight.data[1, 2] += 1e-7 * model.down.weight.data[1, 2].abs().clamp(min=1)
@@ -300,6 +303,15 @@ def packed_weights_read_back_exactly() -> None:
             assert torch.equal(read, weight)  # by value: -0.0 is 0.0
             weight[-1, -1] = torch.nextafter(weight[-1, -1], torch.tensor(1e38, dtype=dtype))
             assert shown != slice_digest(weight, nonce, flushed=True)
+
+
+@check
+def what_is_read_back_with_flushed_zeros_is_not_shown_bit_for_bit() -> None:
+    part = Slice((0,), (1,), "F32")
+    plain, packed = ServedSlice(part, "0"), ServedSlice(replace(part, flushed=True), "1", "packed")
+    proof = Proof({"plain": [plain], "packed": [packed], "both": [plain, packed], "bad": [plain]})
+    proof.problems = {"bad": "is rounded", "absent": "not served"}
+    assert proof.bit_for_bit() == {"plain"}
 
 
 class LoadedWith(nn.Module):
