@@ -41,7 +41,7 @@ from easyrl.runtime.machine import pin_process, usable_cpus
 
 BASE = "ab1e557"
 TRACED_TRAINER = Path(__file__).resolve().with_name("parts") / "batch_border" / "traced_trainer.py"
-LARGE_LAYERS, LARGE_HIDDEN = 8, 1088  # 0.5 GB in fp32
+LARGE_LAYERS, LARGE_HIDDEN = 9, 1088  # 0.5 GB in fp32
 RUN_TIMEOUT_S = 1800.0
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STEP = "clip and Adam"
-POINTS = ("request", "micro-batch")  # where a border ends, and begins
+POINTS = ("request", "accumulate", "micro-batch")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Border:
-    """From the last micro-batch of a batch to the first request of the next, seconds."""
+    """From the end of a batch's last micro-batch to the first request of the next, seconds."""
 
     whole: float
     step: float  # of it clip and Adam
@@ -57,7 +57,8 @@ def read_borders(path: Path) -> list[Border]:
     borders = []
     steps = [number for number, span in enumerate(spans) if span.name == STEP]
     for number in steps:
-        start = max(s.end for s in spans[:number] if s.name == "micro-batch")
+        # Behind it groups without signal may have been waited for, which are not run.
+        start = max(s.end for s in spans[:number] if s.name == "accumulate")
         request = next((s for s in spans[number:] if s.name == "request"), None)
         if request is None:
             continue

@@ -1,8 +1,8 @@
 """The trainer of whichever checkout is first on the path, with the times of its functions.
 
-``python traced_trainer.py SPANS.jsonl CONFIG [key=value …]`` runs ``easyrl.train`` with the functions of
-``TRACED`` wrapped, as far as that checkout has them, and appends one JSON object per call. Nothing
-of this checkout is imported, so that an earlier commit can be run by it.
+``python traced_trainer.py SPANS.jsonl CONFIG [key=value …]`` runs ``easyrl.train`` with the
+functions of ``TRACED`` wrapped, as far as that checkout has them, and appends one JSON object per
+call. Nothing of this checkout is imported, so that an earlier commit can be run by it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from typing import Any
 TRACED = {
     "easyrl.engines.deepspeed.engine:DeepSpeedEngine.forward_backward": "micro-batch",
     "easyrl.engines.deepspeed.engine:DeepSpeedEngine.optimizer_step": "clip and Adam",
+    "easyrl.trainer.accumulation:Accumulator.accumulate": "accumulate",
     "easyrl.trainer.loop:Trainer._check": "account, check",
     "easyrl.ledger.journal.rollouts:JournalledRollouts.sync": "journal fsync",
     "easyrl.ledger.ledger:Ledger.close_batch": "certificate fsync",
-    "easyrl.trainer.loop:Trainer._close": "close: progress, events",
+    "easyrl.trainer.loop:batch_metrics": "batch metrics",
+    "easyrl.trainer.loop:Trainer._close": "batch counts: progress, events",
+    "easyrl.trainer.loop:Trainer._count": "batch counts: progress, events",
     "easyrl.weight_sync.push:WeightPusher._prepare": "endpoint: pause, stamp updating",
     "easyrl.weight_sync.store:WeightStore.write": "write and hash weights",
     "easyrl.weight_sync.push:WeightPusher.push": "endpoint: push, all",
