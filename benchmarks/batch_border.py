@@ -101,7 +101,7 @@ def large(folder: Path, arguments: argparse.Namespace) -> Case:
         "data.max_prompt_tokens=32",
         *("rollout.num_generations=2", "rollout.max_tokens=4", "trainer.batch_size=2"),
         *("trainer.max_tokens_per_micro_batch=512", "checkpoint.every_steps=1"),
-        *("checkpoint.keep=1", "recipe.name=dr_grpo"),
+        "checkpoint.keep=1",
     )
     return Case("large", model, 512, "benchmarks/overlap.yaml", overrides, num_batches)
 

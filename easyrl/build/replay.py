@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,8 +48,11 @@ class HashedWeights:
         self._collectives = collectives
         self.digests: dict[int, str] = {}  # by closed batches
 
-    def publish(self, version: PolicyVersion) -> Published:
+    def publish(
+        self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
+    ) -> Published:
         """Collective."""
+        meanwhile()
         checksums = {}
         for name, weight in self._engine.named_weights():
             if self._collectives.ranks.rank == 0:

@@ -67,7 +67,6 @@ class Trainer:
     weight_sync: Publisher
     ledger: Ledger  # writes down what was trained before it counts as trained
     reporter: StepReporter
-    evaluation: Evaluation | None
     first_version: PolicyVersion
     groups_per_update: int  # B / k, of all ranks; only an update that ends its batch may have fewer
     updates_per_batch: int = 1  # k, optimizer steps on each batch, each on its slice of the groups
@@ -75,6 +74,7 @@ class Trainer:
     max_steps: int | None = None
     max_bad_steps: int = 3
     progress: Progress = field(default_factory=Progress)
+    evaluation: Evaluation | None = None  # of held-out prompts, beside the batches
 
     def __post_init__(self) -> None:
         self._engine = self.accumulator.engine
