@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import resource
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
+    Completion,
     Exclusion,
     PeerOutage,
     PolicyVersion,
@@ -102,6 +104,39 @@ def test_evaluator_counts_correct_samples(stop):
         "eval/pass@1": 0.5,
         "eval/pass@2": pytest.approx(2 / 3),
     }
+
+
+class TwoEndpoints(FakeRollouts):
+    """Prompt ``i``'s response is made by endpoint ``i % 2``, which has passed proof ``proof``."""
+
+    def __init__(self):
+        self.asked = []
+        self.proof = 3
+
+    def produce(self, prompts, version):
+        self.asked.append(([prompt.index for prompt in prompts], version))
+        groups = [
+            replace(group, completions=(made_by(f"http://{group.prompt.index % 2}", self.proof),))
+            for group in super().produce(prompts, version).groups
+        ]
+        return FakeStream(groups)
+
+
+def made_by(endpoint, proof):
+    nothing = np.zeros(0, dtype=np.int32)
+    logprobs, mask = nothing.astype(np.float32), nothing.astype(bool)
+    return Completion(nothing, logprobs, "stop", (), endpoint, mask, proof=proof)
+
+
+def test_what_an_endpoint_made_since_its_last_good_proof_is_generated_again(stop):
+    rollouts = TwoEndpoints()
+    alone = Collectives(Ranks.data_parallel(0, 1))
+    running = make_evaluator(rollouts, alone, stop, num_prompts=4).begin("v")
+    running.withdraw("http://1", 4)  # all that it made was before
+    running.withdraw("http://1", 3)
+    rollouts.proof = 5
+    assert running.finish()["eval/accuracy"] == (0 + 1 + 2 + 2) / 8
+    assert rollouts.asked == [([0, 1, 2, 3], "v"), ([1, 3], "v")]
 
 
 class RefusedRollouts(FakeRollouts):
