@@ -38,7 +38,7 @@ BASE = "ab1e557"
 CONFIG = ROOT / "benchmarks" / "overlap.yaml"
 BATCH, NUM_GENERATIONS, PROMPT_TOKENS = 8, 8, 32
 SECONDS_PER_TOKEN, MAX_INFLIGHT = 5e-3, 32
-NUM_PROMPTS = {"fits": 32, "exceeds": 384}  # held out
+NUM_PROMPTS = {"fits": 32, "exceeds": 1024}  # held out
 EVERY = 2  # steps
 RUN_TIMEOUT_S = 1800.0
 
