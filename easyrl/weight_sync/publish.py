@@ -391,4 +391,5 @@ class WeightSync:
                 if endpoint.url in problems and endpoint.excluded is None:
                     self.pool.exclude(endpoint, problems[endpoint.url])
 
-        self.thread.run(exclude())
+        if problems:
+            self.thread.run(exclude())
