@@ -328,11 +328,14 @@ class WeightSync:
     def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery, canary: bool) -> None:
         """Asks the trainer what endpoints want to know, until all have ended. Collective.
 
-        While they load and prove, it is asked about the samples of the version before: seeds are
-        the same and a step is small, so that most often the new weights give the same tokens.
+        While they make samples, it is asked about those of the version before: seeds are the
+        same and a step is small, so that most often the new weights give the same tokens.
         """
         foreseen: Mapping[str, Expected] = {}
-        if canary and self.collectives.broadcast(bool(self._foreseen)):
+        foresees = bool(self._foreseen)
+        if canary and foresees and fan_out is not None:
+            foresees = self.thread.run(fan_out.sampling())
+        if canary and self.collectives.broadcast(foresees):
             foreseen = self._ask_trainer({"": self._foreseen} if fan_out is not None else {})
         while True:
             samples = {} if fan_out is None else self.thread.run(fan_out.questions())
