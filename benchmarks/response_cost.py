@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.parts.random_model import write_random_model
-from benchmarks.same_as_before import worktree
+from benchmarks.parts.worktree import worktree
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = Path("benchmarks/parts/response_cost")

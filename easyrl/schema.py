@@ -195,6 +195,7 @@ class Progress:
     unreported: dict[str, float] = field(default_factory=dict)  # of a closed batch, until they are
     # by closed batches, among the last positions that data.max_excluded looks at
     excluded: list[ExcludedPrompt] = field(default_factory=list)
+    unevaluated: bool = False  # an evaluation of the present weights was due, and is not out yet
 
     def __post_init__(self) -> None:
         self.excluded = [ExcludedPrompt(*each) for each in self.excluded]  # JSON has lists

@@ -87,7 +87,8 @@ MAY_IMPORT = {
     " metrics.logprob_agreement engines.base"
     " runtime.collectives runtime.device_time runtime.stopping trainer.look_ahead",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account ledger.exclusions runtime.device_time trainer.accumulation",
+    " ledger.account ledger.exclusions runtime.device_time trainer.accumulation trainer.parts",
+    "trainer.parts": "schema ledger.certificate.records trainer.accumulation",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls

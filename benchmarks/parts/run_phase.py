@@ -10,10 +10,9 @@ TRAINING, CLOSING, STOPPING = "training", "closing", "stopping"
 PHASES = (STARTING, SYNCING, GENERATING, TRAINING, CLOSING, STOPPING)
 BEGINS = {
     "sync_start": SYNCING,
-    "sync_end": CLOSING,  # metrics, evaluation, checkpoint
+    "sync_end": CLOSING,
     "batch_dispatched": GENERATING,
     "micro_batch_start": TRAINING,
-    "step": CLOSING,
     "interrupted": STOPPING,
 }
 
@@ -22,7 +21,8 @@ class RunPhase:
     """Follows one attempt of a run after the other. One update per batch.
 
     Attributes:
-        name: one of ``PHASES``. Closing: the sums of all ranks, certificate, step, metrics.
+        name: one of ``PHASES``. Closing: the sums of all ranks, the step. Syncing: the
+            certificate, too.
         writes_checkpoint: one is being written in the background.
         closed_batches: the most that any attempt had closed.
         has_dispatched: whether the present attempt has begun a batch.

@@ -65,6 +65,11 @@ class BatchMembership:
         return self._prefix == self.bound
 
     @property
+    def num_undecided(self) -> int:
+        """Positions that may be drawn, of all ranks, and have no outcome yet."""
+        return self.bound - len(self._decided)
+
+    @property
     def num_accepted(self) -> int:
         return len(self._decided) - len(self._replaced)
 

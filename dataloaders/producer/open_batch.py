@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+from collections.abc import Callable
 
 from easyrl.dataloaders.producer.draws import Draws, Notice
 from easyrl.dataloaders.producer.group_stream import (
@@ -60,6 +61,7 @@ class OpenBatch:
         # prompts whose stored groups were made otherwise or withdrawn: they are generated again
         self.discarded: frozenset[Key] = frozenset()
         self.withdrawn: str | None = None  # why groups of it were taken back
+        self.on_decision: Callable[[], object] = lambda: None  # of any rank; on the loop
         self.producing: concurrent.futures.Future[None] | None = None
         # by position: what waits for its step to be certain, in order of completion
         self._held: dict[int, ReadyGroup] = {}
@@ -123,6 +125,7 @@ class OpenBatch:
         while self._num_ended < known:
             self.updates[self._num_ended].end()
             self._num_ended += 1
+        self.on_decision()
 
     def fail(self, error: BaseException) -> None:
         """The producer has ended with ``error``: whoever waits for a group raises."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from easyrl.build.accumulation import is_interruption
@@ -20,6 +21,7 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths
+from easyrl.inference_client.pool.idle_room import IdleRoom
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
@@ -31,6 +33,8 @@ from easyrl.runtime.stopping import StopRequest
 from easyrl.runtime.workers.worker_pool import WorkerPool
 from easyrl.schema import Completion, Prompt
 from easyrl.trainer.evaluation import Evaluator
+
+LAST = sys.maxsize  # priority of groups that any other goes before
 
 
 @dataclass
@@ -63,12 +67,18 @@ class Inference:
         collectives: Collectives,
         stop: StopRequest,
         record: Record = ignore,
+        room: IdleRoom | None = None,
     ) -> Evaluator:
-        """Evaluates on ``prompts`` with the same rewards; its events are not the run's own."""
+        """Evaluates on ``prompts`` with the same rewards; its events are not the run's own.
+
+        ``room``: in which its requests stay; default: wherever there is any.
+        """
         return Evaluator(
             config=evaluation,
             prompts=prompts,
-            rollouts=self._generator(evaluation.sampling, evaluation.num_samples, None, record),
+            rollouts=self._generator(
+                evaluation.sampling, evaluation.num_samples, None, record, room=room
+            ),
             is_interruption=is_interruption,
             collectives=collectives,
             stop=stop,
@@ -84,6 +94,7 @@ class Inference:
         record: Record,
         *,
         in_prompt_order: bool = False,
+        room: IdleRoom | None = None,
     ) -> RolloutGenerator:
         config, lengths = self.config, ExpectedLengths(sampling.max_tokens)
 
@@ -91,14 +102,19 @@ class Inference:
         async def begin_group(
             prompt: Prompt, version: str | None, priority: int
         ) -> AsyncIterator[Sample]:
-            async with self.pool.group(
-                len(prompt.token_ids),
-                lengths.of(prompt.index),
-                version,
-                num_samples=num_generations,
-                priority=priority,
-                sampling=sampling,
-            ) as place:
+            async with AsyncExitStack() as held:
+                if room is not None:
+                    await held.enter_async_context(room.places(num_generations))
+                place = await held.enter_async_context(
+                    self.pool.group(
+                        len(prompt.token_ids),
+                        lengths.of(prompt.index),
+                        version,
+                        num_samples=num_generations,
+                        priority=priority if room is None else LAST,
+                        sampling=sampling,
+                    )
+                )
 
                 async def sample(number: int) -> Completion:
                     seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from easyrl.build.checkpoints import open_kept_state
 from easyrl.build.data import read_data
 from easyrl.build.endpoints import follow_membership, open_endpoints
+from easyrl.build.evaluation import schedule_evaluation
 from easyrl.build.inference import open_scoring
 from easyrl.build.ledger import open_certificate, open_earlier_run
 from easyrl.build.model import load_model
@@ -57,12 +58,14 @@ def build_parts(
         remember_arithmetic(config, run.output)
     follow_membership(run, endpoints)
     rollouts = open_rollouts(run, data, endpoints, kept.journal)
+    evaluation = schedule_evaluation(
+        run, data, endpoints.inference, rollouts, from_step=kept.progress.reported_step
+    )
     reporter = open_reporter(
         run,
-        data,
         endpoints.inference,
         certificate,
-        from_step=kept.progress.reported_step,
+        progress=kept.progress,
         num_steps=model.num_steps,
     )
     trainer = build_trainer(
@@ -74,6 +77,7 @@ def build_parts(
         rollouts,
         endpoints.weight_sync,
         reporter,
+        evaluation,
     )
     watch_progress(run, endpoints.inference, rollouts)
     return trainer, model.engine

@@ -54,8 +54,11 @@ class HashedWeights:
         self._on_weights = on_weights
         self.digests: dict[int, str] = {}  # by closed batches
 
-    def publish(self, version: PolicyVersion) -> Published:
+    def publish(
+        self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
+    ) -> Published:
         """Collective."""
+        meanwhile()
         self._on_weights(version.v, self._engine)
         checksums = {}
         for name, weight in self._engine.named_weights():

@@ -1,39 +1,35 @@
-"""What is told of each step: held-out evaluation, and the trackers that show the metrics."""
+"""What is told of each step, and the trackers that show it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from easyrl.build.data import TrainingData
 from easyrl.build.inference import Inference
 from easyrl.build.run import OpenRun
 from easyrl.config import Config
 from easyrl.config.file import public_tree
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.metrics.console import ConsoleView
-from easyrl.metrics.event_log import ignore
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
 from easyrl.runtime.run_files import METRICS_FILE
-from easyrl.trainer.evaluation import ScheduledEvaluation
+from easyrl.schema import Progress
 
 
 def open_reporter(
     run: OpenRun,
-    data: TrainingData,
     inference: Inference,
     certificate: Certificate | None,
     *,
-    from_step: int,
+    progress: Progress,
     num_steps: int | None,
 ) -> StepReporter:
-    """Figures go on after ``from_step``; the trackers are told the ``certificate``'s hash last."""
+    """Figures go on after ``progress``; the trackers are told the ``certificate``'s hash last."""
     trackers = []
-    evaluation = _scheduled_evaluation(run, data, inference, from_step)
     if run.ranks.is_first:
-        trackers = _open_trackers(run.config, run.output, from_step, num_steps)
+        trackers = _open_trackers(run.config, run.output, progress, num_steps)
     for tracker in trackers:
         run.opened.callback(tracker.close)
     if certificate is not None:
@@ -41,25 +37,9 @@ def open_reporter(
     return StepReporter(
         inference.pool.idle_s,
         run.ranks.world_size + len(inference.pool.endpoints),
-        evaluation=evaluation,
         trackers=trackers,
         mismatch=LogprobMismatch(run.config) if run.ranks.is_first else None,
     )
-
-
-def _scheduled_evaluation(
-    run: OpenRun, data: TrainingData, inference: Inference, from_step: int
-) -> ScheduledEvaluation | None:
-    if run.config.evaluation is None:
-        return None
-    evaluator = inference.evaluator(
-        run.config.evaluation,
-        data.held_out,
-        run.collectives,
-        run.signals.stop,
-        run.tokens.counting(ignore),
-    )
-    return ScheduledEvaluation(evaluator, max(from_step, 0))
 
 
 def _publish_chain(certificate: Certificate, trackers: Sequence[Tracker]) -> None:
@@ -69,10 +49,13 @@ def _publish_chain(certificate: Certificate, trackers: Sequence[Tracker]) -> Non
 
 
 def _open_trackers(
-    config: Config, output: Path, from_step: int, total_steps: int | None
+    config: Config, output: Path, progress: Progress, total_steps: int | None
 ) -> list[Tracker]:
-    """All back ends that the configuration names; their figures go on after ``from_step``."""
-    trackers: list[Tracker] = [JsonlTracker(output / METRICS_FILE, from_step)]
+    """All back ends that the configuration names; their figures go on after ``progress``."""
+    from_step = progress.reported_step
+    trackers: list[Tracker] = [
+        JsonlTracker(output / METRICS_FILE, from_step, unevaluated=progress.unevaluated)
+    ]
     if "tensorboard" in config.run.trackers:
         trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
     if "wandb" in config.run.trackers:

@@ -13,6 +13,7 @@ from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.logprob_agreement import agreement_limit
 from easyrl.metrics.reporter import StepReporter
 from easyrl.trainer.loop import Trainer
+from easyrl.trainer.parts import Evaluation
 from easyrl.weight_sync.publish import WeightSync
 
 
@@ -25,6 +26,7 @@ def build_trainer(
     rollouts: JournalledRollouts,
     weight_sync: WeightSync,
     reporter: StepReporter,
+    evaluation: Evaluation | None,
 ) -> Trainer:
     """Opens nothing."""
     config, progress = run.config, kept.progress
@@ -52,6 +54,7 @@ def build_trainer(
             reference=kept.reference,
         ),
         reporter=reporter,
+        evaluation=evaluation,
         first_version=run.version,
         groups_per_update=config.trainer.batch_size // config.trainer.updates_per_batch,
         updates_per_batch=config.trainer.updates_per_batch,

@@ -12,7 +12,11 @@ from easyrl.config.rollout import SamplingConfig
 
 
 class EvaluationConfig(Section):
-    """Evaluation on held-out prompts: pass@k and avg@k."""
+    """Evaluation on held-out prompts: pass@k and avg@k.
+
+    A version is evaluated where the batch that it generates leaves endpoints idle; the push of the
+    next weights waits for it. Figures come later than the metrics of their step.
+    """
 
     data: DatasetConfig
     every_steps: NonNegativeInt = 50  # 0: only where asked for below

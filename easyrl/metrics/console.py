@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from operator import itemgetter
 from typing import TextIO
 
 from rich.console import Console
@@ -45,7 +46,9 @@ class ConsoleView:
             line = "  ".join([f"step {self._step(step)}", *cells])
             print(line, file=self._console.file, flush=True)
             return
-        self._rows = [*self._rows, (step, shown)][-ROWS_SHOWN:]
+        before = [row for row in self._rows if row[0] != step]
+        same = dict(next((row for number, row in self._rows if number == step), {}))
+        self._rows = sorted([*before, (step, same | shown)], key=itemgetter(0))[-ROWS_SHOWN:]
         self._live.update(self._table(), refresh=True)
 
     def note(self, name: str, text: str) -> None:

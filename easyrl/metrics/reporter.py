@@ -1,21 +1,13 @@
-"""Step metrics: completed with evaluation and throughput, then handed to the trackers."""
+"""Step metrics: completed with throughput, then handed to the trackers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.trackers import Tracker
-from easyrl.schema import PolicyVersion
-
-
-class Evaluation(Protocol):
-    """Evaluates when it is due (``ScheduledEvaluation``)."""
-
-    def evaluate(self, step: int, version: PolicyVersion, *, is_last: bool) -> dict[str, float]: ...
 
 
 @dataclass
@@ -28,7 +20,6 @@ class StepReporter:
 
     idle_s: Callable[[], float]  # how long the endpoints had nothing to do so far
     num_devices: int  # the trainer's and the inference endpoints' together
-    evaluation: Evaluation | None = None  # collective
     trackers: Sequence[Tracker] = ()  # on the first rank
     mismatch: LogprobMismatch | None = None  # on the first rank
 
@@ -40,12 +31,8 @@ class StepReporter:
         if self.mismatch is not None:
             self.mismatch.look(totals.metrics.compared)
 
-    def report(
-        self, step: int, version: PolicyVersion, metrics: dict[str, float], *, is_last: bool
-    ) -> None:
-        """``metrics`` are of the step, and of the sync behind it; ``is_last``: the run ends."""
-        if self.evaluation is not None:
-            metrics = metrics | self.evaluation.evaluate(step, version, is_last=is_last)
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """``metrics`` are of the step, and of the sync behind it."""
         idle_s = self.idle_s()
         metrics["time/inference_idle_s"] = idle_s - self._idle_before_s
         self._idle_before_s = idle_s
@@ -55,3 +42,8 @@ class StepReporter:
             metrics["throughput/tokens_per_s_per_device"] = tokens_per_s / self.num_devices
         for tracker in self.trackers:
             tracker.log(step, metrics)
+
+    def report_evaluation(self, step: int, figures: dict[str, float]) -> None:
+        """Of the weights behind ``step``, which was reported before."""
+        for tracker in self.trackers:
+            tracker.log(step, figures)

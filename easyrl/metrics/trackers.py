@@ -23,15 +23,18 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One object per step. Lines after ``from_step`` are dropped: they will come again.
+    """One object per step, and one per evaluation of a step's weights, which comes later.
+
+    Lines after ``from_step`` are dropped: they will come again.
 
     Args:
         from_step: the last whose metrics are out; -1: none.
+        unevaluated: the evaluation of ``from_step`` will come again, too.
     """
 
-    def __init__(self, path: Path, from_step: int) -> None:
+    def __init__(self, path: Path, from_step: int, *, unevaluated: bool = False) -> None:
         if path.exists():
-            _drop_after(path, from_step)
+            _drop_after(path, from_step, unevaluated=unevaluated)
         self._file = path.open("ab", buffering=0)
         self._end = path.stat().st_size
 
@@ -99,14 +102,22 @@ class WandbTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """All lines of a ``metrics.jsonl``."""
-    return [orjson.loads(line) for line in _whole_lines(path)]
+    """The metrics of each step of a ``metrics.jsonl``; its evaluation has a line of its own."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in map(orjson.loads, _whole_lines(path)):
+        steps[line["step"]] = steps.get(line["step"], {}) | line
+    return list(steps.values())
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _drop_after(path: Path, step: int, *, unevaluated: bool) -> None:
     """Leaves the lines up to ``step``; a kill or a full disk meanwhile loses none of them."""
+
+    def is_kept(line: dict[str, float]) -> bool:
+        is_again = unevaluated and line["step"] == step and "eval/accuracy" in line
+        return line["step"] <= step and not is_again
+
     lines = _whole_lines(path)
-    kept = [line for line in lines if orjson.loads(line)["step"] <= step]
+    kept = [line for line in lines if is_kept(orjson.loads(line))]
     if kept == lines[: len(kept)]:
         os.truncate(path, sum(map(len, kept)))
         return

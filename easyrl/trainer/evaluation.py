@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import comb, fsum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from easyrl.config import EvaluationConfig
 from easyrl.ledger.exclusions import ExclusionLimit
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.schedule import Due
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import ExcludedPrompt, PolicyVersion, Prompt, RolloutGroup, TooManyExcluded
+from easyrl.schema import (
+    ExcludedPrompt,
+    Exclusion,
+    PolicyVersion,
+    Prompt,
+    RolloutGroup,
+    TooManyExcluded,
+)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -27,13 +36,22 @@ class ScheduledEvaluation:
     def __init__(self, evaluator: Evaluator, step: int) -> None:
         self._evaluator = evaluator
         self._due = Due(evaluator.config.every_steps, step)
+        self._running: RunningEvaluation | None = None
 
-    def evaluate(self, step: int, version: PolicyVersion, *, is_last: bool) -> dict[str, float]:
-        """Metrics of the endpoints' present weights; none if no evaluation is due."""
+    def begin(
+        self, step: int, version: PolicyVersion, *, is_last: bool, again: bool = False
+    ) -> RunningEvaluation | None:
+        """Starts one of the endpoints' present weights if it is due, or ``again``."""
         config = self._evaluator.config
-        wanted = self._due.passes(step)
+        wanted = self._due.passes(step) or again
         wanted |= (step == 0 and config.at_start) or (is_last and config.at_end)
-        return self._evaluator.evaluate(str(version)) if wanted else {}
+        self._running = self._evaluator.begin(str(version)) if wanted else None
+        return self._running
+
+    def withdraw(self, endpoint: str, proof: int) -> None:
+        """As ``RunningEvaluation.withdraw``, of the one that was begun last. From any thread."""
+        if self._running is not None:
+            self._running.withdraw(endpoint, proof)
 
 
 class Groups(Protocol):
@@ -64,30 +82,28 @@ class Evaluator:
     max_excluded: float = 1.0  # data.max_excluded, of all prompts together
 
     def evaluate(self, version: str | None) -> dict[str, float]:
-        """``eval/avg@k`` (also ``eval/accuracy``) and ``eval/pass@k``, all ranks. Collective.
+        """As ``begin``, to its end. Collective."""
+        with closing(self.begin(version)) as running:
+            return running.finish()
 
-        A prompt that nobody can answer counts as not solved, and in ``eval/excluded``. Raises on
-        all ranks what keeps one of them from going on: an outage, ``StopRequested``; and
-        ``TooManyExcluded``.
-        """
-        share = self.prompts[self.collectives.ranks.rank :: self.collectives.ranks.world_size]
-        correct: list[int] = []
-        excluded: list[tuple[int, str, str]] = []  # index, kind, reason
-        interruption: Exception | None = None
-        groups = self.rollouts.produce(share, version)
-        try:
-            with self.stop.wakes(groups.interrupt):
-                for group in groups:
-                    if group.excluded is not None:
-                        excluded.append((group.prompt.index, *group.excluded))
-                    scores = [score.components[self.reward_name] for score in group.scores]
-                    correct.append(sum(score >= self.config.threshold for score in scores))
-        except Exception as error:
-            groups.close()
-            if not self.is_interruption(error):
-                raise
-            interruption = error
-        self.collectives.end_together(interruption)
+    def begin(self, version: str | None) -> RunningEvaluation:
+        """Starts the generation of this rank's prompts and returns at once."""
+        ranks = self.collectives.ranks
+        return RunningEvaluation(self, self.prompts[ranks.rank :: ranks.world_size], version)
+
+    def judge(self, group: RolloutGroup) -> Judged:
+        """What counts of a finished group."""
+        scores = [score.components[self.reward_name] for score in group.scores]
+        return Judged(
+            sum(score >= self.config.threshold for score in scores),
+            group.excluded,
+            tuple((c.endpoint, c.proof) for c in group.completions),
+        )
+
+    def metrics(self, judged: Mapping[int, Judged]) -> dict[str, float]:
+        """Of this rank's ``judged`` groups by prompt, all ranks. Collective."""
+        correct = [each.num_correct for each in judged.values()]
+        excluded = [(i, *each.excluded) for i, each in judged.items() if each.excluded is not None]
         everyone = [c for rank in self.collectives.all_gather(correct) for c in rank]
         num_excluded = self._check_excluded(excluded)
         num_prompts = len(everyone)
@@ -113,3 +129,73 @@ class Evaluator:
         if (problem := limit.problem()) is not None:
             raise TooManyExcluded(f"evaluation: {problem}")
         return len(told)
+
+
+class Judged(NamedTuple):
+    """What counts of a finished group."""
+
+    num_correct: int
+    excluded: Exclusion | None
+    made_by: tuple[tuple[str, int], ...]  # of each response: endpoint and number of its proof
+
+
+class RunningEvaluation:
+    """An evaluation whose prompts are answered in the background, of one version."""
+
+    def __init__(
+        self, evaluator: Evaluator, prompts: Sequence[Prompt], version: str | None
+    ) -> None:
+        self._evaluator = evaluator
+        self._prompts = {prompt.index: prompt for prompt in prompts}
+        self._version = version
+        self._withdrawn = queue.SimpleQueue[tuple[str, int]]()  # endpoints and good proofs
+        self._groups = evaluator.rollouts.produce(prompts, version)
+
+    def withdraw(self, endpoint: str, proof: int) -> None:
+        """What ``endpoint`` has made since its proof number ``proof`` is generated again.
+
+        From any thread.
+        """
+        self._withdrawn.put((endpoint, proof))
+
+    def finish(self) -> dict[str, float]:
+        """``eval/avg@k`` (also ``eval/accuracy``) and ``eval/pass@k``, all ranks. Collective.
+
+        A prompt that nobody can answer counts as not solved, and in ``eval/excluded``. Raises on
+        all ranks what keeps one of them from going on: an outage, ``StopRequested``; and
+        ``TooManyExcluded``.
+        """
+        judged: dict[int, Judged] = {}
+        interruption: Exception | None = None
+        try:
+            self._receive(judged)
+            while again := self._in_doubt(judged):
+                prompts = [self._prompts[index] for index in again]
+                self._groups = self._evaluator.rollouts.produce(prompts, self._version)
+                self._receive(judged)
+        except Exception as error:
+            self.close()
+            if not self._evaluator.is_interruption(error):
+                raise
+            interruption = error
+        self._evaluator.collectives.end_together(interruption)
+        return self._evaluator.metrics(judged)
+
+    def close(self) -> None:
+        """Gives up what is not finished. Safe to call twice."""
+        self._groups.close()
+
+    def _receive(self, judged: dict[int, Judged]) -> None:
+        with self._evaluator.stop.wakes(self._groups.interrupt):
+            for group in self._groups:
+                judged[group.prompt.index] = self._evaluator.judge(group)
+
+    def _in_doubt(self, judged: Mapping[int, Judged]) -> list[int]:
+        """Prompts with a response that was withdrawn since this was last asked."""
+        found: set[int] = set()
+        while not self._withdrawn.empty():
+            endpoint, proof = self._withdrawn.get()
+            for index, each in judged.items():
+                if any(url == endpoint and number >= proof for url, number in each.made_by):
+                    found.add(index)
+        return sorted(found)

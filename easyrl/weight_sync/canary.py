@@ -97,6 +97,11 @@ class Expected:
     token_ids: tuple[np.ndarray, ...]  # per prompt int32 [R]
     logprobs: tuple[np.ndarray, ...]  # per prompt float32 [R]
 
+    def is_of(self, samples: Sequence[Completion]) -> bool:
+        """Whether the trainer was asked about these very tokens."""
+        pairs = zip(self.token_ids, samples, strict=True)
+        return all(np.array_equal(tokens, sample.token_ids) for tokens, sample in pairs)
+
     def differences(self, samples: Sequence[Completion]) -> np.ndarray:
         """How far an endpoint is from the trainer: |Δ log-prob| of each token, float32 [N].
 

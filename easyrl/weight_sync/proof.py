@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -165,6 +165,7 @@ class Prover:
     tolerance: float
     reads_bits: bool
     probe_shifts: dict[str, float] = field(default_factory=dict)
+    on_sampling: Callable[[], object] = lambda: None  # told when a canary is about to be sampled
     _warned: set[str] = field(default_factory=set, init=False)  # URLs
 
     @property
@@ -239,6 +240,7 @@ class Prover:
 
     async def sample(self, endpoint: Endpoint, stamp: str) -> list[Completion]:
         """The canary's samples. Raises ``OtherVersionShown`` if not all tokens carry ``stamp``."""
+        self.on_sampling()
         samples = await self.canary.sample(endpoint.url)
         stamped = {span.version for sample in samples for span in sample.version_spans}
         if stamped != {stamp}:  # made by other weights: it may have restarted

@@ -128,6 +128,7 @@ class WeightSync:
         pusher = WeightPusher(self._store, self._broadcaster, proof_follows=config.prove)
         self._reconciler = Reconciler(self.pool, pusher, self._prover, config.timeout_s)
         self._current: Target | None = None  # stays on the host until the next is served
+        self._foreseen: Sequence[Completion] = ()  # canary samples of the version before
         mine = self._reconciler if self.collectives.ranks.rank == 0 else None
         self.confirmed = ConfirmedEndpoints(self.pool, self._prover, mine, self.startup_timeout_s)
 
@@ -136,9 +137,14 @@ class WeightSync:
         """Of all endpoints that serve the published version; on other ranks of those they use."""
         return self.confirmed.confirmations
 
-    def publish(self, version: PolicyVersion) -> Published:
+    def publish(
+        self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
+    ) -> Published:
         """Brings ``version`` to the endpoints that are up and confirms it. Collective.
 
+        ``meanwhile`` is called on every rank once the weights are written, while endpoints load and
+        prove them; again if they are written again, and not if another error comes before than
+        that of a late proof.
         Those that are down are brought to it when they return; what is damaged on rank 0's host is
         written again. Raises ``NoEndpointServes`` naming each endpoint and what it showed,
         ``Outage`` when none was up for ``max_outage_s`` or none had passed when ``MOST_WRITES``
@@ -147,11 +153,11 @@ class WeightSync:
         """
         start_s = time.monotonic()
         self._withdraw()
-        self._refuse_late_doubts(version)
+        self._refuse_late_doubts(version, meanwhile)
         self._num_damaged, probe_s = 0, 0.0
         while True:
             probe_s += self._learn_probe(version)
-            delivery = self._deliver(str(version), canary=self.config.canary)
+            delivery = self._deliver(str(version), canary=self.config.canary, meanwhile=meanwhile)
             if not self._is_written_again(delivery):
                 break
         target = self._share(delivery)
@@ -159,6 +165,7 @@ class WeightSync:
         self.thread.run(self.confirmed.confirm(target, shown))
         self._store.discard(self._current)  # the version before has been served until here
         self._current = delivery.target
+        self._foreseen = next((s.samples for s in shown.values() if s.samples), self._foreseen)
         metrics = {"time/sync_s": time.monotonic() - start_s} | delivery.metrics()
         metrics["time/probe_s"] += probe_s
         return Published(ServedWeights(version, weights_digest(target.chunks)), metrics)
@@ -205,7 +212,9 @@ class WeightSync:
 
     # ---- delivery ------------------------------------------------------------------------------
 
-    def _deliver(self, version: str, *, canary: bool) -> Delivery:
+    def _deliver(
+        self, version: str, *, canary: bool, meanwhile: Callable[[], object] = lambda: None
+    ) -> Delivery:
         """Writes the weights and brings them to every live endpoint until at least one has passed.
 
         Or until one has not because of a damaged copy. The first push goes on while the weights are
@@ -219,12 +228,15 @@ class WeightSync:
             urls = self._live_urls(deadline_s)
             excluded: dict[str, str] = {}
             if delivery.target is not None:
-                excluded = self._fan_out(urls, delivery, canary, write=not is_written)
+                excluded = self._fan_out(
+                    urls, delivery, canary, write=not is_written, meanwhile=meanwhile
+                )
             else:
                 if not is_written:
                     for _ in self.engine.named_weights():
                         pass
-                self._answer_questions(None, delivery)
+                    meanwhile()
+                self._answer_questions(None, delivery, canary)
             is_written = True
             agreed = self.collectives.broadcast([list(delivery.shown), excluded, delivery.damage])
             delivery.passed, excluded, delivery.damage = agreed
@@ -273,7 +285,13 @@ class WeightSync:
         return urls
 
     def _fan_out(
-        self, urls: Sequence[str], delivery: Delivery, canary: bool, *, write: bool
+        self,
+        urls: Sequence[str],
+        delivery: Delivery,
+        canary: bool,
+        *,
+        write: bool,
+        meanwhile: Callable[[], object],
     ) -> dict[str, str]:
         """Has ``urls`` reconciled, while the weights are written if ``write``. Rank 0.
 
@@ -293,7 +311,8 @@ class WeightSync:
                 elif broadcaster is not None:
                     named_weights = broadcaster.note(named_weights)
                 self._store.write(target, named_weights, self.thread.loop)
-            self._answer_questions(fan_out, delivery)
+                meanwhile()
+            self._answer_questions(fan_out, delivery, canary)
             outcomes = running.result()
         except BaseException:
             running.cancel()
@@ -306,16 +325,31 @@ class WeightSync:
         delivery.damage = next(damages, None)
         return {u: e.reason for u, e in errors.items() if not isinstance(e, EndpointUnavailable)}
 
-    def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery) -> None:
-        """Asks the trainer what endpoints want to know, until all have ended. Collective."""
+    def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery, canary: bool) -> None:
+        """Asks the trainer what endpoints want to know, until all have ended. Collective.
+
+        While they make samples, it is asked about those of the version before: seeds are the
+        same and a step is small, so that most often the new weights give the same tokens.
+        """
+        foreseen: Mapping[str, Expected] = {}
+        foresees = bool(self._foreseen)
+        if canary and foresees and fan_out is not None:
+            foresees = self.thread.run(fan_out.sampling())
+        if canary and self.collectives.broadcast(foresees):
+            foreseen = self._ask_trainer({"": self._foreseen} if fan_out is not None else {})
         while True:
             samples = {} if fan_out is None else self.thread.run(fan_out.questions())
-            if not self.collectives.broadcast(bool(samples)):
+            known = {url: e for url, s in samples.items() for e in foreseen.values() if e.is_of(s)}
+            asked = {url: s for url, s in samples.items() if url not in known}
+            if fan_out is not None and known and not asked:
+                self.thread.run(fan_out.answer(known))
+                continue
+            if not self.collectives.broadcast(bool(asked)):
                 return
             start_s = time.monotonic()
-            expected = self._ask_trainer(samples)
+            expected = self._ask_trainer(asked)
             if fan_out is not None:
-                self.thread.run(fan_out.answer(expected))
+                self.thread.run(fan_out.answer({**known, **expected}))
             delivery.asking_s += time.monotonic() - start_s
 
     def _ask_trainer(self, samples: Mapping[str, Sequence[Completion]]) -> dict[str, Expected]:
@@ -337,7 +371,7 @@ class WeightSync:
         excluded = {e.url: e.excluded for e in self.pool.endpoints if e.excluded is not None}
         self._exclude(self.collectives.broadcast(excluded))
 
-    def _refuse_late_doubts(self, version: PolicyVersion) -> None:
+    def _refuse_late_doubts(self, version: PolicyVersion, certify: Callable[[], object]) -> None:
         """The batch that is closed must not have responses of an endpoint that failed since.
 
         No proof of it can fail any more. It is in no checkpoint yet, and the journal has what was
@@ -345,6 +379,7 @@ class WeightSync:
         """
         told = self.collectives.all_gather(list(self.confirmed.end_batch().items()))
         if doubts := [f"{url} (since its proof number {n})" for rank in told for url, n in rank]:
+            certify()
             raise InterruptedRun(
                 f"batch {version.v - 1} was trained and certified when an endpoint that had made "
                 f"responses for it failed its proof: {', '.join(doubts)}; no checkpoint is written "
@@ -359,4 +394,5 @@ class WeightSync:
                 if endpoint.url in problems and endpoint.excluded is None:
                     self.pool.exclude(endpoint, problems[endpoint.url])
 
-        self.thread.run(exclude())
+        if problems:
+            self.thread.run(exclude())

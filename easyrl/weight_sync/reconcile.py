@@ -210,6 +210,8 @@ class FanOut:
         self._num_open = len(self.endpoints)  # coroutines that have not ended
         self._questions: dict[str, tuple[Sequence[Completion], asyncio.Future[Expected]]] = {}
         self._changed = asyncio.Event()  # a question has come, or a coroutine has ended
+        self._is_sampling = False  # an endpoint has proved its bits
+        self.reconciler.prover.on_sampling = self._sampling
 
     async def run(self) -> dict[str, Shown | EndpointError]:
         """What became of each, by URL. Raises what is no ``EndpointError``.
@@ -234,6 +236,16 @@ class FanOut:
             self._changed.set()
         return {e.url: outcome for e, outcome in zip(self.endpoints, outcomes, strict=True)}
 
+    async def sampling(self) -> bool:
+        """Waits until an endpoint makes its canary samples; False if all have, or have ended.
+
+        Before that the loop has answers to look after, which the trainer's work would hold up.
+        """
+        while not self._is_sampling and self._num_open > len(self._questions):
+            self._changed.clear()
+            await self._changed.wait()
+        return self._num_open > len(self._questions)
+
     async def questions(self) -> dict[str, Sequence[Completion]]:
         """Canary samples by URL, when every coroutine has asked or ended; none at the end."""
         while self._num_open > len(self._questions):
@@ -247,6 +259,10 @@ class FanOut:
         for url, (_, answer) in asked.items():
             if not answer.done():  # it may have gone down while it waited
                 answer.set_result(expected[url])
+
+    def _sampling(self) -> None:
+        self._is_sampling = True
+        self._changed.set()
 
     async def _bring(self, endpoint: Endpoint) -> Shown | EndpointError:
         try:

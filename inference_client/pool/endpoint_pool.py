@@ -322,6 +322,10 @@ class EndpointPool(Fleet):
             for endpoint in self.endpoints
         ]
 
+    def capacity(self) -> int:
+        """Requests that the endpoints which are up take from this process at a time."""
+        return sum(endpoint.max_inflight for endpoint in self.endpoints if endpoint.is_up)
+
     def idle_s(self) -> float:
         """Seconds with nothing in flight since the start, mean over the endpoints there were."""
         if endpoints := self.endpoints:

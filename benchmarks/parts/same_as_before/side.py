@@ -98,11 +98,7 @@ class Side:
         command = [sys.executable, "-m", "easyrl", "serve", str(model), "--port", str(port)]
         with ExitStack() as opened:
             process = opened.enter_context(self.process([*command, *SERVER], log))
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not _is_healthy(port):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise Failed(f"{self.name}: its server did not start\n{tail(log)}")
-                time.sleep(0.2)
+            wait_until_healthy(process, port, log)
             yield f"http://127.0.0.1:{port}"
 
     def train(self, setting: Setting, inputs: Inputs) -> list[State]:
@@ -165,6 +161,15 @@ def free_port() -> int:
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         return int(opened.getsockname()[1])
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Raises ``Failed`` if the server ends, or does not answer for ``START_TIMEOUT_S``."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not _is_healthy(port):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise Failed(f"a server did not start\n{tail(log)}")
+        time.sleep(0.2)
 
 
 def tail(log: Path) -> str:

@@ -48,6 +48,10 @@ class JournalledRollouts:
     # Told of the endpoints, on every rank, before the batch begins again, and why they must not be
     # used any more; None: not until they prove themselves anew.
     on_withdrawal: Callable[[Mapping[str, str | None]], object] = lambda endpoints: None
+    # Told, on the producer's loop, whenever a group of the open batch is decided.
+    on_decision: Callable[[], object] = lambda: None
+    # Told of each endpoint, and since which of its proofs, of which responses are taken back.
+    on_doubt: Callable[[str, int], object] = lambda endpoint, proof: None
     _batch: BatchJournal | None = field(default=None, init=False)
     _open: OpenBatch | None = field(default=None, init=False)
     # endpoint → proof, since the batch began or the one before has ended
@@ -74,6 +78,7 @@ class JournalledRollouts:
         The batch begins again without it, on all ranks. On the producer's loop; raises
         ``JournalError``.
         """
+        self.on_doubt(endpoint, proof)
         # seen at the end of ``begin`` where that is under way, or yet to come
         self._doubted[endpoint] = min(proof, self._doubted.get(endpoint, proof))
         batch, opened = self._batch, self._open
@@ -106,9 +111,10 @@ class JournalledRollouts:
         for rank in told:
             everyone |= {url: problem or everyone.get(url) for url, problem in rank}
         for endpoint, problem in sorted(everyone.items()):
+            # Mine too: what was withdrawn while the batch began has an earlier number.
+            proof = mine.get(endpoint, 0) if problem is None else EVER
+            self.on_doubt(endpoint, proof)
             if self._batch is not None:
-                # Mine too: what was withdrawn while the batch began has an earlier number.
-                proof = mine.get(endpoint, 0) if problem is None else EVER
                 self._batch.withdraw(endpoint, proof)
         self.on_withdrawal(everyone)
 
@@ -126,6 +132,13 @@ class JournalledRollouts:
     def num_waiting(self) -> int:
         """Groups of the open batch that are finished and not handed out. From any thread."""
         return 0 if self._open is None else self._open.num_waiting
+
+    @property
+    def num_undecided(self) -> int:
+        """Groups that the open batch may still ask for or replace, this rank's share of them."""
+        if self._open is None:
+            return 0
+        return -(-self._open.membership.num_undecided // self.ranks.dp_size)
 
     def has_more(self, position: int) -> bool:
         """Whether the order has a prompt at ``position``."""
@@ -195,6 +208,7 @@ class JournalledRollouts:
             recovered=sorted(mine.items()),
             accept=rules.accept,
         )
+        batch.on_decision = self.on_decision
         batch.accepted_versions, batch.discarded = journal.accepted_versions, journal.discarded
         drains = () if rules.in_prompt_order else journal.drained_before(updates)
         for update, stream in enumerate(batch.updates):

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import resource
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.seeding import sample_seed
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
+    Completion,
     Exclusion,
     PeerOutage,
     PolicyVersion,
@@ -102,6 +104,39 @@ def test_evaluator_counts_correct_samples(stop):
         "eval/pass@1": 0.5,
         "eval/pass@2": pytest.approx(2 / 3),
     }
+
+
+class TwoEndpoints(FakeRollouts):
+    """Prompt ``i``'s response is made by endpoint ``i % 2``, which has passed proof ``proof``."""
+
+    def __init__(self):
+        self.asked = []
+        self.proof = 3
+
+    def produce(self, prompts, version):
+        self.asked.append(([prompt.index for prompt in prompts], version))
+        groups = [
+            replace(group, completions=(made_by(f"http://{group.prompt.index % 2}", self.proof),))
+            for group in super().produce(prompts, version).groups
+        ]
+        return FakeStream(groups)
+
+
+def made_by(endpoint, proof):
+    nothing = np.zeros(0, dtype=np.int32)
+    logprobs, mask = nothing.astype(np.float32), nothing.astype(bool)
+    return Completion(nothing, logprobs, "stop", (), endpoint, mask, proof=proof)
+
+
+def test_what_an_endpoint_made_since_its_last_good_proof_is_generated_again(stop):
+    rollouts = TwoEndpoints()
+    alone = Collectives(Ranks.data_parallel(0, 1))
+    running = make_evaluator(rollouts, alone, stop, num_prompts=4).begin("v")
+    running.withdraw("http://1", 4)  # all that it made was before
+    running.withdraw("http://1", 3)
+    rollouts.proof = 5
+    assert running.finish()["eval/accuracy"] == (0 + 1 + 2 + 2) / 8
+    assert rollouts.asked == [([0, 1, 2, 3], "v"), ([1, 3], "v")]
 
 
 class RefusedRollouts(FakeRollouts):
@@ -208,6 +243,21 @@ def test_jsonl_drops_the_steps_that_a_resumed_run_takes_again(tmp_path):
         (2, 2.0),
         (3, -3.0),
     ]
+
+
+def test_an_evaluation_has_a_line_behind_its_steps_and_comes_again_if_it_was_not_finished(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(path, 0)
+    for step in range(3):
+        first.log(step, {"loss": float(step)})
+        first.log(step, {"eval/accuracy": 0.5})
+    first.close()
+    of_steps = [{"step": n, "loss": float(n), "eval/accuracy": 0.5} for n in range(3)]
+    assert read_metrics(path) == of_steps
+    JsonlTracker(path, 1, unevaluated=False).close()
+    assert read_metrics(path) == of_steps[:2]
+    JsonlTracker(path, 1, unevaluated=True).close()
+    assert read_metrics(path) == [of_steps[0], {"step": 1, "loss": 1.0}]
 
 
 def logged(path, *steps):
@@ -376,12 +426,12 @@ def idle(*values):
 def test_throughput_is_per_step_and_device():
     reporter = StepReporter(idle(1.0, 1.5, 4.0), num_devices=4)
     metrics = {"tokens/packed": 600.0, "time/step_s": 3.0}
-    reporter.report(1, VERSION, metrics, is_last=False)
+    reporter.report(1, metrics)
     assert metrics["time/inference_idle_s"] == 0.5
     assert metrics["throughput/tokens_per_s"] == 200.0
     assert metrics["throughput/tokens_per_s_per_device"] == 50.0
     start = {}
-    reporter.report(0, VERSION, start, is_last=False)
+    reporter.report(0, start)
     assert start == {"time/inference_idle_s": 2.5}
 
 
@@ -391,14 +441,10 @@ VERSION = PolicyVersion("run", 0, 1)
 
 
 class Figures:
-    """An evaluation, and a tracker, that keep what they were given."""
+    """A tracker that keeps what it was given."""
 
     def __init__(self):
-        self.asked, self.logged = [], []
-
-    def evaluate(self, step, version, *, is_last):
-        self.asked.append((step, str(version), is_last))
-        return {"eval/accuracy": 0.5}
+        self.logged = []
 
     def log(self, step, metrics):
         self.logged.append((step, metrics))
@@ -407,18 +453,17 @@ class Figures:
         pass
 
 
-def test_a_step_is_reported_with_evaluation_and_throughput_to_every_tracker():
-    evaluation, first, second = Figures(), Figures(), Figures()
-    reporter = StepReporter(
-        idle(0.0, 1.0, 1.5), num_devices=1, evaluation=evaluation, trackers=[first, second]
-    )
-    reporter.report(0, VERSION, {"time/sync_s": 0.5}, is_last=False)
-    reporter.report(1, VERSION, {"tokens/packed": 600.0, "time/step_s": 3.0}, is_last=True)
-    assert evaluation.asked == [(0, "run:0:1", False), (1, "run:0:1", True)]
+def test_a_step_is_reported_with_throughput_and_its_evaluation_later_to_every_tracker():
+    first, second = Figures(), Figures()
+    reporter = StepReporter(idle(0.0, 1.0, 1.5), num_devices=1, trackers=[first, second])
+    reporter.report(0, {"time/sync_s": 0.5})
+    reporter.report_evaluation(0, {"eval/accuracy": 0.5})
+    reporter.report(1, {"tokens/packed": 600.0, "time/step_s": 3.0, "eval/accuracy": 0.5})
     assert first.logged == second.logged
-    (zero, start), (one, metrics) = first.logged
+    (zero, start), later, (one, metrics) = first.logged
     assert (zero, one) == (0, 1)
-    assert start == {"time/sync_s": 0.5, "eval/accuracy": 0.5, "time/inference_idle_s": 1.0}
+    assert start == {"time/sync_s": 0.5, "time/inference_idle_s": 1.0}
+    assert later == (0, {"eval/accuracy": 0.5})
     assert metrics["eval/accuracy"] == 0.5 and metrics["throughput/tokens_per_s"] == 200.0
 
 
@@ -426,7 +471,7 @@ def test_a_step_without_evaluation_is_reported_as_it_is():
     tracker = Figures()
     reporter = StepReporter(idle(0.0, 0.0), num_devices=1, trackers=[tracker])
     reporter.compare(BatchTotals())  # nobody looks: another rank's task
-    reporter.report(0, VERSION, {"a": 1.0}, is_last=True)
+    reporter.report(0, {"a": 1.0})
     assert tracker.logged == [(0, {"a": 1.0, "time/inference_idle_s": 0.0})]
 
 
@@ -434,8 +479,8 @@ class Counts:
     def __init__(self, config):
         self.config = config
 
-    def evaluate(self, version):
-        return {"eval/accuracy": 1.0}
+    def begin(self, version):
+        return f"evaluation of {version}"
 
 
 @pytest.mark.parametrize(
@@ -451,10 +496,10 @@ class Counts:
 def test_an_evaluation_is_due_every_so_many_steps_at_start_and_at_end(schedule, steps, expected):
     config = EvaluationConfig(data={"files": ["held-out.jsonl"]}, **schedule)
     evaluation = ScheduledEvaluation(Counts(config), steps[0])
-    asked = [
-        step for step in steps if evaluation.evaluate(step, VERSION, is_last=step == steps[-1])
-    ]
+    asked = [step for step in steps if evaluation.begin(step, VERSION, is_last=step == steps[-1])]
     assert asked == expected
+    again = evaluation.begin(steps[-1], VERSION, is_last=False, again=True)
+    assert again == "evaluation of run:0:1"
 
 
 def test_policy_version_round_trips_and_refuses_others():

@@ -183,7 +183,8 @@ class FakeSync:
 
     confirmations = (Confirmation("http://fake:1", "any", True, None),)
 
-    def publish(self, version):
+    def publish(self, version, meanwhile):
+        meanwhile()
         self.events.append(f"publish {version}")
         return Published(ServedWeights(version, f"weights {version.v}"), {"time/sync_s": 0.1})
 
@@ -214,16 +215,23 @@ class FakeLedger:
 
 
 class FakeEvaluation:
-    """Keeps when it was asked, and whether for the last time."""
+    """Keeps when it was asked, and whether for the last time; each is finished at once."""
 
     def __init__(self, evaluate=lambda step, version: {}):
         self.function = evaluate
         self.asked = []
 
-    def evaluate(self, step, version, *, is_last):
-        metrics = self.function(step, version)
+    def begin(self, step, version, *, is_last, again=False):
         self.asked.append((step, is_last))
-        return metrics
+        return FakeRunning(lambda: self.function(step, version))
+
+
+class FakeRunning:
+    def __init__(self, evaluate):
+        self.finish = evaluate
+
+    def close(self):
+        pass
 
 
 class ListTracker:
@@ -287,9 +295,9 @@ def make_trainer(
         reporter=StepReporter(
             lambda: 0.0,
             num_devices=2,
-            evaluation=evaluation,
             trackers=[ListTracker(reported), *trackers],
         ),
+        evaluation=evaluation,
         first_version=VERSION,
         groups_per_update=2 // plan.get("updates_per_batch", 1),
         **plan,

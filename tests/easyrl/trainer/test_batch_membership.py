@@ -405,10 +405,10 @@ def test_a_batch_that_takes_the_rest_of_the_order_is_the_last():
 
 def test_a_run_that_is_interrupted_before_its_last_report_makes_it_when_it_is_resumed():
     class Gone(FakeSync):
-        def publish(self, version):
+        def publish(self, version, meanwhile):
             if version.v == 1:
                 raise FakeOutage("all endpoints are gone")
-            return super().publish(version)
+            return super().publish(version, meanwhile)
 
     first, again, third = FakeEvaluation(), FakeEvaluation(), FakeEvaluation()
     trainer, _ = make_trainer([], num_batches=1, weight_sync=Gone([]), evaluation=first)

@@ -149,38 +149,100 @@ def test_max_steps_ends_the_run_without_taking_another_batch():
 def telling(events):
     """Evaluation, tracker and checkpoint that tell when they are called."""
 
-    def evaluate(step, version):
-        events.append(f"evaluate {step} {version}")
-        return {"eval/avg": 0.25}
+    class Running:
+        def __init__(self, step):
+            self.step = step
+
+        def finish(self):
+            events.append(f"evaluated {self.step}")
+            return {"eval/avg": 0.25}
+
+        def close(self):
+            events.append(f"evaluation of {self.step} closed")
 
     class Tells(ListTracker):
         def log(self, step, metrics):
-            events.append(f"report {step} {metrics['eval/avg']}")
+            what = [name for name in ("reward/mean", "eval/avg") if name in metrics]
+            events.append(f"report {step} {what}")
+            super().log(step, metrics)
+
+    class Begins(FakeEvaluation):
+        def begin(self, step, version, *, is_last, again=False):
+            events.append(f"evaluate {step} {version}")
+            return Running(step)
 
     class Saves(FakeLedger):
         def save_if_due(self, progress):
-            events.append(f"save {progress.step} of {progress.closed_batches} batches if due")
+            missing = " without its evaluation" if progress.unevaluated else ""
+            events.append(f"save {progress.step} of {progress.closed_batches} batches{missing}")
 
     return {
-        "evaluation": FakeEvaluation(evaluate),
+        "evaluation": Begins(),
         "trackers": [Tells([])],
         "ledger": Saves(events),
     }
 
 
-def test_a_step_is_published_evaluated_reported_saved():
+def test_a_version_is_evaluated_beside_its_batch_whose_push_waits_and_the_last_alone():
     events = []
     trainer, reported = make_trainer(events, num_batches=1, **telling(events))
     trainer.fit()
-    assert events[:3] == ["publish run:0:0", "evaluate 0 run:0:0", "report 0 0.25"]
-    assert events[events.index("certify 0") + 1 :] == [
+    assert events == [
+        "publish run:0:0",
+        "begin [0, 1] run:0:0",
+        "evaluate 0 run:0:0",
+        "report 0 []",  # behind the first requests of the batch
+        "save 0 of 0 batches without its evaluation",
+        "backward",
+        "backward",
+        "step /12",
+        "evaluated 0",
+        "report 0 ['eval/avg']",
+        "sync",
+        "certify 0",
         "publish run:0:1",
+        "evaluation of 0 closed",
         "evaluate 1 run:0:1",
-        "report 1 0.25",
-        "save 1 of 1 batches if due",
+        "evaluated 1",
+        "evaluation of 1 closed",
+        "report 1 ['reward/mean', 'eval/avg']",
+        "save 1 of 1 batches",
         "end weights 1",
     ]
-    assert reported[1][1]["eval/avg"] == 0.25
+    assert reported[2][1]["eval/avg"] == 0.25
+
+
+def test_an_evaluation_that_a_stop_ends_is_repeated_with_its_batch_when_the_run_goes_on():
+    """Its weights are gone with the step: a checkpoint behind it would lose it."""
+    events = []
+
+    def evaluate(step, version):
+        raise StopRequested("SIGTERM")
+
+    trainer, _ = make_trainer(events, evaluation=FakeEvaluation(evaluate))
+    with pytest.raises(InterruptedRun, match="the last checkpoint stays and the journal has"):
+        trainer.fit()
+    assert events[-1] == "step /12" and trainer.progress.step == 0
+    progress = Progress(reported_step=0, unevaluated=True)  # as the last checkpoint has it
+    again = telling(events := [])
+    resumed, _ = make_trainer(events, num_batches=1, progress=progress, **again)
+    resumed.fit()
+    assert events[2:4] == ["evaluate 0 run:0:0", "save 0 of 0 batches without its evaluation"]
+    assert "report 0 ['eval/avg']" in events and "report 0 []" not in events
+
+
+def test_what_began_before_an_error_is_closed():
+    events = []
+
+    class Full(FakeLedger):
+        def save_if_due(self, progress):
+            raise OSError("no room")
+
+    parts = telling(events) | {"ledger": Full(events)}
+    trainer, _ = make_trainer(events, **parts)
+    with pytest.raises(OSError, match="no room"):
+        trainer.fit()
+    assert events[-2:] == ["batch closed", "evaluation of 0 closed"]
 
 
 def test_a_resumed_run_publishes_without_repeating_the_evaluation():
@@ -190,7 +252,7 @@ def test_a_resumed_run_publishes_without_repeating_the_evaluation():
     trainer.fit()
     assert events[:2] == ["publish run:0:5", "begin [0, 1] run:0:5"]
     assert [step for step, _ in reported] == [6]
-    assert events[-2] == "save 6 of 6 batches if due"
+    assert events[-2] == "save 6 of 6 batches"
 
 
 def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch):
@@ -214,10 +276,16 @@ def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch
         ledger=Slow([]),
     )
     published = Published(ServedWeights(VERSION, "weights"), {})
-    monkeypatch.setattr(FakeSync, "publish", lambda self, version: take(2.0, published))
+
+    def publish(self, version, meanwhile):
+        meanwhile()
+        return take(2.0, published)
+
+    monkeypatch.setattr(FakeSync, "publish", publish)
     monkeypatch.setattr(FakeEngine, "optimizer_step", lambda self, _: take(1.0, GOOD))
     trainer.fit()
-    assert [metrics["time/step_s"] for _, metrics in reported[1:]] == [3.0, 3.0]
+    steps = [metrics for _, metrics in reported if "reward/mean" in metrics]
+    assert [metrics["time/step_s"] for metrics in steps] == [3.0, 3.0]
 
 
 # ---- micro-batches without weight --------------------------------------------------------------
@@ -263,10 +331,10 @@ def test_an_outage_while_publishing_saves_too():
     events = []
 
     class Gone(FakeSync):
-        def publish(self, version):
+        def publish(self, version, meanwhile):
             if version.v == 1:
                 raise FakeOutage("all endpoints are gone")
-            return super().publish(version)
+            return super().publish(version, meanwhile)
 
     trainer, reported = make_trainer(events, weight_sync=Gone(events))
     with pytest.raises(InterruptedRun):
@@ -284,8 +352,8 @@ def test_an_outage_while_publishing_saves_too():
     )
     resumed.fit()
     assert events[1] == "begin [2, 3] run:0:1"
-    assert [step for step, _ in reported] == [1, 2]
-    first = reported[0][1]
+    assert [step for step, _ in reported] == [1, 1, 2]
+    first = reported[0][1] | reported[1][1]
     assert (first["reward/mean"], first["time/sync_s"], first["eval/avg"]) == (0.5, 0.1, 0.25)
 
 
@@ -294,13 +362,13 @@ def test_throughput_does_not_hide_an_interruption_after_a_batch(ends):
     """Its figures are of whole steps; what ends the run before one is complete goes through it."""
 
     class Gone(FakeSync):
-        def publish(self, version):
+        def publish(self, version, meanwhile):
             if version.v == 1 and ends == "publish":
                 raise StopRequested("SIGTERM")
-            return super().publish(version)
+            return super().publish(version, meanwhile)
 
     def evaluate(step, version):
-        if step == 1 and ends == "evaluate":
+        if step == 2 and ends == "evaluate":  # the last, which runs alone
             raise StopRequested("SIGTERM")
         return {}
 
@@ -320,10 +388,11 @@ def test_any_other_error_does_not_save(error):
     events = []
 
     class Broken(FakeSync):
-        def publish(self, version):
+        def publish(self, version, meanwhile):
             if version.v == 1:
+                meanwhile()
                 raise error
-            return super().publish(version)
+            return super().publish(version, meanwhile)
 
     trainer, _ = make_trainer(events, weight_sync=Broken(events))
     with pytest.raises(RuntimeError) as raised:
@@ -358,10 +427,10 @@ def test_nobody_takes_the_weights_is_one_sentence(num_published, status):
     """Before the first batch the servers are not what they should be; later they may come back."""
 
     class NobodyTakes(FakeSync):
-        def publish(self, version):
+        def publish(self, version, meanwhile):
             if version.v == num_published:
                 raise NoEndpointServes("no usable endpoint: http://fake:1: another model")
-            return super().publish(version)
+            return super().publish(version, meanwhile)
 
     trainer, _ = make_trainer([], weight_sync=NobodyTakes([]))
     with pytest.raises(InterruptedRun, match="(?s)another model.*go on with --resume") as caught:

@@ -466,3 +466,22 @@ def test_canary_fits_into_the_context(limit, lengths):
 def test_a_context_too_short_for_a_canary_is_refused():
     with pytest.raises(ValueError, match="--max-model-len"):
         canary_prompts([Prompt(0, np.arange(5, dtype=np.int32), "", None)], 7)
+
+
+def test_the_canarys_tokens_are_foreseen_where_a_step_leaves_them_as_they_were(
+    model_dir, server, tmp_path
+):
+    """The trainer is asked before they come; once more only if others come."""
+    engine = PlainEngine(model_dir)
+    forward, asked = engine.logprobs, []
+    engine.logprobs = lambda row: asked.append(row) or forward(row)
+    with weight_sync(engine, [server], tmp_path) as rank:
+        rank.sync.publish(V0)
+        asked.clear()
+        first = rank.sync.publish(V1).metrics["sync/canary_mean"]
+        once = len(asked)
+        engine.train(0.5)
+        asked.clear()
+        second = rank.sync.publish(PolicyVersion("sync", 0, 2)).metrics["sync/canary_mean"]
+    assert once > 0 and len(asked) == 2 * once
+    assert 0 < max(first, second) < 1e-5

@@ -1,0 +1,1 @@
+"""What ``benchmarks.batch_border`` is made of."""

@@ -1,0 +1,38 @@
+"""Held-out evaluation beside the batches of a run."""
+
+from __future__ import annotations
+
+from easyrl.build.data import TrainingData
+from easyrl.build.inference import Inference
+from easyrl.build.run import OpenRun
+from easyrl.inference_client.pool.idle_room import IdleRoom
+from easyrl.ledger.journal.rollouts import JournalledRollouts
+from easyrl.metrics.event_log import ignore
+from easyrl.trainer.evaluation import ScheduledEvaluation
+
+
+def schedule_evaluation(
+    run: OpenRun,
+    data: TrainingData,
+    inference: Inference,
+    rollouts: JournalledRollouts,
+    *,
+    from_step: int,
+) -> ScheduledEvaluation | None:
+    """In the room that the batches of ``rollouts`` leave; None where nothing is to be evaluated."""
+    if run.config.evaluation is None:
+        return None
+    num_generations = run.config.rollout.num_generations
+    room = IdleRoom(inference.pool.capacity, lambda: num_generations * rollouts.num_undecided)
+    evaluator = inference.evaluator(
+        run.config.evaluation,
+        data.held_out,
+        run.collectives,
+        run.signals.stop,
+        run.tokens.counting(ignore),
+        room,
+    )
+    evaluation = ScheduledEvaluation(evaluator, max(from_step, 0))
+    rollouts.on_decision = room.look
+    rollouts.on_doubt = evaluation.withdraw
+    return evaluation
