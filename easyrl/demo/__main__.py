@@ -7,6 +7,7 @@ environment variable EASYRL_VLLM_PYTHON. The last line printed is one JSON objec
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -76,6 +77,9 @@ def main() -> int:
         except ConfigError as error:
             print(f"easyrl demo: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print("easyrl demo: interrupted before training began", file=sys.stderr)
+            return 130
         return _measure(config, model, heldout, overrides, arguments, held)
 
 
@@ -129,20 +133,26 @@ def _measure(
 def _set_up(config: Config, run_dir: Path, held: ExitStack) -> tuple[Path, Path]:
     """A fresh run folder with the problems and the warm-started model, locked by ``held``.
 
-    Raises ``ConfigError`` if it holds something else, or another process uses it; then it is left
-    as it was.
+    What an earlier demo has left there is moved beside it. Raises ``ConfigError`` if it holds
+    something else, or another process uses it; then it is left as it was.
     """
     if run_dir.exists():
-        foreign = {path.name for path in run_dir.iterdir()} - {LOCK_FILE}
-        if foreign and not (run_dir / "base_model").is_dir():
-            raise ConfigError(f"{run_dir} holds something else; give another --run-dir")
+        left = {path.name for path in run_dir.iterdir()} - {LOCK_FILE}
+        # one that was interrupted in its warm start has problems, and no model yet
+        if left and not (run_dir / "base_model").is_dir() and left != {"data"}:
+            raise ConfigError(
+                f"{run_dir} holds something else; give another folder: make demo RUN=DIR, or "
+                "--run-dir DIR"
+            )
     run_dir.mkdir(parents=True, exist_ok=True)
     held.enter_context(locked_folder(run_dir, 0))
-    for path in run_dir.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != LOCK_FILE:
-            path.unlink()
+    earlier = [path for path in run_dir.iterdir() if path.name != LOCK_FILE]
+    if earlier:
+        aside = _free_name(run_dir)
+        aside.mkdir()
+        for path in earlier:
+            shutil.move(path, aside)
+        print(f"what an earlier demo has left in {run_dir} is now in {aside}")
     _, heldout = write_splits(run_dir / "data", seed=config.run.seed)
     print("warm start: a small Qwen3 sees estimates, careless and careful additions")
     start = time.monotonic()
@@ -150,6 +160,14 @@ def _set_up(config: Config, run_dir: Path, held: ExitStack) -> tuple[Path, Path]
     build_model(model, seed=config.run.seed)
     print(f"warm start took {time.monotonic() - start:.0f} s")
     return model, heldout
+
+
+def _free_name(folder: Path) -> Path:
+    """``folder`` with the first number behind it that no folder has."""
+    numbers = itertools.count(1)
+    return next(
+        free for n in numbers if not (free := folder.with_name(f"{folder.name}-{n}")).exists()
+    )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The demo begins anew in its folder, unless that is somebody else's or in use."""
+"""The demo begins anew in its folder, unless that is somebody else's or in use; nothing is lost."""
 
 from __future__ import annotations
 
@@ -69,7 +69,26 @@ def test_a_bad_setting_is_refused_before_anything_is_removed(run_demo, used):
     assert digests(used) == before
 
 
-def test_an_earlier_demo_is_begun_anew(run_demo, used):
+def test_an_earlier_demo_is_kept_beside_the_new_one(run_demo, used, tmp_path):
+    before = digests(used)
+    (tmp_path / "demo-1").mkdir()
     with pytest.raises(Built):
         run_demo()
     assert not (used / "metrics.jsonl").exists() and (used / "data").is_dir()
+    kept = digests(tmp_path / "demo-2")
+    assert kept == {name: digest for name, digest in before.items() if name != "run.lock"}
+
+
+def test_a_demo_that_was_interrupted_in_its_warm_start_is_begun_anew(
+    run_demo, monkeypatch, tmp_path, capsys
+):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(demo, "build_model", interrupt)
+        assert run_demo() == 130
+    assert "interrupted before training began" in capsys.readouterr().err
+    assert (tmp_path / "demo" / "data").is_dir()
+    with pytest.raises(Built):
+        run_demo()
