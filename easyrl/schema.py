@@ -37,8 +37,10 @@ class InterruptedRun(RuntimeError):
 class LedgerError(ValueError):
     """A file that a run is held to cannot be written, or is not as it was; names it and the remedy.
 
-    ``--resume`` would end the same way until that is done.
+    ``--resume`` would end the same way until that is done, unless it ``is_temporary``.
     """
+
+    is_temporary = False
 
 
 class EndedBySignal(SystemExit):
