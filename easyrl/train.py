@@ -26,12 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from easyrl.runtime.startup_signals import end_at_signals
 
     end_at_signals()
+    from easyrl.runtime.streams import tolerant_streams
+
+    with tolerant_streams():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     from easyrl.config import ConfigError
     from easyrl.config.file import dump_config, load_config
     from easyrl.config.machine import check_paths
     from easyrl.runtime.signals import RunSignals, end_with_launcher
     from easyrl.runtime.stopping import StopRequest
-    from easyrl.runtime.streams import tolerant
     from easyrl.schema import InterruptedRun, LedgerError
 
     arguments = _parse(argv)
@@ -49,19 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             signals.finish()
     except (ConfigError, LedgerError) as error:  # the user's to mend; a traceback would hide it
-        with tolerant(sys.stderr):
-            print(f"easyrl: {error}", file=sys.stderr)
+        print(f"easyrl: {error}", file=sys.stderr)
         return 2
     except InterruptedRun as error:
-        with tolerant(sys.stderr):
-            print(f"easyrl: {error}", file=sys.stderr)
+        print(f"easyrl: {error}", file=sys.stderr)
         status = error.status
     else:
         status = 0
-    finally:
-        for stream in (sys.stdout, sys.stderr):  # here it can be told; at the end it would be 120
-            with tolerant(stream):
-                stream.flush()
     import torch.distributed as dist
 
     # All ranks have come to the end of the run. Left to the interpreter's end, a thread of gloo now

@@ -153,6 +153,32 @@ def test_output_that_nobody_takes_ends_nothing(broken):
     assert done.stderr.count("cannot be written") == 1
 
 
+EVERYBODY = """
+import sys
+from easyrl.runtime.streams import tolerant_streams
+with tolerant_streams():
+    for line in range(3):
+        print("row", line, flush=line == 1)
+        print("row", line, file=sys.stderr)
+print("behind")
+sys.exit(75)
+"""
+
+
+def test_what_libraries_print_where_nobody_reads_ends_nothing():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", EVERYBODY], stdout=writing, stderr=writing)
+    os.close(writing)
+    assert done.returncode == 75
+
+
+def test_what_is_printed_arrives_where_it_is_read():
+    done = subprocess.run([sys.executable, "-c", EVERYBODY], capture_output=True, text=True)
+    rows = "row 0\nrow 1\nrow 2\n"
+    assert (done.stdout, done.stderr, done.returncode) == (rows + "behind\n", rows, 75)
+
+
 def test_other_errors_behind_a_stream_are_raised():
     with pytest.raises(KeyError), tolerant(sys.stdout):
         raise KeyError("of ours")
