@@ -72,6 +72,5 @@ def _is_of_disk(error: OSError, folders: Sequence[Path]) -> bool:
 
 def _sentence(error: OSError, folders: Sequence[Path]) -> str:
     where = error.filename or "a file in " + " or ".join(map(str, folders))
-    if error.errno is None or error.strerror != os.strerror(error.errno):  # says what to do
-        return f"{where}: {error.strerror}"
-    return f"{where}: {error.strerror}; {remedy(error)} and go on with --resume"
+    told, to_do = f"{where}: {error.strerror}", remedy(error)
+    return told if to_do in told else f"{told}; {to_do} and go on with --resume"

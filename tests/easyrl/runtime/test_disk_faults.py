@@ -36,6 +36,7 @@ def below(folder, code=errno.ENOSPC, name="file"):
 FAULTS = {
     "a full disk": lambda folder: below(folder),
     "without a name": lambda folder: os_error(errno.ENOSPC),
+    "with words of ours": lambda folder: OSError(errno.ENOSPC, "no space for weights", str(folder)),
     "a link that leads nowhere": lambda folder: below(folder, errno.ENOENT),
     "of the journal's thread": lambda folder: caused(
         RuntimeError("rollout production failed"),
