@@ -56,8 +56,18 @@ def new_api_key() -> str:
 
 
 def read_variable(name: str, key: str) -> str:
-    """The token in environment variable ``name``. Raises ``ValueError`` beginning with ``key``."""
+    """The token in environment variable ``name``. Raises ``ValueError`` beginning with ``key``.
+
+    The message never has the token. One that no header can carry as it is, is refused: RFC 6750
+    allows less.
+    """
     if value := os.environ.get(name):
+        if not (value.isascii() and value.isprintable() and value == value.strip()):
+            raise ValueError(
+                f"{key}: the environment variable {name} holds a key with a line break, another "
+                "character that is not printable ASCII, or a space around it; export it without "
+                f'({name}="$(cat FILE)" leaves off the line break at the end)'
+            )
         return value
     raise ValueError(
         f"{key}: the environment variable {name} is not set; export it with the endpoint's key "
