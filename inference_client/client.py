@@ -29,6 +29,7 @@ from easyrl.inference_client.answers import (
     read_body,
     shorten,
 )
+from easyrl.inference_client.api_keys import KeyErasure
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
@@ -37,7 +38,6 @@ from easyrl.inference_client.errors import (
     PromptRejected,
     RequestRejected,
 )
-from easyrl.inference_client.key_erasure import KeyErasure
 from easyrl.inference_client.responses import GENERATE
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice
 from easyrl.schema import Completion

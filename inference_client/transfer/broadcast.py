@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easyrl.inference_client.answers import ANSWER_BYTES, ERROR_BYTES, shorten
-from easyrl.inference_client.api_keys import ApiKeys
-from easyrl.inference_client.key_erasure import KeyErasure
+from easyrl.inference_client.api_keys import ApiKeys, KeyErasure
+
+ANSWER_BYTES = 4 * 2**20  # as of other routes
+ERROR_BYTES = 8 * 2**10
+QUOTED_CHARACTERS = 500
 
 # by transport: module of the trainer-side engine, how its classes' names begin, what has it
 BACKENDS = {
@@ -119,10 +121,11 @@ class EndpointsClient:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 answer = response.read(ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
-            text = shorten(clean.of_bytes(error.read(ERROR_BYTES)))
-            raise RuntimeError(f"{url}{route}: status {error.code}: {text}") from None
+            text = clean.of_bytes(error.read(ERROR_BYTES)).decode(errors="replace")
+            quoted = text[:QUOTED_CHARACTERS]
+            raise RuntimeError(f"{url}{route}: status {error.code}: {quoted}") from None
         except (OSError, http.client.HTTPException) as error:
-            raise RuntimeError(f"{url}{route}: {shorten(clean.of(str(error)))}") from None
+            raise RuntimeError(f"{url}{route}: {clean.of(str(error))}") from None
         if len(answer) > ANSWER_BYTES:
             raise RuntimeError(f"{url}{route}: answers more than {ANSWER_BYTES} bytes")
         return answer
