@@ -29,6 +29,7 @@ from easyrl.inference_client.answers import (
     read_body,
     shorten,
 )
+from easyrl.inference_client.api_keys import KeyErasure
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
@@ -53,8 +54,6 @@ HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
-# A shorter key, or a number, may be a part of any good answer: of a name, a digest, a token id.
-SHORTEST_SECRET = 8
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
 IDENTITY = {"Accept-Encoding": "identity"}  # see ``answers.read_body``
@@ -87,6 +86,16 @@ class WorkerProof:
     transport: str  # how its weights came: "file" or "http"
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came back, without our key wherever it was repeated."""
+
+    status: int
+    reason: str  # of the status line
+    location: str | None
+    content: bytes
+
+
 class EndpointClient:
     """The routes of one endpoint. Every method raises ``EndpointError``; see its subclasses.
 
@@ -105,7 +114,7 @@ class EndpointClient:
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
-        self._api_key = api_key
+        self._without_key = KeyErasure(api_key)
         self._headers = {"Content-Type": "application/json"} | IDENTITY
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -251,15 +260,15 @@ class EndpointClient:
         max_bytes: int = ANSWER_BYTES,
     ) -> bytes:
         limit_s = timeout_s if timeout_s is not None or path == GENERATE else self._timeout_s
-        answer, content = await self._answer(method, path, body, limit_s, max_bytes)
+        answer = await self._answer(method, path, body, limit_s, max_bytes)
         if answer.status == 200:
-            return content
-        message = _server_message(content)
-        said = f"{answer.status} {shorten(answer.reason or '', 100)}"
+            return answer.content
+        message = _server_message(answer.content)
+        said = f"{answer.status} {shorten(answer.reason, 100)}"
         reason = f"{method} {path} answered {said}: {message}"
         if answer.status < 400:  # neither a yes nor a no
-            if (target := answer.headers.get("Location")) is not None:
-                reason = f"{method} {path} answered {said}: points to {shorten(target)}"
+            if answer.location is not None:
+                reason = f"{method} {path} answered {said}: points to {shorten(answer.location)}"
             raise MalformedResponse(self.url, reason)
         if answer.status >= 500 or answer.status in OVERLOADED:
             raise EndpointUnavailable(self.url, reason)
@@ -277,7 +286,7 @@ class EndpointClient:
         body: Body,
         limit_s: float | None,
         max_bytes: int = ANSWER_BYTES,
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
+    ) -> _Answer:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             async with self._session.request(
@@ -289,9 +298,17 @@ class EndpointClient:
                 allow_redirects=False,  # key and weights go where the configuration says
                 auto_decompress=False,
             ) as response:
+                clean, headers = self._without_key, response.headers
+                location = headers.get("Location")
+                encoding = clean.of(headers.get("Content-Encoding", "identity"))
                 route = f"{method} {path}"
-                content = await read_body(response, self.url, route, max_bytes)
-                return response, self._without_key(content)
+                content = await read_body(response, encoding, self.url, route, max_bytes)
+                return _Answer(
+                    response.status,
+                    clean.of(response.reason or ""),
+                    None if location is None else clean.of(location),
+                    clean.of_bytes(content),
+                )
         except TimeoutError as error:
             if limit_s is None or isinstance(error, aiohttp.ConnectionTimeoutError):
                 reason = f"{method} {path} could not connect within {CONNECT_TIMEOUT_S} s"
@@ -299,15 +316,9 @@ class EndpointClient:
             reason = f"{method} {path} was not answered within {limit_s} s"
             raise NotAnswered(self.url, reason, limit_s) from None
         except (aiohttp.ClientError, OSError) as error:
-            reason = f"{method} {path} failed: {type(error).__name__}: {shorten(str(error))}"
+            said = shorten(self._without_key.of(str(error)))
+            reason = f"{method} {path} failed: {type(error).__name__}: {said}"
             raise EndpointUnavailable(self.url, reason) from None
-
-    def _without_key(self, content: bytes) -> bytes:
-        """An answer that repeats our key: what it says may come into logs and files."""
-        key = self._api_key or ""
-        if len(key) < SHORTEST_SECRET or key.isdecimal():
-            return content
-        return content.replace(key.encode(), b"[key]")
 
 
 class _ModelCard(msgspec.Struct):

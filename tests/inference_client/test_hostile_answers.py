@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import random
@@ -295,6 +296,51 @@ async def test_of_an_error_the_beginning_is_read(server, client, status):
         error = await fault(call, client, route)
         assert f"answered {status}: no such: aaa" in error.reason
         assert server.num_sent < 2**26
+
+
+SECRET = 'sk-MARKED/0+"x='
+IN_JSON = "".join(f"\\u{ord(c):04X}" for c in SECRET)
+IN_A_URL = "".join(f"%{ord(c):02x}" if c in '/+"=' else c for c in SECRET)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http(b"", f"401 no {SECRET}"),
+        http(b"", f"500 {'x' * 90}{SECRET}"),  # at the border of what is quoted
+        http(b"", "302 Found", f"Location: https://login/{SECRET}"),
+        http(b"", "302 Found", f"Location: https://login/?given={IN_A_URL}"),
+        http(b"", "200 OK", f"Content-Encoding: {SECRET}"),
+        http(b"", "200 OK", f"Content-Encoding: {'x' * 45}{SECRET}"),
+        http(b"", f"200 {SECRET}", f"X {SECRET}"),  # no header
+        f"HTTP/1.1 abc {SECRET}\r\n\r\n".encode(),
+        http(json.dumps({"error": f"Bearer {SECRET}"}).encode(), "503 Unavailable"),
+        http(f'{{"error": "Bearer {IN_JSON}"}}'.encode(), "400 Bad Request"),
+        http(f'{{"error": {{"message": "{IN_JSON.lower()}"}}}}'.encode(), "400 Bad Request"),
+        http(f'{{"detail": "{IN_JSON}"}}'.encode(), "403 Forbidden"),
+        http(f'{{"weight_version": 7, "x": "{IN_JSON}"}}'.encode()),
+        http(f"{SECRET} is no JSON".encode()),
+    ],
+    ids=range(14),
+)
+async def test_a_key_that_is_repeated_comes_into_no_message(server, client, answer):
+    keyed = EndpointClient(server.url, client._session, api_key=SECRET)
+    server.answer = answer
+    with pytest.raises(EndpointError) as caught:
+        await keyed.weight_version()
+    texts = [str(caught.value)]
+    with contextlib.suppress(EndpointError):
+        texts.append((await keyed.generate(PROMPT, SAMPLING, 0)).decode())
+    for text in texts:
+        assert "sk-" not in text and "MAR" not in text and IN_JSON.lower() not in text.lower()
+
+
+async def test_a_key_that_is_repeated_comes_into_no_record(server, client):
+    client = EndpointClient(server.url, client._session, api_key=SECRET)
+    server.answer = http(f'{{"weight_version": "r:{IN_JSON}"}}'.encode())
+    assert await client.weight_version() == "r:[key]"
+    server.answer = http(f'{{"data": [{{"id": {json.dumps(SECRET)}}}]}}'.encode())
+    assert (await client.served_model()).name == "[key]"
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip"])

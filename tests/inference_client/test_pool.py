@@ -339,6 +339,21 @@ async def test_a_wrong_key_is_told_at_once_and_a_missing_one_before_the_start(mo
         assert pool.endpoints[0].served.name == "fake"
 
 
+@pytest.mark.parametrize(
+    "key", ["sk-MARKED\n", "sk-MA\rRKED", " sk-MARKED", "sk-MARKED\x7f", "sk-MARKED-\u00e9", "\ta"]
+)
+def test_a_key_that_no_header_can_carry_is_told_before_the_start(monkeypatch, key):
+    monkeypatch.setenv("EASYRL_TEST_KEY", key)
+    own = {"url": "http://a", "api_key_env": "EASYRL_TEST_KEY"}
+    for config, place in (
+        (InferenceConfig(endpoints=["http://a"], api_key_env="EASYRL_TEST_KEY"), "api_key_env"),
+        (InferenceConfig(endpoints=[own]), r"endpoints\[0\].api_key_env"),
+    ):
+        with pytest.raises(ValueError, match=rf"inference\.{place}: .* EASYRL_TEST_KEY") as caught:
+            EndpointPool(config, never_fetch)
+        assert "MA" not in str(caught.value) and "without" in str(caught.value)
+
+
 async def test_a_url_that_redirects_is_told_at_once():
     login = RawServer()
     login.answer = http(b"", "302 Found", "Location: https://login.example/")
