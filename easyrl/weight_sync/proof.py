@@ -22,7 +22,7 @@ from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.inference_client.transfer.artifact_reader import DamagedArtifact
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import whole_slice
-from easyrl.schema import Completion, WeightProof
+from easyrl.schema import Completion, WeightProof, other_run
 from easyrl.weight_sync.canary import (
     GROSS_DIFFERENCE,
     Canary,
@@ -231,8 +231,9 @@ class Prover:
         samples = await self.canary.sample(endpoint.url)
         stamped = {span.version for sample in samples for span in sample.version_spans}
         if stamped != {stamp}:  # made by other weights: it may have restarted
-            wrong = ", ".join(sorted(stamped - {stamp})) or "no version"
-            raise OtherVersionShown(endpoint.url, f"canary: tokens of {wrong}, not of {stamp}")
+            others = sorted(stamped - {stamp})
+            wrong, why = ", ".join(others) or "no version", other_run(stamp, *others)
+            raise OtherVersionShown(endpoint.url, f"canary: tokens of {wrong}, not of {stamp}{why}")
         return samples
 
 
@@ -252,7 +253,8 @@ async def prove_weights(
     """
     shown = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
     if shown != stamp:
-        raise OtherVersionShown(endpoint.url, f"serves version {shown!r}, not {stamp!r}")
+        why = other_run(stamp, shown)
+        raise OtherVersionShown(endpoint.url, f"serves version {shown!r}, not {stamp!r}{why}")
     if not bits:
         return None
     challenge = weights.challenge(endpoint.url)

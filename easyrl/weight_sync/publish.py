@@ -279,7 +279,8 @@ class WeightSync:
 
         Returns who failed for good and why.
         """
-        endpoints = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
+        live = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
+        endpoints = self._reconciler.waited_for(live)
         broadcaster, target = self._broadcaster, delivery.target
         assert target is not None
         tee = broadcaster.begin() if write and broadcaster is not None else None

@@ -231,6 +231,15 @@ async def test_a_response_of_another_version_is_never_returned():
         assert "has confirmed no version" in endpoint.status(V1)
 
 
+async def test_another_run_that_takes_an_endpoint_is_named():
+    taken, ours = servers(2)
+    spans = [{"version": V1, "start": 0, "end": 2}, {"version": "zoo:0:1", "start": 2, "end": 3}]
+    taken.always = answer(weight_versions=spans)
+    async with pool_of(taken, ours) as pool:
+        await asyncio.gather(*[ask(pool, seed) for seed in range(8)])
+        assert "another run (zoo) has given it weights" in pool.endpoints[0].status(V1)
+
+
 async def test_withdrawn_confirmations_end_the_waiting():
     (server,) = servers(1, gated=True)
     async with pool_of(server, max_inflight=1) as pool:

@@ -39,6 +39,7 @@ from easyrl.schema import (
     Score,
     StopRequested,
     TooManyExcluded,
+    other_run,
 )
 from easyrl.trainer.evaluation import Evaluator, ScheduledEvaluation, pass_at_k
 
@@ -562,6 +563,16 @@ def test_policy_version_round_trips_and_refuses_others():
     for text in ("default", "a:b", "run:x:1", ""):
         with pytest.raises(ValueError, match="not a policy version"):
             PolicyVersion.parse(text)
+
+
+@pytest.mark.parametrize(
+    "shown", ["b:0:3", "b:2:0:updating", "b:0:0:probe", "b:0:0:probe:updating"]
+)
+def test_a_stamp_of_another_run_is_told_from_other_stamps(shown):
+    assert "another run (b) " in other_run("a:0:3:updating", "a:0:3", shown)
+    assert other_run("b:1:1", shown) == other_run(None, shown) == ""
+    for no_stamp in ("default", "b:0:3:of-our-own", "b", ""):
+        assert other_run("a:0:3", no_stamp) == other_run(no_stamp, shown) == ""
 
 
 def test_seeds_differ_and_do_not_depend_on_time():

@@ -185,6 +185,8 @@ def test_another_version_fails_with_or_without_bits():
     for bits in (True, False):
         with pytest.raises(OtherVersionShown, match="serves version 'default', not 'run:0:1'"):
             prove(Client(version="default"), bits)
+        with pytest.raises(OtherVersionShown, match=r"'other:0:2', not .*another run \(other\)"):
+            prove(Client(version="other:0:2"), bits)
     client = Client()
     assert prove(client, bits=False) is None
     assert client.asked == []
@@ -325,6 +327,9 @@ def test_samples_of_other_weights_are_refused():
     asyncio.run(prover.sample(endpoint, "run:0:1"))
     responses.append(sample([5], [-1.0], "default"))
     with pytest.raises(OtherVersionShown, match="tokens of default, not of run:0:1"):
+        asyncio.run(prover.sample(endpoint, "run:0:1"))
+    responses[-1] = sample([5], [-1.0], "other:0:1:updating")
+    with pytest.raises(OtherVersionShown, match=r"not of run:0:1: another run \(other\)"):
         asyncio.run(prover.sample(endpoint, "run:0:1"))
 
 
