@@ -14,7 +14,7 @@ EASYRL = "easyrl."
 MAY_IMPORT = {
     "schema": "",
     "config": "",
-    "completion_check": "schema",
+    "completion_check": "schema config",
     "metrics.event_log": "",
     "runtime.allocator": "",
     "runtime.seeding": "",

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from easyrl.completion_check import CompletionLimits
+from easyrl.completion_check import ANY_INT32, Vocabulary, limits_of
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
@@ -37,7 +37,7 @@ MAX_DELIVERY_DELAY_S = 0.1
 class Settings(msgspec.Struct, array_like=True):
     """The first message to a fetcher."""
 
-    vocab_size: int  # of the policy
+    vocabulary: Vocabulary  # of the policy
 
 
 # What the trainer's process and a fetcher tell each other then: lists of these, as MessagePack.
@@ -98,12 +98,15 @@ decode_orders: Any = msgspec.msgpack.Decoder(list[Order]).decode
 
 
 def local_fetch(
-    session: aiohttp.ClientSession, api_keys: ApiKeys | None = None, *, vocab_size: int = 2**31
+    session: aiohttp.ClientSession,
+    vocabulary: Vocabulary = ANY_INT32,
+    api_keys: ApiKeys | None = None,
 ) -> Fetch:
     """A ``Fetch`` in this loop: what each fetcher runs, and tests.
 
     ``await fetch(url, prompt_token_ids int32 [P], sampling, seed)`` gives one response. Raises
-    subclasses of ``EndpointError``, also for a token that is none of the policy's ``vocab_size``.
+    subclasses of ``EndpointError``, also for a token that is none of the policy's
+    ``vocabulary``, and for a response that ends before its end.
     Cancelling closes the connection, upon which the server aborts the request.
     """
     keys = api_keys or ApiKeys()
@@ -113,7 +116,7 @@ def local_fetch(
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
         body = await client(url, keys.of(url)).generate(prompt_token_ids, sampling, seed)
-        limits = CompletionLimits(vocab_size, sampling.max_tokens)
+        limits = limits_of(sampling, vocabulary, told_length=True)
         return parse_generate_response(body, url, len(prompt_token_ids), limits, n=1)[0]
 
     return fetch
@@ -137,7 +140,7 @@ async def _serve(connection: socket.socket) -> None:
             for payload in frames.feed(data):
                 if fetcher is None:
                     settings = msgspec.msgpack.decode(payload, type=Settings)
-                    fetch = local_fetch(session, api_keys, vocab_size=settings.vocab_size)
+                    fetch = local_fetch(session, settings.vocabulary, api_keys)
                     fetcher = _Fetcher(fetch, api_keys, writer)
                     continue
                 for order in decode_orders(payload):
