@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "runtime.schedule": "",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
-    "runtime.user_code": "",
+    "runtime.user_code": "schema",
     "runtime.workers": "runtime.process_guard",
     "kernels.attention": "",
     "kernels.layers": "",
