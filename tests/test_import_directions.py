@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "runtime.small_files": "",
     "runtime.startup_signals": "",
     "runtime.streams": "",
-    "runtime.user_code": "",
+    "runtime.user_code": "schema",
     "runtime.workers": "runtime.process_guard",
     "kernels.attention": "",
     "kernels.layers": "",

@@ -112,8 +112,10 @@ class Probe:
         """Mean |Δ log-prob| between an endpoint with these weights and the true ones, nats."""
         return self.true.reading(samples).mean
 
-    def check(self, samples: Sequence[Completion], tolerance: float) -> str | None:
+    def check(self, samples: Sequence[Completion], tolerance: float, limit: float) -> str | None:
         """What is wrong with an endpoint that was given these weights, in words.
+
+        ``tolerance`` and ``limit`` are the ``Prover``'s.
 
         It has to agree with the trainer and to have moved from the true weights much further than
         the noise measured on the same samples: the tolerance is generous (5e-2 nats in bf16), a
@@ -123,7 +125,7 @@ class Probe:
         """
         noise, change = self.changed.differences(samples), self.true.differences(samples)
         problem = _probe_problem(noise, change, tolerance)
-        if problem is None or CanaryReading.of(noise).problem(GROSS_DIFFERENCE) is not None:
+        if problem is None or CanaryReading.of(noise).problem(limit) is not None:
             return problem
         most = without_outliers(noise)
         return problem if _probe_problem(noise[most], change[most], tolerance) else None
@@ -207,8 +209,9 @@ class Prover:
         # After the probe it has to come back much nearer than half-way: keys and values of the
         # canary that were left from the probe's weights show, also below the tolerance.
         shift = self.probe_shifts.get(endpoint.url)
-        comes_back = shift is None or shown.reading.trimmed <= shift / 2
-        limit = self.limit if comes_back else 0.0
+        limit = self.limit
+        if shift is not None and not shown.reading.trimmed <= shift / 2:
+            limit = min(limit, shift / 2)  # which the mean is above, too
         if problem := shown.reading.problem(limit):
             raise ProofFailed(endpoint.url, problem)
         self._warn(endpoint.url, shown.reading)

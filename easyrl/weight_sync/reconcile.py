@@ -196,7 +196,7 @@ class Reconciler:
         stamp = probe.weights.unproven_stamp
         await self.prover.prove(endpoint, probe.weights, stamp, None, Shown())
         samples = await self.prover.sample(endpoint, stamp)
-        if problem := probe.check(samples, self.prover.tolerance):
+        if problem := probe.check(samples, self.prover.tolerance, self.prover.limit):
             raise ProofFailed(endpoint.url, problem)
         self.prover.probe_shifts[endpoint.url] = probe.visible(samples)
         shown.probe_s += time.monotonic() - start_s
