@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import sys
@@ -51,12 +52,14 @@ from easyrl.config import SHARED_MEMORY
 from easyrl.runtime.loop_thread import LoopThread
 
 CONFIG = "benchmarks/hostile.yaml"
+KEY_VARIABLE, KEY = "EASYRL_HOSTILE_KEY", "sk-hostile-0123456789"  # sent to all endpoints
 NUM_HEALTHY = 2
 NUM_RANKS = 2  # of the run that all strangers come to
 BATCHES_OF_RANKS = 22  # time for all of them; with more, late steps move too little to be seen
 NUM_ALONE = 4  # hostile endpoints of a run without healthy ones, at most
 BATCH_SIZE, NUM_BATCHES = 8, 7
 MAX_MODEL_LEN = 64
+MOST_KEY_BYTES = 2**26  # of a file that is searched: no sparse terabyte
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def main() -> int:
             print(f"{behaviour.kind:<9} {behaviour.name:<30} {behaviour.says}")
         return 0
     disable_progress_bar()
+    os.environ[KEY_VARIABLE] = KEY  # of every run
     with scratch("hostile", keep=True) as made:
         good = _benchmark(arguments, made.folder)
         made.keep = arguments.keep or not good
@@ -188,9 +192,17 @@ def _run(site: Site, plan: RunPlan, total: Total) -> None:
         check = check_trained_contents(files.run_dir, site.model)
     verdict = certificate_verdict(files.run_dir) if ledger else "not looked at"
     total.add(name, plan, outcome, ledger, check, verdict)
+    total.problems += [f"{name}: the key is in {path}" for path in _with_key(files.run_dir, log)]
     if site.stranger.num_requests:
         total.problems.append(f"{name}: {site.stranger.num_requests} requests went elsewhere")
         site.stranger.num_requests = 0
+
+
+def _with_key(folder: Path, log: Path) -> list[Path]:
+    """The files of a run, and its log, that hold the endpoints' key."""
+    paths = [log, *(path for path in folder.rglob("*") if path.is_file())]
+    small = [path for path in paths if path.stat().st_size < MOST_KEY_BYTES]
+    return [path for path in small if KEY.encode() in path.read_bytes()]
 
 
 def _run_ranks(site: Site, strangers: Sequence[SocketBehaviour], total: Total) -> None:

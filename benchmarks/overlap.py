@@ -44,7 +44,8 @@ def main() -> None:
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="easyrl-overlap-")))
         both.write(folder, arguments.batches + 1)
-        endpoint = opened.enter_context(SleepingEndpoint(len(build_tokenizer())))
+        tokenizer = build_tokenizer()
+        endpoint = opened.enter_context(SleepingEndpoint(len(tokenizer), tokenizer.eos_token_id))
         _describe("one rank", work)
         one = _measure(OneRank(folder, work), MAX_INFLIGHT, arguments)
         _describe("two ranks", both)

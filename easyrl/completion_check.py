@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from easyrl.config import SamplingConfig
 from easyrl.schema import Completion
 
 FINISH_REASONS = ("stop", "length")
@@ -19,14 +20,51 @@ LOGPROB_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Token ids of the policy."""
+
+    size: int  # rows of its embedding: ids run from 0 to one less
+    # of which each ends a sequence: tokenizer's, configuration's, generation_config.json's. None:
+    # not known
+    end_ids: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionLimits:
     """What bounds a response: the policy's vocabulary, and what was asked for."""
 
     vocab_size: int  # rows of the policy's embedding
     max_tokens: int | None = None
+    min_tokens: int = 0
+    # the last token of a response that was not cut off ("stop") is one of them; None: any may be
+    end_ids: frozenset[int] | None = None
+    cut_at: int | None = None  # tokens of each that was ("length"); None: any number
 
 
-INT32_ALONE = CompletionLimits(2**31)  # where neither is known
+def limits_of(
+    sampling: SamplingConfig, vocabulary: Vocabulary, *, told_length: bool
+) -> CompletionLimits:
+    """Of the responses to a request with ``sampling``.
+
+    Servers end a response behind an id of ``vocabulary.end_ids``, unless they are to ignore these,
+    and behind a stop token, and keep both in it; behind which token a stop string is complete,
+    only its text tells. ``told_length``: the server was given this ``max_tokens``, and not fewer
+    for the sake of its context.
+    """
+    end_ids = vocabulary.end_ids
+    if end_ids is not None:
+        end_ids = (frozenset() if sampling.ignore_eos else end_ids) | set(sampling.stop_token_ids)
+    return CompletionLimits(
+        vocabulary.size,
+        sampling.max_tokens,
+        sampling.min_tokens,
+        end_ids=None if sampling.stop else end_ids,
+        cut_at=sampling.max_tokens if told_length else None,
+    )
+
+
+ANY_INT32 = Vocabulary(2**31)  # where nothing is known of it
+INT32_ALONE = CompletionLimits(ANY_INT32.size)
 
 
 def completion_problem(
@@ -55,7 +93,28 @@ def completion_problem(
         return f"logprobs[{at}] is {logprobs[at]}: missing or not a number"
     if completion.finish_reason not in FINISH_REASONS:
         return f"finish_reason is {completion.finish_reason!r:.80}, the response is not usable"
-    return _span_problem(completion)
+    return _end_problem(completion, limits) or _span_problem(completion)
+
+
+def _end_problem(completion: Completion, limits: CompletionLimits) -> str | None:
+    """A response that was cut short would be trained as one that the policy ended there."""
+    num_tokens, last = len(completion.token_ids), int(completion.token_ids[-1])
+    if num_tokens < limits.min_tokens:
+        return f"token_ids: {num_tokens} tokens, min_tokens is {limits.min_tokens}"
+    if completion.truncated:
+        if limits.cut_at in (None, num_tokens):
+            return None
+        return (
+            f"finish_reason is 'length' after {num_tokens} tokens, max_tokens is {limits.cut_at} "
+            "(a server with a smaller context has to say so: max_model_len of /v1/models)"
+        )
+    if limits.end_ids is None or last in limits.end_ids:
+        return None
+    return (
+        f"finish_reason is 'stop' after token {last}, but responses end with one of "
+        f"{str(sorted(limits.end_ids)):.100} (if the server ends them there by its own tokenizer "
+        "or generation_config.json, add it to stop_token_ids)"
+    )
 
 
 def _span_problem(completion: Completion) -> str | None:

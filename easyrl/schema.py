@@ -6,6 +6,7 @@ N trained tokens of a row, S segments of a row, Q sequences (responses) of a row
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -37,8 +38,10 @@ class InterruptedRun(RuntimeError):
 class LedgerError(ValueError):
     """A file that a run is held to cannot be written, or is not as it was; names it and the remedy.
 
-    ``--resume`` would end the same way until that is done.
+    ``--resume`` would end the same way until that is done, unless it ``is_temporary``.
     """
+
+    is_temporary = False
 
 
 class EndedBySignal(SystemExit):
@@ -98,6 +101,23 @@ class PolicyVersion(NamedTuple):
             return cls(run, int(attempt), int(v))
         except ValueError:
             raise ValueError(f"not a policy version (run:attempt:v): {text!r}") from None
+
+
+# of an endpoint: a policy version, or one that it has yet to prove
+_STAMP = re.compile(r"(?P<run>.+):\d+:\d+(:probe)?(:updating)?")
+
+
+def other_run(own: str | None, *shown: str) -> str:
+    """What to add to a message if one of the stamps ``shown`` is another run's than ``own``.
+
+    Two runs that share an endpoint take it from each other at every sync. Empty if none is.
+    """
+    ours = _STAMP.fullmatch(own or "")
+    runs = [stamp["run"] for stamp in map(_STAMP.fullmatch, shown) if stamp is not None]
+    others = [] if ours is None else [run for run in runs if run != ours["run"]]
+    if not others:
+        return ""
+    return f": another run ({others[0][:200]}) has given it weights; no two runs can share it"
 
 
 @dataclass(frozen=True, slots=True)

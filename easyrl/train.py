@@ -7,16 +7,18 @@ its sentence and its status from ``main`` on.
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from easyrl.config import Config
     from easyrl.engines.base import TrainEngine
     from easyrl.runtime.signals import RunSignals
+    from easyrl.schema import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from easyrl.runtime.startup_signals import end_at_signals
 
     end_at_signals()
+    from easyrl.runtime.streams import tolerant_streams
+
+    with tolerant_streams():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     from easyrl.config import ConfigError
     from easyrl.config.file import dump_config, load_config
     from easyrl.config.machine import check_paths
@@ -77,8 +86,8 @@ def run(
 
     ``on_folder`` is called once the run's folder is this process's, before the data is read. A
     finished run that is resumed with nothing left to do is left as it is, and said so. Raises
-    ``ConfigError`` for what cannot be used, ``InterruptedRun`` in an outage, and when a stop was
-    asked for by ``signals``.
+    ``ConfigError`` for what cannot be used, ``InterruptedRun`` in an outage, where a file of the
+    run cannot be written, and when a stop was asked for by ``signals``.
     """
     import gc
     import os
@@ -92,7 +101,13 @@ def run(
     from easyrl.schema import RunComplete
 
     seal_key = load_seal_key(seal, config.run.output_dir, resume=resume)
-    with ExitStack() as at_end, ExitStack() as open_parts:
+    progress: Progress | None = None
+    folders = [config.run.output_dir, config.weight_sync.directory]
+    with (
+        _disk_faults_told(folders, lambda: progress is not None and progress.closed_batches > 0),
+        ExitStack() as at_end,
+        ExitStack() as open_parts,
+    ):
         if signals is None:
             signals = RunSignals(StopRequest(config.trainer.grace_s))
             open_parts.callback(signals.stop.close)  # of a command it lasts as long as the process
@@ -110,6 +125,7 @@ def run(
             if int(os.environ.get("RANK", "0")) == 0:
                 print(f"easyrl: {complete}", file=sys.stderr)
             return
+        progress = trainer.progress
         if engine.ranks.rank == 0:
             at_end.callback(print_chain, config.run.output_dir)
         gc.collect()
@@ -118,6 +134,28 @@ def run(
         signals.begin_training()
         trainer.fit()
         _finish(config, engine)
+
+
+@contextmanager
+def _disk_faults_told(folders: Sequence[Path], has_trained: Callable[[], bool]) -> Iterator[None]:
+    """Raises ``InterruptedRun`` for a file in ``folders`` that cannot be written, with the remedy.
+
+    Temporary once the run ``has_trained``; before, something has to be put right first.
+    """
+    from easyrl.config import ConfigError
+    from easyrl.runtime.disk_faults import disk_fault
+    from easyrl.schema import NEEDS_CHANGE, TEMPORARY_FAILURE, InterruptedRun
+
+    try:
+        yield
+    except (ConfigError, InterruptedRun):
+        raise
+    except Exception as error:
+        fault = disk_fault(error, folders)
+        if fault is None:
+            raise
+        status = TEMPORARY_FAILURE if fault.is_temporary and has_trained() else NEEDS_CHANGE
+        raise InterruptedRun(fault.text, status=status) from error
 
 
 def _checked(config: Config) -> Config:
@@ -150,7 +188,10 @@ def _finish(config: Config, engine: TrainEngine) -> None:
         if lora is not None:
             adapter = engine.named_weights("adapter")
             export_adapter(adapter, lora, source, output / "adapter")
-    plot_reward_curve(read_metrics(output / METRICS_FILE), output / "reward.png")
+    try:
+        plot_reward_curve(read_metrics(output / METRICS_FILE), output / "reward.png")
+    except OSError as error:  # nothing needs it
+        print(f"easyrl: the reward curve cannot be drawn: {error}", file=sys.stderr)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

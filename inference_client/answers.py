@@ -30,22 +30,22 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # int32, as the arrays
 
 
 async def read_body(
-    response: aiohttp.ClientResponse, url: str, route: str, max_bytes: int
+    response: aiohttp.ClientResponse, encoding: str, url: str, route: str, max_bytes: int
 ) -> bytes:
     """The body, of an error its beginning. Raises as ``body_parts`` does."""
-    return b"".join([part async for part in body_parts(response, url, route, max_bytes)])
+    return b"".join([part async for part in body_parts(response, encoding, url, route, max_bytes)])
 
 
 async def body_parts(
-    response: aiohttp.ClientResponse, url: str, route: str, max_bytes: int
+    response: aiohttp.ClientResponse, encoding: str, url: str, route: str, max_bytes: int
 ) -> AsyncIterator[bytes]:
     """The body as it comes. Raises ``MalformedResponse`` beyond ``max_bytes``.
 
-    Of an error its beginning. A compressed body is refused, not decompressed under the bound: we
-    asked for none, since on a cluster's network packing takes longer than sending.
+    Of an error its beginning. ``encoding``: as the headers have it. A compressed body is refused,
+    not decompressed under the bound: we asked for none, since on a cluster's network packing takes
+    longer than sending.
     """
     succeeded = response.status == 200
-    encoding = response.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
         reason = f"{route}: compressed ({shorten(encoding, 50)}), asked for identity"
         raise MalformedResponse(url, reason)

@@ -32,6 +32,7 @@ from easyrl.inference_client.answers import (
     read_body,
     shorten,
 )
+from easyrl.inference_client.api_keys import KeyErasure
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
@@ -65,8 +66,6 @@ CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 ABORT = "/inference/v1/abort_requests"
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
-# A shorter key, or a number, may be a part of any good answer: of a name, a digest, a token id.
-SHORTEST_SECRET = 8
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
 IDENTITY = {"Accept-Encoding": "identity"}  # see ``answers.read_body``
@@ -102,6 +101,16 @@ class WorkerProof:
     transport: str  # how its weights came: "file" or "http"
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came back, without our key wherever it was repeated."""
+
+    status: int
+    reason: str  # of the status line
+    location: str | None
+    content: bytes
+
+
 class EndpointClient:
     """The routes of one endpoint. Every method raises ``EndpointError``; see its subclasses.
 
@@ -120,7 +129,7 @@ class EndpointClient:
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
-        self._api_key = api_key
+        self._without_key = KeyErasure(api_key)
         self._headers = {"Content-Type": "application/json"} | IDENTITY
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -156,13 +165,14 @@ class EndpointClient:
         if asked.sampling.stop and not self._applies_stop_strings:
             await self._require_stop_strings(asked.prompts[0][0])
             self._applies_stop_strings = True
-        reader = SampleReader(self.url, asked, self._secret)
+        reader = SampleReader(self.url, asked, self._without_key)
         try:
             async with self._opened("POST", SAMPLES, asked.body(), None) as response:
                 if response.status != 200:
-                    content = await read_body(response, self.url, ROUTE, asked.max_bytes)
-                    raise self._refusal("POST", SAMPLES, response, self._without_key(content))
-                async for part in body_parts(response, self.url, ROUTE, asked.max_bytes):
+                    answer = await self._read(response, ROUTE, asked.max_bytes)
+                    raise self._refusal("POST", SAMPLES, answer)
+                encoding = self._encoding(response)
+                async for part in body_parts(response, encoding, self.url, ROUTE, asked.max_bytes):
                     for ended in reader.feed(part):
                         yield [self._sample(one, limits) for one in ended]
                 reader.end()
@@ -307,20 +317,18 @@ class EndpointClient:
         max_bytes: int = ANSWER_BYTES,
     ) -> bytes:
         limit_s = timeout_s if timeout_s is not None or path == GENERATE else self._timeout_s
-        answer, content = await self._answer(method, path, body, limit_s, max_bytes)
+        answer = await self._answer(method, path, body, limit_s, max_bytes)
         if answer.status == 200:
-            return content
-        raise self._refusal(method, path, answer, content)
+            return answer.content
+        raise self._refusal(method, path, answer)
 
-    def _refusal(
-        self, method: str, path: str, answer: aiohttp.ClientResponse, content: bytes
-    ) -> EndpointError:
+    def _refusal(self, method: str, path: str, answer: _Answer) -> EndpointError:
         """What an answer that is not 200 says."""
-        message = _server_message(content)
-        said = f"{answer.status} {shorten(answer.reason or '', 100)}"
+        message = _server_message(answer.content)
+        said = f"{answer.status} {shorten(answer.reason, 100)}"
         reason = f"{method} {path} answered {said}: {message}"
-        if answer.status < 400 and (target := answer.headers.get("Location")) is not None:
-            reason = f"{method} {path} answered {said}: points to {shorten(target)}"
+        if answer.status < 400 and answer.location is not None:
+            reason = f"{method} {path} answered {said}: points to {shorten(answer.location)}"
         if answer.status == 404 and message == "Not Found":
             reason += ROUTE_HINT
         return self._error(path, answer.status, reason)
@@ -341,11 +349,10 @@ class EndpointClient:
         body: Body,
         limit_s: float | None,
         max_bytes: int = ANSWER_BYTES,
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
+    ) -> _Answer:
         try:
             async with self._opened(method, path, body, limit_s) as response:
-                content = await read_body(response, self.url, f"{method} {path}", max_bytes)
-                return response, self._without_key(content)
+                return await self._read(response, f"{method} {path}", max_bytes)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise self._unavailable(method, path, error, limit_s) from None
 
@@ -363,6 +370,19 @@ class EndpointClient:
             auto_decompress=False,
         )
 
+    async def _read(self, response: aiohttp.ClientResponse, route: str, max_bytes: int) -> _Answer:
+        clean, location = self._without_key, response.headers.get("Location")
+        content = await read_body(response, self._encoding(response), self.url, route, max_bytes)
+        return _Answer(
+            response.status,
+            clean.of(response.reason or ""),
+            None if location is None else clean.of(location),
+            clean.of_bytes(content),
+        )
+
+    def _encoding(self, response: aiohttp.ClientResponse) -> str:
+        return self._without_key.of(response.headers.get("Content-Encoding", "identity"))
+
     def _unavailable(
         self, method: str, path: str, error: Exception, limit_s: float | None
     ) -> EndpointUnavailable:
@@ -374,19 +394,9 @@ class EndpointClient:
             return NotAnswered(
                 self.url, f"{method} {path} was not answered within {limit_s} s", limit_s
             )
-        reason = f"{method} {path} failed: {type(error).__name__}: {shorten(str(error))}"
+        said = shorten(self._without_key.of(str(error)))
+        reason = f"{method} {path} failed: {type(error).__name__}: {said}"
         return EndpointUnavailable(self.url, reason)
-
-    @property
-    def _secret(self) -> bytes | None:
-        """Our key, if what an endpoint says can be searched for it."""
-        key = self._api_key or ""
-        return None if len(key) < SHORTEST_SECRET or key.isdecimal() else key.encode()
-
-    def _without_key(self, content: bytes) -> bytes:
-        """An answer that repeats our key: what it says may come into logs and files."""
-        secret = self._secret
-        return content if secret is None else content.replace(secret, b"[key]")
 
 
 class _ModelCard(msgspec.Struct):

@@ -18,6 +18,7 @@ import numpy as np
 from easyrl.completion_check import CompletionLimits, completion_problem
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.answers import RESPONSE_BYTES, Count, Word, decode
+from easyrl.inference_client.api_keys import KeyErasure
 from easyrl.inference_client.errors import MalformedResponse
 from easyrl.schema import Completion, VersionSpan
 
@@ -42,6 +43,10 @@ class Sampled(msgspec.Struct, array_like=True, tag=0, gc=False):
     token_ids: bytes  # int32 [R]
     logprobs: bytes  # float32 [R]
     version_spans: tuple[_Span, ...]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return self.finish_reason, *(span.version for span in self.version_spans)
 
     def completion(self, url: str, limits: CompletionLimits) -> Completion:
         """Raises ``MalformedResponse`` if it is nothing to train on (``completion_problem``)."""
@@ -75,6 +80,10 @@ class Refused(msgspec.Struct, array_like=True, tag=1, gc=False):
     index: Count
     status: int
     message: str
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.message,)
 
 
 Ended: TypeAlias = Sampled | Refused
@@ -120,12 +129,14 @@ class SamplesAsked:
 class SampleReader:
     """Reads an answer, part by part, as it comes; nothing of it is believed.
 
-    Raises ``MalformedResponse`` for what is no frame, or repeats ``secret``, for samples that were
-    not asked for or come twice, and for an end before all have come.
+    Raises ``MalformedResponse`` for what is no frame, or repeats the API key that ``without_key``
+    erases, for samples that were not asked for or come twice, and for an end before all have come.
     """
 
-    def __init__(self, url: str, asked: SamplesAsked, secret: bytes | None = None) -> None:
-        self._url, self._secret = url, secret
+    def __init__(
+        self, url: str, asked: SamplesAsked, without_key: KeyErasure | None = None
+    ) -> None:
+        self._url, self._without_key = url, without_key or KeyErasure(None)
         self._num_samples, self._max_bytes = asked.num_samples, asked.max_bytes
         self._waiting = set(range(self._num_samples))
         self._buffer = bytearray()
@@ -149,10 +160,16 @@ class SampleReader:
         del buffer[:begin]
 
     def _ended(self, payload: bytes) -> list[Ended]:
-        if self._secret is not None and self._secret in payload:
-            raise self._wrong("repeats the API key")  # what it says may come into logs
-        ended = decode(_DECODER, payload, self._url, ROUTE, form="MessagePack")
+        try:
+            ended = decode(_DECODER, payload, self._url, ROUTE, form="MessagePack")
+        except MalformedResponse:
+            if self._without_key.of_bytes(payload) != payload:  # it would be quoted
+                raise self._wrong("repeats the API key") from None
+            raise
         for one in ended:
+            # what it says may come into logs; of the binary fields nothing does
+            if any(self._without_key.of(text) != text for text in one.texts):
+                raise self._wrong("repeats the API key")
             if one.index not in self._waiting:
                 came = "came twice" if one.index < self._num_samples else "was not asked for"
                 raise self._wrong(f"sample {one.index} of {self._num_samples} {came}")

@@ -14,7 +14,7 @@ EASYRL = "easyrl."
 MAY_IMPORT = {
     "schema": "",
     "config": "",
-    "completion_check": "schema",
+    "completion_check": "schema config",
     "metrics.event_log": "",
     "runtime.allocator": "",
     "runtime.seeding": "",
@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "runtime.schedule": "",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
-    "runtime.user_code": "",
+    "runtime.streams": "",
+    "runtime.user_code": "schema",
     "runtime.workers": "runtime.process_guard",
     "kernels.attention": "",
     "kernels.layers": "",
@@ -61,14 +62,15 @@ MAY_IMPORT = {
     " runtime.ranks recipes kernels.attention.segment_layout"
     " models.loading models.lora models.offload models.policy_model models.tri_model",
     # the run
-    "metrics": "schema config engines.base runtime.collectives runtime.durable_files",
+    "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
+    " runtime.streams",
     "runtime": "schema config metrics.event_log",
     "ledger.format": "",
     "ledger.exclusions": "schema",
     "ledger.journal": "ledger.format ledger.exclusions schema config completion_check"
     " metrics.event_log runtime.durable_files runtime.ranks"
     " runtime.rank_coordination dataloaders.producer dataloaders.prompts.dataset",
-    "ledger.checkpoints": "ledger.format config engines.base metrics.event_log"
+    "ledger.checkpoints": "ledger.format schema config engines.base metrics.event_log"
     " runtime.collectives runtime.durable_files models.lora inference_client.transfer.artifact",
     "ledger.certificate": "ledger.format schema runtime.durable_files metrics.logprob_agreement"
     " dataloaders.producer.membership",

@@ -8,7 +8,7 @@ from easyrl.build.data import TrainingData
 from easyrl.build.ledger import reference_identity
 from easyrl.build.model import LoadedModel
 from easyrl.build.run import OpenRun
-from easyrl.completion_check import CompletionLimits
+from easyrl.completion_check import limits_of
 from easyrl.config import ConfigError
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.journal.batch import Journal, group_settings
@@ -49,7 +49,8 @@ def open_kept_state(run: OpenRun, data: TrainingData, model: LoadedModel) -> Kep
         run.ranks.rank,
         config.journal.fsync,
         settings=group_settings(config, rejects=load_recipe(config).rejects),
-        limits=CompletionLimits(data.vocab_size, config.rollout.max_tokens),
+        # what a context left of max_tokens then is not known any more
+        limits=limits_of(config.rollout, data.vocabulary, told_length=False),
         record=run.record,
     )
     reference = reference_identity(config, run.collectives)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from easyrl.build.inference import Scoring
 from easyrl.build.run import OpenRun
 from easyrl.build.steps import num_epochs
 from easyrl.build.trial import try_user_code
+from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError, DatasetConfig
 from easyrl.dataloaders.prompts.dataset import PromptOrder, load_prompts
-from easyrl.models.supported import vocabulary_size
+from easyrl.models.supported import end_ids_of, vocabulary_size
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.user_code import describe
 from easyrl.schema import Prompt
@@ -31,7 +34,7 @@ TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken
 class TrainingData:
     """What the run is about."""
 
-    vocab_size: int  # of the policy
+    vocabulary: Vocabulary  # of the policy
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]  # of the evaluation; empty without one
     order: PromptOrder
@@ -43,10 +46,11 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     Raises ``ConfigError`` for what cannot be used.
     """
     config, evaluation = run.config, run.config.evaluation
-    tokenizer, vocab_size = load_tokenizer(config), policy_vocabulary(config)
+    tokenizer = load_tokenizer(config)
+    vocabulary = policy_vocabulary(config, tokenizer)
     prompts = load_data(config.data, tokenizer, "data")
     held_out = load_data(evaluation.data, tokenizer, "evaluation.data") if evaluation else []
-    require_known_tokens(config, [*prompts, *held_out], vocab_size)
+    require_known_tokens(config, [*prompts, *held_out], vocabulary.size)
     on_rank_zero(run.collectives, lambda: try_user_code(config, prompts[0], scoring))
     epochs = num_epochs(config)
     order = PromptOrder(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=epochs)
@@ -54,14 +58,17 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
         logger.warning(
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
         )
-    return TrainingData(vocab_size, prompts, held_out, order)
+    return TrainingData(vocabulary, prompts, held_out, order)
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer of the policy, from disk. Raises ``ConfigError``."""
+    return _read_tokenizer(config.model.tokenizer_path)
+
+
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    folder = config.model.tokenizer_path
     remedy = f"give a folder with a whole one ({', '.join(TOKENIZER_FILES)})"
     if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
         raise ConfigError(f"model.tokenizer: {folder} has no tokenizer; {remedy}")
@@ -73,9 +80,18 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def policy_vocabulary(config: Config) -> int:
-    """Token ids of the policy run from 0 to one less. Raises ``ConfigError``."""
-    return vocabulary_size(config.model)
+def policy_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+    """Token ids of the policy, and all of them by which a server may end a response.
+
+    vLLM heeds its tokenizer's and generation_config.json's, the embedded server config.json's too.
+    Raises ``ConfigError``.
+    """
+    model, tokenizers = config.model, [tokenizer]
+    if model.tokenizer_path != model.path:
+        with contextlib.suppress(ConfigError):  # servers read the model's own, if it has one
+            tokenizers.append(_read_tokenizer(model.path))
+    of_tokenizers = {each.eos_token_id for each in tokenizers} - {None}
+    return Vocabulary(vocabulary_size(model), end_ids_of(model) | of_tokenizers)
 
 
 def require_known_tokens(config: Config, prompts: Sequence[Prompt], vocab_size: int) -> None:

@@ -57,7 +57,7 @@ def open_endpoints(
         config,
         run.opened,
         scoring,
-        vocab_size=data.vocab_size,
+        vocabulary=data.vocabulary,
         servers=servers._replace(urls=urls, api_keys=own_keys),
         num_shares=run.ranks.dp_size,
         record=run.record,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from easyrl.build.accumulation import is_interruption
 from easyrl.build.servers import StartedServers
+from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
 from easyrl.inference_client.api_keys import ApiKeys
@@ -162,7 +163,7 @@ def open_inference(
     opened: ExitStack,
     scoring: Scoring,
     *,
-    vocab_size: int,
+    vocabulary: Vocabulary,
     servers: StartedServers | None = None,
     num_shares: int = 1,
     record: Record = ignore,
@@ -171,7 +172,7 @@ def open_inference(
 
     Args:
         scoring: its thread is the producer's.
-        vocab_size: of the policy; another token id is its endpoint's fault.
+        vocabulary: of the policy; another token id, or end of a response, is its endpoint's fault.
         servers: default: those of the configuration that somebody else runs.
         num_shares: ranks that share them.
     """
@@ -180,7 +181,7 @@ def open_inference(
     api_keys = ApiKeys.read(config.inference)
     for url, key in servers.api_keys.items():
         api_keys.learn(url, key)
-    fetchers = FetcherPool(config.inference.num_fetchers, api_keys, vocab_size=vocab_size)
+    fetchers = FetcherPool(config.inference.num_fetchers, api_keys, vocabulary=vocabulary)
     thread.run(fetchers.start())
     opened.callback(lambda: thread.run(fetchers.close()))
     pool = EndpointPool(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 
 from blake3 import blake3
@@ -27,6 +28,7 @@ from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.collectives import Collectives, on_rank_zero
 from easyrl.runtime.run_files import CERTIFICATE_FILE
 from easyrl.runtime.run_folder import keep_attempt
+from easyrl.runtime.streams import tolerant
 from easyrl.schema import Progress, RunComplete
 
 logger = logging.getLogger(__name__)
@@ -144,7 +146,9 @@ def load_seal_key(file: Path | None, output: Path, *, resume: bool) -> SealKey |
 def print_chain(output: Path) -> None:
     """The certificate's last hash, for whoever keeps the log (``easyrl verify --chain``)."""
     file = output / CERTIFICATE_FILE
-    print(f"certificate {chain_hash(file)} {file}", flush=True)
+    last = chain_hash(file)
+    with tolerant(sys.stdout):
+        print(f"certificate {last} {file}", flush=True)
 
 
 def open_certificate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from easyrl.build.inference import Inference
@@ -13,7 +13,13 @@ from easyrl.ledger.certificate.writer import Certificate
 from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
-from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, Tracker, WandbTracker
+from easyrl.metrics.trackers import (
+    JsonlTracker,
+    OptionalTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+)
 from easyrl.runtime.run_files import METRICS_FILE
 from easyrl.schema import Progress
 
@@ -51,16 +57,23 @@ def _publish_chain(certificate: Certificate, trackers: Sequence[Tracker]) -> Non
 def _open_trackers(
     config: Config, output: Path, progress: Progress, total_steps: int | None
 ) -> list[Tracker]:
-    """All back ends that the configuration names; their figures go on after ``progress``."""
-    from_step = progress.reported_step
+    """All back ends that the configuration names; their figures go on after ``progress``.
+
+    A run needs the file; it goes on without what else fails.
+    """
+    run, from_step = config.run, progress.reported_step
     trackers: list[Tracker] = [
         JsonlTracker(output / METRICS_FILE, from_step, unevaluated=progress.unevaluated)
     ]
-    if "tensorboard" in config.run.trackers:
-        trackers.append(TensorBoardTracker(output / "tensorboard", from_step))
-    if "wandb" in config.run.trackers:
+
+    def add(name: str, open_tracker: Callable[[], Tracker]) -> None:
+        trackers.append(OptionalTracker(name, open_tracker))
+
+    if "tensorboard" in run.trackers:
+        add("tensorboard", lambda: TensorBoardTracker(output / "tensorboard", from_step))
+    if "wandb" in run.trackers:
         tree = public_tree(config)
-        trackers.append(WandbTracker(config.run.wandb_project, config.run.name, output, tree))
-    if config.run.console:
-        trackers.append(ConsoleView(total_steps))
+        add("wandb", lambda: WandbTracker(run.wandb_project, run.name, output, tree))
+    if run.console:
+        add("console", lambda: ConsoleView(total_steps))
     return trackers

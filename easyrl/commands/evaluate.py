@@ -45,7 +45,8 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
 
-    prompts = load_data(evaluation.data, load_tokenizer(config), "evaluation.data")
+    tokenizer = load_tokenizer(config)
+    prompts = load_data(evaluation.data, tokenizer, "evaluation.data")
     with ExitStack() as opened:
         # not into run.output_dir, which may be a run's
         log_dir = Path(opened.enter_context(TemporaryDirectory(prefix="easyrl-eval-")))
@@ -54,7 +55,7 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
             config,
             opened,
             open_scoring(config, opened),
-            vocab_size=policy_vocabulary(config),
+            vocabulary=policy_vocabulary(config, tokenizer),
             servers=servers,
         )
         warn_of_short_contexts(config, inference, rollout=False)

@@ -33,6 +33,7 @@ from easyrl.config.secrets import (
     is_secret_key,
     leaves,
     redact,
+    redact_text,
     redacted_paths,
     secret_paths,
 )
@@ -106,7 +107,7 @@ def _apply(tree: Any, override: str) -> None:
         # keys are its own: recipe={name: ...} leaves no other's behind.
         OmegaConf.update(tree, key.strip(), parsed["value"], merge=key.strip() != "recipe")
     except (YAMLError, OmegaConfBaseException, TypeError) as error:
-        shown = f"{key}={REDACTED}" if is_secret_key(key) else override
+        shown = f"{key}={REDACTED}" if is_secret_key(key) else redact_text(override)
         # of an IPv6 address; YAML takes it for a list
         quoted = '; write it in quotes: ["http://[::1]:8000"]' if "://[" in value else ""
         said = str(error).partition("\n    full_key")[0]

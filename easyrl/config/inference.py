@@ -130,19 +130,28 @@ class InferenceConfig(Section):
 
 def endpoint_url(url: str) -> str:
     """``url`` without a trailing slash. Raises ``ValueError`` if it is none, or names no server."""
+    # first, since no message may show what stands at these places
+    if "@" in url:
+        raise ValueError(
+            "a URL with a user name; name the key's variable in inference.api_key_env, and write "
+            "it without what is before the @"
+        )
+    if len(bare := re.split("[?#]", url)[0]) < len(url):
+        raise ValueError(
+            f"{bare!r} with a query or fragment names no server; write it as http://host:8000, and "
+            "a key's variable in inference.api_key_env"
+        )
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is not an http:// or https:// URL; write it as http://host:8000")
     url = url.rstrip("/")
     if url.endswith("/v1"):
         raise ValueError(f"{url!r}: leave off /v1, other routes of the server are used too")
-    if "@" in url:
-        raise ValueError("a URL with a user name; name the key's variable in inference.api_key_env")
     try:
         parts = urlsplit(url)
         has_server = parts.hostname and parts.port != 0
     except ValueError as error:
         raise ValueError(f"{url!r}: {error}; write it as http://host:8000") from None
-    if not has_server or parts.query or parts.fragment:
+    if not has_server:
         raise ValueError(f"{url!r} names no server; write it as http://host:8000")
     return url
 

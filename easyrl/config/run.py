@@ -10,6 +10,8 @@ from pydantic import NonNegativeInt, field_validator
 
 from easyrl.config.base import FilePath, Section
 
+MOST_CHARACTERS = 128  # of a name: names of files have 255, of which the run's own take some
+
 
 class RunConfig(Section):
     """Where the run writes, its seed, and its mode."""
@@ -31,4 +33,6 @@ class RunConfig(Section):
         # part of run:attempt:v, and of the name of a folder that is removed at the end
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", value):
             raise ValueError("use letters, digits, '_', '-' and '.' only, as in my-run_2")
+        if len(value) > MOST_CHARACTERS:
+            raise ValueError(f"is part of names of files: use at most {MOST_CHARACTERS} characters")
         return value

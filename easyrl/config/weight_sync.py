@@ -30,7 +30,8 @@ class WeightSyncConfig(Section):
     # default: that of advertise_host, else the one on the way to the endpoint
     port: NonNegativeInt = 0  # of the http stream; 0: a free one
     timeout_s: PositiveFloat = 600.0  # for an answer of an endpoint that is given weights or proves
-    # them; one that let so much pass without answers is not pushed to a second time
+    # them; one that let so much pass without answers is not pushed to a second time, and others
+    # that are ready for the batch wait so long for the answers that it still owes
     prove: bool = True  # every endpoint proves the bits of what it serves after each sync
     probe: bool = True
     canary: bool = True

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from easyrl.runtime.streams import tolerant
+
 # heading, metric, format
 COLUMNS = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -25,18 +27,28 @@ COLUMNS = (
 ROWS_SHOWN = 12
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # for who writes; else rich ends the process
+
+
 class ConsoleView:
-    """A table that updates in place on a terminal, plain lines elsewhere. A ``Tracker``."""
+    """A table that updates in place on a terminal, plain lines elsewhere. A ``Tracker``.
+
+    A ``stream`` that nobody reads any more ends nothing.
+    """
 
     def __init__(self, total_steps: int | None, stream: TextIO = sys.stdout) -> None:
         self._total_steps = total_steps
-        self._console = Console(file=stream)
+        self._console = _Console(file=stream)
         self._rows: list[tuple[int, dict[str, float]]] = []
         self._last_accuracy: dict[str, float] = {}
         self._live: Live | None = None
         if self._console.is_terminal:
-            self._live = Live(self._table(), console=self._console, auto_refresh=False)
-            self._live.start()
+            live = Live(self._table(), console=self._console, auto_refresh=False)
+            with tolerant(stream):
+                live.start()
+                self._live = live
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         shown = self._last_accuracy | metrics
@@ -44,19 +56,22 @@ class ConsoleView:
         if self._live is None:
             cells = [f"{head} {form.format(shown[m])}" for head, m, form in COLUMNS if m in shown]
             line = "  ".join([f"step {self._step(step)}", *cells])
-            print(line, file=self._console.file, flush=True)
+            with tolerant(self._console.file):
+                print(line, file=self._console.file, flush=True)
             return
         before = [row for row in self._rows if row[0] != step]
         same = dict(next((row for number, row in self._rows if number == step), {}))
         self._rows = sorted([*before, (step, same | shown)], key=itemgetter(0))[-ROWS_SHOWN:]
-        self._live.update(self._table(), refresh=True)
+        with tolerant(self._console.file):
+            self._live.update(self._table(), refresh=True)
 
     def note(self, name: str, text: str) -> None:
         """Nothing: the run's last line, behind all that ends, has it."""
 
     def close(self) -> None:
         if self._live is not None:
-            self._live.stop()
+            with tolerant(self._console.file):
+                self._live.stop()
 
     def _table(self) -> Table:
         table = Table("step", *(heading for heading, _, _ in COLUMNS))

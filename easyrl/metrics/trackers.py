@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import orjson
 
-from easyrl.runtime.durable_files import write_durably
+from easyrl.runtime.durable_files import remedy, write_durably
+
+logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
@@ -47,8 +51,8 @@ class JsonlTracker:
             with suppress(OSError):  # readers leave half a line out
                 self._file.truncate(self._end)
             message = (
-                f"the metrics of step {step} cannot be written ({error.strerror}); make room or "
-                "give permission and go on with --resume"
+                f"the metrics of step {step} cannot be written ({error.strerror}); "
+                f"{remedy(error)} and go on with --resume"
             )
             raise OSError(error.errno, message, self._file.name) from error
         self._end += len(line)
@@ -101,27 +105,69 @@ class WandbTracker:
         self._run.finish()
 
 
+class OptionalTracker:
+    """A tracker whose failures are told of, each once, and end nothing; called ``name`` there.
+
+    Raises what ``open_tracker`` does, but for a file that cannot be written.
+    """
+
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+        self._name = name
+        self._told: set[str] = set()
+        self._tracker: Tracker | None = None
+        with self._tolerant(OSError):
+            self._tracker = open_tracker()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        with self._tolerant():
+            if self._tracker is not None:
+                self._tracker.log(step, metrics)
+
+    def note(self, name: str, text: str) -> None:
+        with self._tolerant():
+            if self._tracker is not None:
+                self._tracker.note(name, text)
+
+    def close(self) -> None:
+        with self._tolerant():
+            if self._tracker is not None:
+                self._tracker.close()
+
+    @contextmanager
+    def _tolerant(self, kind: type[Exception] = Exception) -> Iterator[None]:
+        try:
+            yield
+        except kind as error:  # of whatever library
+            problem = f"{type(error).__name__}: {error}"
+            if problem not in self._told:
+                logger.warning("%s: %s; the run goes on without it", self._name, problem)
+            self._told.add(problem)
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The metrics of each step of a ``metrics.jsonl``; its evaluation has a line of its own."""
+    """The metrics of each step of a ``metrics.jsonl``; its evaluation has a line of its own.
+
+    A damaged line is left out, with a warning.
+    """
     steps: dict[int, dict[str, float]] = {}
-    for line in map(orjson.loads, _whole_lines(path)):
-        steps[line["step"]] = steps.get(line["step"], {}) | line
+    for _, metrics in _lines(path):
+        step = int(metrics["step"])
+        steps[step] = steps.get(step, {}) | metrics
     return list(steps.values())
 
 
 def _drop_after(path: Path, step: int, *, unevaluated: bool) -> None:
     """Leaves the lines up to ``step``; a kill or a full disk meanwhile loses none of them."""
 
-    def is_kept(line: dict[str, float]) -> bool:
-        is_again = unevaluated and line["step"] == step and "eval/accuracy" in line
-        return line["step"] <= step and not is_again
+    def is_kept(metrics: dict[str, float]) -> bool:
+        is_again = unevaluated and metrics["step"] == step and "eval/accuracy" in metrics
+        return metrics["step"] <= step and not is_again
 
-    lines = _whole_lines(path)
-    kept = [line for line in lines if is_kept(orjson.loads(line))]
-    if kept == lines[: len(kept)]:
-        os.truncate(path, sum(map(len, kept)))
+    kept = b"".join(line for line, metrics in _lines(path) if is_kept(metrics))
+    if path.read_bytes().startswith(kept):
+        os.truncate(path, len(kept))
         return
-    write_durably(path, b"".join(kept).decode())
+    write_durably(path, kept.decode())
 
 
 def _write_all(file: BinaryIO, data: bytes) -> None:
@@ -130,6 +176,21 @@ def _write_all(file: BinaryIO, data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """Lines with their ends; one that a crash cut off is left out."""
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+def _lines(path: Path) -> list[tuple[bytes, dict[str, float]]]:
+    """Lines with their ends, and what they say; one that a crash cut off is left out.
+
+    So is one that is not as it was written: what it said cannot be had again, and a run does not
+    depend on it. It is told of.
+    """
+    found = []
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    for number, line in enumerate(whole.split(b"\n") if whole else (), start=1):
+        try:
+            metrics = orjson.loads(line)
+            if not isinstance(metrics["step"], int):
+                raise TypeError("step has to be a whole number")
+        except (ValueError, TypeError, KeyError) as error:
+            logger.warning("%s: line %d is damaged and left out: %s", path, number, error)
+            continue
+        found.append((line + b"\n", metrics))
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from easyrl.config import ConfigError, ModelConfig
 from easyrl.models.weight_files import check_weight_files
@@ -62,6 +62,23 @@ def vocabulary_size(model: ModelConfig) -> int:
             f"model.path: {model.path} has no vocab_size in its config.json; give a folder with a "
             "language model"
         ) from None
+
+
+def end_ids_of(model: ModelConfig) -> frozenset[int]:
+    """Ids that end a sequence, of ``generation_config.json`` and ``config.json`` together.
+
+    Raises ``ConfigError`` naming ``model.path``.
+    """
+    config = _configuration(model)
+    try:
+        generation = GenerationConfig.from_pretrained(model.path, local_files_only=True)
+    except (OSError, ValueError):  # none; servers then make one of config.json
+        generation = GenerationConfig.from_model_config(config)
+    text = config.get_text_config()
+    found: list[object] = []
+    for ids in (generation.eos_token_id, getattr(text, "eos_token_id", None)):
+        found += ids if isinstance(ids, list) else [ids]
+    return frozenset(each for each in found if isinstance(each, int))
 
 
 def _configuration(model: ModelConfig) -> PreTrainedConfig:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import sys
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
@@ -20,8 +18,7 @@ from easyrl.recipes.dapo import DAPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import Recipe, RunSettings
-from easyrl.runtime.user_code import describe, import_remedy, raised_at
-from easyrl.schema import EndedBySignal
+from easyrl.runtime.user_code import FileRaises, NoPythonFile, describe, raised_at, run_file
 
 BUILT_IN: dict[str, type[Recipe]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO}
 
@@ -206,20 +203,11 @@ def _class(section: RecipeConfig) -> type[Recipe]:
 @cache
 def _module(file: Path) -> Any:
     """The user's file, run once in a process. Raises ``ConfigError``."""
-    name = f"easyrl_recipe_{blake3(str(file).encode()).hexdigest(length=6)}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"recipe.file: {file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their annotations up there
     try:
-        spec.loader.exec_module(module)
-    except (KeyboardInterrupt, EndedBySignal):
-        raise
-    except BaseException as error:  # users' code may raise anything
-        del sys.modules[name]
+        return run_file(file, f"easyrl_recipe_{blake3(str(file).encode()).hexdigest(length=6)}")
+    except NoPythonFile:
+        raise ConfigError(f"recipe.file: {file} is no Python file") from None
+    except FileRaises as error:
         raise ConfigError(
-            f"recipe.file: {raised_at(error, file)}: {file} cannot be run, {describe(error)}; "
-            f"correct the file{import_remedy(error)}"
-        ) from error
-    return module
+            f"recipe.file: {error.where}: {file} cannot be run, {error.what}; {error.remedy}"
+        ) from error.__cause__

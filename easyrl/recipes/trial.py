@@ -101,7 +101,7 @@ class _Trial:
             where = raised_at(error, self.file)
             said = describe(error)
             method = next((name for name in methods if f".{name}" in str(error)), methods[0])
-            if ":" not in where.removeprefix(str(self.file.resolve())):  # not in the user's code
+            if where == str(self.file.resolve()):  # not in the user's code
                 where = self._definition(method)
             self._refuse(where, method, f"raised {said}", "correct it")
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from easyrl.config import ConfigError, RewardConfig
-from easyrl.runtime.user_code import describe, import_remedy, raised_at
-from easyrl.schema import EndedBySignal, Prompt
+from easyrl.runtime.user_code import FileRaises, NoPythonFile, run_file
+from easyrl.schema import Prompt
 
 RewardFunction = Callable[..., Any]  # (prompt, texts, token_ids, **kwargs) -> list[float], or async
 
@@ -84,26 +84,18 @@ def load_reward(reward: RewardConfig) -> RewardFunction:
 def _load_function(file: Path, name: str) -> RewardFunction:
     """Imports ``file``, its folder appended to ``sys.path``, and returns its function ``name``."""
     file = file.resolve()
-    # Two files of the same name must not share a module; dataclasses and pickle want it registered.
+    # two files of the same name must not share a module
     module_name = f"easyrl_reward_{hashlib.sha1(str(file).encode()).hexdigest()[:12]}"
     if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{file} is not a Python file; name one that ends in .py")
-        module = importlib.util.module_from_spec(spec)
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))
-        sys.modules[module_name] = module
         try:
-            spec.loader.exec_module(module)
-        except (KeyboardInterrupt, EndedBySignal):
-            raise
-        except BaseException as error:  # users' code may raise anything
-            del sys.modules[module_name]
-            raise ImportError(
-                f"{raised_at(error, file)}: {file} raises {describe(error)}; correct the file"
-                + import_remedy(error)
-            ) from error
+            run_file(file, module_name)
+        except NoPythonFile:
+            raise ImportError(f"{file} is not a Python file; name one that ends in .py") from None
+        except FileRaises as error:
+            said = f"{error.where}: {file} raises {error.what}; {error.remedy}"
+            raise ImportError(said) from error.__cause__
     defined = vars(sys.modules[module_name])
     if name not in defined:
         functions = sorted(key for key, value in defined.items() if inspect.isfunction(value))

@@ -12,6 +12,17 @@ logger = logging.getLogger(__name__)
 # What a file system answers that cannot sync what it was asked to, a folder for instance.
 NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_MOVED = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,  # a link that leads nowhere, to who makes a folder
+    errno.ELOOP,
+    errno.ESTALE,
+)
+
 _told: set[int] = set()  # devices whose file system cannot
 
 
@@ -29,8 +40,19 @@ def write_durably(file: Path, text: str) -> None:
         unfinished.rename(file)
         fsync_folder(file.parent)
     except OSError as error:
-        message = f"cannot be written ({error.strerror}); make room or give permission"
+        message = f"cannot be written ({error.strerror}); {remedy(error)}"
         raise OSError(error.errno, message, str(file)) from error
+
+
+def remedy(error: OSError) -> str:
+    """What a person can do about a file that cannot be written, in a few words."""
+    if error.errno in _FULL:
+        return "make room"
+    if error.errno in _FORBIDDEN:
+        return "give permission to write there"
+    if error.errno in _MOVED:
+        return "put back the folder or link that was there"
+    return "make room or give permission"
 
 
 def fsync_folder(folder: Path) -> None:

@@ -38,7 +38,8 @@ LOCK_POLL_S = 0.2
 NAMES_SHOWN = 8
 MOST_ATTEMPT_BYTES = 2**16
 IDENTITY_BYTES = 8  # of a run's random part
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that has none
+# a file system that has none, or none of a folder, which is not open for writing
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 
 
 def prepare_output(
@@ -121,26 +122,28 @@ def open_event_log(
 def locked_folder(folder: Path, patience_s: float) -> Iterator[None]:
     """Inside, ``folder`` is this process's; it is given up when the process ends in whatever way.
 
-    The file stays behind: if it was removed, two processes could each hold a lock on one of its
-    name.
+    The folder itself is locked, which lasts when somebody takes the file for a leftover and removes
+    it; and the file, which names the holder, and which a network file system locks between hosts
+    (folders only within one). The file stays behind.
 
     Raises ``ConfigError`` naming the other process if it holds the folder longer than
     ``patience_s``, and ``OSError`` where nothing can be written.
     """
-    # closed when a child process starts (os.open sees to it)
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        _take(folder, descriptor, patience_s)
+    with ExitStack() as opened:
+        _take(folder, patience_s, opened)
         yield
-    finally:
-        os.close(descriptor)
 
 
-def _take(folder: Path, descriptor: int, patience_s: float) -> None:
+def _take(folder: Path, patience_s: float, opened: ExitStack) -> None:
     deadline = time.monotonic() + patience_s
     told = False
-    while not _is_taken(folder, descriptor):
-        in_use = f"{folder} is in use by {_holder(descriptor)}"
+    # closed when a child process starts (os.open sees to it)
+    itself = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    opened.callback(os.close, itself)
+    file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    opened.callback(os.close, file)
+    while not _is_taken(folder, itself, file):
+        in_use = f"{folder} is in use by {_holder(file)}"
         if time.monotonic() >= deadline:
             raise ConfigError(
                 f"run.output_dir: {in_use}, for more than the {patience_s:g} s (trainer.grace_s) "
@@ -157,23 +160,34 @@ def _take(folder: Path, descriptor: int, patience_s: float) -> None:
         time.sleep(LOCK_POLL_S)
 
 
-def _is_taken(folder: Path, descriptor: int) -> bool:
+def _is_taken(folder: Path, itself: int, file: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # where folders have no locks, not even within the host, the file's is all there is
+        _flock(itself)
+        lacks = _flock(file)
     except BlockingIOError:
         return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
+    if lacks is not None:
         logger.warning(
             "%s: this file system has no locks (%s); make sure that no other process runs in "
             "the folder",
             folder,
-            error.strerror,
+            lacks.strerror,
         )
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return True
+
+
+def _flock(descriptor: int) -> OSError | None:
+    """Locks it, or says why nobody can. Raises ``BlockingIOError`` if another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return error
+    return None
 
 
 def _holder(descriptor: int) -> str:

@@ -1,11 +1,16 @@
-"""Where in a user's file something is defined or was raised, as ``file:line``."""
+"""Files of the user's: running them, and where in one something is defined or was raised."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from easyrl.schema import EndedBySignal
 
 
 def definition(function: Any) -> str | None:
@@ -33,8 +38,37 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(message.split())}".removesuffix(": ")
 
 
-def import_remedy(error: BaseException) -> str:
-    """What else helps where ``error`` was met while importing a user's file."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f", or install {error.name.partition('.')[0]} in the trainer's environment"
-    return ""
+class NoPythonFile(ImportError):
+    """A file whose name does not end as Python's do."""
+
+
+class FileRaises(ImportError):
+    """A file that raised while it was run: ``where`` (``file:line``), ``what``, the ``remedy``."""
+
+    def __init__(self, where: str, what: str, remedy: str) -> None:
+        super().__init__(f"{where}: {what}; {remedy}")
+        self.where, self.what, self.remedy = where, what, remedy
+
+
+def run_file(file: Path, module_name: str) -> ModuleType:
+    """Runs a user's file as the module ``module_name``, which dataclasses and pickle look up.
+
+    Raises ``NoPythonFile``, ``FileRaises``.
+    """
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise NoPythonFile(str(file))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (KeyboardInterrupt, EndedBySignal):
+        raise
+    except BaseException as error:  # users' code may raise anything
+        del sys.modules[module_name]
+        remedy = "correct the file"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            package = error.name.partition(".")[0]
+            remedy += f", or install {package} in the trainer's environment"
+        raise FileRaises(raised_at(error, file), describe(error), remedy) from error
+    return module

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
-from easyrl.schema import Confirmation
+from easyrl.schema import Confirmation, other_run
 from easyrl.weight_sync.canary import Expect
 from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S, while_up
@@ -133,6 +133,7 @@ class ConfirmedEndpoints:
                     self._proof_failed(endpoint)
             if time.monotonic() >= deadline_s:
                 reason = f"shows {version}, not {target.version}, {self.patience_s:g} s later"
+                reason += other_run(target.version, version)
                 raise EndpointUnavailable(endpoint.url, reason)
             await asyncio.sleep(RETRY_INTERVAL_S)
 

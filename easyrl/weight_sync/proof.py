@@ -22,7 +22,7 @@ from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.inference_client.transfer.artifact_reader import DamagedArtifact
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import whole_slice
-from easyrl.schema import Completion, WeightProof
+from easyrl.schema import Completion, WeightProof, other_run
 from easyrl.weight_sync.canary import (
     GROSS_DIFFERENCE,
     Canary,
@@ -112,8 +112,10 @@ class Probe:
         """Mean |Δ log-prob| between an endpoint with these weights and the true ones, nats."""
         return self.true.reading(samples).mean
 
-    def check(self, samples: Sequence[Completion], tolerance: float) -> str | None:
+    def check(self, samples: Sequence[Completion], tolerance: float, limit: float) -> str | None:
         """What is wrong with an endpoint that was given these weights, in words.
+
+        ``tolerance`` and ``limit`` are the ``Prover``'s.
 
         It has to agree with the trainer and to have moved from the true weights much further than
         the noise measured on the same samples: the tolerance is generous (5e-2 nats in bf16), a
@@ -123,7 +125,7 @@ class Probe:
         """
         noise, change = self.changed.differences(samples), self.true.differences(samples)
         problem = _probe_problem(noise, change, tolerance)
-        if problem is None or CanaryReading.of(noise).problem(GROSS_DIFFERENCE) is not None:
+        if problem is None or CanaryReading.of(noise).problem(limit) is not None:
             return problem
         most = without_outliers(noise)
         return problem if _probe_problem(noise[most], change[most], tolerance) else None
@@ -219,8 +221,9 @@ class Prover:
         # After the probe it has to come back much nearer than half-way: keys and values of the
         # canary that were left from the probe's weights show, also below the tolerance.
         shift = self.probe_shifts.get(endpoint.url)
-        comes_back = shift is None or shown.reading.trimmed <= shift / 2
-        limit = self.limit if comes_back else 0.0
+        limit = self.limit
+        if shift is not None and not shown.reading.trimmed <= shift / 2:
+            limit = min(limit, shift / 2)  # which the mean is above, too
         if problem := shown.reading.problem(limit):
             raise ProofFailed(endpoint.url, problem)
         self._warn(endpoint.url, shown.reading)
@@ -244,8 +247,9 @@ class Prover:
         samples = await self.canary.sample(endpoint.url)
         stamped = {span.version for sample in samples for span in sample.version_spans}
         if stamped != {stamp}:  # made by other weights: it may have restarted
-            wrong = ", ".join(sorted(stamped - {stamp})) or "no version"
-            raise OtherVersionShown(endpoint.url, f"canary: tokens of {wrong}, not of {stamp}")
+            others = sorted(stamped - {stamp})
+            wrong, why = ", ".join(others) or "no version", other_run(stamp, *others)
+            raise OtherVersionShown(endpoint.url, f"canary: tokens of {wrong}, not of {stamp}{why}")
         return samples
 
 
@@ -265,7 +269,8 @@ async def prove_weights(
     """
     shown = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
     if shown != stamp:
-        raise OtherVersionShown(endpoint.url, f"serves version {shown!r}, not {stamp!r}")
+        why = other_run(stamp, shown)
+        raise OtherVersionShown(endpoint.url, f"serves version {shown!r}, not {stamp!r}{why}")
     if not bits:
         return None
     challenge = weights.challenge(endpoint.url)

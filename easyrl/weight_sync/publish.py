@@ -199,11 +199,12 @@ class WeightSync:
             for url, shown in delivery.shown.items():
                 assert delivery.target is not None and shown.expected is not None
                 probe = Probe(delivery.target, shown.expected, true[url])
-                if problem := probe.check(shown.samples, self._prover.tolerance):
+                prover = self._prover
+                if problem := probe.check(shown.samples, prover.tolerance, prover.limit):
                     problems[url] = problem
                 else:
                     self._reconciler.probe = probe
-                    self._prover.probe_shifts[url] = probe.visible(shown.samples)
+                    prover.probe_shifts[url] = probe.visible(shown.samples)
             self._exclude(self.collectives.broadcast(problems))
             if self._reconciler.probe is None:
                 self._store.discard(delivery.target)
@@ -297,7 +298,8 @@ class WeightSync:
 
         Returns who failed for good and why.
         """
-        endpoints = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
+        live = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
+        endpoints = self._reconciler.waited_for(live)
         broadcaster, target = self._broadcaster, delivery.target
         assert target is not None
         tee = broadcaster.begin() if write and broadcaster is not None else None

@@ -21,6 +21,7 @@ from typing import TypeVar
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
+from easyrl.schema import other_run
 from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, Broadcaster, TensorTee
 from easyrl.weight_sync.challenge import NONCE_BYTES
 from easyrl.weight_sync.store import WeightStore
@@ -153,7 +154,8 @@ class WeightPusher:
         given, client = self._given[endpoint.url], endpoint.client
         shown = await client.weight_version(ANSWER_TIMEOUT_S)
         if shown != given.stamp:
-            raise EndpointError(endpoint.url, f"serves {shown}, not {given.stamp}: has restarted")
+            why = other_run(given.stamp, shown) or ": has restarted"
+            raise EndpointError(endpoint.url, f"serves {shown}, not {given.stamp}{why}")
         given.stamp = version
         await client.set_weight_version(version, ANSWER_TIMEOUT_S)
         if checks_start and given.artifact is not None:

@@ -15,22 +15,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.schema import Completion
-from easyrl.weight_sync.broadcasting import BroadcastFailed, TensorTee
+from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, BroadcastFailed, TensorTee
 from easyrl.weight_sync.canary import Expect, Expected
 from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown
-from easyrl.weight_sync.push import WeightPusher, still_answers, while_up
+from easyrl.weight_sync.push import GIVING_UP_S, WeightPusher, still_answers, while_up
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
 PUSH_ATTEMPTS = 2
+MOST_LATE = 3  # times that others wait in vain for an endpoint that is in time in between
 
 
 class DamagedCopy(EndpointUnavailable):
@@ -43,7 +44,7 @@ class Reconciler:
 
     Attributes:
         timeout_s: of answers that one endpoint owes in all while it is brought to a version: who
-            has let so much pass is not pushed to again.
+            has let so much pass is not pushed to again, and others that are ready wait no longer.
         probe: once learned, shown by whoever is new or has restarted.
         probe_damaged: its weights on this host are not what was written; nobody can show it, until
             another is learned.
@@ -61,6 +62,27 @@ class Reconciler:
 
     def __post_init__(self) -> None:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by URL
+        self._late: set[str] = set()  # URLs; see ``waited_for``
+        self._num_late: Counter[str] = Counter()  # by URL
+
+    def waited_for(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
+        """Those that a version is brought to before a batch begins, of ``endpoints``, all up.
+
+        Without those that were late and have not been in time since, if that leaves any; late for
+        the ``MOST_LATE``th time, an endpoint stays so. They are brought to it in mid-batch.
+        """
+        return [e for e in endpoints if e.url not in self._late] or list(endpoints)
+
+    def late(self, endpoint: Endpoint, version: str) -> None:
+        """Others have waited for ``endpoint`` in vain: it is set aside, its repair follows."""
+        if endpoint.url not in self._late:
+            self._late.add(endpoint.url)
+            self._num_late[endpoint.url] += 1
+        reason = (
+            f"is late: the others, ready for version {version}, waited {self.timeout_s:g} s for "
+            "its answers (weight_sync.timeout_s); it is brought to it in mid-batch"
+        )
+        self.pool.set_aside(endpoint, EndpointUnavailable(endpoint.url, reason))
 
     async def reconcile(self, endpoint: Endpoint, weights: Target, expect: Expect | None) -> Shown:
         """Has ``endpoint`` serve ``weights``, proved, under their version.
@@ -71,7 +93,12 @@ class Reconciler:
         when it failed for good; then, and after a cancellation, it serves under no version that
         requests ask for, unless it still serves the one before, untouched.
         """
-        return await while_up(endpoint, self._until_proved(endpoint, weights, expect))
+        start_s = time.monotonic()
+        shown = await while_up(endpoint, self._until_proved(endpoint, weights, expect))
+        in_time = time.monotonic() - start_s < self.timeout_s
+        if in_time and self._num_late[endpoint.url] < MOST_LATE:
+            self._late.discard(endpoint.url)
+        return shown
 
     async def broadcast(
         self, endpoints: Sequence[Endpoint], weights: Target, tee: TensorTee
@@ -180,7 +207,7 @@ class Reconciler:
         await self.prover.prove_bits(endpoint, probe.weights, stamp, Shown())
         await self.pusher.resume(endpoint)
         samples = await self.prover.sample(endpoint, stamp)
-        if problem := probe.check(samples, self.prover.tolerance):
+        if problem := probe.check(samples, self.prover.tolerance, self.prover.limit):
             raise ProofFailed(endpoint.url, problem)
         self.prover.probe_shifts[endpoint.url] = probe.visible(samples)
         shown.probe_s += time.monotonic() - start_s
@@ -191,7 +218,8 @@ class FanOut:
     """Brings ``target`` to ``endpoints``, each by a coroutine of its own. In the pool's loop.
 
     The trainer's log-probabilities are a collective of the main threads, so an endpoint's coroutine
-    cannot ask for them itself: it leaves its canary samples here and waits.
+    cannot ask for them itself: it leaves its canary samples here and waits. Whoever is ready, has
+    passed or waits for the trainer, waits for the rest no longer than they may be silent.
 
     Attributes:
         canary: whether the trainer is asked about their samples.
@@ -207,6 +235,8 @@ class FanOut:
     num_broadcast: int = 0
 
     def __post_init__(self) -> None:
+        self._num_passed = 0
+        self._ready_s: float | None = None  # since when one is ready and waits for others
         self._num_open = len(self.endpoints)  # coroutines that have not ended
         self._questions: dict[str, tuple[Sequence[Completion], asyncio.Future[Expected]]] = {}
         self._changed = asyncio.Event()  # a question has come, or a coroutine has ended
@@ -220,16 +250,20 @@ class FanOut:
         cancellation endpoints are told to give up what they were being given.
         """
         tasks: list[asyncio.Task[Shown | EndpointError]] = []
+        watch: asyncio.Task[None] | None = None
         try:
             if self.tee is not None:
                 self.num_broadcast = await self.reconciler.broadcast(
                     self.endpoints, self.target, self.tee
                 )
             tasks = [asyncio.create_task(self._bring(endpoint)) for endpoint in self.endpoints]
+            watch = asyncio.create_task(self._leave_late(tasks))
             outcomes = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+            if watch is not None:
+                watch.cancel()
             if self.tee is not None:
                 self.tee.close()
             self._num_open = 0
@@ -255,6 +289,7 @@ class FanOut:
 
     async def answer(self, expected: Mapping[str, Expected]) -> None:
         """What the trainer says of the samples of ``questions``."""
+        self._ready_s = None  # what they owe after this starts anew
         asked, self._questions = self._questions, {}
         for url, (_, answer) in asked.items():
             if not answer.done():  # it may have gone down while it waited
@@ -267,7 +302,9 @@ class FanOut:
     async def _bring(self, endpoint: Endpoint) -> Shown | EndpointError:
         try:
             expect = self._ask if self.canary else None
-            return await self.reconciler.reconcile(endpoint, self.target, expect)
+            shown = await self.reconciler.reconcile(endpoint, self.target, expect)
+            self._num_passed += 1
+            return shown
         except EndpointError as error:
             if isinstance(error, EndpointUnavailable) and endpoint.down is None:
                 self.reconciler.pool.set_aside(endpoint, error)
@@ -275,6 +312,25 @@ class FanOut:
         finally:
             self._num_open -= 1
             self._changed.set()
+
+    async def _leave_late(self, tasks: Sequence[asyncio.Task[Shown | EndpointError]]) -> None:
+        """Ends the waiting for endpoints that answer each request in time, and slowly.
+
+        The clock runs over all their answers, from when another is ready. A silent one fails by the
+        limit of a single request before.
+        """
+        patience_s = self.reconciler.timeout_s + GIVING_UP_S
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            if not self._questions and not self._num_passed:
+                continue
+            self._ready_s = self._ready_s or time.monotonic()
+            if time.monotonic() - self._ready_s < patience_s:
+                continue
+            for endpoint, task in zip(self.endpoints, tasks, strict=True):
+                owes = not task.done() and endpoint.url not in self._questions
+                if owes and endpoint.down is None:
+                    self.reconciler.late(endpoint, self.target.version)
 
     async def _ask(self, url: str, samples: Sequence[Completion]) -> Expected:
         answer: asyncio.Future[Expected] = asyncio.get_running_loop().create_future()

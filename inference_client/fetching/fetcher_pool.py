@@ -11,6 +11,7 @@ import itertools
 
 import numpy as np
 
+from easyrl.completion_check import ANY_INT32, Vocabulary
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.fetching.fetcher import Fetcher, Request
@@ -30,9 +31,13 @@ class FetcherPool:
     """
 
     def __init__(
-        self, num_fetchers: int, api_keys: ApiKeys | None = None, *, vocab_size: int = 2**31
+        self,
+        num_fetchers: int,
+        api_keys: ApiKeys | None = None,
+        *,
+        vocabulary: Vocabulary = ANY_INT32,
     ) -> None:
-        settings = Settings(vocab_size)
+        settings = Settings(vocabulary)
         self._suspects = Suspects(settings)
         self._fetchers = [Fetcher(settings, self._suspects.add) for _ in range(num_fetchers)]
         self._api_keys = api_keys or ApiKeys()

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from easyrl.completion_check import CompletionLimits
+from easyrl.completion_check import ANY_INT32, Vocabulary, limits_of
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
@@ -47,12 +47,15 @@ MAX_DELIVERY_DELAY_S = 0.1
 
 
 def local_fetch(
-    session: aiohttp.ClientSession, api_keys: ApiKeys | None = None, *, vocab_size: int = 2**31
+    session: aiohttp.ClientSession,
+    vocabulary: Vocabulary = ANY_INT32,
+    api_keys: ApiKeys | None = None,
 ) -> Fetch:
     """A ``Fetch`` in this loop: what each fetcher runs, and tests.
 
     ``await fetch(url, prompt_token_ids int32 [P], sampling, seed)`` gives one response. Raises
-    subclasses of ``EndpointError``, also for a token that is none of the policy's ``vocab_size``.
+    subclasses of ``EndpointError``, also for a token that is none of the policy's
+    ``vocabulary``, and for a response that ends before its end.
     Cancelling closes the connection, upon which the server aborts the request.
     """
     keys = api_keys or ApiKeys()
@@ -62,7 +65,7 @@ def local_fetch(
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
         body = await client(url, keys.of(url)).generate(prompt_token_ids, sampling, seed)
-        limits = CompletionLimits(vocab_size, sampling.max_tokens)
+        limits = limits_of(sampling, vocabulary, told_length=True)
         return parse_generate_response(body, url, len(prompt_token_ids), limits, n=1)[0]
 
     return fetch
@@ -86,8 +89,8 @@ async def _serve(connection: socket.socket) -> None:
             for payload in frames.feed(data):
                 if fetcher is None:
                     settings = msgspec.msgpack.decode(payload, type=Settings)
-                    fetch = local_fetch(session, api_keys, vocab_size=settings.vocab_size)
-                    fetcher = _Fetcher(fetch, api_keys, writer, session, settings.vocab_size)
+                    fetch = local_fetch(session, settings.vocabulary, api_keys)
+                    fetcher = _Fetcher(fetch, api_keys, writer, session, settings.vocabulary)
                     continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)
@@ -102,7 +105,7 @@ class _Fetcher:
         api_keys: ApiKeys,
         writer: asyncio.StreamWriter,
         session: aiohttp.ClientSession,
-        vocab_size: int,
+        vocabulary: Vocabulary,
     ) -> None:
         self._fetch = fetch
         self._api_keys = api_keys
@@ -111,7 +114,7 @@ class _Fetcher:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         client = functools.cache(lambda url, key: EndpointClient(url, session, api_key=key))
         self._streamed = StreamedRequests(
-            lambda order: client(order.url, order.api_key), vocab_size, self._answered
+            lambda order: client(order.url, order.api_key), vocabulary, self._answered
         )
         self._outbox: list[Reply] = []
         self._delivery: asyncio.TimerHandle | None = None

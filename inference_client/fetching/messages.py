@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from easyrl.completion_check import Vocabulary
 from easyrl.schema import Completion, VersionSpan
 
 HEARTBEAT_S = 1.0  # a fetcher sends a list of replies, maybe an empty one, at least so often
@@ -15,7 +16,7 @@ HEARTBEAT_S = 1.0  # a fetcher sends a list of replies, maybe an empty one, at l
 class Settings(msgspec.Struct, array_like=True):
     """The first message to a fetcher."""
 
-    vocab_size: int  # of the policy
+    vocabulary: Vocabulary  # of the policy
 
 
 class Send(msgspec.Struct, array_like=True, tag=0, gc=False):

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from easyrl.completion_check import CompletionLimits
+from easyrl.completion_check import Vocabulary, limits_of
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError
@@ -37,10 +37,10 @@ class StreamedRequests:
     def __init__(
         self,
         client_of: Callable[[Send], EndpointClient],
-        vocab_size: int,
+        vocabulary: Vocabulary,
         answered: Answered,
     ) -> None:
-        self._client_of, self._vocab_size, self._answered = client_of, vocab_size, answered
+        self._client_of, self._vocabulary, self._answered = client_of, vocabulary, answered
         self._loop = asyncio.get_running_loop()
         self._joining: list[Send] = []
         self._requests: dict[int, _Request] = {}  # by number of the order
@@ -64,7 +64,7 @@ class StreamedRequests:
         for orders in alike.values():
             for part in _parts(orders):
                 client = self._client_of(part[0])
-                request = _Request(client, part, self._vocab_size, self._take)
+                request = _Request(client, part, self._vocabulary, self._take)
                 self._requests |= dict.fromkeys((order.number for order in part), request)
 
     def _take(self, order: Send, result: Completion | Exception, start_s: float) -> None:
@@ -93,7 +93,7 @@ class _Request:
         self,
         client: EndpointClient,
         orders: Sequence[Send],
-        vocab_size: int,
+        vocabulary: Vocabulary,
         take: Answered,
     ) -> None:
         prompts: dict[bytes, list[Send]] = {}
@@ -114,7 +114,7 @@ class _Request:
         self._cancelled: set[int] = set()  # of those that wait
         self._to_abort: list[str] = []
         self._client, self._take = client, take
-        self._limits = CompletionLimits(vocab_size, sampling.max_tokens)
+        self._limits = limits_of(sampling, vocabulary, told_length=True)
         self._loop = asyncio.get_running_loop()
         self._start_s = self._loop.time()
         self._task = self._loop.create_task(self._run())

@@ -32,7 +32,7 @@ from easyrl.inference_client.pool.endpoint import Endpoint, Need
 from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
-from easyrl.schema import Completion
+from easyrl.schema import Completion, other_run
 
 NUM_REFUSALS = 2  # of endpoints that serve the canary prompt: it stands
 MAX_FALSE_REFUSALS = 3  # of prompts that another endpoint served, with the same weights
@@ -249,7 +249,8 @@ class EndpointPool(Fleet):
         if version is None or all(s.version == version for s in completion.version_spans):
             return
         stamped = sorted({span.version for span in completion.version_spans})
-        wrong = WrongVersion(endpoint.url, f"tokens of {stamped}, asked for {version}")
+        why = other_run(version, *stamped)
+        wrong = WrongVersion(endpoint.url, f"tokens of {stamped}, asked for {version}{why}")
         endpoint.num_failures += 1
         self._lose_confirmation(endpoint, version, wrong.reason)
         raise wrong

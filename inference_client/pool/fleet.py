@@ -27,6 +27,7 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.pool.canary_prompt import CanaryPrompt
 from easyrl.inference_client.pool.dispatch import Dispatcher, status_lines, wait_out
 from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.schema import other_run
 
 log = logging.getLogger(__name__)
 
@@ -373,7 +374,8 @@ class Fleet:
             endpoint.down = None
         if (confirmed, current) == (endpoint.confirmed_version, self._current_version):
             if confirmed is not None and served not in (None, confirmed):
-                self._lose_confirmation(endpoint, confirmed, f"serves {served}")
+                reason = f"serves {served}{other_run(confirmed, served)}"
+                self._lose_confirmation(endpoint, confirmed, reason)
             elif confirmed != current:
                 self._start_repair(endpoint)
             else:

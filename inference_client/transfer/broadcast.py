@@ -10,6 +10,7 @@ static functions instead and are refused.
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import json
 import math
@@ -23,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from easyrl.inference_client.api_keys import ApiKeys
+from easyrl.inference_client.api_keys import ApiKeys, KeyErasure
 
 ANSWER_BYTES = 4 * 2**20  # as of other routes
+ERROR_BYTES = 8 * 2**10
+QUOTED_CHARACTERS = 500
 
 # by transport: module of the trainer-side engine, how its classes' names begin, what has it
 BACKENDS = {
@@ -109,17 +112,20 @@ class EndpointsClient:
 
     def _call(self, url: str, method: str, route: str, body: bytes | None) -> bytes:
         headers = {"Content-Type": "application/json"}
-        if (api_key := self._api_keys.of(url)) is not None:
+        api_key = self._api_keys.of(url)
+        clean = KeyErasure(api_key)
+        if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         request = urllib.request.Request(url + route, body, headers, method=method)
         try:
             with self._opener.open(request, timeout=self._timeout_s) as response:
                 answer = response.read(ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
-            text = error.read(500).decode(errors="replace")
-            raise RuntimeError(f"{url}{route}: status {error.code}: {text}") from None
-        except OSError as error:
-            raise RuntimeError(f"{url}{route}: {error}") from None
+            text = clean.of_bytes(error.read(ERROR_BYTES)).decode(errors="replace")
+            quoted = text[:QUOTED_CHARACTERS]
+            raise RuntimeError(f"{url}{route}: status {error.code}: {quoted}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise RuntimeError(f"{url}{route}: {clean.of(str(error))}") from None
         if len(answer) > ANSWER_BYTES:
             raise RuntimeError(f"{url}{route}: answers more than {ANSWER_BYTES} bytes")
         return answer

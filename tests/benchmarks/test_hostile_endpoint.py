@@ -16,6 +16,7 @@ from benchmarks.parts.hostile.behaviour import EndpointBehaviour
 from benchmarks.parts.hostile.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
 from benchmarks.parts.random_model import write_random_model
+from easyrl.completion_check import Vocabulary
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError
@@ -44,7 +45,7 @@ def models(tmp_path_factory):
 class Opened:
     def __init__(self, endpoint: HostileEndpoint, client: EndpointClient, vocab_size: int) -> None:
         self.endpoint, self.client = endpoint, client
-        self._fetch = local_fetch(client._session, vocab_size=vocab_size)
+        self._fetch = local_fetch(client._session, Vocabulary(vocab_size, frozenset()))
 
     async def ask(self, prompt: int = 0, seed: int = 0) -> Completion:
         return await self._fetch(self.endpoint.url, PROMPTS[prompt], SAMPLING, seed)
@@ -110,6 +111,14 @@ async def test_no_response_that_a_behaviour_touches_is_as_it_was(opened):
             assert differs, behaviour.name
         assert endpoint.happened >= 1 and endpoint.problem is None, behaviour.name
         endpoint.may_act = False
+
+
+@pytest.mark.parametrize("name", ["cut-and-called-whole", "cut-and-called-long"])
+async def test_a_response_cut_short_is_refused(opened, name):
+    opened.behave(name)
+    with pytest.raises(EndpointError, match=r"finish_reason is '(stop|length)' after"):
+        await opened.ask()
+    assert opened.endpoint.happened == 1
 
 
 async def test_swapped_answers_are_each_others(opened):

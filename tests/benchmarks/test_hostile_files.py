@@ -30,6 +30,7 @@ def files(tmp_path) -> RunFiles:
         run / "endpoints.json": '{"version": 1, "endpoints": []}',
         run / "endpoints_state.json": "{}",
         run / "run.lock": "1 on here\n",
+        run / "tensorboard/events.out.tfevents.1": "t" * 100,
         weights / "easyrl-run-1/announcement": "ab" * 32,
         weights / "easyrl-run-1/v-1/chunk-00000.safetensors": "w" * 2000,
         prompts: lines,
@@ -63,6 +64,19 @@ def test_it_changes_something_and_is_undone_where_it_has_to_be(behaviour, files)
     if behaviour.refused is None:
         return
     assert behaviour.refused in f"{said} data"
+    files.put_back()
+    assert state(files) == before
+
+
+@pytest.mark.parametrize("makes_another", [False, True])
+@pytest.mark.parametrize("name", ["journal-is-a-dangling-link", "weights-root-is-a-file"])
+def test_what_was_moved_aside_comes_back(name, makes_another, files):
+    before = state(files)
+    BEHAVIOURS[name].damage(files, random.Random(1))
+    if makes_another:
+        (moved,) = files.run_dir.parent.rglob("*.aside")
+        (place := moved.with_suffix("")).unlink()
+        (place / "below").mkdir(parents=True)
     files.put_back()
     assert state(files) == before
 

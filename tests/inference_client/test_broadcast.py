@@ -53,7 +53,8 @@ class FakeRoutes(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.calls.append((self.path, body))
         if self.path == self.server.refuses:
-            self._answer(400, {"error": "not today"})
+            asked_with = self.headers["Authorization"]
+            self._answer(400, {"error": "not today", "asked_with": asked_with})
         else:
             self._answer(200, {})
 
@@ -124,6 +125,18 @@ def test_each_endpoint_is_sent_its_own_key(endpoints: list[FakeEndpoint]) -> Non
     first, *others = (endpoint.keys for endpoint in endpoints)
     assert first == {"Bearer its own"}
     assert others == [{"Bearer of all others"}, {"Bearer of all others"}]
+
+
+def test_a_key_that_an_endpoint_repeats_comes_into_no_message(
+    endpoints: list[FakeEndpoint],
+) -> None:
+    endpoint = endpoints[0]
+    client = EndpointsClient([endpoint.url], ApiKeys({endpoint.url: "sk-MARKED"}), 600.0)
+    endpoint.refuses = "/start_weight_update"
+    with pytest.raises(RuntimeError, match=r"not today.*Bearer \[key\]") as raised:
+        client.start_weight_update()
+    assert "MARKED" not in str(raised.value)
+    client.close()
 
 
 def test_a_key_is_not_sent_on_to_where_an_endpoint_redirects(endpoints: list[FakeEndpoint]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import random
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from easyrl.completion_check import CompletionLimits
+from easyrl.completion_check import CompletionLimits, Vocabulary, limits_of
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, MalformedResponse
@@ -191,13 +192,81 @@ def test_what_could_not_be_trained_is_malformed(body, said):
 
 
 async def test_a_request_is_held_to_its_own_max_tokens_and_the_vocabulary(server, client):
-    server.answer = http(generated())
-    fetch = local_fetch(client._session, vocab_size=121)
+    server.answer = http(generated(finish_reason="stop"))
+    fetch = local_fetch(client._session, Vocabulary(121))
     assert len((await fetch(client.url, PROMPT, SAMPLING, 0)).token_ids) == 4
     with pytest.raises(MalformedResponse, match="4 tokens, max_tokens is 3"):
         await fetch(client.url, PROMPT, SamplingConfig(max_tokens=3), 0)
     with pytest.raises(MalformedResponse, match="120, the policy's vocabulary has ids 0 to 119"):
-        await local_fetch(client._session, vocab_size=120)(client.url, PROMPT, SAMPLING, 0)
+        await local_fetch(client._session, Vocabulary(120))(client.url, PROMPT, SAMPLING, 0)
+
+
+# ---- where a response ends -----------------------------------------------------------------------
+
+ENDS = Vocabulary(121, frozenset({0, 7}))  # a generation_config.json may have several
+CUT = {  # last token, finish_reason, what was asked for besides max_tokens=4; what is said
+    "stop at a token like any other": ([1, 2, 3], "stop", {}, r"'stop' after token 3, .* \[0, 7\]"),
+    "stop at max_tokens": ([1, 2, 3, 4], "stop", {}, "'stop' after token 4"),
+    "stop behind an end": ([1, 0, 3], "stop", {}, "'stop' after token 3"),
+    "stop at an end that is ignored": ([1, 0], "stop", {"ignore_eos": True}, "after token 0"),
+    "stop at another's stop token": ([1, 5], "stop", {"stop_token_ids": [6]}, r"\[0, 6, 7\]"),
+    "stop before min_tokens": ([1, 0], "stop", {"min_tokens": 3}, "2 tokens, min_tokens is 3"),
+    "a stop string before min_tokens": ([1], "stop", {"stop": ["x"], "min_tokens": 2}, "1 tokens"),
+    "length before max_tokens": ([1, 2, 3], "length", {}, "'length' after 3 tokens, .* is 4"),
+    "length, with stop strings": ([1, 2], "length", {"stop": ["x"]}, "'length' after 2 tokens"),
+    "length, its end ignored": ([1, 0], "length", {"ignore_eos": True}, "'length' after 2 tokens"),
+}
+WHOLE = {
+    "the end": ([1, 2, 0], "stop", {}),
+    "another end": ([7], "stop", {}),
+    "the end at max_tokens": ([1, 2, 3, 0], "stop", {}),
+    "a stop token": ([1, 5], "stop", {"stop_token_ids": [6, 5]}),
+    "a stop token, the end ignored": ([0, 5], "stop", {"stop_token_ids": [5], "ignore_eos": True}),
+    "a stop string": ([1, 2], "stop", {"stop": ["x"]}),
+    "the end, stop strings wanted": ([1, 0], "stop", {"stop": ["x"]}),
+    "as many as there may be": ([1, 2, 3, 4], "length", {}),
+    "the end at min_tokens": ([1, 2, 0], "stop", {"min_tokens": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+async def test_a_response_that_was_cut_short_is_a_fault(server, client, name):
+    token_ids, finish_reason, asked, said = CUT[name]
+    server.answer = http(generated(token_ids, finish_reason=finish_reason))
+    with pytest.raises(MalformedResponse, match=rf"choices\[0\]\..*{said}"):
+        sampling = SamplingConfig(max_tokens=4, **asked)
+        await local_fetch(client._session, ENDS)(client.url, PROMPT, sampling, 0)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+async def test_a_response_that_ends_where_it_may_is_kept(server, client, name):
+    token_ids, finish_reason, asked = WHOLE[name]
+    server.answer = http(generated(token_ids, finish_reason=finish_reason))
+    sampling = SamplingConfig(max_tokens=4, **asked)
+    made = await local_fetch(client._session, ENDS)(client.url, PROMPT, sampling, 0)
+    assert made.token_ids.tolist() == token_ids and made.finish_reason == finish_reason
+
+
+async def test_where_the_ends_are_not_known_only_lengths_are_judged(server, client):
+    server.answer = http(generated([1, 2, 3], finish_reason="stop"))
+    await local_fetch(client._session)(client.url, PROMPT, SAMPLING, 0)
+    server.answer = http(generated([1, 2, 3], finish_reason="length"))
+    with pytest.raises(MalformedResponse, match=r"'length' after 3 tokens, .*max_model_len"):
+        await local_fetch(client._session)(client.url, PROMPT, SAMPLING, 0)
+
+
+def test_a_journalled_response_may_have_ended_with_the_context_of_its_day():
+    """What a request was allowed in the end is not in the journal; its settings are the run's."""
+    sampling = SamplingConfig(max_tokens=4, min_tokens=2)
+    body = generated([1, 2, 3], finish_reason="length")
+    asked, journalled = (limits_of(sampling, ENDS, told_length=told) for told in (True, False))
+    assert len(parse_generate_response(body, "http://a", 4, journalled, n=1)) == 1
+    with pytest.raises(MalformedResponse, match="'length' after 3 tokens"):
+        parse_generate_response(body, "http://a", 4, asked, n=1)
+    for token_ids, said in (([1, 2, 3], "'stop' after token 3"), ([0], "min_tokens is 2")):
+        stopped = generated(token_ids, finish_reason="stop")
+        with pytest.raises(MalformedResponse, match=said):
+            parse_generate_response(stopped, "http://a", 4, journalled, n=1)
 
 
 # ---- HTTP ----------------------------------------------------------------------------------------
@@ -295,6 +364,51 @@ async def test_of_an_error_the_beginning_is_read(server, client, status):
         error = await fault(call, client, route)
         assert f"answered {status}: no such: aaa" in error.reason
         assert server.num_sent < 2**26
+
+
+SECRET = 'sk-MARKED/0+"x='
+IN_JSON = "".join(f"\\u{ord(c):04X}" for c in SECRET)
+IN_A_URL = "".join(f"%{ord(c):02x}" if c in '/+"=' else c for c in SECRET)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        http(b"", f"401 no {SECRET}"),
+        http(b"", f"500 {'x' * 90}{SECRET}"),  # at the border of what is quoted
+        http(b"", "302 Found", f"Location: https://login/{SECRET}"),
+        http(b"", "302 Found", f"Location: https://login/?given={IN_A_URL}"),
+        http(b"", "200 OK", f"Content-Encoding: {SECRET}"),
+        http(b"", "200 OK", f"Content-Encoding: {'x' * 45}{SECRET}"),
+        http(b"", f"200 {SECRET}", f"X {SECRET}"),  # no header
+        f"HTTP/1.1 abc {SECRET}\r\n\r\n".encode(),
+        http(json.dumps({"error": f"Bearer {SECRET}"}).encode(), "503 Unavailable"),
+        http(f'{{"error": "Bearer {IN_JSON}"}}'.encode(), "400 Bad Request"),
+        http(f'{{"error": {{"message": "{IN_JSON.lower()}"}}}}'.encode(), "400 Bad Request"),
+        http(f'{{"detail": "{IN_JSON}"}}'.encode(), "403 Forbidden"),
+        http(f'{{"weight_version": 7, "x": "{IN_JSON}"}}'.encode()),
+        http(f"{SECRET} is no JSON".encode()),
+    ],
+    ids=range(14),
+)
+async def test_a_key_that_is_repeated_comes_into_no_message(server, client, answer):
+    keyed = EndpointClient(server.url, client._session, api_key=SECRET)
+    server.answer = answer
+    with pytest.raises(EndpointError) as caught:
+        await keyed.weight_version()
+    texts = [str(caught.value)]
+    with contextlib.suppress(EndpointError):
+        texts.append((await keyed.generate(PROMPT, SAMPLING, 0)).decode())
+    for text in texts:
+        assert "sk-" not in text and "MAR" not in text and IN_JSON.lower() not in text.lower()
+
+
+async def test_a_key_that_is_repeated_comes_into_no_record(server, client):
+    client = EndpointClient(server.url, client._session, api_key=SECRET)
+    server.answer = http(f'{{"weight_version": "r:{IN_JSON}"}}'.encode())
+    assert await client.weight_version() == "r:[key]"
+    server.answer = http(f'{{"data": [{{"id": {json.dumps(SECRET)}}}]}}'.encode())
+    assert (await client.served_model()).name == "[key]"
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip"])

@@ -231,6 +231,15 @@ async def test_a_response_of_another_version_is_never_returned():
         assert "has confirmed no version" in endpoint.status(V1)
 
 
+async def test_another_run_that_takes_an_endpoint_is_named():
+    taken, ours = servers(2)
+    spans = [{"version": V1, "start": 0, "end": 2}, {"version": "zoo:0:1", "start": 2, "end": 3}]
+    taken.always = answer(weight_versions=spans)
+    async with pool_of(taken, ours) as pool:
+        await asyncio.gather(*[ask(pool, seed) for seed in range(8)])
+        assert "another run (zoo) has given it weights" in pool.endpoints[0].status(V1)
+
+
 async def test_withdrawn_confirmations_end_the_waiting():
     (server,) = servers(1, gated=True)
     async with pool_of(server, max_inflight=1) as pool:
@@ -337,6 +346,21 @@ async def test_a_wrong_key_is_told_at_once_and_a_missing_one_before_the_start(mo
     async with pool_of(server, confirmed=False, api_key_env="EASYRL_TEST_KEY") as pool:
         await pool.wait_until_healthy()
         assert pool.endpoints[0].served.name == "fake"
+
+
+@pytest.mark.parametrize(
+    "key", ["sk-MARKED\n", "sk-MA\rRKED", " sk-MARKED", "sk-MARKED\x7f", "sk-MARKED-\u00e9", "\ta"]
+)
+def test_a_key_that_no_header_can_carry_is_told_before_the_start(monkeypatch, key):
+    monkeypatch.setenv("EASYRL_TEST_KEY", key)
+    own = {"url": "http://a", "api_key_env": "EASYRL_TEST_KEY"}
+    for config, place in (
+        (InferenceConfig(endpoints=["http://a"], api_key_env="EASYRL_TEST_KEY"), "api_key_env"),
+        (InferenceConfig(endpoints=[own]), r"endpoints\[0\].api_key_env"),
+    ):
+        with pytest.raises(ValueError, match=rf"inference\.{place}: .* EASYRL_TEST_KEY") as caught:
+            EndpointPool(config, never_fetch)
+        assert "MA" not in str(caught.value) and "without" in str(caught.value)
 
 
 async def test_a_url_that_redirects_is_told_at_once():

@@ -10,6 +10,7 @@ import pytest
 
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.api_keys import KeyErasure
 from easyrl.inference_client.errors import MalformedResponse
 from easyrl.inference_client.sample_stream import (
     Ended,
@@ -37,9 +38,9 @@ def sampled(index: int = 0, **changes: object) -> Sampled:
     return Sampled(index, **(fields | changes))
 
 
-def read(content: bytes, secret: bytes | None = None) -> list[Ended]:
+def read(content: bytes, key: str | None = None) -> list[Ended]:
     """All of an answer that comes at once."""
-    reader = SampleReader(URL, ASKED, secret)
+    reader = SampleReader(URL, ASKED, KeyErasure(key))
     ended = [one for frame in reader.feed(content) for one in frame]
     reader.end()
     return ended
@@ -164,11 +165,20 @@ def test_a_sample_that_is_nothing_to_train_on_is_its_own_fault(name):
 
 
 def test_an_answer_that_repeats_the_key_is_refused_unquoted():
-    content = frame_of([sampled(0), Refused(1, 400, "key my-secret-key"), sampled(2)])
-    assert len(read(content)) == 3
-    with pytest.raises(MalformedResponse, match="repeats the API key") as caught:
-        read(content, secret=b"my-secret-key")
-    assert "my-secret-key" not in str(caught.value)
+    escaped = r"key \u006dy-secret%2dkey"
+    for repeating in (
+        Refused(1, 400, "key my-secret-key"),
+        Refused(1, 400, escaped),
+        sampled(1, finish_reason="my-secret-key"),
+        sampled(1, version_spans=((escaped, 0, 2),)),
+    ):
+        content = frame_of([sampled(0), repeating, sampled(2)])
+        assert len(read(content)) == 3
+        with pytest.raises(MalformedResponse, match="repeats the API key") as caught:
+            read(content, key="my-secret-key")
+        assert "my-secret-key" not in str(caught.value) and escaped not in str(caught.value)
+    with pytest.raises(MalformedResponse, match="repeats the API key"):
+        read(framed(b"my-secret-key"), key="my-secret-key")  # no MessagePack
 
 
 def test_random_changes_of_an_answer_end_as_samples_or_as_malformed():

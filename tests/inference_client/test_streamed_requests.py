@@ -13,6 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from easyrl.completion_check import ANY_INT32
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import (
@@ -108,7 +109,7 @@ class LocalStreams:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         client = functools.cache(lambda url: EndpointClient(url, session))
-        self._streams = StreamedRequests(lambda order: client(order.url), 2**31, self._answered)
+        self._streams = StreamedRequests(lambda order: client(order.url), ANY_INT32, self._answered)
         self._futures: dict[int, asyncio.Future[Completion]] = {}
 
     def _answered(self, order: Send, result: Completion | Exception, start_s: float) -> None:

@@ -75,7 +75,7 @@ def generate_batch(
             config,
             opened,
             open_scoring(config, opened),
-            vocab_size=policy_vocabulary(config),
+            vocabulary=policy_vocabulary(config, load_tokenizer(config)),
             servers=StartedServers([server.url], {}),
             record=events.record,
         )

@@ -88,7 +88,8 @@ class FileBehaviour(Behaviour):
     when: When
     damage: Damage
     refused: str | None = None
-    may_end_75: bool = False  # nobody can be given the weights any more but by a resume
+    # nobody can be given the weights any more but by a resume, or ``put_back`` has to come before
+    may_end_75: bool = False
 
     @property
     def needs_killed_run(self) -> bool:

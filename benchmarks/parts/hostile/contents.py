@@ -213,3 +213,30 @@ async def random_tokens(exchange: Exchange) -> None:
             entry["token_id"] = token
 
     await exchange.answer((await exchange.forward()).changed(draw))
+
+
+def _cut(finish_reason: str) -> Callable[[Json], None]:
+    """Leaves the first half of a response, which then has another end."""
+
+    def change(tree: Json) -> None:
+        choice = tree["choices"][0]
+        half = len(choice["token_ids"]) // 2
+        if not half:
+            raise NotNow
+        del choice["token_ids"][half:], choice["logprobs"]["content"][half:]
+        choice["weight_versions"] = _whole(choice["weight_versions"][0]["version"], half)
+        choice["finish_reason"] = finish_reason
+
+    return change
+
+
+@endpoint("content", GENERATE, share=0.7)
+async def cut_and_called_whole(exchange: Exchange) -> None:
+    """The first half of a response, said to end there by itself."""
+    await exchange.answer((await exchange.forward()).changed(_cut("stop")))
+
+
+@endpoint("content", GENERATE, share=0.7)
+async def cut_and_called_long(exchange: Exchange) -> None:
+    """The first half of a response, said to be as long as was asked for."""
+    await exchange.answer((await exchange.forward()).changed(_cut("length")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from easyrl.inference_client.pool.endpoint_list import STATE_FILE, WANTED_FILE
 from easyrl.inference_client.transfer.announcement import OWNER
 from easyrl.ledger.checkpoints.folder import MANIFEST, CheckpointFolder
 from easyrl.ledger.journal.reading import batch_folder, journal_files, journalled_batches
+from easyrl.ledger.traces import JOURNAL_FOLDER
 from easyrl.runtime.run_files import ATTEMPT_FILE, CERTIFICATE_FILE, LOCK_FILE, METRICS_FILE
 
 TERABYTE = 2**40
@@ -83,6 +85,19 @@ class RunFiles:
         self._undo.append(lambda: path.write_bytes(content))
 
     def on_put_back(self, undo: Callable[[], object]) -> None:
+        self._undo.append(undo)
+
+    def move_aside(self, path: Path) -> None:
+        """``path`` is free for something else until ``put_back``."""
+        aside = path.with_name(f"{path.name}.aside")
+        path.rename(aside)
+
+        def undo() -> None:
+            if path.is_dir() and not path.is_symlink():  # the run has made another one
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+            aside.rename(path)
+
         self._undo.append(undo)
 
     def put_back(self) -> None:
@@ -176,6 +191,33 @@ def unfinished_checkpoint_appears(files: RunFiles, rng: random.Random) -> str:
     return left.name
 
 
+@file("live", may_end_75=True)
+def journal_is_a_dangling_link(files: RunFiles, rng: random.Random) -> str:
+    """The journal's folder becomes a link that leads nowhere (a file system that went away)."""
+    files.move_aside(path := files.run_dir / JOURNAL_FOLDER)
+    path.symlink_to(files.run_dir / "nowhere" / JOURNAL_FOLDER)
+    return path.name
+
+
+@file("live", may_end_75=True)
+def weights_root_is_a_file(files: RunFiles, rng: random.Random) -> str:
+    """A file lies where the folder of the run's weights was."""
+    files.move_aside(root := files.artefact_root)
+    root.write_text("not a folder")
+    return root.name
+
+
+@file("live")
+def tensorboard_is_a_file(files: RunFiles, rng: random.Random) -> str:
+    """A file lies where the folder of TensorBoard was."""
+    path = files.run_dir / "tensorboard"
+    if not path.is_dir():
+        raise NotNow
+    shutil.rmtree(path)
+    path.write_text("not a folder")
+    return path.name
+
+
 # ---- between a kill and the resume ---------------------------------------------------------------
 
 
@@ -225,6 +267,17 @@ def metrics_cut(files: RunFiles, rng: random.Random) -> str:
     if not path.stat().st_size:
         raise NotNow
     return _cut_last_line(path, rng)
+
+
+@file("killed")
+def metrics_line_of_zeros(files: RunFiles, rng: random.Random) -> str:
+    """Behind the first line of the metrics is one of zeros."""
+    path = files.run_dir / METRICS_FILE
+    first, newline, rest = path.read_bytes().partition(b"\n")
+    if not newline:
+        raise NotNow
+    path.write_bytes(first + newline + bytes(300) + newline + rest)
+    return path.name
 
 
 @file("killed", refused=ATTEMPT_FILE)

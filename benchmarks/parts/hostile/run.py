@@ -102,6 +102,8 @@ class HostileRun:
         outcome, number, interruptions = self.outcome, 0, 0
         refused_for: FileBehaviour | None = None
         while True:
+            if refused_for is None:  # else the attempt shows that it is refused without
+                self._files.put_back()
             attempt = self._begin(number)
             try:
                 status = self._follow(attempt, calm=refused_for is not None)
@@ -133,6 +135,7 @@ class HostileRun:
                 self._complain(number, f"ended with status {status}:\n{said}")
                 return
             else:
+                self._files.put_back()  # for who reads the folder
                 return
             number += 1
 

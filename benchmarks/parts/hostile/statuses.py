@@ -52,6 +52,29 @@ async def forbidden_now_and_then(exchange: Exchange) -> None:
     await _refuse(exchange, "403 Forbidden", "quota")
 
 
+@endpoint("status", share=0.5)
+async def key_in_status_line(exchange: Exchange) -> None:
+    """500 with the run's key in the status line, now and then, on every route."""
+    await exchange.answer(b"", f"500 asked with {_key(exchange)}")
+
+
+@endpoint("status", share=0.5)
+async def key_in_redirect(exchange: Exchange) -> None:
+    """302 to a login page, with the run's key in its address."""
+    await exchange.answer(b"", "302 Found", f"Location: https://login.invalid/?{_key(exchange)}")
+
+
+@endpoint("status", GENERATE, share=0.5)
+async def key_escaped_in_refusal(exchange: Exchange) -> None:
+    """400 with the run's key in the message, each of its characters escaped as JSON may have it."""
+    escaped = "".join(f"\\u{ord(character):04x}" for character in _key(exchange))
+    await _refuse(exchange, "400 Bad Request", f"asked with {escaped}")
+
+
+def _key(exchange: Exchange) -> str:
+    return exchange.request.headers.get("authorization", "no key")
+
+
 @endpoint("status", GENERATE)
 async def route_gone(exchange: Exchange) -> None:
     """404 to every generate request: restarted without --enable-scale-out."""

@@ -13,6 +13,8 @@ from easyrl.inference_client.client import GENERATE
 
 PROOF = "/collective_rpc"
 AWAY_S, BACK_FOR_S = 6.0, 6.0  # at least, of an endpoint that restarts again and again
+LATE_S = 3.0  # of weight_sync.timeout_s, 8
+QUICK = (GENERATE, "/health", "/v1/models", "/metrics", "/weight_info")
 MESSAGE = b'{"message": "done"}'
 
 
@@ -37,6 +39,15 @@ async def old_weights_kept(exchange: Exchange) -> None:
 async def update_hangs(exchange: Exchange) -> None:
     """An update that is never answered."""
     await exchange.hold()
+
+
+@endpoint("weights")
+async def every_answer_late(exchange: Exchange) -> None:
+    """Each answer about weights is right and seconds late, in time by itself; looks are quick."""
+    if exchange.request.path in QUICK:
+        raise NotNow
+    await asyncio.sleep(LATE_S)
+    await exchange.answer(await exchange.forward())
 
 
 @endpoint("weights", "/update_weights", share=0.7)

@@ -34,14 +34,15 @@ class SleepingEndpoint:
     Args:
         vocab_size: V; tokens are uniform, and their log-probability is that of a model that knows
             nothing.
+        end_id: the last token of each response.
 
     Attributes:
         url: once entered.
         seconds_per_token: how long a response takes, by its length. May be changed between runs.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, end_id: int = 0) -> None:
+        self._vocab_size, self._end_id = vocab_size, end_id
         self.seconds_per_token = 0.0
         self._version = "default"
 
@@ -69,6 +70,7 @@ class SleepingEndpoint:
         rng = np.random.default_rng(sampling["seed"])
         num_tokens = int(rng.integers(sampling["min_tokens"], sampling["max_tokens"] + 1))
         token_ids = rng.integers(0, self._vocab_size, num_tokens).tolist()
+        token_ids[-1] = self._end_id
         await asyncio.sleep(num_tokens * self.seconds_per_token)
         logprob = -math.log(self._vocab_size)
         choice = {

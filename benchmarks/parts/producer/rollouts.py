@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.parts.producer.load import MAX_INFLIGHT, VERSION, VOCABULARY, Load
 from easyrl.build.inference import Inference, open_inference, open_scoring
+from easyrl.completion_check import Vocabulary
 from easyrl.config import Config
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.metrics.event_log import EventLog
@@ -32,7 +33,7 @@ def producer(
             config,
             opened,
             open_scoring(config, opened),
-            vocab_size=VOCABULARY,
+            vocabulary=Vocabulary(VOCABULARY),
             record=events.record,
         )
         inference.thread.run(_confirm(inference))

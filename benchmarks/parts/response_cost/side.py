@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 
 from easyrl.build.inference import Inference, open_inference, open_scoring
+from easyrl.completion_check import Vocabulary
 from easyrl.config import Config
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.metrics.event_log import EventLog
@@ -113,7 +114,7 @@ def _producer(
         opened.callback(events.close)
         scoring = open_scoring(config, opened)
         inference = open_inference(
-            config, opened, scoring, vocab_size=VOCABULARY, record=events.record
+            config, opened, scoring, vocabulary=Vocabulary(VOCABULARY), record=events.record
         )
         inference.thread.run(_confirm(inference))
         yield inference.rollouts()

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
+from benchmarks.parts.made_up_group import made_up_group
 from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.recipes import GRPO, RunSettings
 from easyrl.recipes.groups import trained_group
-from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Score
+from easyrl.schema import MicroBatch
 
 RECIPE = GRPO(kl_coef=0.0)  # the clipped loss alone, a mean over sequences
 
@@ -133,24 +134,7 @@ def random_batch(shape: Shape, vocab_size: int, *, ragged: bool = False, seed: i
     prompt = rng.integers(0, vocab_size, shape.P, dtype=np.int32)
     responses = [rng.integers(0, vocab_size, length, dtype=np.int32) for length in lengths]
     advantages = rng.normal(0.5, 1.0, shape.G).astype(np.float32)
-    group = RolloutGroup(
-        prompt=Prompt(index=0, token_ids=prompt, text="", answer=None),
-        completions=tuple(
-            Completion(
-                token_ids=tokens,
-                logprobs=np.zeros(len(tokens), dtype=np.float32),
-                finish_reason="stop",
-                version_spans=(),
-                endpoint="",
-                loss_mask=np.ones(len(tokens), dtype=np.bool_),
-            )
-            for tokens in responses
-        ),
-        scores=tuple(Score(0.0, {}) for _ in responses),
-        policy_version="benchmark:0:0",
-        dispatched_s=0.0,
-        completed_s=0.0,
-    )
+    group = made_up_group(0, prompt, responses)
     run = RunSettings(shape.R, shape.G, temperature=1.0, seed=0)
     (micro_batch,) = pack_groups(
         [trained_group(RECIPE, group, advantages, run)],

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from easyrl.schema import Completion, Prompt, RolloutGroup, Score
+from benchmarks.parts.made_up_group import made_up_group
+from easyrl.schema import RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def planted_groups(case: Planted, vocab_size: int, seed: int = 0) -> list[Rollou
             elif case.siblings > 1:
                 response[case.R // 2] = sample
             responses.append(response)
-        groups.append(_group(index, prompt, responses))
+        groups.append(made_up_group(index, prompt, responses))
     return groups
 
 
@@ -79,24 +80,3 @@ def _random(
     if first is not None:
         tokens[:1] = first
     return tokens
-
-
-def _group(index: int, prompt: np.ndarray, responses: list[np.ndarray]) -> RolloutGroup:
-    return RolloutGroup(
-        prompt=Prompt(index=index, token_ids=prompt, text="", answer=None),
-        completions=tuple(
-            Completion(
-                token_ids=response,
-                logprobs=np.zeros(len(response), dtype=np.float32),
-                finish_reason="stop",
-                version_spans=(),
-                endpoint="",
-                loss_mask=np.ones(len(response), dtype=np.bool_),
-            )
-            for response in responses
-        ),
-        scores=tuple(Score(0.0, {}) for _ in responses),
-        policy_version="benchmark:0:0",
-        dispatched_s=0.0,
-        completed_s=0.0,
-    )

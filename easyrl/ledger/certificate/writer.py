@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from easyrl.ledger.certificate.records import (
     RunRecord,
 )
 from easyrl.ledger.certificate.seal import SealKey
-from easyrl.runtime.durable_files import fsync, fsync_folder
+from easyrl.runtime.durable_files import fsync, fsync_folder, remedy
 
 # What has to stay as it was when a run is resumed: the setting that it comes from, if it is one.
 SETTINGS = {"seed": "run.seed", "shuffle": "data.shuffle", "batch_size": "trainer.batch_size"}
@@ -43,6 +44,7 @@ class Certificate:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._file = os.fdopen(descriptor, "r+b", 0)
         self._history = History(path, key)
+        self._written = self._history.last
         try:
             self._begin(run, attempt)
         except CertificateError as error:
@@ -70,8 +72,8 @@ class Certificate:
 
     @property
     def chain_hash(self) -> str:
-        """Hash of the last line, which stands for all before it."""
-        return self._history.last.hash
+        """Hash of the last line that is on the disk, which stands for all before it."""
+        return self._written.hash
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -86,7 +88,8 @@ class Certificate:
         self._history.take_all()
         if self._history.run is not None:
             refuse_other_settings(self._history.run, run)
-        self._file.truncate(self._history.last.end)
+        self._written = self._history.last
+        self._file.truncate(self._written.end)
         if self._history.run is None:
             self._append(run)
         self._append(attempt)
@@ -106,13 +109,16 @@ class Certificate:
             while view:
                 view = view[self._file.write(view) :]
             fsync(self._file.fileno(), self._path)
-        except OSError as error:  # what is there of the line is dropped when the run goes on
+        except OSError as error:
+            with suppress(OSError):  # else what is there of it is dropped when the run goes on
+                self._file.truncate(line.start)
             self.close()
             message = (
-                f"a line of the certificate cannot be written ({error.strerror}); make room or "
-                "give permission and go on with --resume"
+                f"a line of the certificate cannot be written ({error.strerror}); "
+                f"{remedy(error)} and go on with --resume"
             )
             raise OSError(error.errno, message, str(self._path)) from error
+        self._written = line
 
 
 def refuse_other_settings(began: RunRecord, now: RunRecord) -> None:

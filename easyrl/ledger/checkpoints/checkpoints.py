@@ -24,14 +24,18 @@ from easyrl.ledger.checkpoints.folder import CheckpointFolder, Damaged, problems
 from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.durable_files import remedy
+from easyrl.schema import LedgerError
 
 CLOSE_TIMEOUT_S = 60.0  # for the writing that is under way when a run ends by an error
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(LedgerError):
     """A checkpoint could not be written; those before it are as they were."""
+
+    is_temporary = True
 
 
 @dataclass
@@ -123,7 +127,10 @@ class Checkpoints:
                 logger.warning("a checkpoint was not written within %.0f s", CLOSE_TIMEOUT_S)
                 return
             self.wait()
-        except RuntimeError as error:  # also what the group says when another rank is gone
+        except (
+            LedgerError,
+            RuntimeError,
+        ) as error:  # also what the group says when another rank is gone
             logger.error("the last checkpoint: %s", error)
 
     def __enter__(self) -> Self:
@@ -193,8 +200,8 @@ class Checkpoints:
         if failed:
             good = self.folder.steps()
             raise CheckpointError(
-                f"checkpoint of step {step} was not written: {'; '.join(failed)}; make room or "
-                "give permission and go on with --resume, from "
+                f"checkpoint of step {step} was not written: {'; '.join(failed)}; "
+                f"{remedy(problem or OSError())} and go on with --resume, from "
                 + (f"step {good[-1]}" if good else "the start")
             ) from problem
         return [result for _, result in outcomes]

@@ -16,13 +16,14 @@ import os
 import re
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 from blake3 import blake3
 
 from easyrl.ledger.format import FORMAT, other_format
-from easyrl.runtime.durable_files import fsync, fsync_folder
+from easyrl.runtime.durable_files import fsync, fsync_folder, remedy
 from easyrl.schema import LedgerError
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class RecordWriter:
                 view = view[os.write(self._file, view) :]
         except OSError as error:  # a full disk: the file ends behind its last whole record
             self._failure = _cannot_write(self._path, error)
-            os.ftruncate(self._file, self._end)
+            with suppress(OSError):  # a reader drops what was cut off
+                os.ftruncate(self._file, self._end)
             raise self._failure from error
         self._end += len(data)
         self._is_synced = False
@@ -221,6 +223,5 @@ def _changed(path: Path, at: int) -> DamagedRecord:
 
 def _cannot_write(path: Path, error: OSError) -> JournalError:
     return JournalError(
-        f"{path}: cannot be written: {error}; make room or give the right to write there, and go "
-        "on with --resume"
+        f"{path}: cannot be written: {error}; {remedy(error)} and go on with --resume"
     )

@@ -15,6 +15,7 @@ from easyrl.build.endpoints import require_weight_routes
 from easyrl.build.inference import Inference, Scoring, open_inference
 from easyrl.build.servers import start_servers
 from easyrl.build.trial import try_attention
+from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import validate_config
 from easyrl.inference_client.errors import EndpointUnavailable, RequestRejected
@@ -113,4 +114,4 @@ def test_an_own_server_that_refuses_its_options_is_not_waited_for(tmp_path):
         scoring = Scoring(opened.enter_context(LoopThread()), WorkerPool(1))
         said = r"(?s)inference\.launch: .*none will be:.*unrecognized .* --typo\n\(correct its"
         with pytest.raises(ConfigError, match=said):
-            open_inference(settings, opened, scoring, vocab_size=8, servers=servers)
+            open_inference(settings, opened, scoring, vocabulary=Vocabulary(8), servers=servers)

@@ -10,6 +10,7 @@ import pytest
 from easyrl.config import Config, ConfigError, WeightSyncConfig, endpoint_url
 from easyrl.config.file import dump_config, load_config
 from easyrl.config.machine import check_paths
+from easyrl.config.run import MOST_CHARACTERS, RunConfig
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 MINIMAL = """
@@ -548,6 +549,41 @@ def test_an_endpoint_is_a_server_that_a_url_names(url, problem):
         return
     with pytest.raises(ValueError, match=problem):
         endpoint_url(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://bob:MARKED@h:8000/v1",
+        "http://bob:MARKED@h:8000",
+        "bob:MARKED@h:8000",
+        "ftp://bob:MARKED@h",
+        "HTTP://bob:MARKED@h:8000",
+        "http://bob:MAR/KED@[::1",
+        "http://bob:MARKED?x@h",
+        "http://MARKED@h:99999",
+        "http://h/?token=MARKED",
+        "http://h:8000#MARKED",
+        "h:8000?token=MARKED",
+        "http://h:99999/?token=MARKED@h/v1",
+    ],
+)
+def test_what_may_be_a_secret_in_a_url_is_not_shown(tmp_path, url):
+    with pytest.raises(ValueError) as caught:
+        endpoint_url(url)
+    assert "MAR" not in str(caught.value) and "KED" not in str(caught.value)
+    if "@" in url:
+        assert "inference.api_key_env" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, MINIMAL, f"inference.endpoints=['{url}']")
+    assert "MAR" not in str(caught.value) and "KED" not in str(caught.value)
+    assert "inference.endpoints" in str(caught.value)
+
+
+def test_a_run_has_a_name_that_names_of_files_have_room_for():
+    assert RunConfig(name="a" * MOST_CHARACTERS).name == "a" * MOST_CHARACTERS
+    with pytest.raises(ValueError, match="at most 128 characters"):
+        RunConfig(name="a" * 240)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ def rewards(kwargs: str) -> str:
 @pytest.mark.parametrize(
     "name",
     ["key", "api_key", "HF_TOKEN", "token", "judge-secret", "password", "apiKey", "OPENAI_API_KEY"]
+    + ["X-Auth", "Cookie", "auth", "bearer", "pwd", "pat", "api_keys", "tokens", "hf_tokens"]
+    + ["PGPASS", "PGPASSWORD", "db_pass", "private_key_pem", "hf_token_value", "api_key_2"]
     + ["db.password", "AWS_SECRET_ACCESS_KEY", "Authorization", "hf-token", "APIKEY", "secrets"],
 )
 def test_names_of_secrets(name):
@@ -36,6 +38,9 @@ def test_names_of_secrets(name):
 @pytest.mark.parametrize(
     "name",
     ["max_tokens", "tokenizer", "stop_token_ids", "eos_token", "keys", "monkey", "api_key_env"]
+    + ["num_tokens", "min_tokens", "special_tokens", "stop_tokens", "tokenizer_path", "sort_keys"]
+    + ["key_value", "token_value", "bypass", "num_key_value_heads", "author", "path", "pattern"]
+    + ["token_ids", "auth_type", "compass", "eos_token_text", "max_prompt_tokens", "dispatch"]
     + ["k_proj", "keyword", "tokens_per_second", "", "answer_key", "ssl_keyfile", "hockey"],
 )
 def test_names_of_other_things(name):
@@ -51,11 +56,61 @@ def test_names_of_other_things(name):
         (["--hf-token=x", "--port=1"], [f"--hf-token={REDACTED}", "--port=1"]),
         (["--hf-token", "x", "y"], ["--hf-token", REDACTED, "y"]),
         (["--hf-token", "--port", "x"], ["--hf-token", "--port", "x"]),
+        ({"headers": {"X-Auth": "x", "Cookie": "y", "Accept": "z"}},
+         {"headers": {"X-Auth": REDACTED, "Cookie": REDACTED, "Accept": "z"}}),
+        ({"api_keys": ["x", "y"], "tokens": 2048, "total_tokens": 5},
+         {"api_keys": [REDACTED, REDACTED], "tokens": 2048, "total_tokens": 5}),
+        ({"tokens": {"a": "x"}, "auth": ["me", "x"]},
+         {"tokens": {"a": REDACTED}, "auth": [REDACTED, REDACTED]}),
+        (["--header=Authorization: Bearer x"], [f"--header=Authorization: {REDACTED}"]),
+        (["--header", "X-Api-Key: x"], ["--header", f"X-Api-Key: {REDACTED}"]),
+        (["-e", "HF_TOKEN=x", "--env=HF_TOKEN=x", "TP=2"],
+         ["-e", f"HF_TOKEN={REDACTED}", f"--env=HF_TOKEN={REDACTED}", "TP=2"]),
+        (["--db-url", "pg://me:x@h/db"], ["--db-url", f"pg://{REDACTED}@h/db"]),
+        ({"url": "https://me:x@h:1/a"}, {"url": f"https://{REDACTED}@h:1/a"}),
+        ({"url": "https://x@h/a"}, {"url": f"https://{REDACTED}@h/a"}),
+        ({"url": "pg://me:x/y@z@h/a"}, {"url": f"pg://{REDACTED}@h/a"}),
+        ({"url": "https://h/a?n=1&api_key=x&m=2"}, {"url": f"https://h/a?n=1&api_key={REDACTED}&m=2"}),
+        ({"url": "https://h/a?key=x#y"}, {"url": f"https://h/a?key={REDACTED}#y"}),
+        ({"dsn": "host=h password=x user=me"}, {"dsn": f"host=h password={REDACTED} user=me"}),
+        ({"note": "curl -H 'Authorization: Bearer x y' h"},
+         {"note": f"curl -H 'Authorization: {REDACTED}' h"}),
+        ({"note": "Bearer sk-1234567"}, {"note": f"Bearer {REDACTED}"}),
+        ({"pem": "-----BEGIN RSA PRIVATE KEY-----\nx\n"}, {"pem": REDACTED}),
         (["--max-tokens=5", "--tokenizer", "x"], ["--max-tokens=5", "--tokenizer", "x"]),
     ],
 )  # fmt: skip
 def test_redacted_by_name(values, expected):
     assert redact(values) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://h:8000", "http://h:8000/path@v1", "ssh://git@github.com/a", "me@example.org",
+        "Answer with the key: value pairs", "sorted(x, key=len)", "max_tokens=5",
+        "The bearer of bad news", "s3://bucket/a?versionId=3", "{{ eos_token }}",
+        "key=value", "Think step by step: first, ...", "http://[::1]:8000/a",
+    ],
+)  # fmt: skip
+def test_texts_without_a_secret_stay_as_they_are(text):
+    for values in ({"a": text}, [text], ["--option=" + text], ["--option", text]):
+        assert redact(values) == values
+
+
+def test_a_message_about_an_override_shows_no_secret():
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            "benchmarks/overlap.yaml", ["inference.endpoints=[http://bob:MARKED@[::1]:8000]"]
+        )
+    assert "MARKED" not in str(caught.value) and "inference.endpoints" in str(caught.value)
+
+
+def test_a_secret_inside_a_text_is_asked_for_again(tmp_path):
+    dumped = dump_config(load(tmp_path, MINIMAL, rewards("url: 'http://me:MARKED@h/a'")))
+    assert "MARKED" not in dumped
+    with pytest.raises(ConfigError, match=r"rewards\[0\].kwargs.url: was a secret in plain text"):
+        load(tmp_path, dumped)
 
 
 @pytest.mark.parametrize(

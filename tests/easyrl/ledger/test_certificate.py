@@ -4,12 +4,13 @@ import errno
 import functools
 import os
 import re
+import resource
 
 import msgspec
 import pytest
 from blake3 import blake3
 
-from easyrl.ledger.certificate.chain import ChainReader
+from easyrl.ledger.certificate.chain import ChainReader, chain_hash
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.records import AttemptRecord, EndRecord, RunRecord
 from easyrl.ledger.verify import verify
@@ -310,6 +311,20 @@ def test_a_certificate_of_an_earlier_format_names_the_commit_that_read_it(tmp_pa
     assert re.search(told, str(verify(tmp_path)))
 
 
+def test_the_hash_that_trackers_are_told_is_of_a_line_that_is_there(run):
+    size = run.certificate_path.stat().st_size
+    before = chain_hash(run.certificate_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))  # a part of the line fits
+    try:
+        with pytest.raises(OSError, match="make room"):
+            run.certificate.close_batch(run.generate())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert run.certificate.chain_hash == before == chain_hash(run.certificate_path)
+    assert run.certificate_path.stat().st_size == size
+
+
 def test_a_full_disk_leaves_nothing_behind_that_counts(run, monkeypatch):
     record = run.generate()
 
@@ -322,6 +337,7 @@ def test_a_full_disk_leaves_nothing_behind_that_counts(run, monkeypatch):
             run.certificate.close_batch(record)
     assert caught.value.filename == str(run.certificate_path)
     assert caught.value.errno == errno.ENOSPC
+    assert run.certificate.chain_hash == chain_hash(run.certificate_path)
     with pytest.raises(ValueError, match="closed file"):  # nothing goes behind half a line
         run.certificate.end("")
     run.begin(1)

@@ -150,6 +150,17 @@ def test_a_token_outside_the_policys_vocabulary_cannot_be_trained(tmp_path, capl
     assert "token_ids[2] is 100, the policy's vocabulary has ids 0 to 99" in caplog.text
 
 
+def test_a_response_that_ends_where_none_does_cannot_be_trained(tmp_path, caplog):
+    made = group(2, lengths=(5, 3, 9))  # the last is longer than it might be: "length"
+    ends = frozenset(int(c.token_ids[-1]) for c in made.completions if not c.truncated)
+    write(tmp_path, [made])
+    for end_ids, is_there in ((ends, True), (frozenset(sorted(ends)[1:]), False)):
+        limits = CompletionLimits(2**31, end_ids=end_ids)
+        batch = checked(tmp_path, 1, limits=limits).open_batch(served(1))
+        assert (batch.find(made.prompt) is not None) == is_there
+    assert f"'stop' after token {min(ends)}, but responses end with one of" in caplog.text
+
+
 def test_one_rank_says_what_is_dropped(tmp_path, caplog):
     bad, _ = next(poison(2))
     write(tmp_path, [bad])

@@ -7,10 +7,12 @@ import os
 import queue
 import resource
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from easyrl.build import reporter
 from easyrl.config import EvaluationConfig
 from easyrl.inference_client.errors import Outage, is_outage
 from easyrl.metrics.batch_metrics import BatchTotals
@@ -18,7 +20,13 @@ from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.event_log import EventLog, read_events
 from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
-from easyrl.metrics.trackers import JsonlTracker, TensorBoardTracker, WandbTracker, read_metrics
+from easyrl.metrics.trackers import (
+    JsonlTracker,
+    OptionalTracker,
+    TensorBoardTracker,
+    WandbTracker,
+    read_metrics,
+)
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.seeding import sample_seed
@@ -28,11 +36,13 @@ from easyrl.schema import (
     Exclusion,
     PeerOutage,
     PolicyVersion,
+    Progress,
     Prompt,
     RolloutGroup,
     Score,
     StopRequested,
     TooManyExcluded,
+    other_run,
 )
 from easyrl.trainer.evaluation import Evaluator, ScheduledEvaluation, pass_at_k
 
@@ -330,6 +340,75 @@ def test_jsonl_without_room_names_file_and_remedy_and_keeps_whole_lines(tmp_path
     assert steps_of(path) == [1, 3]
 
 
+DAMAGED = {
+    "zeros": bytes(300),
+    "noise": b"\xff\x0d\x80{",
+    "no-step": b'{"loss": 1.0}',
+    "no-object": b"[1, 2]",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("from_step", [2, 4])
+def test_a_damaged_line_of_metrics_costs_itself_alone(damage, from_step, tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    logged(path, 1, 2, 3, 4)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], DAMAGED[damage] + b"\n", *lines[1:]]))
+    assert steps_of(path) == [1, 2, 3, 4]
+    assert f"{path}: line 2 is damaged" in caplog.text
+    JsonlTracker(path, from_step).close()
+    assert path.read_bytes() == b"".join(lines[:from_step])
+
+
+class FailingTracker:
+    """A library that fails whatever is asked of it."""
+
+    def fail(self, *_):
+        raise NotADirectoryError(20, "Not a directory")
+
+    log = note = close = fail
+
+
+def test_trackers_that_fail_are_told_of_once_and_end_nothing(tmp_path, caplog):
+    tracker = OptionalTracker("wandb", FailingTracker)
+    for step in range(3):
+        tracker.log(step, {"loss": 1.0})
+    tracker.note("certificate", "ab12")
+    tracker.close()
+    assert caplog.text.count("wandb: NotADirectoryError") == 1
+
+
+@pytest.mark.parametrize("can_open", [True, False])
+def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
+    if not can_open:
+        (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    run = {"trackers": ["tensorboard"], "console": True, "name": "n", "wandb_project": "p"}
+    config = SimpleNamespace(run=SimpleNamespace(**run))
+    trackers = reporter._open_trackers(config, tmp_path, Progress(), 3)
+    kinds = [type(tracker) for tracker in trackers]
+    for tracker in trackers[:2]:
+        tracker.log(0, {"loss": 1.0})
+    for tracker in trackers:
+        tracker.close()
+    assert kinds == [JsonlTracker, OptionalTracker, OptionalTracker]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_console_without_a_reader_ends_nothing(is_terminal, monkeypatch, caplog):
+    reading, writing = os.pipe()
+    os.close(reading)
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    with os.fdopen(writing, "w") as stream:
+        view = ConsoleView(total_steps=3, stream=stream)
+        for step in range(3):
+            view.log(step, {"reward/mean": 0.5})
+        view.close()
+    assert caplog.text.count("cannot be written (Broken pipe)") == 1
+
+
 def test_tensorboard_files_hold_the_figures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -406,6 +485,28 @@ def test_reward_curve_is_a_png(tmp_path):
     path = tmp_path / "reward.png"
     plot_reward_curve([{"step": 0, "eval/accuracy": 0.1}, {"step": 1, "reward/mean": 0.2}], path)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_events_that_cannot_be_written_leave_a_gap_and_end_nothing(tmp_path, caplog):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.record("before")
+    with room_of(path.stat().st_size + 5):  # for half a line
+        log.record("lost")
+        log.record("lost too")
+    log.record("after")
+    log.close()
+    assert [(e["seq"], e["event"]) for e in read_events(path)] == [(0, "before"), (3, "after")]
+    assert caplog.text.count("cannot be written") == 1 and str(path) in caplog.text
+
+
+def test_an_event_log_that_is_no_file_ends_nothing(tmp_path, caplog):
+    path = tmp_path / "events.jsonl"
+    path.mkdir()
+    log = EventLog(path)
+    log.record("lost")
+    log.close()
+    assert str(path) in caplog.text
 
 
 def test_event_log_is_ordered_and_on_disk_at_once(tmp_path):
@@ -508,6 +609,16 @@ def test_policy_version_round_trips_and_refuses_others():
     for text in ("default", "a:b", "run:x:1", ""):
         with pytest.raises(ValueError, match="not a policy version"):
             PolicyVersion.parse(text)
+
+
+@pytest.mark.parametrize(
+    "shown", ["b:0:3", "b:2:0:updating", "b:0:0:probe", "b:0:0:probe:updating"]
+)
+def test_a_stamp_of_another_run_is_told_from_other_stamps(shown):
+    assert "another run (b) " in other_run("a:0:3:updating", "a:0:3", shown)
+    assert other_run("b:1:1", shown) == other_run(None, shown) == ""
+    for no_stamp in ("default", "b:0:3:of-our-own", "b", ""):
+        assert other_run("a:0:3", no_stamp) == other_run(no_stamp, shown) == ""
 
 
 def test_seeds_differ_and_do_not_depend_on_time():

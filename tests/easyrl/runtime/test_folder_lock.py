@@ -1,6 +1,7 @@
 """Who may use a run's folder, between real processes; and files that a power cut left empty."""
 
 import errno
+import fcntl
 import logging
 import os
 import signal
@@ -88,6 +89,38 @@ def test_a_killed_process_frees_its_folder_though_its_children_live(holder, tmp_
         with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
             take(tmp_path)
     take(tmp_path).close()
+
+
+@pytest.mark.parametrize("what", ["removed", "moved away", "another in its place"])
+def test_a_folder_stays_held_without_its_lock_file(holder, tmp_path, what):
+    """Somebody who takes ``run.lock`` for a leftover must not let a second trainer in."""
+    lock = tmp_path / "run.lock"
+    if what == "removed":
+        lock.unlink()
+    else:
+        lock.rename(tmp_path / "aside")
+    if what == "another in its place":
+        lock.write_text("7 on elsewhere")
+    with pytest.raises(ConfigError, match=f"{tmp_path} is in use by"):
+        take(tmp_path)
+    holder.kill()
+    take(tmp_path).close()
+
+
+@pytest.mark.parametrize("code", [errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP])
+def test_where_folders_have_no_locks_the_file_is_what_is_held(tmp_path, monkeypatch, caplog, code):
+    """A network file system may lock only what is open for writing."""
+    flock = fcntl.flock
+
+    def of_files(descriptor, how):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(code, os.strerror(code))
+        flock(descriptor, how)
+
+    monkeypatch.setattr("easyrl.runtime.run_folder.fcntl.flock", of_files)
+    with locked_folder(tmp_path, 0), pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
+        take(tmp_path)
+    assert not caplog.messages
 
 
 def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, caplog):

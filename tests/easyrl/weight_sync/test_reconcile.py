@@ -12,7 +12,7 @@ from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
 from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import DamagedCopy, FanOut, Reconciler
+from easyrl.weight_sync.reconcile import MOST_LATE, DamagedCopy, FanOut, Reconciler
 from easyrl.weight_sync.target import MOST_CHUNKS
 from tests.easyrl.weight_sync.scripted_endpoint import (
     PUSH,
@@ -47,6 +47,10 @@ class FakePool:
         self.events.append("quarantine")
         endpoint.confirmed_version = None
         endpoint.abort_attempts(EndpointUnavailable(endpoint.url, reason))
+
+    def set_aside(self, endpoint: Endpoint, error: EndpointError) -> None:
+        self.events.append("set aside")
+        endpoint.down = error.reason
 
     def confirm(self, endpoint: Endpoint, version: str) -> None:
         self.events.append("confirm")
@@ -501,5 +505,78 @@ def test_one_that_goes_down_while_it_waits_for_the_trainer_holds_nobody_up():
         assert isinstance(outcomes[first.url], Shown)
         assert isinstance(outcomes[second.url], EndpointUnavailable)
         assert second.version == UPDATING
+
+    asyncio.run(story())
+
+
+async def slow() -> None:
+    """An answer that comes in time, of so many that the others wait for ever."""
+    await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def no_patience(monkeypatch):
+    monkeypatch.setattr("easyrl.weight_sync.reconcile.GIVING_UP_S", 0.0)
+    monkeypatch.setattr("easyrl.weight_sync.reconcile.WATCH_INTERVAL_S", 0.005)
+
+
+@pytest.mark.parametrize("late_at", ["push", "stamp"])
+def test_one_whose_answers_come_in_time_keeps_others_waiting_only_so_long(late_at, no_patience):
+    async def story():
+        (first, second), fan_out, endpoints = two_endpoints()
+        reconciler = fan_out.reconciler
+        reconciler.timeout_s = 0.02
+        gate = asyncio.Event()
+        if late_at == "push":
+            second.script["update"] = gate.wait
+        running = asyncio.ensure_future(fan_out.run())
+        async with asyncio.timeout(5):
+            asked = await fan_out.questions()
+            assert asked.keys() == {first.url} | ({second.url} if late_at == "stamp" else set())
+            await asyncio.sleep(0.05)  # the trainer takes its time: nobody is late for that
+            assert reconciler.waited_for(endpoints) == endpoints[: len(asked)]
+            second.script["stamp"] = gate.wait
+            await fan_out.answer(dict.fromkeys(asked, SAID))
+            assert await fan_out.questions() == {}
+            outcomes = await running
+        assert isinstance(outcomes[first.url], Shown)
+        error = outcomes[second.url]
+        assert isinstance(error, EndpointUnavailable) and "weight_sync.timeout_s" in error.reason
+        assert reconciler.pool.events[-1] == "set aside"
+        assert second.version == UPDATING
+        assert reconciler.waited_for(endpoints) == endpoints[:1]
+        assert reconciler.waited_for(endpoints[1:]) == endpoints[1:]  # nobody else is there
+
+    asyncio.run(story())
+
+
+def test_one_that_nobody_waits_for_has_its_time(no_patience):
+    async def story():
+        (first, _), fan_out, endpoints = two_endpoints()
+        fan_out = FanOut(fan_out.reconciler, endpoints[:1], stream(1), canary=True)
+        fan_out.reconciler.timeout_s = 0.01
+        first.script = dict.fromkeys([*PUSH, "prove", "ask"], slow)
+        running = asyncio.ensure_future(fan_out.run())
+        assert len(await fan_out.questions()) == 1
+        await fan_out.answer({first.url: SAID})
+        assert isinstance((await running)[first.url], Shown)
+        assert fan_out.reconciler.pool.events == []
+
+    asyncio.run(story())
+
+
+def test_one_that_is_in_time_in_mid_batch_is_waited_for_again_but_not_for_ever():
+    async def story():
+        parts = Parts()
+        others = [Endpoint(ScriptedClient(), 1)]
+        others[0].url = URL + "-2"
+        both = [parts.endpoint, *others]
+        for times in range(1, MOST_LATE + 1):
+            parts.reconciler.late(parts.endpoint, VERSION)
+            parts.reconciler.late(parts.endpoint, VERSION)  # looked at twice
+            parts.endpoint.down = None
+            assert parts.reconciler.waited_for(both) == others
+            await parts.reconcile()
+            assert parts.reconciler.waited_for(both) == (both if times < MOST_LATE else others)
 
     asyncio.run(story())

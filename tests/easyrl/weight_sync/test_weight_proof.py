@@ -185,6 +185,8 @@ def test_another_version_fails_with_or_without_bits():
     for bits in (True, False):
         with pytest.raises(OtherVersionShown, match="serves version 'default', not 'run:0:1'"):
             prove(Client(version="default"), bits)
+        with pytest.raises(OtherVersionShown, match=r"'other:0:2', not .*another run \(other\)"):
+            prove(Client(version="other:0:2"), bits)
     client = Client()
     assert prove(client, bits=False) is None
     assert client.asked == []
@@ -284,8 +286,16 @@ def test_single_tokens_that_are_off_by_nats_do_not_fail_the_probe_before_the_can
     true, changed = [[-1.0] * 32], [[-2.0] * 32]
     served = [-2.0 - nats] * off + [-2.0] * (32 - off)
     probe = Probe(weights(), expected(([5] * 32, *changed)), expected(([5] * 32, *true)))
-    found = probe.check([sample([5] * 32, served)], tolerance=0.05)
+    found = probe.check([sample([5] * 32, served)], tolerance=0.05, limit=0.5)
     assert (found is None) if problem is None else (found is not None and problem in found)
+
+
+def test_where_bits_are_not_proved_the_probe_grants_what_the_canary_does():
+    """The tolerance, single tokens or not."""
+    probe = Probe(weights(), expected(([5] * 32, [-2.0] * 32)), expected(([5] * 32, [-1.0] * 32)))
+    samples = [sample([5] * 32, [-5.0] * 4 + [-2.0] * 28)]
+    found = probe.check(samples, tolerance=0.05, limit=0.05)
+    assert found is not None and "with the probe's weights, canary" in found
 
 
 @pytest.mark.parametrize(("off", "nats", "fails"), [(4, 3.0, False), (32, 0.3, True)])
@@ -306,7 +316,7 @@ def test_after_the_probe_it_comes_back_nearer_than_half_way(off, nats, fails):
     endpoint = Endpoint(Client(serves()), 1)
     proof = prover.prove(endpoint, weights(), "run:0:1", expect, Shown())
     if fails:
-        with pytest.raises(ProofFailed, match="canary: log-probabilities differ"):
+        with pytest.raises(ProofFailed, match="differ from .* by 3.00e-01 .* tolerance 2.5e-01"):
             asyncio.run(proof)
     else:
         asyncio.run(proof)
@@ -326,6 +336,9 @@ def test_samples_of_other_weights_are_refused():
     responses.append(sample([5], [-1.0], "default"))
     with pytest.raises(OtherVersionShown, match="tokens of default, not of run:0:1"):
         asyncio.run(prover.sample(endpoint, "run:0:1"))
+    responses[-1] = sample([5], [-1.0], "other:0:1:updating")
+    with pytest.raises(OtherVersionShown, match=r"not of run:0:1: another run \(other\)"):
+        asyncio.run(prover.sample(endpoint, "run:0:1"))
 
 
 @pytest.mark.parametrize(
@@ -339,13 +352,13 @@ def test_samples_of_other_weights_are_refused():
 )
 def test_the_probe_wants_an_answer_of_the_changed_weights(served, problem):
     probe = Probe(weights(), expected(([5], [-2.0])), expected(([5], [-1.0])))
-    found = probe.check([sample([5], [served])], tolerance=0.5)
+    found = probe.check([sample([5], [served])], tolerance=0.5, limit=0.5)
     assert (found is None) if problem is None else (found is not None and problem in found)
 
 
 def test_a_probe_that_changes_nothing_proves_nothing():
     probe = Probe(weights(), expected(([5], [-1.0])), expected(([5], [-1.0])))
-    found = probe.check([sample([5], [-1.0])], tolerance=0.5)
+    found = probe.check([sample([5], [-1.0])], tolerance=0.5, limit=0.5)
     assert found is not None and "not visible above 1.00e-04" in found
 
 

@@ -149,6 +149,10 @@ def test_a_version_is_stamped_unless_the_endpoint_has_restarted():
         with pytest.raises(EndpointError, match="has restarted"):
             await pusher.stamp(endpoint, VERSION, checks_start=True)
         assert client.version == "default"
+        client.version = "other-0f:0:7:probe:updating"
+        with pytest.raises(EndpointError, match=r"another run \(other-0f\) has given") as told:
+            await pusher.stamp(endpoint, VERSION, checks_start=True)
+        assert "restarted" not in told.value.reason
         client.version = UPDATING
         await pusher.stamp(endpoint, VERSION, checks_start=True)
         assert client.version == VERSION and client.calls[-2:] == ["stamp", "ask"]

@@ -23,6 +23,7 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
     NOWHERE,
     PROVE,
     DamagesArtefacts,
+    Dripping,
     Hanging,
     HangsAt,
     MissesUpdates,
@@ -36,7 +37,7 @@ from tests.easyrl.weight_sync.weight_sync_parts import (
 )
 from tests.end_to_end.proxy import reply
 
-V0, V1 = PolicyVersion("sync", 0, 0), PolicyVersion("sync", 0, 1)
+V0, V1, V2, V3 = (PolicyVersion("sync", 0, v) for v in range(4))
 PROBE0 = "sync:0:0:probe"
 
 
@@ -206,6 +207,27 @@ def test_an_endpoint_that_never_answers_one_route_costs_one_time_out(
             assert rank.sync.publish(V1).metrics["sync/endpoints"] == 1
             assert f"{path} was not answered within 1.5 s" in rank.statuses()[proxy.url]
             assert proxy.seen.count("/start_weight_update") == 1
+
+
+def test_an_endpoint_that_is_slow_with_every_answer_is_left_to_mid_batch(
+    model_dir, server, second_server, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("easyrl.weight_sync.reconcile.GIVING_UP_S", 0.0)
+    options = {"probe": False}
+    with closing(Dripping(second_server)) as proxy:
+        with weight_sync(PlainEngine(model_dir), [server, proxy.url], tmp_path, **options) as rank:
+            rank.sync.publish(V0)
+            rank.sync._reconciler.timeout_s = 0.5  # each of its answers has much longer
+            proxy.late_s = 0.1
+            assert rank.sync.publish(V1).metrics["sync/endpoints"] == 1
+            assert rank.statuses()[server] == "confirmed sync:0:1"
+            wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:1")
+            num_told = caplog.text.count("is late")
+            assert rank.sync.publish(V2).metrics["sync/endpoints"] == 1
+            proxy.late_s = 0.0
+            wait_until(lambda: rank.statuses()[proxy.url] == "confirmed sync:0:2")
+            assert caplog.text.count("is late") == num_told > 0  # nobody waited for it again
+            assert rank.sync.publish(V3).metrics["sync/endpoints"] == 2
 
 
 def test_all_down_is_waited_out(model_dir, server, second_server, tmp_path):

@@ -420,6 +420,18 @@ class HangsAt(Watched):
         return None
 
 
+class Dripping(Watched):
+    """Answers rightly, every request for weights or proofs ``late_s`` seconds late."""
+
+    late_s = 0.0
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path not in (GENERATE, "/health", "/v1/models", "/metrics"):
+            await asyncio.sleep(self.late_s)
+        return None
+
+
 class Hanging(Watched):
     """Answers nothing at all while it ``hangs``; reaching ``at`` makes it hang."""
 

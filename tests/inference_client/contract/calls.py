@@ -9,15 +9,18 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from easyrl.completion_check import Vocabulary, limits_of
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.responses import parse_generate_response
 from easyrl.schema import Completion
-from tests.inference_client.contract.served_models import true_logprobs
+from tests.inference_client.contract.served_models import EOS, true_logprobs
+from tests.tiny_models import VOCAB_SIZE
 
 GENERATE = "/inference/v1/generate"
 GENERATED_TOKENS = "vllm:generation_tokens_total"
 RUNNING_REQUESTS = "vllm:num_requests_running"
+VOCABULARY = Vocabulary(VOCAB_SIZE, frozenset({EOS}))
 PROMPT = (5, 17, 33, 2, 61, 40, 12)
 LOGPROB_TOLERANCE = 1e-3  # fp32 on both sides; other kernels sum in another order
 
@@ -28,11 +31,14 @@ async def sample(
     *,
     seed: int = 1,
     n: int = 1,
+    fits: bool = True,
     **sampling: Any,
 ) -> list[Completion]:
-    """``n`` responses as the trainer would get them."""
-    body = await client.generate(prompt, SamplingConfig(**sampling), seed, n)
-    return parse_generate_response(body, client.url, len(prompt))
+    """``n`` responses as the trainer would get them; ``fits``: the context has room for them."""
+    settings = SamplingConfig(**sampling)
+    body = await client.generate(prompt, settings, seed, n)
+    limits = limits_of(settings, VOCABULARY, told_length=fits)
+    return parse_generate_response(body, client.url, len(prompt), limits)
 
 
 def long_response(length: int) -> dict[str, Any]:

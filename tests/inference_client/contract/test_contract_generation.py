@@ -137,7 +137,7 @@ async def test_more_tokens_than_the_context_holds(client: EndpointClient) -> Non
     """Cut short as any other length (vLLM), or refused as the caller's fault."""
     prompt = [1 + i % (VOCAB_SIZE - 1) for i in range(MAX_MODEL_LEN - 5)]
     try:
-        (completion,) = await sample(client, prompt, **long_response(50))
+        (completion,) = await sample(client, prompt, fits=False, **long_response(50))
     except RequestRejected as error:
         assert "max_tokens" in error.reason
     else:
