@@ -160,6 +160,16 @@ def test_groups_of_all_lengths_that_join_and_leave(family: Family) -> None:
     assert len({tuple(s.token_ids[:3]) for s in finished}) > 2 * len(prompts)
 
 
+def test_a_short_prompt_that_is_prefilled_with_a_long_one() -> None:
+    model = new_model()
+    batch = new_batch(model)
+    lengths = [3, MIN_APART + 200, 20]
+    together = [new_sequence(new_prompt(length), seed=length) for length in lengths]
+    batch.add(together, "v0")  # one forward, padded to the longest, which takes no slot
+    for sequence in run_all(batch):
+        check(model, sequence)
+
+
 def test_weights_that_change_in_between() -> None:
     """Who runs keeps its prompt's states; a prompt that is begun is begun again."""
     old, new, served = new_model(seed=0), new_model(seed=1), new_model(seed=0)

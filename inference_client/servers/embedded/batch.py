@@ -19,11 +19,7 @@ from transformers import PreTrainedModel
 from easyrl.inference_client.servers.embedded.attention import SharedPrompts, takes_shared_prompts
 from easyrl.inference_client.servers.embedded.cache import SlotCache
 from easyrl.inference_client.servers.embedded.prefill import Prefill
-from easyrl.inference_client.servers.embedded.prompts import (
-    PromptStates,
-    PromptStore,
-    StatesOfLayers,
-)
+from easyrl.inference_client.servers.embedded.prompts import PromptStates, PromptStore
 from easyrl.inference_client.servers.embedded.requests import EngineStats, Sequence, TopLogprobs
 from easyrl.inference_client.servers.embedded.rows import Records, RowTable, TokenCounts
 from easyrl.inference_client.servers.embedded.sampling import (
@@ -109,7 +105,7 @@ class RunningBatch:
         """Lets sequences run whose prompts are computed."""
         first = len(self.sequences)
         self._records.open([sequence for sequence, _ in ready])
-        copied: dict[int, tuple[StatesOfLayers, list[int], list[int]]] = {}  # by layers' id
+        copied: dict[int, list[tuple[int, PromptStates]]] = {}  # rows and prompts, by layers' id
         for row, (sequence, states) in enumerate(ready, first):
             sequence.row = row
             self.sequences.append(sequence)
@@ -121,15 +117,16 @@ class RunningBatch:
                 continue
             self._prompts.take(sequence.prompt_key, states)
             if not states.is_apart:
-                _, rows, source = copied.setdefault(id(states.layers), (states.layers, [], []))
-                rows.append(row)
-                source.append(states.index)
+                copied.setdefault(id(states.layers), []).append((row, states))
         held = [0 if s is None or s.is_apart else s.length for _, s in ready]  # in the slots
         self._rows.set([sequence for sequence, _ in ready], first, held)
         self._longest = max(self._longest, *held)
         self._cache.ensure(len(self.sequences), self._longest + 1)
-        for layers, rows, source in copied.values():
-            self._cache.fill(self._index(rows), self._index(source), layers)
+        for together in copied.values():
+            rows = self._index([row for row, _ in together])
+            source = self._index([states.index for _, states in together])
+            length = max(states.length for _, states in together)
+            self._cache.fill(rows, source, together[0][1].layers, length)
         self._shared_prompts = SharedPrompts.of(self._states, self._device)
 
     def step(self) -> list[Sequence]:

@@ -54,12 +54,17 @@ class SlotLayer(CacheLayerMixin):
         buffer.view(-1, rows.shape[1]).index_copy_(0, cache.write_index, rows)
         return buffer[: cache.num_rows, : cache.num_positions].transpose(1, 2)
 
-    def fill(self, slots: Tensor, source: Tensor, key_states: Tensor, value_states: Tensor) -> None:
-        """Prefilled states ``[U, H, P, d]``: slot ``slots[i]`` gets prompt ``source[i]``."""
+    def fill(
+        self, slots: Tensor, source: Tensor, key_states: Tensor, value_states: Tensor, length: int
+    ) -> None:
+        """Of prefilled states ``[U, H, P, d]`` slot ``slots[i]`` gets prompt ``source[i]``.
+
+        ``length``: of the longest of these; what is behind it is padding.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[slots, : states.shape[2]] = states.transpose(1, 2)[source]
+            buffer[slots, :length] = states.transpose(1, 2)[source, :length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.num_positions, 0
@@ -115,10 +120,10 @@ class SlotCache(Cache):
         """Bool [B, L], the positions behind each sequence's own (int64 [B])."""
         return self._columns[: self.num_positions] > positions[:, None]
 
-    def fill(self, slots: Tensor, source: Tensor, prefilled: StatesOfLayers) -> None:
+    def fill(self, slots: Tensor, source: Tensor, prefilled: StatesOfLayers, length: int) -> None:
         """Copies a prefill's states into slots (see ``SlotLayer.fill``)."""
         for layer, (keys, values) in zip(self._slot_layers, prefilled, strict=True):
-            layer.fill(slots, source, keys, values)
+            layer.fill(slots, source, keys, values, length)
 
     def copy(self, destination: Tensor, source: Tensor, length: int) -> None:
         """Slots ``destination`` get the first ``length`` positions of slots ``source``."""
