@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from easyrl.config import ConfigError
 from easyrl.config.file import resolve_config
 from easyrl.config.machine import check_paths
-from easyrl.runtime.machine import usable_cpus
 
 Reward = Callable[..., Any]  # (prompt, texts, token_ids) -> one float per response
 
@@ -117,8 +116,7 @@ def _source_file(reward: Reward) -> str:
 
 
 def _own_server() -> dict[str, Any]:
-    """Section ``inference`` with an embedded server on half of the processors."""
+    """Section ``inference`` with an embedded server."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("endpoints: several ranks need endpoints that were started before")
-    num_threads = -(-len(usable_cpus()) // 2)
-    return {"launch": {"engine": "embedded", "options": [f"--num-threads={num_threads}"]}}
+    return {"launch": {"engine": "embedded"}}

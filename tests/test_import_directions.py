@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "runtime.process_guard": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
+    "runtime.shared_cores": "runtime.machine",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
     "runtime.streams": "",
@@ -52,7 +53,7 @@ MAY_IMPORT = {
     "inference_client.servers.managed": "config runtime.machine runtime.process_guard"
     " inference_client.api_keys inference_client.vllm_plugin.easyrl_vllm.access",
     "inference_client.servers.embedded": "schema kernels.attention.partial_attention"
-    " runtime.machine runtime.numerics"
+    " runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
     "recipes": "schema config engines.base kernels.logprobs.linear_logprob runtime.user_code",
@@ -87,7 +88,8 @@ MAY_IMPORT = {
     "trainer.look_ahead": "schema metrics.event_log engines.base trainer.row_split",
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics"
     " metrics.logprob_agreement engines.base"
-    " runtime.collectives runtime.device_time runtime.stopping trainer.look_ahead",
+    " runtime.collectives runtime.device_time runtime.shared_cores runtime.stopping"
+    " trainer.look_ahead",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
     " ledger.account ledger.exclusions runtime.device_time trainer.accumulation trainer.parts",
     "trainer.parts": "schema ledger.certificate.records trainer.accumulation",
@@ -103,6 +105,7 @@ MAY_IMPORT = {
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
     "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
+    " runtime.shared_cores"
     " runtime.run_folder inference_client.api_keys inference_client.servers.managed",
     "__init__": "api",
 }

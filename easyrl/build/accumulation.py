@@ -10,6 +10,7 @@ from easyrl.inference_client.errors import is_outage
 from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
+from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     BatchWithdrawn,
@@ -34,6 +35,7 @@ def build_accumulator(
     record: Record,
     synchronous: bool,
     agreement_limit: float | None = None,
+    cores: SharedCores | None = None,
 ) -> Accumulator:
     """What is left to the caller is who listens, whether all groups are waited for, and judged."""
     return Accumulator(
@@ -50,6 +52,7 @@ def build_accumulator(
         look_ahead=looks_ahead(config, engine),
         # Which of them is run depends on the endpoint that answered, and decides the last bits.
         skip_without_signal=not is_strict(config),
+        cores=cores or SharedCores(),
     )
 
 

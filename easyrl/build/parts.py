@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from easyrl.build.checkpoints import open_kept_state
+from easyrl.build.cores import share_cores
 from easyrl.build.data import read_data
 from easyrl.build.endpoints import follow_membership, open_endpoints
 from easyrl.build.evaluation import schedule_evaluation
@@ -46,7 +47,9 @@ def build_parts(
     scoring = open_scoring(config, opened)  # its processes start while the data is read
     data = read_data(run, scoring)
     earlier = open_earlier_run(run, data.order) if resume else None
-    servers = start_servers(config, opened, run.output / "servers")  # up when the model is loaded
+    cores = share_cores(config, opened)
+    log_dir = run.output / "servers"
+    servers = start_servers(config, opened, log_dir, cores)  # up when the model is loaded
     model = load_model(run, data, earlier)
     kept = open_kept_state(run, data, model)
     endpoints = open_endpoints(run, scoring, data, model.engine, servers)
@@ -78,6 +81,7 @@ def build_parts(
         endpoints.weight_sync,
         reporter,
         evaluation,
+        cores,
     )
     watch_progress(run, endpoints.inference, rollouts)
     return trainer, model.engine

@@ -12,6 +12,7 @@ from easyrl.config import Config, ConfigError
 from easyrl.inference_client.servers.managed.supervisor import ManagedServers
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.rank_store import spans_hosts
+from easyrl.runtime.shared_cores import SharedCores
 
 
 class StartedServers(NamedTuple):
@@ -23,10 +24,13 @@ class StartedServers(NamedTuple):
     given_up: Callable[[], Collection[str]] = tuple  # URLs of own servers that will not be up again
 
 
-def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> StartedServers:
+def start_servers(
+    config: Config, opened: ExitStack, log_dir: Path, cores: SharedCores | None = None
+) -> StartedServers:
     """Starts the servers of ``inference.launch``, on the first rank.
 
-    They come up while the model loads. ``log_dir`` receives what they print.
+    They come up while the model loads. ``log_dir`` receives what they print; embedded ones share
+    ``cores``.
     """
     urls = config.inference.urls
     if config.inference.launch is None:
@@ -44,6 +48,7 @@ def start_servers(config: Config, opened: ExitStack, log_dir: Path) -> StartedSe
         log_dir,
         config.model.dtype,
         batch_invariant=is_strict(config),
+        env={} if cores is None else cores.environment,
     )
     opened.callback(servers.close)
     try:

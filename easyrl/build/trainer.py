@@ -12,6 +12,7 @@ from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.logprob_agreement import agreement_limit
 from easyrl.metrics.reporter import StepReporter
+from easyrl.runtime.shared_cores import SharedCores
 from easyrl.trainer.loop import Trainer
 from easyrl.trainer.parts import Evaluation
 from easyrl.weight_sync.publish import WeightSync
@@ -27,6 +28,7 @@ def build_trainer(
     weight_sync: WeightSync,
     reporter: StepReporter,
     evaluation: Evaluation | None,
+    cores: SharedCores,
 ) -> Trainer:
     """Opens nothing."""
     config, progress = run.config, kept.progress
@@ -41,6 +43,7 @@ def build_trainer(
             record=run.record,
             synchronous=config.run.mode == "sync",
             agreement_limit=agreement_limit(config),
+            cores=cores,
         ),
         weight_sync=weight_sync,
         ledger=Ledger(

@@ -28,13 +28,13 @@ from transformers.utils.logging import disable_progress_bar
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
 from easyrl.demo.build_model import build_model
-from easyrl.demo.servers import SERVER_KEY, Engine, start_server, vllm_python
+from easyrl.demo.servers import SERVER_KEY, Engine, divided_cores, start_server, vllm_python
 from easyrl.demo.task import END_THINK, write_splits
 from easyrl.inference_client.api_keys import new_api_key
 from easyrl.inference_client.servers.managed.server_process import ServerStartError
 from easyrl.metrics.trackers import read_metrics
 from easyrl.recipes.loading import load_recipe
-from easyrl.runtime.machine import pin_process, usable_cpus
+from easyrl.runtime.machine import pin_process
 from easyrl.runtime.run_files import LOCK_FILE
 from easyrl.runtime.run_folder import locked_folder
 
@@ -223,15 +223,14 @@ def _train(
 
     It locks the run's folder itself: what is ``held`` of it is given up then.
     """
-    cpus = usable_cpus()  # half for the trainer, half for the servers
-    trainer_cpus, server_cpus = cpus[: len(cpus) // 2] or cpus, cpus[len(cpus) // 2 :]
     deepspeed = Path(sys.executable).with_name("deepspeed")
     with ExitStack() as servers:
         urls, api_key = [], new_api_key()
+        cores = servers.enter_context(divided_cores(engine, run_dir))
         for number in range(num_servers):
             log = run_dir / f"server-{number}.log"
             try:
-                server = start_server(engine, model, server_cpus, api_key, log)
+                server = start_server(engine, model, cores, api_key, log)
             except (ValueError, ServerStartError) as error:
                 sys.exit(f"easyrl demo: {error}")
             urls.append(servers.enter_context(server).url)
@@ -246,12 +245,13 @@ def _train(
             **os.environ,
             SERVER_KEY: api_key,
             "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": str(len(trainer_cpus)),
+            **cores.environment,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         held.close()
         trainer = subprocess.Popen(command, env=environment)
-        pin_process(trainer.pid, trainer_cpus)
+        if cores.of_trainer is not None:
+            pin_process(trainer.pid, cores.of_trainer)
         try:
             status = trainer.wait()
         except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Literal, Protocol
@@ -16,6 +16,7 @@ from easyrl.metrics.event_log import Record
 from easyrl.metrics.logprob_agreement import agreement, disagreements
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.device_time import DeviceTimer
+from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     EndpointAgreement,
@@ -104,6 +105,7 @@ class Accumulator:
     agreement_limit: float | None = None
     skip_without_signal: bool = True  # groups whose gradient is exactly zero are not run, but one
     # of each endpoint that nothing else is compared of
+    cores: SharedCores = field(default_factory=SharedCores)
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
         """Sums of this rank, up to an interruption. Raises ``OnPolicyViolation``."""
@@ -125,6 +127,7 @@ class Accumulator:
         with self.stop.wakes(groups.interrupt):
             for micro_batch in work:
                 self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
+                self.cores.take()
                 with timer.span():
                     if ahead is not None:
                         micro_batch = ahead.complete(micro_batch)
@@ -214,7 +217,7 @@ class Accumulator:
     ) -> Iterator[list[RolloutGroup]]:
         """Groups that are packed together, checked and counted."""
         max_tokens = self.rows_per_drain * self.max_tokens
-        idle = None if ahead is None else ahead.work
+        idle = None if ahead is None else partial(self._look_ahead, ahead)
         if timer.runs_behind:
             idle = partial(_idle, timer, idle)
         while True:
@@ -222,6 +225,7 @@ class Accumulator:
                 for piece in groups.ahead_of_drain(max_tokens):
                     self.stop.raise_if_requested()
                     ahead.run(piece)
+            self.cores.rest()  # while it waits; where it does not, for no time
             ready = groups.drain_ready(max_tokens, idle)
             if not ready:
                 return
@@ -232,6 +236,13 @@ class Accumulator:
             usable = [self.functions.scored(group) for group in ready]
             totals.denominator += self.functions.denominator(usable)
             yield usable
+
+    def _look_ahead(self, ahead: LookAhead) -> bool:
+        self.cores.take()
+        worked = ahead.work()
+        if not worked:
+            self.cores.rest()
+        return worked
 
     def _to_run(
         self, trained: Sequence[TrainedGroup], compared: set[str], totals: BatchTotals

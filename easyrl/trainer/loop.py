@@ -275,6 +275,7 @@ class Trainer:
     def _step(self, update: Update) -> None:
         """The late scalar, the clip, the step."""
         timer = DeviceTimer.of(self._engine.device)
+        self.accumulator.cores.take()
         with timer.span():
             if update.totals.denominator > 0:
                 update.result = self._engine.optimizer_step(update.totals.denominator)
@@ -282,6 +283,7 @@ class Trainer:
             else:  # every token was masked
                 self._engine.discard_gradients()
         update.optimizer_s = timer.total_s()  # what comes next needs the weights anyway
+        self.accumulator.cores.rest()
 
     def _nothing_accepted(self, refused: Sequence[GroupOutcome]) -> NothingAccepted:
         reasons = sorted({f"{group.outcome}: {group.reason}" for group in refused})

@@ -33,6 +33,7 @@ from easyrl.inference_client.servers.embedded.sampling import LogprobsMode, Unif
 from easyrl.inference_client.servers.embedded.text import StopStrings
 from easyrl.inference_client.servers.embedded.weights import ServedWeights
 from easyrl.runtime.numerics import arithmetic, own_memory
+from easyrl.runtime.shared_cores import SharedCores
 
 PauseMode = Literal["abort", "wait", "keep"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -63,14 +64,17 @@ class EmbeddedEngine:
         logprobs_mode: LogprobsMode = "processed_logprobs",
         seed: int = 0,
         batch_invariant: bool = False,
+        cores: SharedCores | None = None,
     ) -> None:
+        self._cores = cores or SharedCores()
         self._model = _load_model(model, dtype, device)
         self.tokenizer = _load_tokenizer(model)
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self.max_model_len = _context_length(self._model, max_model_len)
         self.max_num_seqs = max_num_seqs
         self.batch_invariant = batch_invariant
-        self.arithmetic = arithmetic(device)
+        # by other numbers of threads sums are taken in another order
+        self.arithmetic = None if self._cores else arithmetic(device)
         self._eos_token_ids = _eos_token_ids(self._model, self.tokenizer)
         self.weights = ServedWeights(self._model, self._call, self._take_new_weights)
         self._batch = RunningBatch(
@@ -275,12 +279,14 @@ class EmbeddedEngine:
     def _take_inbox(self) -> None:
         """Runs what has come in; waits for something if there is nothing else to do."""
         if not self._can_generate:
+            self._cores.rest()
             self._inbox.get()()
         while not self._inbox.empty():
             self._inbox.get()()
 
     def _work(self) -> None:
         start_s = time.perf_counter()
+        self._cores.take()
         if self._can_admit:
             count = min(len(self._waiting), self._batch.num_free)
             sequences = [self._waiting.popleft() for _ in range(count)]

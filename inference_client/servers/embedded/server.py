@@ -23,6 +23,7 @@ from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 from easyrl.inference_client.servers.embedded.sampling import LogprobsMode
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.access import API_KEY_VARIABLE
 from easyrl.runtime.machine import url_host
+from easyrl.runtime.shared_cores import SharedCores
 
 
 async def start_site(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
@@ -83,8 +84,11 @@ def serve(
         torch.use_deterministic_algorithms(True)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         num_threads = num_threads or 1  # their number decides the order of sums
+    cores = SharedCores()
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    elif device == "cpu":
+        cores = SharedCores.of_environment()
     engine = EmbeddedEngine(
         model,
         dtype=dtype,
@@ -95,6 +99,7 @@ def serve(
         logprobs_mode=logprobs_mode,
         seed=seed,
         batch_invariant=batch_invariant,
+        cores=cores,
     )
     app = EmbeddedServer(engine, served_model_name or str(model)).app(api_key)
 

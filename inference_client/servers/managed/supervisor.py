@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
@@ -49,6 +49,7 @@ class ManagedServers:
     _: KW_ONLY
     batch_invariant: bool = False  # no request may change a bit of another's response; vLLM has
     # that on devices only, and not on all
+    env: Mapping[str, str] = field(default_factory=dict)  # of embedded servers
     _watched: list[_WatchedServer] = field(default_factory=list, init=False)
 
     def start(self) -> list[str]:
@@ -136,7 +137,7 @@ class ManagedServers:
             self.model,
             options,
             port=free_port(),
-            env=env,
+            env={**self.env, **env},
             api_key=new_api_key(),
             log=log,
             wait=False,

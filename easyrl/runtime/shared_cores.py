@@ -1,0 +1,127 @@
+"""Processors of one machine, divided among those of a run's processes that compute at the moment.
+
+Trainer and embedded server take turns for a good part of each step: while one waits, the other has
+its processors. Who computes holds a lock on a byte of a common file, and has an equal share of the
+processors as threads of torch. A lock ends with its process, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from easyrl.runtime.machine import usable_cpus
+
+VARIABLE = "EASYRL_SHARED_CORES"  # the file's path, in the environment of servers
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+SUPPORTED = hasattr(fcntl, "F_OFD_SETLK")  # Linux; elsewhere numbers of threads stay
+_FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
+_END = 2**62  # behind every byte that is locked
+
+
+class SharedCores:
+    """One process's part. ``take`` and ``rest`` belong to the thread that computes.
+
+    Args:
+        file: the same for all that share. None: there is nobody to share with, and the number of
+            threads is left as it is.
+        num_cores: that are divided.
+    """
+
+    def __init__(self, file: Path | None = None, num_cores: int | None = None) -> None:
+        self._num_cores = num_cores or min(torch.get_num_threads(), len(usable_cpus()))
+        self._path, self._file = file, None if file is None else _open(file)
+        self._byte = os.getpid()  # another process has another one
+        self._computes = False
+
+    @classmethod
+    def of_environment(cls) -> SharedCores:
+        """As ``VARIABLE`` says; with nobody where it is not set. Raises ``OSError``."""
+        path = os.environ.get(VARIABLE)
+        return cls(Path(path) if path and can_share() else None)
+
+    def __bool__(self) -> bool:
+        """Whether there is somebody to share with."""
+        return self._file is not None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For servers that are to share."""
+        return {} if self._path is None else {VARIABLE: str(self._path)}
+
+    def take(self) -> None:
+        """This process computes, with as many threads as the others leave it now."""
+        if self._file is None:
+            return
+        if not self._computes:
+            self._lock(fcntl.F_WRLCK)
+            self._computes = True
+        num_threads = max(1, self._num_cores // (1 + self._count_others(0, _END)))
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
+
+    def rest(self) -> None:
+        """It does not, until it takes again."""
+        if self._file is not None and self._computes:
+            self._lock(fcntl.F_UNLCK)
+            self._computes = False
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self._computes = None, False
+
+    def _lock(self, kind: int) -> None:
+        assert self._file is not None
+        asked = struct.pack(_FLOCK, kind, os.SEEK_SET, self._byte, 1, 0)
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, asked)
+
+    def _count_others(self, start: int, end: int) -> int:
+        """Locks of others on bytes ``[start, end)``; a microsecond for each."""
+        if start >= end:
+            return 0
+        assert self._file is not None
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0)
+        told = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked)
+        kind, _, at, _, _ = struct.unpack(_FLOCK, told)
+        if kind == fcntl.F_UNLCK:
+            return 0
+        return 1 + self._count_others(start, at) + self._count_others(at + 1, end)
+
+
+def can_share() -> bool:
+    """Not where the number of threads is somebody's wish."""
+    return SUPPORTED and THREADS_VARIABLE not in os.environ
+
+
+@contextmanager
+def shared_file(run_dir: Path) -> Iterator[Path]:
+    """The file by which the processes of a run share, for as long as one of them has the block.
+
+    On this machine, whatever file system ``run_dir`` is on.
+    """
+    digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:16]
+    file = Path(tempfile.gettempdir()) / f"easyrl-cores-{os.getuid()}-{digest}"
+    os.close(_open(file))
+    try:
+        yield file
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _open(file: Path) -> int:
+    """Raises ``OSError`` for what is not an own file."""
+    number = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    if os.fstat(number).st_uid != os.getuid():
+        os.close(number)
+        raise PermissionError(f"{file} belongs to another user")
+    return number
