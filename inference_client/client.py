@@ -116,7 +116,8 @@ class EndpointClient:
 
     Args:
         url: without a trailing slash.
-        timeout_s: for every route but ``generate``, which has none, and ``health``.
+        timeout_s: for every route but ``generate`` and ``samples``, which have none, ``health`` and
+            ``abort_samples``.
     """
 
     def __init__(
@@ -192,7 +193,8 @@ class EndpointClient:
 
     async def abort_samples(self, request_ids: Sequence[str]) -> None:
         """Of a request to ``samples``: they come as aborted, if they have not come."""
-        await self._request("POST", ABORT, {"request_ids": request_ids})
+        body = {"request_ids": request_ids}
+        await self._request("POST", ABORT, body, timeout_s=HEALTH_TIMEOUT_S)
 
     async def health(self) -> None:
         await self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)

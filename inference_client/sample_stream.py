@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,6 +27,10 @@ ROUTE = f"POST {SAMPLES}"
 HEADER_BYTES = 4
 TOKEN_BYTES = 8  # its id, its log-probability
 TOKEN_IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+# A span or a refusal takes 4 to 6 bytes here and 100 as an object: bytes alone bound no memory.
+MOST_SPANS = 64  # of one sample: the weights moved so often while it was made
+MOST_IN_FRAME = 4096  # samples
+MESSAGE_LENGTH = 2**14  # characters, of a refusal
 
 
 class _Span(NamedTuple):
@@ -42,7 +46,7 @@ class Sampled(msgspec.Struct, array_like=True, tag=0, gc=False):
     finish_reason: Word
     token_ids: bytes  # int32 [R]
     logprobs: bytes  # float32 [R]
-    version_spans: tuple[_Span, ...]
+    version_spans: Annotated[tuple[_Span, ...], msgspec.Meta(max_length=MOST_SPANS)]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -79,7 +83,7 @@ class Refused(msgspec.Struct, array_like=True, tag=1, gc=False):
 
     index: Count
     status: int
-    message: str
+    message: Annotated[str, msgspec.Meta(max_length=MESSAGE_LENGTH)]
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -89,7 +93,8 @@ class Refused(msgspec.Struct, array_like=True, tag=1, gc=False):
 Ended: TypeAlias = Sampled | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
-_DECODER: msgspec.msgpack.Decoder[list[Ended]] = msgspec.msgpack.Decoder(list[Ended])
+_Frame: TypeAlias = Annotated[list[Ended], msgspec.Meta(max_length=MOST_IN_FRAME)]
+_DECODER: msgspec.msgpack.Decoder[list[Ended]] = msgspec.msgpack.Decoder(_Frame)
 
 
 def frame_of(ended: Sequence[Ended]) -> bytes:
@@ -130,7 +135,8 @@ class SampleReader:
     """Reads an answer, part by part, as it comes; nothing of it is believed.
 
     Raises ``MalformedResponse`` for what is no frame, or repeats the API key that ``without_key``
-    erases, for samples that were not asked for or come twice, and for an end before all have come.
+    erases, for samples that were not asked for or come twice, for more frames than samples, and for
+    an end before all have come.
     """
 
     def __init__(
@@ -140,6 +146,7 @@ class SampleReader:
         self._num_samples, self._max_bytes = asked.num_samples, asked.max_bytes
         self._waiting = set(range(self._num_samples))
         self._buffer = bytearray()
+        self._num_frames = 0
 
     def feed(self, part: bytes) -> Iterator[list[Ended]]:
         """The samples of each frame that is complete with ``part``.
@@ -156,6 +163,11 @@ class SampleReader:
             if body + length > len(buffer):
                 break
             begin = body + length
+            self._num_frames += 1
+            if self._num_frames > self._num_samples:  # some are empty, and may be so without end
+                raise self._wrong(
+                    f"more than {self._num_samples} frames ({begin} bytes at once), one a sample"
+                )
             yield self._ended(bytes(memoryview(buffer)[body:begin]))
         del buffer[:begin]
 

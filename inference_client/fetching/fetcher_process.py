@@ -172,7 +172,10 @@ def _reply(order: Send, result: Completion | Exception) -> Reply:
     if isinstance(result, MemoryError):
         reason = "its answer did not fit into the fetcher's memory"
         result = EndpointUnavailable(order.url, reason)
+    traceback = result.__traceback__
     try:
         raise result  # with a traceback, if it has none
     except Exception as error:
         return Failed(order.number, pickle.dumps(Failure.of(error), 5))
+    finally:  # one error may end many orders: it would grow with each
+        result.__traceback__ = traceback

@@ -26,6 +26,7 @@ from easyrl.schema import Completion
 # of one HTTP request: a connection that breaks costs so many samples an attempt
 MOST_SAMPLES = 256
 MOST_PROMPT_TOKENS = 2**20  # the server reads a body of 64 MiB
+END_S = 2.0  # for an answer to end after all that somebody waits for has come
 
 # told of each order: its response, or the error that ended it, and when it was sent
 Answered: TypeAlias = Callable[[Send, Completion | Exception, float], None]
@@ -113,6 +114,8 @@ class _Request:
         self._numbers = {order.number: index for index, order in self._waiting.items()}
         self._cancelled: set[int] = set()  # of those that wait
         self._to_abort: list[str] = []
+        self._aborting: asyncio.Task[None] | None = None
+        self._end: asyncio.TimerHandle | None = None
         self._client, self._take = client, take
         self._limits = limits_of(sampling, vocabulary, told_length=True)
         self._loop = asyncio.get_running_loop()
@@ -126,9 +129,15 @@ class _Request:
                     for index, result in part:
                         self._cancelled.discard(index)
                         self._take(self._waiting.pop(index), result, self._start_s)
+                    if self._end is None and len(self._cancelled) == len(self._waiting):
+                        # nobody else watches it: a server that goes on keeps no connection
+                        self._end = self._loop.call_later(END_S, self._task.cancel)
         except Exception as error:
             for order in self._waiting.values():
                 self._take(order, error, self._start_s)
+        finally:
+            if self._end is not None:
+                self._end.cancel()
 
     def cancel(self, number: int) -> None:
         """The server is told to abort it; when nothing else waits, by closing the connection."""
@@ -138,11 +147,13 @@ class _Request:
             self._task.cancel()
             return
         self._to_abort.append(self._asked.id_of(index))
-        if len(self._to_abort) == 1:  # one message for all that are cancelled together
+        if self._aborting is None:
             self._aborting = self._loop.create_task(self._abort())
 
     async def _abort(self) -> None:
-        to_abort, self._to_abort = self._to_abort, []
-        if not self._task.done() and not self._task.cancelling():
+        """One message for all that are cancelled together, or while another is on its way."""
+        while self._to_abort and not self._task.done() and not self._task.cancelling():
+            to_abort, self._to_abort = self._to_abort, []
             with suppress(EndpointError):  # then they are made in vain
                 await self._client.abort_samples(to_abort)
+        self._aborting = None

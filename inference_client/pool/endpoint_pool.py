@@ -124,7 +124,8 @@ class EndpointPool(Fleet):
         Every token is stamped with the group's version (unless that is None). The finish_reason is
         "length" also where the endpoints' context ends before ``max_tokens``.
 
-        What fails is sent to another endpoint, with the same seed, ``max_retries`` times. So is a
+        What fails is sent to another endpoint, with the same seed, ``max_retries`` times, and not
+        as a part of a stream again: no other sample's damage costs it a second attempt. So is a
         prompt that one refuses: it is refused if another does too, and both serve the canary
         prompt. It waits for that other; the same one is asked again only where no other is in use,
         none was usable for ``max_outage_s``, or no other's context has room. Raises
@@ -146,8 +147,11 @@ class EndpointPool(Fleet):
             if 0 < endpoint.context < num_prompt_tokens + fitting.max_tokens:  # joined meanwhile
                 self._dispatcher.release(endpoint, group.sample_tokens)
                 continue
+            streamed = self._fetch if attempts or refusals else self._streamed
             try:
-                completion = await self._attempt(endpoint, group, prompt_token_ids, fitting, seed)
+                completion = await self._attempt(
+                    endpoint, streamed, group, prompt_token_ids, fitting, seed
+                )
             except PromptRejected as error:
                 refusals.append(Refusal(endpoint, error, endpoint.num_failures))
                 if len(refusals) == NUM_REFUSALS:
@@ -168,6 +172,7 @@ class EndpointPool(Fleet):
     async def _attempt(
         self,
         endpoint: Endpoint,
+        streamed: Fetch,
         group: GroupAssignment,
         prompt_token_ids: np.ndarray,
         sampling: SamplingConfig,
@@ -175,6 +180,7 @@ class EndpointPool(Fleet):
     ) -> Completion:
         """Waits for ``endpoint``, at which a place is taken, and gives the place back.
 
+        By ``streamed``, if the endpoint streams samples.
         ``PromptRejected``: it serves the canary prompt and refuses this one.
         """
         task = asyncio.current_task()
@@ -183,7 +189,7 @@ class EndpointPool(Fleet):
         endpoint.asked(sampling.max_tokens)
         began_s = time.monotonic()
         streams = endpoint.served is not None and endpoint.served.streams_samples
-        fetch = self._streamed if streams else self._fetch
+        fetch = streamed if streams else self._fetch
         try:
             try:
                 completion = await fetch(endpoint.url, prompt_token_ids, sampling, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import msgspec
 import numpy as np
@@ -105,6 +106,17 @@ BAD = {
     ),
     "a span below zero": (frame_of([sampled(version_spans=(("r", -1, 2),))]), "unexpected shape"),
     "deep lists": (framed(b"\x91" * 100_000 + b"\xc0"), "nested too deeply|unexpected shape|not M"),
+    "a million refusals": (
+        framed(b"\xdd\x00\x10\x00\x00" + b"\x94\x01\x00\x00\xa0" * 2**15),
+        "unexpected shape.*length <= 4096",
+    ),
+    "a thousand spans": (
+        frame_of([sampled(version_spans=(("", 0, 1),) * 1000)]),
+        "unexpected shape.*length <= 64",
+    ),
+    "a long refusal": (frame_of([Refused(0, 400, "no" * 2**13 + ".")]), "unexpected shape.*16384"),
+    "empty frames": (frame_of([]) * 4, "more than 3 frames"),
+    "more bytes than asked for": (GOOD + b"\xff\xff\x0f\x00", "a frame of 1048575 bytes"),
     "invalid UTF-8": (framed(b"\x91\x94\x01\x00\xcd\x01\x90\xa2\xff\xfe"), "not MessagePack"),
 }
 
@@ -179,6 +191,22 @@ def test_an_answer_that_repeats_the_key_is_refused_unquoted():
         assert "my-secret-key" not in str(caught.value) and escaped not in str(caught.value)
     with pytest.raises(MalformedResponse, match="repeats the API key"):
         read(framed(b"my-secret-key"), key="my-secret-key")  # no MessagePack
+
+
+def test_a_full_frame_of_spans_takes_little_memory():
+    """Its bytes are bounded by what was asked for, an object is dozens of times as large."""
+    asked = SamplesAsked("r", [(PROMPT, list(range(64)))], SamplingConfig(max_tokens=4))
+    number = asked.max_bytes // 4 - 8
+    head = b"\x91\x96\x00\x00\xa4stop\xc4\x00\xc4\x00\xdd" + number.to_bytes(4, "big")
+    content = framed(head + b"\x93\xa0\x00\x01" * number)  # a million spans, 4 MB
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedResponse, match="length <= 64"):
+            list(SampleReader(URL, asked).feed(content))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * asked.max_bytes
 
 
 def test_random_changes_of_an_answer_end_as_samples_or_as_malformed():

@@ -25,6 +25,7 @@ from easyrl.inference_client.errors import (
 )
 from easyrl.inference_client.fetching import streamed_requests
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
+from easyrl.inference_client.fetching.fetcher_process import _reply
 from easyrl.inference_client.fetching.messages import Send
 from easyrl.inference_client.fetching.streamed_requests import StreamedRequests
 from easyrl.inference_client.sample_stream import SAMPLES, Ended, Refused, Sampled, frame_of
@@ -67,22 +68,29 @@ class StreamingEndpoint(FakeEndpoint):
         super().__init__(version=V1, card={"streams_samples": True}, **settings)
         self.answer = answer or send_all
         self.streams: list[Stream] = []
+        self.transports: list[asyncio.Transport | None] = []  # of each
         self.aborted: list[str] = []
         self.num_hung_up = 0
+        self.num_aborts, self.abort_status = 0, 200
+        self.may_abort: asyncio.Event | None = None  # waited for by each message
         self.refusal: web.Response | None = None
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
         if request.path != SAMPLES:
             if request.path == "/inference/v1/abort_requests":
+                self.num_aborts += 1
                 self.aborted += orjson.loads(await request.read())["request_ids"]
                 await self._notify()
-                return web.json_response({"status": "aborted"})
+                if self.may_abort is not None:
+                    await self.may_abort.wait()
+                return web.json_response({"status": "aborted"}, status=self.abort_status)
             return await super()._control(request)
         if self.refusal is not None:
             return self.refusal
         response = web.StreamResponse()
         stream = Stream(orjson.loads(await request.read()), response)
         self.streams.append(stream)
+        self.transports.append(request.transport)
         await response.prepare(request)
         await self._notify()
         try:
@@ -335,6 +343,77 @@ async def test_cancelling_all_that_have_not_come_closes_the_connection(endpoint,
     assert await outcomes(others) == ["CancelledError"] * 2
 
 
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(streamed_requests, "END_S", 0.05)
+
+
+async def test_a_stream_that_does_not_end_when_all_have_come_is_closed(endpoint, fetchers, soon):
+    async def all_then_silence(server: StreamingEndpoint, stream: Stream) -> None:
+        await send_all(server, stream)
+        await never(server, stream)
+
+    endpoint.answer = all_then_silence
+    assert await outcomes(asked(fetchers, endpoint, 1, 2)) == [1, 2]
+    await asyncio.wait_for(endpoint.until(lambda: endpoint.num_hung_up == 1), 30)
+
+
+async def test_a_stream_that_ends_leaves_its_connection_for_the_next(endpoint, fetchers, soon):
+    for seed in (1, 2):
+        assert await outcomes(asked(fetchers, endpoint, seed)) == [seed]
+        await asyncio.sleep(0.1)  # beyond what it has to end
+    first, second = endpoint.transports
+    assert first is second and endpoint.num_hung_up == 0
+
+
+async def test_a_server_that_ignores_aborts_keeps_no_connection(endpoint, fetchers, soon):
+    go_on = asyncio.Event()
+
+    async def one_then_never(server: StreamingEndpoint, stream: Stream) -> None:
+        await go_on.wait()
+        await stream.send(stream.sample(0))
+        await never(server, stream)
+
+    endpoint.answer = one_then_never
+    first, second = asked(fetchers, endpoint, 1, 2)
+    await endpoint.until(lambda: len(endpoint.streams) == 1)
+    second.cancel()
+    await endpoint.until(lambda: len(endpoint.aborted) == 1)
+    go_on.set()
+    assert await outcomes([first, second]) == [1, "CancelledError"]
+    await asyncio.wait_for(endpoint.until(lambda: endpoint.num_hung_up == 1), 30)
+
+
+async def test_cancels_one_after_another_are_one_message_at_a_time(endpoint, fetchers):
+    endpoint.answer, endpoint.may_abort = never, asyncio.Event()
+    tasks = asked(fetchers, endpoint, *range(6))
+    await endpoint.until(lambda: len(endpoint.streams) == 1)
+    for task in tasks[:5]:
+        task.cancel()
+        await asyncio.sleep(0.02)  # each in a turn of its own
+    endpoint.may_abort.set()
+    await asyncio.wait_for(endpoint.until(lambda: len(endpoint.aborted) == 5), 30)
+    assert endpoint.num_aborts == 2  # the first, and all that came while it was under way
+    tasks[5].cancel()
+
+
+async def test_a_server_that_refuses_aborts_gives_the_others_all_the_same(endpoint, fetchers):
+    go_on = asyncio.Event()
+
+    async def wait_and_send(server: StreamingEndpoint, stream: Stream) -> None:
+        await go_on.wait()
+        await send_all(server, stream)
+
+    endpoint.answer, endpoint.abort_status = wait_and_send, 500
+    tasks = asked(fetchers, endpoint, 1, 2, 3, 4)
+    await endpoint.until(lambda: len(endpoint.streams) == 1)
+    for number, task in enumerate(tasks[:2], 1):
+        task.cancel()
+        await endpoint.until(lambda n=number: endpoint.num_aborts == n)
+    go_on.set()
+    assert await outcomes(tasks) == ["CancelledError", "CancelledError", 3, 4]
+
+
 async def test_what_is_cancelled_before_it_is_sent_is_not_asked_for(endpoint, process):
     endpoint.answer = send_all
     await outcomes(asked(process, endpoint, 0))  # the fetcher is up
@@ -374,3 +453,35 @@ async def test_a_broken_stream_is_asked_for_elsewhere_with_the_same_seeds(proces
         made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in range(12))), 30)
         assert [m.token_ids[0] for m in made] == list(range(12))
         assert pool.num_retries > 0 and pool.endpoints[1].num_failures == 0
+
+
+async def test_a_sample_is_part_of_a_stream_once(process):
+    """Whatever one sample does to its stream, each of the others loses one attempt."""
+
+    async def damage(_: StreamingEndpoint, stream: Stream) -> None:
+        await stream.response.write(b"\xff\xff\xff\xff")
+
+    bad = [StreamingEndpoint(damage), StreamingEndpoint(damage)]
+    async with pool_of(*bad, fetch=process, streamed=process.streamed, max_retries=1) as pool:
+        await until(lambda: all(e.served is not None for e in pool.endpoints))
+        made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in range(12))), 30)
+        assert [m.token_ids[0] for m in made] == list(range(12))
+        assert pool.num_retries == 12
+
+
+@pytest.mark.parametrize("code", [404, 405, 501])
+async def test_an_endpoint_that_claims_the_route_and_has_it_not_is_used_without(process, code):
+    """A proxy before it, say, that passes vLLM's routes only."""
+    endpoint = StreamingEndpoint()
+    endpoint.refusal = error_response(code, "Not Found")
+    async with pool_of(endpoint, fetch=process, streamed=process.streamed, max_retries=1) as pool:
+        await until(lambda: pool.endpoints[0].served is not None)
+        made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in range(4))), 30)
+        assert [m.token_ids[0] for m in made] == list(range(4))
+
+
+def test_an_error_that_ends_many_orders_is_told_to_each_alike():
+    error = MalformedResponse("http://a", "a frame of")
+    order = Send(0, "http://a", b"", b"", 0)
+    sizes = [len(_reply(order, error).failure) for _ in range(9)]  # with its traceback
+    assert sizes == sizes[:1] * 9
