@@ -11,12 +11,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from easyrl.inference_client.client import GENERATE
+from easyrl.inference_client.sample_stream import SAMPLES
+
 if TYPE_CHECKING:
     from benchmarks.parts.hostile.endpoint import Exchange
     from benchmarks.parts.hostile.files import RunFiles
     from benchmarks.parts.hostile.sockets import Listener
 
-Kind = Literal["body", "protocol", "status", "stamp", "content", "weights", "socket", "file"]
+Kind = Literal[
+    "body", "protocol", "status", "stamp", "content", "stream", "weights", "socket", "file"
+]
+RESPONSES = (GENERATE, SAMPLES)  # routes: one at a time; several, streamed as they finish
 When = Literal["live", "killed"]  # while the run trains; between a kill and the resume
 
 Act = Callable[["Exchange"], Awaitable[None]]
@@ -56,12 +62,14 @@ class EndpointBehaviour(Behaviour):
         share: of the requests on these routes, 0 to 1.
         may_end_75: it shows itself behind the certificate's line only, so that the run may end with
             status 75 and go on with ``--resume`` (docs/on_policy.md, *Withdrawal*).
+        refuses: prompts, while it serves others. Two such endpoints are believed: they never meet.
     """
 
     routes: frozenset[str]
     act: Act
     share: float = 1.0
     may_end_75: bool = False
+    refuses: bool = False
 
     @property
     def ends_75(self) -> bool:
@@ -116,14 +124,18 @@ CATALOGUE = Catalogue()
 
 
 def endpoint(
-    kind: Kind, *routes: str, share: float = 1.0, may_end_75: bool = False
+    kind: Kind,
+    *routes: str,
+    share: float = 1.0,
+    may_end_75: bool = False,
+    refuses: bool = False,
 ) -> Callable[[Act], Act]:
     """Decorates what an endpoint does on ``routes``."""
 
     def register(act: Act) -> Act:
         name, says = _names(act)
         CATALOGUE.add(
-            EndpointBehaviour(name, kind, says, frozenset(routes), act, share, may_end_75)
+            EndpointBehaviour(name, kind, says, frozenset(routes), act, share, may_end_75, refuses)
         )
         return act
 

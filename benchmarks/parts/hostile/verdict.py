@@ -94,7 +94,11 @@ class Total:
                 if isinstance(behaviour, SocketBehaviour):
                     met = outcome.met.get(behaviour.name, ())
                     self.unmet[behaviour.name] = kinds_of(plan.num_ranks).difference(met)
-        kinds = ", ".join(f"{b.name} {outcome.happened[b.name]}" for b in plan.behaviours)
+        kinds = ", ".join(
+            f"{b.name} {outcome.happened[b.name]}"
+            + (f" ({streamed} streamed)" if (streamed := outcome.streamed[b.name]) else "")
+            for b in plan.behaviours
+        )
         contents = "" if check is None else (
             f"{check.num_responses} responses agree within {check.largest:.1e} nats "
             f"(a batch before: {check.visible or 0:.2f}); "
