@@ -74,6 +74,7 @@ OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
 KEY_HINT = "; set inference.api_key_env, or that of its entry, to the variable that holds its key"
 # vLLM's names, which the embedded server uses too; a line per engine
 TOKEN_COUNTERS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)", re.M)
+PROXY_HINT = "; a proxy before the server has to pass it on"
 ROUTE_HINT = "; start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 
 
@@ -332,7 +333,7 @@ class EndpointClient:
         if answer.status < 400 and answer.location is not None:
             reason = f"{method} {path} answered {said}: points to {shorten(answer.location)}"
         if answer.status == 404 and message == "Not Found":
-            reason += ROUTE_HINT
+            reason += PROXY_HINT if path == SAMPLES else ROUTE_HINT
         return self._error(path, answer.status, reason)
 
     def _error(self, path: str, status: int, reason: str) -> EndpointError:

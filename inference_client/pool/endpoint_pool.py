@@ -147,10 +147,10 @@ class EndpointPool(Fleet):
             if 0 < endpoint.context < num_prompt_tokens + fitting.max_tokens:  # joined meanwhile
                 self._dispatcher.release(endpoint, group.sample_tokens)
                 continue
-            streamed = self._fetch if attempts or refusals else self._streamed
+            may_stream = not (attempts or refusals)
             try:
                 completion = await self._attempt(
-                    endpoint, streamed, group, prompt_token_ids, fitting, seed
+                    endpoint, group, prompt_token_ids, fitting, seed, may_stream=may_stream
                 )
             except PromptRejected as error:
                 refusals.append(Refusal(endpoint, error, endpoint.num_failures))
@@ -172,15 +172,15 @@ class EndpointPool(Fleet):
     async def _attempt(
         self,
         endpoint: Endpoint,
-        streamed: Fetch,
         group: GroupAssignment,
         prompt_token_ids: np.ndarray,
         sampling: SamplingConfig,
         seed: int,
+        *,
+        may_stream: bool,
     ) -> Completion:
         """Waits for ``endpoint``, at which a place is taken, and gives the place back.
 
-        By ``streamed``, if the endpoint streams samples.
         ``PromptRejected``: it serves the canary prompt and refuses this one.
         """
         task = asyncio.current_task()
@@ -188,12 +188,14 @@ class EndpointPool(Fleet):
         endpoint.attempts[task] = None
         endpoint.asked(sampling.max_tokens)
         began_s = time.monotonic()
-        streams = endpoint.served is not None and endpoint.served.streams_samples
-        fetch = streamed if streams else self._fetch
+        streams = may_stream and endpoint.streams_samples
+        fetch = self._streamed if streams else self._fetch
         try:
             try:
                 completion = await fetch(endpoint.url, prompt_token_ids, sampling, seed)
             except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
+                if streams and not isinstance(error, PromptRejected):
+                    endpoint.refuses_streams = True
                 raise await self._look_into(endpoint, error, sampling) from None
             self._check_stamps(endpoint, completion, group.version)
         except asyncio.CancelledError:
