@@ -76,11 +76,12 @@ class Opened:
                 made = dict.fromkeys(range(asked.num_samples), error) | made
         return [made[index] for index in range(asked.num_samples)]
 
-    def behave(self, name: str) -> None:
+    def behave(self, name: str, *, streams: bool = False) -> None:
         behaviour = BEHAVIOURS[name]
         assert isinstance(behaviour, EndpointBehaviour)
         self.endpoint.set_behaviour(behaviour, random.Random(0), may_act=True)
         self.endpoint.share = 1.0
+        self.endpoint.streams = streams
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ async def test_no_stream_that_a_behaviour_touches_is_as_it_was(opened):
     """Samples are refused, do not come, or are others; what spoils each, leaves none as it was."""
     client, endpoint = opened.client, opened.endpoint
     for behaviour in OF_A_STREAM:
-        opened.behave(behaviour.name)
+        opened.behave(behaviour.name, streams=True)
         endpoint.may_act = False
         await client.set_weight_version("run:0:2")
         await opened.stream(PROMPTS, seed=9)  # of another version
@@ -169,7 +170,7 @@ async def test_no_stream_that_a_behaviour_touches_is_as_it_was(opened):
 
 async def test_swapped_samples_are_those_of_the_other_prompt(opened):
     honest = await opened.stream(PROMPTS)
-    opened.behave("samples-swapped")
+    opened.behave("samples-swapped", streams=True)
     made = await opened.stream(PROMPTS)
     for one, other in zip(made, honest[2:] + honest[:2], strict=True):
         assert not differs(one, other)
@@ -179,8 +180,30 @@ async def test_swapped_samples_are_those_of_the_other_prompt(opened):
 
 @pytest.mark.parametrize("name, shown", [("sample-twice", True), ("nan-logprob", False)])
 async def test_a_behaviour_of_one_route_is_asked_by_it(opened, name, shown):
-    opened.behave(name)
+    opened.endpoint.set_behaviour(BEHAVIOURS[name], random.Random(0))
     assert (await opened.client.served_model()).streams_samples is shown
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_one_route_of_both_is_left_alone(opened, streams):
+    opened.behave("negative-token", streams=streams)
+    single = opened.ask()
+    if streams:
+        await single
+    else:
+        with pytest.raises(EndpointError):
+            await single
+    made = await opened.stream(PROMPTS)
+    assert all(isinstance(one, EndpointError) is streams for one in made)
+    assert opened.endpoint.has_met == 1 and opened.endpoint.streamed == streams
+
+
+async def test_a_stream_is_spared_as_rarely_as_all_its_samples(opened):
+    opened.behave("negative-token", streams=True)
+    opened.endpoint.share = 0.5
+    for _ in range(60):
+        await opened.stream(PROMPTS)  # of four samples
+    assert 60 * 0.8 < opened.endpoint.happened < 60
 
 
 async def test_a_behaviour_of_both_routes_is_asked_by_either(opened):

@@ -59,9 +59,11 @@ class EndpointBehaviour(Behaviour):
     Attributes:
         routes: paths on which it happens; empty: all.
         act: answers the exchange, or raises ``NotNow``.
-        share: of the requests on these routes, 0 to 1.
+        share: of the requests on these routes, 0 to 1; of a stream's samples, of which one spoils
+            the stream.
         may_end_75: it shows itself behind the certificate's line only, so that the run may end with
             status 75 and go on with ``--resume`` (docs/on_policy.md, *Withdrawal*).
+        either: it happens on one of ``RESPONSES``, drawn for each run, and leaves the other alone.
         refuses: prompts, while it serves others. Two such endpoints are believed: they never meet.
     """
 
@@ -69,7 +71,14 @@ class EndpointBehaviour(Behaviour):
     act: Act
     share: float = 1.0
     may_end_75: bool = False
+    either: bool = False
     refuses: bool = False
+
+    def is_for(self, path: str, *, streams: bool) -> bool:
+        """Whether it happens on ``path``, at an endpoint that says whether it streams samples."""
+        if self.either and path in RESPONSES:
+            return (path == SAMPLES) is streams
+        return not self.routes or path in self.routes
 
     @property
     def ends_75(self) -> bool:
@@ -128,14 +137,25 @@ def endpoint(
     *routes: str,
     share: float = 1.0,
     may_end_75: bool = False,
+    both: bool = False,
     refuses: bool = False,
 ) -> Callable[[Act], Act]:
-    """Decorates what an endpoint does on ``routes``."""
+    """Decorates what an endpoint does on ``routes``; on one of ``RESPONSES`` if not on ``both``."""
 
     def register(act: Act) -> Act:
         name, says = _names(act)
         CATALOGUE.add(
-            EndpointBehaviour(name, kind, says, frozenset(routes), act, share, may_end_75, refuses)
+            EndpointBehaviour(
+                name,
+                kind,
+                says,
+                frozenset(routes),
+                act,
+                share,
+                may_end_75,
+                either=not both and set(RESPONSES) <= set(routes),
+                refuses=refuses,
+            )
         )
         return act
 

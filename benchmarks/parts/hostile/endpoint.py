@@ -170,7 +170,7 @@ class HostileEndpoint:
         may_act: from now on.
         streams: it says that it streams samples.
         happened: how often ``behaviour`` did.
-        streamed: how often to a request for a stream.
+        streamed: how often to a request for a stream; what counts for one that is asked for them.
         problem: what the benchmark itself did wrong.
     """
 
@@ -184,6 +184,12 @@ class HostileEndpoint:
         self.engine: EmbeddedEngine | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.set_behaviour(None, random.Random(0))
+
+    @property
+    def has_met(self) -> int:
+        """How often its behaviour did on the route that it is there for."""
+        assert self.behaviour is not None
+        return self.streamed if self.streams and self.behaviour.either else self.happened
 
     def set_behaviour(
         self, behaviour: EndpointBehaviour | None, rng: random.Random, may_act: bool = False
@@ -287,14 +293,15 @@ class HostileEndpoint:
         behaviour = self.behaviour
         if behaviour is None or not self.may_act:
             return False
-        if behaviour.routes and exchange.request.path not in behaviour.routes:
+        if not behaviour.is_for(exchange.request.path, streams=self.streams):
             return False
         if self._calm:
             self._calm -= 1
             return False
-        if self.rng.random() >= self.share:
-            return False
         is_stream = exchange.request.path == SAMPLES
+        spared = (1 - self.share) ** (len(exchange.request.prompts) if is_stream else 1)
+        if self.rng.random() < spared:
+            return False
         try:
             self.happened += 1
             self.streamed += is_stream

@@ -244,7 +244,7 @@ class HostileRun:
         for endpoint in self._endpoints:
             endpoint.may_act = False
             if endpoint.behaviour is not None:
-                outcome.happened[endpoint.behaviour.name] += endpoint.happened
+                outcome.happened[endpoint.behaviour.name] += endpoint.has_met
                 outcome.streamed[endpoint.behaviour.name] += endpoint.streamed
             if endpoint.problem is not None:
                 raise RuntimeError(f"{endpoint.behaviour} failed") from endpoint.problem

@@ -13,7 +13,7 @@ async def _refuse(exchange: Exchange, status: str, message: str, *headers: str) 
     await exchange.answer(body, status, *headers)
 
 
-@endpoint("status", *RESPONSES)
+@endpoint("status", *RESPONSES, both=True)
 async def refuse_every_prompt(exchange: Exchange) -> None:
     """400 to every request for responses."""
     await _refuse(exchange, "400 Bad Request", "this prompt is not acceptable")
@@ -25,13 +25,13 @@ async def refuse_everything(exchange: Exchange) -> None:
     await _refuse(exchange, "400 Bad Request", "no")
 
 
-@endpoint("status", *RESPONSES, share=0.3, refuses=True)
+@endpoint("status", *RESPONSES, share=0.3, refuses=True, both=True)
 async def refuse_some_prompts(exchange: Exchange) -> None:
     """422 to some requests for responses."""
     await _refuse(exchange, "422 Unprocessable Entity", "token_ids: not acceptable")
 
 
-@endpoint("status", *RESPONSES, refuses=True)
+@endpoint("status", *RESPONSES, refuses=True, both=True)
 async def refuse_prompts_of_the_dataset(exchange: Exchange) -> None:
     """413 to every prompt of the dataset; other lengths, the canary's, are answered."""
     if any(len(prompt) != PROMPT_TOKENS for prompt in exchange.request.prompts):
@@ -63,7 +63,7 @@ async def key_in_redirect(exchange: Exchange) -> None:
     await exchange.answer(b"", "302 Found", f"Location: https://login.invalid/?{key_of(exchange)}")
 
 
-@endpoint("status", *RESPONSES, share=0.5, refuses=True)
+@endpoint("status", *RESPONSES, share=0.5, refuses=True, both=True)
 async def key_escaped_in_refusal(exchange: Exchange) -> None:
     """400 with the run's key in the message, each of its characters escaped as JSON may have it."""
     escaped = "".join(f"\\u{ord(character):04x}" for character in key_of(exchange))

@@ -75,7 +75,7 @@ def _with(sample: Sampled, **changes: Any) -> Sampled:
 # ---- frames --------------------------------------------------------------------------------------
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_cut(exchange: Exchange) -> None:
     """A stream that ends, as HTTP has it, in the middle of a frame."""
     body = body_of(await _samples(exchange))
@@ -83,20 +83,20 @@ async def frame_cut(exchange: Exchange) -> None:
     await exchange.send(END)
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_length_huge(exchange: Exchange) -> None:
     """A frame of 4,294,967,295 bytes, -1 to whom the length has a sign."""
     await exchange.answer(b"\xff\xff\xff\xff" + body_of(await _samples(exchange)))
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_length_zero(exchange: Exchange) -> None:
     """A frame of no bytes between two samples."""
     first, *samples = await _samples(exchange)
     await exchange.answer(body_of([first]) + bytes(HEADER_BYTES) + body_of(samples))
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_length_short(exchange: Exchange) -> None:
     """A length five bytes below the frame's, whose rest is taken for the next one."""
     body = body_of(await _samples(exchange))
@@ -104,21 +104,21 @@ async def frame_length_short(exchange: Exchange) -> None:
     await exchange.answer(length.to_bytes(HEADER_BYTES, "little") + body[HEADER_BYTES:])
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_in_drips(exchange: Exchange) -> None:
     """A frame of which a byte comes now and then, for ever."""
     await _begin(exchange, (60_000).to_bytes(HEADER_BYTES, "little"))
     await exchange.send_for_ever(_chunk(b"\x91"), pause_s=DRIP_S)
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def empty_frames_for_ever(exchange: Exchange) -> None:
     """Frames without a sample, without end."""
     await _begin(exchange)
     await exchange.send_for_ever(_chunk(frame_of([]) * 2**12), pause_s=0.001)
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_full_of_spans(exchange: Exchange) -> None:
     """A frame as large as it may be, of spans of four bytes."""
     number = _room(exchange) // 4
@@ -131,7 +131,7 @@ async def frame_full_of_spans(exchange: Exchange) -> None:
     await _with_last(exchange, payload)
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_full_of_refusals(exchange: Exchange) -> None:
     """A frame as large as it may be, of refusals of one sample."""
     number = _room(exchange) // 5
@@ -139,7 +139,7 @@ async def frame_full_of_refusals(exchange: Exchange) -> None:
     await _with_last(exchange, lambda last: head + b"\x94\x01\x00\x00\xa0" * number)
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def numbers_beyond_the_frame(exchange: Exchange) -> None:
     """Four billion samples, spans or bytes, says a frame of a few bytes."""
     lies = (
@@ -151,7 +151,7 @@ async def numbers_beyond_the_frame(exchange: Exchange) -> None:
     await _with_last(exchange, lambda last: exchange.rng.choice(lies))
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_of_invalid_utf8(exchange: Exchange) -> None:
     """A finish reason that is not UTF-8."""
     await _with_last(
@@ -159,14 +159,14 @@ async def frame_of_invalid_utf8(exchange: Exchange) -> None:
     )
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_nested_deeply(exchange: Exchange) -> None:
     """A frame of ten thousand nested lists, in place of a sample or of its spans."""
     before = exchange.rng.choice((b"", b"\x91\x96\x00\x00\xa4stop\xc4\x00\xc4\x00"))
     await _with_last(exchange, lambda last: before + b"\x91" * 10_000 + b"\x90")
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def frame_of_other_shapes(exchange: Exchange) -> None:
     """A map, a number, a sample of an unknown kind or with fields of other types."""
     shapes: tuple[object, ...] = (
@@ -181,7 +181,7 @@ async def frame_of_other_shapes(exchange: Exchange) -> None:
     await _with_last(exchange, lambda last: _encode(exchange.rng.choice(shapes)))
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def json_in_a_stream(exchange: Exchange) -> None:
     """JSON where MessagePack was asked for, framed or as it is."""
     trees = (await exchange.forward()).trees
@@ -189,7 +189,7 @@ async def json_in_a_stream(exchange: Exchange) -> None:
     await exchange.answer(exchange.rng.choice((_framed(body), body)))
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def stream_compressed(exchange: Exchange) -> None:
     """A good stream in gzip, which nobody asked for."""
     body = gzip.compress(body_of(await _samples(exchange)))
@@ -199,13 +199,13 @@ async def stream_compressed(exchange: Exchange) -> None:
 # ---- samples -------------------------------------------------------------------------------------
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def sample_twice(exchange: Exchange) -> None:
     """The first sample once more, in place of the last one."""
     await _with_samples(exchange, lambda samples, _: [*samples[:-1], samples[0]])
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def sample_not_asked_for(exchange: Exchange) -> None:
     """Before the others a sample with a number that none has."""
     await _with_samples(
@@ -213,7 +213,7 @@ async def sample_not_asked_for(exchange: Exchange) -> None:
     )
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def sample_missing(exchange: Exchange) -> None:
     """A stream that ends without one of its samples."""
 
@@ -223,7 +223,7 @@ async def sample_missing(exchange: Exchange) -> None:
     await _with_samples(exchange, leave_out)
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def arrays_of_odd_lengths(exchange: Exchange) -> None:
     """Tokens and log-probabilities whose bytes are no whole numbers of four."""
 
@@ -234,7 +234,7 @@ async def arrays_of_odd_lengths(exchange: Exchange) -> None:
     await _with_samples(exchange, cut)
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def logprobs_of_no_number(exchange: Exchange) -> None:
     """NaN, infinity or -infinity as the log-probability of one token of each sample."""
 
@@ -281,7 +281,7 @@ async def samples_of_the_dataset_refused(exchange: Exchange) -> None:
     await _with_samples(exchange, refuse)
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def refusals_of_strange_statuses(exchange: Exchange) -> None:
     """Samples refused with statuses of 200, 99, 0, -400 and 10^12."""
 
@@ -294,13 +294,13 @@ async def refusals_of_strange_statuses(exchange: Exchange) -> None:
     await _with_samples(exchange, refuse)
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def key_in_samples(exchange: Exchange) -> None:
     """The run's key as a finish reason, a refusal's message, a version, or noise, in turns."""
     await _with_key(exchange, key_of(exchange))
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def key_escaped_in_samples(exchange: Exchange) -> None:
     """The same with each of the key's characters escaped as JSON may have it."""
     await _with_key(exchange, "".join(f"\\u{ord(letter):04x}" for letter in key_of(exchange)))
@@ -345,7 +345,7 @@ async def sample_withheld(exchange: Exchange) -> None:
     await exchange.hold()
 
 
-@endpoint("stream", SAMPLES, share=0.7)
+@endpoint("stream", SAMPLES)
 async def reset_between_samples(exchange: Exchange) -> None:
     """The connection is reset when half of the samples have been sent."""
     samples = await _samples(exchange)

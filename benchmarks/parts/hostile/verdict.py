@@ -94,11 +94,7 @@ class Total:
                 if isinstance(behaviour, SocketBehaviour):
                     met = outcome.met.get(behaviour.name, ())
                     self.unmet[behaviour.name] = kinds_of(plan.num_ranks).difference(met)
-        kinds = ", ".join(
-            f"{b.name} {outcome.happened[b.name]}"
-            + (f" ({streamed} streamed)" if (streamed := outcome.streamed[b.name]) else "")
-            for b in plan.behaviours
-        )
+        kinds = ", ".join(_count(outcome, behaviour.name) for behaviour in plan.behaviours)
         contents = "" if check is None else (
             f"{check.num_responses} responses agree within {check.largest:.1e} nats "
             f"(a batch before: {check.visible or 0:.2f}); "
@@ -109,3 +105,9 @@ class Total:
         )
         for problem in problems:
             print(f"  {problem}")
+
+
+def _count(outcome: Outcome, name: str) -> str:
+    happened = outcome.happened[name]
+    streams = " of streams" if happened and outcome.streamed[name] == happened else ""
+    return f"{name} {happened}{streams}"

@@ -138,7 +138,7 @@ async def proof_of_foreign_tensors(exchange: Exchange) -> None:
     await exchange.answer(Answer(200, answer.body.replace(b"model.", b"other.")))
 
 
-@endpoint("weights", *RESPONSES)
+@endpoint("weights", *RESPONSES, both=True)
 async def restart_with_other_weights(exchange: Exchange) -> None:
     """It restarts in mid-batch, at a request for responses, and comes back with another model."""
     server = exchange.endpoint
@@ -159,7 +159,7 @@ async def restarts_for_seconds(exchange: Exchange) -> None:
     exchange.reset()
 
 
-@endpoint("weights", *RESPONSES, may_end_75=True)
+@endpoint("weights", *RESPONSES, may_end_75=True, both=True)
 async def weights_changed_in_silence(exchange: Exchange) -> None:
     """Its weights change in mid-batch, under the version that it has proved."""
     server = exchange.endpoint
@@ -175,25 +175,25 @@ async def weights_changed_in_silence(exchange: Exchange) -> None:
     await exchange.answer(await exchange.forward())
 
 
-@endpoint("weights", "/v1/models", *RESPONSES)
+@endpoint("weights", "/v1/models", *RESPONSES, both=True)
 async def context_of_one(exchange: Exchange) -> None:
     """A context of one token, claimed after a failure that makes the run ask again."""
     await _claim(exchange, 1)
 
 
-@endpoint("weights", "/v1/models", *RESPONSES)
+@endpoint("weights", "/v1/models", *RESPONSES, both=True)
 async def negative_context(exchange: Exchange) -> None:
     """A context of -1 tokens, claimed likewise."""
     await _claim(exchange, -1)
 
 
-@endpoint("weights", "/v1/models", *RESPONSES)
+@endpoint("weights", "/v1/models", *RESPONSES, both=True)
 async def huge_context(exchange: Exchange) -> None:
     """A context of 10^30 tokens, claimed likewise."""
     await _claim(exchange, 10**30)
 
 
-@endpoint("weights", "/v1/models", *RESPONSES)
+@endpoint("weights", "/v1/models", *RESPONSES, both=True)
 async def no_model(exchange: Exchange) -> None:
     """A list without models, claimed likewise."""
     if exchange.request.path in RESPONSES:
