@@ -132,8 +132,8 @@ def _exchanged(
     """
     earlier = [
         pair
-        for request, answer in exchange.endpoint.history[exchange.request.path]
-        if answer is not own
+        for path in RESPONSES
+        for request, answer in exchange.endpoint.history.get(path, ())
         for pair in _responses(request, answer)
     ]
 
