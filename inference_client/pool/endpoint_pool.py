@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from easyrl.inference_client.errors import (
     PromptRejected,
     PromptTooLong,
     RequestRejected,
+    StreamsRefused,
     WrongVersion,
 )
 from easyrl.inference_client.pool.dispatch import NeedChanged
@@ -33,6 +35,8 @@ from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion, other_run
+
+log = logging.getLogger(__name__)
 
 NUM_REFUSALS = 2  # of endpoints that serve the canary prompt: it stands
 MAX_FALSE_REFUSALS = 3  # of prompts that another endpoint served, with the same weights
@@ -188,14 +192,12 @@ class EndpointPool(Fleet):
         endpoint.attempts[task] = None
         endpoint.asked(sampling.max_tokens)
         began_s = time.monotonic()
-        streams = may_stream and endpoint.streams_samples
-        fetch = self._streamed if streams else self._fetch
         try:
             try:
-                completion = await fetch(endpoint.url, prompt_token_ids, sampling, seed)
+                completion = await self._ask(
+                    endpoint, prompt_token_ids, sampling, seed, may_stream=may_stream
+                )
             except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
-                if streams and not isinstance(error, PromptRejected):
-                    endpoint.refuses_streams = True
                 raise await self._look_into(endpoint, error, sampling) from None
             self._check_stamps(endpoint, completion, group.version)
         except asyncio.CancelledError:
@@ -215,6 +217,32 @@ class EndpointPool(Fleet):
         endpoint.answered(len(completion.token_ids), time.monotonic() - began_s)
         # the number of now: a proof that is yet to come judges all since the last good one
         return replace(completion, proof=endpoint.proof)
+
+    async def _ask(
+        self,
+        endpoint: Endpoint,
+        prompt_token_ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
+        *,
+        may_stream: bool,
+    ) -> Completion:
+        """Sends one request: alone, if it may not be part of a stream or there are none after all.
+
+        An endpoint that has refused to stream, whatever the samples were, is not asked again.
+        """
+        if may_stream and endpoint.streams_samples:
+            try:
+                return await self._streamed(endpoint.url, prompt_token_ids, sampling, seed)
+            except PromptRejected:
+                raise
+            except RequestRejected as error:
+                if not endpoint.refuses_streams:
+                    log.warning("%s; its samples are asked for one by one from now on", error)
+                endpoint.refuses_streams = True
+                if not isinstance(error, StreamsRefused):
+                    raise
+        return await self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
 
     async def _look_into(
         self, endpoint: Endpoint, error: RequestRejected, sampling: SamplingConfig

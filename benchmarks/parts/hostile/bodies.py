@@ -189,7 +189,7 @@ async def logprobs_of_other_tokens(exchange: Exchange) -> None:
     await _with_choice(exchange, rename)
 
 
-@endpoint("body", GENERATE, share=0.5)
+@endpoint("body", *RESPONSES, share=0.5)
 async def other_prompt_length(exchange: Exchange) -> None:
     """A usage that counts one prompt token less: the prompt was cut."""
 

@@ -13,13 +13,13 @@ import numpy as np
 
 from benchmarks.parts.hostile.behaviour import NotNow
 from easyrl.inference_client.sample_stream import (
-    HEADER_BYTES,
     LOGPROBS,
     TOKEN_IDS,
     Ended,
     Sampled,
     frame_of,
 )
+from easyrl.runtime.frames import FrameSplitter
 
 Json = dict[str, Any]
 _decode = msgspec.msgpack.Decoder(list[Ended]).decode
@@ -27,14 +27,12 @@ _decode = msgspec.msgpack.Decoder(list[Ended]).decode
 
 def samples_of(body: bytes) -> list[Sampled]:
     """All of an answer by their numbers; ``NotNow`` if one was refused or has no token."""
-    samples, begin = [], 0
-    while begin < len(body):
-        end = (at := begin + HEADER_BYTES) + int.from_bytes(body[begin:at], "little")
-        for ended in _decode(body[at:end]):
+    samples = []
+    for payload in FrameSplitter().feed(body):
+        for ended in _decode(payload):
             if not isinstance(ended, Sampled) or not ended.token_ids:
                 raise NotNow
             samples.append(ended)
-        begin = end
     return sorted(samples, key=lambda sample: sample.index)
 
 
@@ -57,7 +55,7 @@ def tree_of(sample: Sampled) -> Json:
         "logprobs": {"content": content},
         "weight_versions": [span._asdict() for span in sample.version_spans],
     }
-    return {"choices": [choice]}
+    return {"choices": [choice], "usage": {"prompt_tokens": sample.num_prompt_tokens}}
 
 
 def sample_of(index: int, tree: Json) -> Sampled:
@@ -68,4 +66,5 @@ def sample_of(index: int, tree: Json) -> Sampled:
         np.array(choice["token_ids"], dtype=TOKEN_IDS).tobytes(),
         np.array([e["logprob"] for e in choice["logprobs"]["content"]], dtype=LOGPROBS).tobytes(),
         tuple((s["version"], s["start"], s["end"]) for s in choice["weight_versions"]),  # type: ignore[misc]
+        tree["usage"]["prompt_tokens"],
     )

@@ -21,7 +21,6 @@ from benchmarks.parts.hostile.samples import body_of, samples_of
 from benchmarks.parts.hostile.statuses import PROMPT_TOKENS, key_of
 from easyrl.inference_client.client import ABORT
 from easyrl.inference_client.sample_stream import (
-    HEADER_BYTES,
     LOGPROBS,
     SAMPLES,
     Ended,
@@ -29,6 +28,7 @@ from easyrl.inference_client.sample_stream import (
     Sampled,
     frame_of,
 )
+from easyrl.runtime.frames import HEADER_BYTES, frame
 
 BEGIN = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -52,7 +52,7 @@ async def _with_samples(
 async def _with_last(exchange: Exchange, payload: Callable[[Sampled], bytes]) -> None:
     """A real stream with other bytes as its last frame."""
     *samples, last = await _samples(exchange)
-    await exchange.answer(body_of(samples) + _framed(payload(last)))
+    await exchange.answer(body_of(samples) + frame(payload(last)))
 
 
 async def _begin(exchange: Exchange, content: bytes = b"") -> None:
@@ -62,10 +62,6 @@ async def _begin(exchange: Exchange, content: bytes = b"") -> None:
 
 def _chunk(content: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(content), content)
-
-
-def _framed(payload: bytes) -> bytes:
-    return len(payload).to_bytes(HEADER_BYTES, "little") + payload
 
 
 def _with(sample: Sampled, **changes: Any) -> Sampled:
@@ -126,7 +122,7 @@ async def frame_full_of_spans(exchange: Exchange) -> None:
     def payload(last: Sampled) -> bytes:
         head = _encode([0, last.index, "stop", last.token_ids, last.logprobs])
         spans = b"\xdd" + number.to_bytes(4, "big") + b"\x93\xa0\x00\x01" * number
-        return b"\x91\x96" + head[1:] + spans
+        return b"\x91\x97" + head[1:] + spans
 
     await _with_last(exchange, payload)
 
@@ -144,9 +140,9 @@ async def numbers_beyond_the_frame(exchange: Exchange) -> None:
     """Four billion samples, spans or bytes, says a frame of a few bytes."""
     lies = (
         b"\xdd\xff\xff\xff\xff",
-        b"\x91\x96\x00\x00\xa4stop\xc4\x00\xc4\x00\xdd\xff\xff\xff\xff",
-        b"\x91\x96\x00\x00\xa4stop\xc6\xff\xff\xff\xff",
-        b"\x91\x96\x00\x00\xdb\xff\xff\xff\xff",
+        b"\x91\x97\x00\x00\xa4stop\xc4\x00\xc4\x00\xdd\xff\xff\xff\xff",
+        b"\x91\x97\x00\x00\xa4stop\xc6\xff\xff\xff\xff",
+        b"\x91\x97\x00\x00\xdb\xff\xff\xff\xff",
     )
     await _with_last(exchange, lambda last: exchange.rng.choice(lies))
 
@@ -162,7 +158,7 @@ async def frame_of_invalid_utf8(exchange: Exchange) -> None:
 @endpoint("stream", SAMPLES)
 async def frame_nested_deeply(exchange: Exchange) -> None:
     """A frame of ten thousand nested lists, in place of a sample or of its spans."""
-    before = exchange.rng.choice((b"", b"\x91\x96\x00\x00\xa4stop\xc4\x00\xc4\x00"))
+    before = exchange.rng.choice((b"", b"\x91\x97\x00\x00\xa4stop\xc4\x00\xc4\x00"))
     await _with_last(exchange, lambda last: before + b"\x91" * 10_000 + b"\x90")
 
 
@@ -173,10 +169,10 @@ async def frame_of_other_shapes(exchange: Exchange) -> None:
         {"samples": []},
         7,
         [[7, 0, "stop"]],
-        [[0, -1, "stop", b"", b"", []]],
-        [[0, 2**63, "stop", b"", b"", []]],
-        [[0, 0, "stop", [5], [-1.0], []]],
-        [[0, 0, "stop", b"", b"", [["v", -1, 2]]]],
+        [[0, -1, "stop", b"", b"", [], 1]],
+        [[0, 2**63, "stop", b"", b"", [], 1]],
+        [[0, 0, "stop", [5], [-1.0], [], 1]],
+        [[0, 0, "stop", b"", b"", [["v", -1, 2]], 1]],
     )
     await _with_last(exchange, lambda last: _encode(exchange.rng.choice(shapes)))
 
@@ -186,7 +182,7 @@ async def json_in_a_stream(exchange: Exchange) -> None:
     """JSON where MessagePack was asked for, framed or as it is."""
     trees = (await exchange.forward()).trees
     body = msgspec.json.encode(trees)
-    await exchange.answer(exchange.rng.choice((_framed(body), body)))
+    await exchange.answer(exchange.rng.choice((frame(body), body)))
 
 
 @endpoint("stream", SAMPLES)
@@ -313,7 +309,7 @@ async def _with_key(exchange: Exchange, key: str) -> None:
         frame_of([_with(last, finish_reason=key)]),
         frame_of([Refused(last.index, 503, f"asked with {key}")]),
         frame_of([_with(last, version_spans=(span,))]),
-        _framed(key.encode()),
+        frame(key.encode()),
     )
     await exchange.answer(body_of(samples) + turns[exchange.endpoint.happened % len(turns)])
 

@@ -129,12 +129,13 @@ class EmbeddedEngine:
 
     def abort_ids(self, request_ids: list[str]) -> Future[int]:
         """Ends the requests of these ids, all requests if there are none; gives their number."""
+        ids = set(request_ids)
 
         def run() -> int:
             chosen = {
                 sequence: request
                 for sequence, request in self._owner.items()
-                if not request_ids or request.request_id in request_ids
+                if not ids or request.request_id in ids
             }
             self._abort(list(chosen))
             return len(set(chosen.values()))
