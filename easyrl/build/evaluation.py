@@ -33,6 +33,12 @@ def schedule_evaluation(
         room,
     )
     evaluation = ScheduledEvaluation(evaluator, max(from_step, 0))
-    rollouts.on_decision = room.look
+
+    def look() -> None:
+        if rollouts.num_undecided == 0:
+            inference.pool.limits.lift()
+        room.look()
+
+    rollouts.on_decision = look
     rollouts.on_doubt = evaluation.withdraw
     return evaluation

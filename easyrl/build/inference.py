@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from easyrl.build.accumulation import is_interruption
 from easyrl.build.servers import StartedServers
@@ -20,9 +21,12 @@ from easyrl.inference_client.errors import (
     PromptTooLong,
 )
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
+from easyrl.inference_client.pool.adaptive_limit import Choice
+from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 from easyrl.inference_client.pool.idle_room import IdleRoom
+from easyrl.inference_client.pool.inflight_limits import MOST
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
@@ -114,6 +118,7 @@ class Inference:
                         num_samples=num_generations,
                         priority=priority if room is None else LAST,
                         sampling=sampling,
+                        is_of_batch=room is None,
                     )
                 )
 
@@ -184,8 +189,11 @@ def open_inference(
     fetchers = FetcherPool(config.inference.num_fetchers, api_keys, vocabulary=vocabulary)
     thread.run(fetchers.start())
     opened.callback(lambda: thread.run(fetchers.close()))
+    inference = config.inference
+    if inference.max_inflight == "auto" and is_strict(config):  # a run's bits stay what they were
+        inference = inference.model_copy(update={"max_inflight": MOST})
     pool = EndpointPool(
-        config.inference,
+        inference,
         fetchers,
         streamed=fetchers.streamed,
         urls=servers.urls,
@@ -193,6 +201,7 @@ def open_inference(
         num_shares=num_shares,
         update_timeout_s=config.weight_sync.timeout_s,
     )
+    pool.limits.on_choice = partial(_record_choice, record)
     thread.run(pool.start())
     opened.callback(lambda: thread.run(pool.close()))
     try:
@@ -208,3 +217,7 @@ def open_inference(
             "inference.startup_timeout_s for servers that take longer)"
         ) from error
     return Inference(config, thread, workers, fetchers, pool, api_keys, record)
+
+
+def _record_choice(record: Record, endpoint: Endpoint, choice: Choice) -> None:
+    record("max_inflight_chosen", endpoint=endpoint.url, max_inflight=choice.max_inflight)
