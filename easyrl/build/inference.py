@@ -11,7 +11,13 @@ from functools import partial
 from easyrl.build.accumulation import is_interruption
 from easyrl.build.servers import StartedServers
 from easyrl.completion_check import Vocabulary
-from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
+from easyrl.config import (
+    Config,
+    ConfigError,
+    EvaluationConfig,
+    InferenceConfig,
+    SamplingConfig,
+)
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
@@ -189,11 +195,8 @@ def open_inference(
     fetchers = FetcherPool(config.inference.num_fetchers, api_keys, vocabulary=vocabulary)
     thread.run(fetchers.start())
     opened.callback(lambda: thread.run(fetchers.close()))
-    inference = config.inference
-    if inference.max_inflight == "auto" and is_strict(config):  # a run's bits stay what they were
-        inference = inference.model_copy(update={"max_inflight": MOST})
     pool = EndpointPool(
-        inference,
+        inference_settings(config),
         fetchers,
         streamed=fetchers.streamed,
         urls=servers.urls,
@@ -217,6 +220,14 @@ def open_inference(
             "inference.startup_timeout_s for servers that take longer)"
         ) from error
     return Inference(config, thread, workers, fetchers, pool, api_keys, record)
+
+
+def inference_settings(config: Config) -> InferenceConfig:
+    """Those of the pool: in strict mode nothing of them follows what is measured."""
+    settings = config.inference
+    if settings.max_inflight == "auto" and is_strict(config):
+        return settings.model_copy(update={"max_inflight": MOST})
+    return settings
 
 
 def _record_choice(record: Record, endpoint: Endpoint, choice: Choice) -> None:

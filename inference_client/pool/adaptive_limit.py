@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from easyrl.inference_client.pool.decode_speed import (
     DecodeSpeed,
     TimedResponse,
+    decode_terms,
     fit_decode_speed,
 )
 from easyrl.inference_client.pool.step_time import Lengths, batch_s, fastest
 
 FEWEST = 16  # requests in flight: fewer, and a round trip shows
-MIN_GAIN = 0.03  # of the expected time: for less nothing is changed
-NUM_TRIED = 3  # batches before the first choice: all that it takes, a quarter, all once more (the
-# first of a run is slower than others)
+MIN_GAIN = 0.04  # of the expected time: for less nothing is changed
+NUM_KEPT = 4  # batches with each limit: machines are not equally fast all the time
+CHANGE = 2.0  # of lengths or of the trainer's speed, in ...
+NUM_CHANGED = 2  # batches in a row, after which all is tried again
+NUM_TRIED = 3  # batches before the first choice: all that it takes, a quarter, all once more
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,14 @@ class Choice:
         )
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """The last batch with one limit."""
+_Work = tuple[float, float | None]  # mean tokens of a response, seconds of training for a group
 
-    responses: list[TimedResponse]
-    train_s: float | None
+
+class _Measured(NamedTuple):
+    """A batch with one limit."""
+
+    terms: np.ndarray  # ``decode_terms``
+    train_s: float | None  # for a group
 
 
 class AdaptiveLimit:
@@ -66,8 +77,12 @@ class AdaptiveLimit:
         self.most = most  # that the endpoint takes
         self.max_inflight = most
         self._num_batches = 0
+        self._chosen_for: _Work = (0.0, None)
+        self._num_changed = 0  # batches in a row
         self._responses: dict[Hashable, list[TimedResponse]] = {}  # of the open batch, by group
-        self._measured: dict[int, _Measured] = {}  # by limit
+        self._measured: defaultdict[int, deque[_Measured]] = defaultdict(
+            lambda: deque(maxlen=NUM_KEPT)
+        )  # by limit
 
     def saw(self, group: Hashable, response: TimedResponse) -> None:
         """A response of the open batch's ``group``."""
@@ -91,15 +106,31 @@ class AdaptiveLimit:
         limits = self._limits(num_responses)
         if len(limits) == 1:
             return None  # too few for a difference
-        everything = [response for group in groups for response in group]
-        self._measured[self.max_inflight] = _Measured(everything, train_s)
+        terms = decode_terms([response for group in groups for response in group])
+        groups.sort(key=lambda group: min(response.began_s for response in group))
+        lengths = [[response.num_tokens for response in group] for group in groups]
+        work = (sum(map(sum, lengths)) / num_responses, train_s)
+        self._num_changed = self._num_changed + 1 if self._is_other(work) else 0
+        if self._num_batches == 1 or self._num_changed == NUM_CHANGED:
+            self._measured.clear()  # also the first batch, which is slower than others
+            self._num_batches = 1
+            self._num_changed = 0
+        self._measured[self.max_inflight].append(_Measured(terms, train_s))
         self._num_batches += 1
         if self._num_batches < NUM_TRIED:
-            wanted = max(limits[0], min(num_responses, self.most) // 4)
-            self.max_inflight = limits[-1] if self._num_batches % 2 == 0 else wanted
+            few = max(limits[0], min(num_responses, self.most) // 4)
+            self.max_inflight = few if self.max_inflight == self.most else self.most
             return None
-        groups.sort(key=lambda group: min(r.began_s for r in group))
-        return self._choose(limits, [[r.num_tokens for r in group] for group in groups])
+        if self._num_batches == NUM_TRIED:
+            self._chosen_for = work
+        return self._choose(limits, lengths)
+
+    def _is_other(self, work: _Work) -> bool:
+        """Than when the limits were tried."""
+        if self._num_batches < NUM_TRIED:
+            return False
+        pairs = zip(work, self._chosen_for, strict=True)
+        return any(now and then and not 1 / CHANGE < now / then < CHANGE for now, then in pairs)
 
     def _limits(self, num_responses: int) -> list[int]:
         """Powers of two, and all that it takes; beyond the number of responses all are alike."""
@@ -107,9 +138,8 @@ class AdaptiveLimit:
         return [*powers, self.most]
 
     def _choose(self, limits: list[int], lengths: list[Lengths]) -> Choice | None:
-        speed = fit_decode_speed([m.responses for m in self._measured.values()])
-        if speed is None or speed.tokens_per_s(1) <= 0:
-            return None
+        every = [measured for batches in self._measured.values() for measured in batches]
+        speed = fit_decode_speed([measured.terms for measured in every])
         expected_s = {n: batch_s(speed.tokens_per_s, lengths, n, self._train_s(n)) for n in limits}
         chosen = fastest(expected_s, self.max_inflight, MIN_GAIN)
         if chosen == self.max_inflight and self._num_batches > NUM_TRIED:
@@ -118,6 +148,14 @@ class AdaptiveLimit:
         return Choice(chosen, expected_s, lengths, speed, self._train_s(chosen))
 
     def _train_s(self, max_inflight: int) -> float:
-        """As measured with the next limit to this: beside much decoding training may be slower."""
-        near = [(abs(n / max_inflight - 1), m.train_s) for n, m in self._measured.items()]
-        return min((x for x in near if x[1] is not None), default=(0.0, None))[1] or 0.0
+        """As with the nearest limit that was measured: beside much decoding training is slower."""
+        told = {
+            limit: [m.train_s for m in batches if m.train_s is not None]
+            for limit, batches in self._measured.items()
+        }
+        nearest = min(
+            (limit for limit, seconds in told.items() if seconds),
+            key=lambda limit: abs(math.log(limit / max_inflight)),
+            default=None,
+        )
+        return 0.0 if nearest is None else statistics.median(told[nearest])

@@ -32,30 +32,31 @@ class DecodeSpeed(NamedTuple):
         return num_sequences / (self.step_s + num_sequences * self.sequence_s)
 
 
-def fit_decode_speed(batches: Sequence[Sequence[TimedResponse]]) -> DecodeSpeed | None:
-    """Least squares of relative errors, each of ``batches`` with the same weight; None: no data.
+def decode_terms(batch: Sequence[TimedResponse]) -> np.ndarray:
+    """What is known of the N responses of a batch: float64 [N, 2], steps and tokens per second.
 
-    The two can be told apart where the number of sequences differs, within batches or among them.
+    Steps are a response's tokens, tokens are all that were made in its time.
     """
-    rows = [_rows(batch) for batch in batches if batch]
-    if not rows:
-        return None
-    terms = np.concatenate(rows)
-    seconds = np.concatenate([np.full(len(row), len(row) ** -0.5) for row in rows])
-    (step_s, sequence_s), *_ = np.linalg.lstsq(terms, seconds, rcond=None)
-    if step_s <= 0:  # the best fit that has no negative part
-        step_s, sequence_s = 0.0, _only(terms[:, 1], seconds)
-    elif sequence_s <= 0:
-        step_s, sequence_s = _only(terms[:, 0], seconds), 0.0
-    return DecodeSpeed(float(step_s), float(sequence_s))
-
-
-def _rows(batch: Sequence[TimedResponse]) -> np.ndarray:
-    """[N, 2]: steps and tokens of each response's time, over its seconds and √N."""
     began, ended, tokens = np.array(batch, dtype=np.float64).T
     took = np.maximum(ended - began, 1e-9)
     meanwhile = _tokens_by(ended, began, took, tokens) - _tokens_by(began, began, took, tokens)
-    return np.stack([tokens, meanwhile], axis=1) / took[:, None] / len(batch) ** 0.5
+    return np.stack([tokens, meanwhile], axis=1) / took[:, None]
+
+
+def fit_decode_speed(batches: Sequence[np.ndarray]) -> DecodeSpeed:
+    """Least squares of relative errors: the terms of every batch have the same weight.
+
+    Step and sequence can be told apart where the number of sequences differs, within batches or
+    among them.
+    """
+    terms = np.concatenate([terms * len(terms) ** -0.5 for terms in batches])
+    ones = np.concatenate([np.full(len(terms), len(terms) ** -0.5) for terms in batches])
+    (step_s, sequence_s), *_ = np.linalg.lstsq(terms, ones, rcond=None)
+    if step_s <= 0:  # the best fit that has no negative part
+        step_s, sequence_s = 0.0, _only(terms[:, 1], ones)
+    elif sequence_s <= 0:
+        step_s, sequence_s = _only(terms[:, 0], ones), 0.0
+    return DecodeSpeed(float(step_s), float(sequence_s))
 
 
 def _tokens_by(
@@ -71,5 +72,5 @@ def _tokens_by(
     return np.interp(times, corners, made)
 
 
-def _only(term: np.ndarray, seconds: np.ndarray) -> float:
-    return float(term @ seconds / (term @ term))
+def _only(term: np.ndarray, ones: np.ndarray) -> float:
+    return float(term @ ones / (term @ term))

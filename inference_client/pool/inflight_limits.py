@@ -89,7 +89,7 @@ class InflightLimits:
             if train_s is not None and limit.num_responses:
                 train_s *= num_responses / limit.num_responses
             if (choice := limit.end_batch(train_s)) is not None:
-                log.info("inference.max_inflight: %s: %s", endpoint.url, choice)
+                log.warning("inference.max_inflight: %s: %s", endpoint.url, choice)
                 self.on_choice(endpoint, choice)
         self.lift()
 
