@@ -330,9 +330,12 @@ class EndpointPool(Fleet):
             for endpoint in self.endpoints
         ]
 
-    def capacity(self) -> int:
-        """Requests that the endpoints which are up take from this process at a time."""
-        return sum(endpoint.max_inflight for endpoint in self.endpoints if endpoint.is_up)
+    def capacity(self, *, in_batch: bool) -> int:
+        """Requests that the endpoints which are up take from this process at a time.
+
+        ``in_batch``: while groups of a batch are asked for.
+        """
+        return sum(self.limits.of(e, in_batch=in_batch) for e in self.endpoints if e.is_up)
 
     def idle_s(self) -> float:
         """Seconds with nothing in flight since the start, mean over the endpoints there were."""

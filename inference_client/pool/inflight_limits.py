@@ -42,6 +42,13 @@ class InflightLimits:
         """Of an endpoint that has said nothing yet."""
         return max(1, MOST // self._num_shares) if self._fixed is None else self._fixed
 
+    def of(self, endpoint: Endpoint, *, in_batch: bool) -> int:
+        """Requests that ``endpoint`` is given at a time while a batch is asked for, or else."""
+        limit = self._adaptive.get(endpoint)
+        if limit is None:
+            return self.at_first
+        return limit.max_inflight if in_batch else limit.most
+
     def look(self, endpoint: Endpoint) -> None:
         """``endpoint`` has said what it serves: no more than its ``max_num_seqs`` at a time."""
         if self._fixed is not None:
@@ -95,5 +102,4 @@ class InflightLimits:
 
     def _set(self, *endpoints: Endpoint) -> None:
         for endpoint in endpoints:
-            limit = self._adaptive[endpoint]
-            endpoint.max_inflight = limit.max_inflight if self._holds else limit.most
+            endpoint.max_inflight = self.of(endpoint, in_batch=self._holds)

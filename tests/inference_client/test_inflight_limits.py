@@ -53,7 +53,8 @@ async def test_it_begins_with_all_that_the_endpoint_takes(said, num_shares, most
     (server,) = servers(1, card=said)
     async with pool_of(server, num_shares=num_shares) as pool:
         await until(lambda: pool.endpoints[0].served is not None)
-        assert pool.endpoints[0].max_inflight == most and pool.capacity() == most
+        assert pool.endpoints[0].max_inflight == most
+        assert pool.capacity(in_batch=True) == pool.capacity(in_batch=False) == most
 
 
 async def test_an_endpoint_that_says_nonsense_is_not_used():
@@ -87,11 +88,12 @@ async def test_what_is_no_batch_has_all_places_behind_one():
     async with pool_of(server) as pool:
         (endpoint,) = pool.endpoints
         await batch(pool, server, limit=64)
-        assert pool.capacity() == 64, "until a group of the next batch is asked for"
+        assert endpoint.max_inflight == 64, "until a group of the next batch is asked for"
+        assert (pool.capacity(in_batch=True), pool.capacity(in_batch=False)) == (16, 64)
         server.gated = True
         training = [ask(pool, seed) for seed in range(20)]
         await server.until(lambda: server.num_open == 16)
-        assert pool.capacity() == 16
+        assert endpoint.max_inflight == 16
 
         async def evaluate(seed: int) -> None:
             async with pool.group(3, 4.0, V1, num_samples=1, is_of_batch=False) as group:
@@ -101,7 +103,7 @@ async def test_what_is_no_batch_has_all_places_behind_one():
         await open_all(training, server)
         server.gated = True
         pool.limits.lift()  # the batch has all it needs
-        assert pool.capacity() == 64
+        assert endpoint.max_inflight == 64
         behind = [asyncio.ensure_future(evaluate(seed)) for seed in range(200, 300)]
         await server.until(lambda: server.num_open == 64)
         assert endpoint.num_inflight == 64

@@ -75,7 +75,7 @@ def test_training_that_waits_for_the_last_group_tells_nothing(tmp_path):
 def test_an_evaluation_has_all_places_once_the_batch_is_decided(tmp_path):
     lifted = []
     limits = SimpleNamespace(lift=lambda: lifted.append(True))
-    pool = SimpleNamespace(capacity=lambda: 8, limits=limits)
+    pool = SimpleNamespace(capacity=lambda in_batch: 8, limits=limits)
     evaluator = SimpleNamespace(config=SimpleNamespace(every_steps=1))
     inference = SimpleNamespace(pool=pool, evaluator=lambda *_: evaluator)
     rollouts = SimpleNamespace(num_undecided=2)
