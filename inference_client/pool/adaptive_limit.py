@@ -111,10 +111,10 @@ class AdaptiveLimit:
         lengths = [[response.num_tokens for response in group] for group in groups]
         work = (sum(map(sum, lengths)) / num_responses, train_s)
         self._num_changed = self._num_changed + 1 if self._is_other(work) else 0
-        if self._num_batches == 1 or self._num_changed == NUM_CHANGED:
+        if self._num_changed == NUM_CHANGED:
+            self._num_batches = self._num_changed = 0
+        if self._num_batches <= 1:
             self._measured.clear()  # also the first batch, which is slower than others
-            self._num_batches = 1
-            self._num_changed = 0
         self._measured[self.max_inflight].append(_Measured(terms, train_s))
         self._num_batches += 1
         if self._num_batches < NUM_TRIED:
