@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import defaultdict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,11 +17,10 @@ from easyrl.inference_client.pool.decode_speed import (
 from easyrl.inference_client.pool.step_time import Lengths, batch_s, fastest
 
 FEWEST = 16  # requests in flight: fewer, and a round trip shows
-MIN_GAIN = 0.04  # of the expected time: for less nothing is changed
-NUM_KEPT = 4  # batches with each limit: machines are not equally fast all the time
+MIN_GAIN = 0.04  # of the expected time; for less the endpoint is given all that it takes
+NUM_TRIED = 5  # batches until a choice; the first is slower than others and does not count
 CHANGE = 2.0  # of lengths or of the trainer's speed, in ...
 NUM_CHANGED = 2  # batches in a row, after which all is tried again
-NUM_TRIED = 3  # batches before the first choice: all that it takes, a quarter, all once more
 
 
 @dataclass(frozen=True)
@@ -55,34 +51,38 @@ class Choice:
         )
 
 
-_Work = tuple[float, float | None]  # mean tokens of a response, seconds of training for a group
+class _Work(NamedTuple):
+    """Of a batch."""
+
+    mean_tokens: float  # of a response
+    train_s: float  # of a group; 0: not told
 
 
-class _Measured(NamedTuple):
+class _Tried(NamedTuple):
     """A batch with one limit."""
 
     terms: np.ndarray  # ``decode_terms``
-    train_s: float | None  # for a group
+    s_per_token: float  # of a response, the mean
+    train_s: float
 
 
 class AdaptiveLimit:
     """Requests that one endpoint is given at a time.
 
     Consumes: each response with its times, and the end of each batch. Waits for: nothing. Produces:
-    a limit for each batch, always the one with the shortest expected time once all are tried. What
-    is sampled does not depend on it. Belongs to the pool's loop.
+    a limit for each batch: all that the endpoint takes and a quarter of it in turn, then the one
+    with the shortest expected time. What is sampled does not depend on it. Belongs to the pool's
+    loop.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most  # that the endpoint takes
         self.max_inflight = most
-        self._num_batches = 0
-        self._chosen_for: _Work = (0.0, None)
-        self._num_changed = 0  # batches in a row
         self._responses: dict[Hashable, list[TimedResponse]] = {}  # of the open batch, by group
-        self._measured: defaultdict[int, deque[_Measured]] = defaultdict(
-            lambda: deque(maxlen=NUM_KEPT)
-        )  # by limit
+        self._num_batches = 0  # since trying began
+        self._tried: dict[int, _Tried] = {}  # the faster batch of each limit
+        self._chosen_for: _Work | None = None  # None: still trying
+        self._num_changed = 0  # batches in a row
 
     def saw(self, group: Hashable, response: TimedResponse) -> None:
         """A response of the open batch's ``group``."""
@@ -93,69 +93,66 @@ class AdaptiveLimit:
         """Of the open batch, so far."""
         return sum(map(len, self._responses.values()))
 
-    def end_batch(self, train_s: float | None) -> Choice | None:
-        """The next batch's limit, from all that was measured; None: as before, or still trying.
+    def end_batch(self, train_s: float) -> Choice | None:
+        """Finds the next batch's limit; None: as before, or still trying.
 
         Args:
             train_s: seconds that the trainer takes for a whole group of this endpoint's, while the
-                other endpoints' groups are trained too; None: it does not begin before the last
-                group is there, or has said nothing yet.
+                other endpoints' groups are trained too; 0: it does not begin before the last group
+                is there, or has said nothing yet.
         """
         groups, self._responses = list(self._responses.values()), {}
-        num_responses = sum(map(len, groups))
-        limits = self._limits(num_responses)
+        responses = [response for group in groups for response in group]
+        limits = self._limits(len(responses))
         if len(limits) == 1:
             return None  # too few for a difference
-        terms = decode_terms([response for group in groups for response in group])
-        groups.sort(key=lambda group: min(response.began_s for response in group))
-        lengths = [[response.num_tokens for response in group] for group in groups]
-        work = (sum(map(sum, lengths)) / num_responses, train_s)
-        self._num_changed = self._num_changed + 1 if self._is_other(work) else 0
-        if self._num_changed == NUM_CHANGED:
-            self._num_batches = self._num_changed = 0
-        if self._num_batches <= 1:
-            self._measured.clear()  # also the first batch, which is slower than others
-        self._measured[self.max_inflight].append(_Measured(terms, train_s))
+        num_tokens = sum(response.num_tokens for response in responses)
+        work = _Work(num_tokens / len(responses), train_s)
+        if self._chosen_for is not None:
+            if not self._has_changed(work, self._chosen_for):
+                return None
+            self._num_batches, self._tried, self._chosen_for = 0, {}, None
         self._num_batches += 1
+        if self._num_batches > 1:
+            took_s = sum(response.ended_s - response.began_s for response in responses)
+            self._keep(_Tried(decode_terms(responses), took_s / num_tokens, train_s))
         if self._num_batches < NUM_TRIED:
-            few = max(limits[0], min(num_responses, self.most) // 4)
+            quarter = max(limits[0], min(len(responses), self.most) // 4)
+            few = max(limit for limit in limits if limit <= quarter)
             self.max_inflight = few if self.max_inflight == self.most else self.most
             return None
-        if self._num_batches == NUM_TRIED:
-            self._chosen_for = work
-        return self._choose(limits, lengths)
+        self._chosen_for = work
+        groups.sort(key=lambda group: min(response.began_s for response in group))
+        return self._choose(limits, [[r.num_tokens for r in group] for group in groups])
 
-    def _is_other(self, work: _Work) -> bool:
-        """Than when the limits were tried."""
-        if self._num_batches < NUM_TRIED:
-            return False
-        pairs = zip(work, self._chosen_for, strict=True)
-        return any(now and then and not 1 / CHANGE < now / then < CHANGE for now, then in pairs)
+    def _keep(self, tried: _Tried) -> None:
+        """What else a machine does makes a batch slower, and none faster."""
+        before = self._tried.get(self.max_inflight, tried)
+        faster = min(tried, before, key=lambda each: each.s_per_token)
+        train_s = min(tried.train_s, before.train_s)
+        self._tried[self.max_inflight] = faster._replace(train_s=train_s)
+
+    def _has_changed(self, work: _Work, before: _Work) -> bool:
+        pairs = zip(work, before, strict=True)
+        is_other = any(a and b and not 1 / CHANGE < a / b < CHANGE for a, b in pairs)
+        self._num_changed = self._num_changed + 1 if is_other else 0
+        return self._num_changed == NUM_CHANGED
 
     def _limits(self, num_responses: int) -> list[int]:
         """Powers of two, and all that it takes; beyond the number of responses all are alike."""
         powers = [2**n for n in range(4, 30) if FEWEST <= 2**n < min(self.most, num_responses)]
         return [*powers, self.most]
 
-    def _choose(self, limits: list[int], lengths: list[Lengths]) -> Choice | None:
-        every = [measured for batches in self._measured.values() for measured in batches]
-        speed = fit_decode_speed([measured.terms for measured in every])
-        expected_s = {n: batch_s(speed.tokens_per_s, lengths, n, self._train_s(n)) for n in limits}
-        chosen = fastest(expected_s, self.max_inflight, MIN_GAIN)
-        if chosen == self.max_inflight and self._num_batches > NUM_TRIED:
-            return None
-        self.max_inflight = chosen
-        return Choice(chosen, expected_s, lengths, speed, self._train_s(chosen))
+    def _choose(self, limits: list[int], lengths: list[Lengths]) -> Choice:
+        speed = fit_decode_speed([tried.terms for tried in self._tried.values()])
+        train_s = self._train_s(limits)
+        expected_s = {n: batch_s(speed.tokens_per_s, lengths, n, train_s[n]) for n in limits}
+        self.max_inflight = fastest(expected_s, self.most, MIN_GAIN)
+        return Choice(self.max_inflight, expected_s, lengths, speed, train_s[self.max_inflight])
 
-    def _train_s(self, max_inflight: int) -> float:
-        """As with the nearest limit that was measured: beside much decoding training is slower."""
-        told = {
-            limit: [m.train_s for m in batches if m.train_s is not None]
-            for limit, batches in self._measured.items()
-        }
-        nearest = min(
-            (limit for limit, seconds in told.items() if seconds),
-            key=lambda limit: abs(math.log(limit / max_inflight)),
-            default=None,
-        )
-        return 0.0 if nearest is None else statistics.median(told[nearest])
+    def _train_s(self, limits: list[int]) -> dict[int, float]:
+        """Seconds for a group: beside decoding, which takes longer with few, training is slower."""
+        tried = sorted(self._tried)
+        seconds = [self._tried[limit].train_s for limit in tried]
+        found = np.interp(np.log(limits), np.log(tried), seconds)
+        return dict(zip(limits, map(float, found), strict=True))

@@ -33,7 +33,7 @@ class InflightLimits:
         self._num_shares = num_shares
         self._adaptive: dict[Endpoint, AdaptiveLimit] = {}
         self._holds = False
-        self._train_s: float | None = None
+        self._train_s = 0.0  # of a group, the last batch's; 0: not told
         # told of each choice
         self.on_choice: Callable[[Endpoint, Choice], object] = lambda endpoint, choice: None
 
@@ -92,9 +92,7 @@ class InflightLimits:
         """The weights are about to move: the next batch's limits are found."""
         num_responses = sum(limit.num_responses for limit in self._adaptive.values())
         for endpoint, limit in self._adaptive.items():
-            train_s = self._train_s
-            if train_s is not None and limit.num_responses:
-                train_s *= num_responses / limit.num_responses
+            train_s = self._train_s * num_responses / max(1, limit.num_responses)
             if (choice := limit.end_batch(train_s)) is not None:
                 log.warning("inference.max_inflight: %s: %s", endpoint.url, choice)
                 self.on_choice(endpoint, choice)

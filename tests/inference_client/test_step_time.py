@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from easyrl.inference_client.pool.adaptive_limit import AdaptiveLimit
+from easyrl.inference_client.pool.adaptive_limit import AdaptiveLimit, Choice
 from easyrl.inference_client.pool.decode_speed import (
     DecodeSpeed,
     TimedResponse,
@@ -126,16 +126,24 @@ WORKLOADS = {
 }
 
 
-def train_on(limit: AdaptiveLimit, work: str, batches: range, tells: bool = True):
-    """Runs ``batches``; the last one's groups, and the choices."""
-    groups_of, step_s, train_s = WORKLOADS[work]
+def train_on(
+    limit: AdaptiveLimit, work: str, batches: range, tells: bool = True, slowdown: float = 1.0
+) -> list[Choice | None]:
+    """Runs ``batches``; what was chosen behind each."""
+    groups_of, calm_step_s, calm_train_s = WORKLOADS[work]
+    train_s = slowdown * calm_train_s
     choices = []
     for number in batches:
-        batch = simulate(step_s, groups_of(number), limit.max_inflight, train_s)
+        batch = simulate(
+            lambda num: slowdown * calm_step_s(num),
+            groups_of(number),
+            limit.max_inflight,
+            train_s,
+        )
         for key, group in enumerate(batch.responses):
             for response in group:
                 limit.saw(key, response)
-        choices.append(limit.end_batch(train_s if tells else None))
+        choices.append(limit.end_batch(train_s if tells else 0.0))
     return choices
 
 
@@ -143,7 +151,7 @@ def train_on(limit: AdaptiveLimit, work: str, batches: range, tells: bool = True
 def test_after_five_batches_it_is_within_5_percent_of_the_best_fixed_limit(work):
     limit = AdaptiveLimit(256)
     choices = train_on(limit, work, range(5))
-    assert [choice is None for choice in choices[:3]] == [True, True, False], "said what it chose"
+    assert [choice is None for choice in choices] == [True] * 4 + [False], "said what it chose"
     groups_of, step_s, train_s = WORKLOADS[work]
     took_s = {  # of three other batches
         n: sum(simulate(step_s, groups_of(k), n, train_s).trained_s for k in (90, 91, 92))
@@ -174,10 +182,36 @@ def test_it_follows_the_speed_of_training_and_does_not_flap():
     assert limit.max_inflight == 256
     choices = train_on(limit, "short", range(5, 12))
     assert limit.max_inflight < 256
-    assert sum(choice is not None for choice in choices) <= 3
+    # two batches that are other ones, the second of which is the first of five
+    assert [number for number, choice in enumerate(choices, 5) if choice is not None] == [10]
     before = limit.max_inflight
     assert train_on(limit, "short", range(12, 30)) == [None] * 18
     assert limit.max_inflight == before
+
+
+def test_one_batch_that_is_other_changes_nothing():
+    limit = AdaptiveLimit(256)
+    train_on(limit, "short", range(5))
+    before = limit.max_inflight
+    for number in range(5, 15):
+        train_on(limit, "training is long" if number % 2 else "short", range(number, number + 1))
+        assert limit.max_inflight == before
+
+
+@pytest.mark.parametrize("work", ["short", "long tail", "training is nothing"])
+@pytest.mark.parametrize("slow", range(5))
+def test_a_batch_in_which_the_machine_is_busy_is_not_believed(work, slow):
+    """One of the tried ones takes three times as long; another with the same limit does not."""
+    calm, disturbed = AdaptiveLimit(256), AdaptiveLimit(256)
+    train_on(calm, work, range(5))
+    for number in range(5):
+        train_on(disturbed, work, range(number, number + 1), slowdown=3.0 if number == slow else 1)
+    groups_of, step_s, train_s = WORKLOADS[work]
+    took_s = [
+        sum(simulate(step_s, groups_of(k), n, train_s).trained_s for k in (90, 91, 92))
+        for n in (calm.max_inflight, disturbed.max_inflight)
+    ]
+    assert took_s[1] <= 1.05 * took_s[0]
 
 
 def test_it_stays_within_what_the_endpoint_takes():
