@@ -18,7 +18,7 @@ from easyrl.inference_client.pool.step_time import Lengths, batch_s, fastest
 
 FEWEST = 16  # requests in flight: fewer, and a round trip shows
 MIN_GAIN = 0.04  # of the expected time; for less the endpoint is given all that it takes
-NUM_TRIED = 5  # batches until a choice; the first is slower than others and does not count
+NUM_TRIED = 5  # batches until a choice, the first of which is slower than others
 CHANGE = 2.0  # of lengths or of the trainer's speed, in ...
 NUM_CHANGED = 2  # batches in a row, after which all is tried again
 
@@ -113,9 +113,8 @@ class AdaptiveLimit:
                 return None
             self._num_batches, self._tried, self._chosen_for = 0, {}, None
         self._num_batches += 1
-        if self._num_batches > 1:
-            took_s = sum(response.ended_s - response.began_s for response in responses)
-            self._keep(_Tried(decode_terms(responses), took_s / num_tokens, train_s))
+        took_s = sum(response.ended_s - response.began_s for response in responses)
+        self._keep(_Tried(decode_terms(responses), took_s / num_tokens, train_s))
         if self._num_batches < NUM_TRIED:
             quarter = max(limits[0], min(len(responses), self.most) // 4)
             few = max(limit for limit in limits if limit <= quarter)
@@ -126,7 +125,7 @@ class AdaptiveLimit:
         return self._choose(limits, [[r.num_tokens for r in group] for group in groups])
 
     def _keep(self, tried: _Tried) -> None:
-        """What else a machine does makes a batch slower, and none faster."""
+        """Of each limit what was fastest: a start, and other work, make a batch slower."""
         before = self._tried.get(self.max_inflight, tried)
         faster = min(tried, before, key=lambda each: each.s_per_token)
         train_s = min(tried.train_s, before.train_s)
