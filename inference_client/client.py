@@ -95,6 +95,7 @@ class ServedModel:
     # It has ``/inference/v1/samples``. Another one is sent a request per sample: vLLM gives sample
     # i of n the seed of the request + i, and ours are unrelated.
     streams_samples: bool = False
+    max_num_seqs: int | None = None  # sequences that it decodes at a time; vLLM does not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,7 @@ class EndpointClient:
             batch_invariant=card.batch_invariant,
             arithmetic=card.arithmetic,
             streams_samples=card.streams_samples,
+            max_num_seqs=card.max_num_seqs,
         )
 
     async def weight_version(self, timeout_s: float | None = None) -> str:
@@ -426,6 +428,7 @@ class _ModelCard(msgspec.Struct):
     batch_invariant: bool = False
     arithmetic: Word | None = None
     streams_samples: bool = False
+    max_num_seqs: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class _Models(msgspec.Struct):

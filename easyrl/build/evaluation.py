@@ -23,7 +23,10 @@ def schedule_evaluation(
     if run.config.evaluation is None:
         return None
     num_generations = run.config.rollout.num_generations
-    room = IdleRoom(inference.pool.capacity, lambda: num_generations * rollouts.num_undecided)
+    room = IdleRoom(
+        lambda: inference.pool.capacity(in_batch=rollouts.num_undecided > 0),
+        lambda: num_generations * rollouts.num_undecided,
+    )
     evaluator = inference.evaluator(
         run.config.evaluation,
         data.held_out,
@@ -33,6 +36,12 @@ def schedule_evaluation(
         room,
     )
     evaluation = ScheduledEvaluation(evaluator, max(from_step, 0))
-    rollouts.on_decision = room.look
+
+    def look() -> None:
+        if rollouts.num_undecided == 0:
+            inference.pool.limits.lift()
+        room.look()
+
+    rollouts.on_decision = look
     rollouts.on_doubt = evaluation.withdraw
     return evaluation

@@ -29,6 +29,7 @@ from easyrl.inference_client.errors import (
     StreamsRefused,
     WrongVersion,
 )
+from easyrl.inference_client.pool.decode_speed import TimedResponse
 from easyrl.inference_client.pool.dispatch import NeedChanged
 from easyrl.inference_client.pool.endpoint import Endpoint, Need
 from easyrl.inference_client.pool.endpoint_list import EndpointState
@@ -92,17 +93,21 @@ class EndpointPool(Fleet):
         num_samples: int,
         priority: int = 0,
         sampling: SamplingConfig | None = None,
+        is_of_batch: bool = True,
     ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
 
         Waits for room at an endpoint, lower ``priority`` first (the update of the batch that trains
         it), then shorter groups (``inference.dispatch``); with ``sampling`` at one whose context
-        has room for the samples. Raises ``NoEndpointError``, ``PromptTooLong``.
+        has room for the samples. With ``is_of_batch`` the batch's limits of requests in flight hold
+        from now on. Raises ``NoEndpointError``, ``PromptTooLong``.
         """
+        if is_of_batch:
+            self.limits.hold()
         first = expected_tokens if self._config.dispatch == "shortest_first" else 0.0
         rank = (priority, first, next(self._orders))
         tokens = num_prompt_tokens + int(expected_tokens)
-        group = GroupAssignment(rank, version, tokens, num_samples)
+        group = GroupAssignment(rank, version, tokens, num_samples, is_of_batch)
         while True:
             if sampling is not None:
                 self._fit(group, num_prompt_tokens, sampling)
@@ -214,7 +219,9 @@ class EndpointPool(Fleet):
             del endpoint.attempts[task]
             self._dispatcher.release(endpoint, group.sample_tokens)
             self._forget_if_done(endpoint)
-        endpoint.answered(len(completion.token_ids), time.monotonic() - began_s)
+        response = TimedResponse(began_s, time.monotonic(), len(completion.token_ids))
+        endpoint.answered(response.num_tokens, response.ended_s - began_s)
+        self.limits.answered(endpoint, group, response)
         # the number of now: a proof that is yet to come judges all since the last good one
         return replace(completion, proof=endpoint.proof)
 
@@ -359,9 +366,12 @@ class EndpointPool(Fleet):
             for endpoint in self.endpoints
         ]
 
-    def capacity(self) -> int:
-        """Requests that the endpoints which are up take from this process at a time."""
-        return sum(endpoint.max_inflight for endpoint in self.endpoints if endpoint.is_up)
+    def capacity(self, *, in_batch: bool) -> int:
+        """Requests that the endpoints which are up take from this process at a time.
+
+        ``in_batch``: while groups of a batch are asked for.
+        """
+        return sum(self.limits.of(e, in_batch=in_batch) for e in self.endpoints if e.is_up)
 
     def idle_s(self) -> float:
         """Seconds with nothing in flight since the start, mean over the endpoints there were."""

@@ -657,3 +657,25 @@ async def test_a_broken_stream_is_one_error_for_all_that_had_not_come(endpoint, 
     fetchers._streams._answered = lambda *told: calls.append(len(told[0])) or answered(*told)
     await outcomes(asked(fetchers, endpoint, *range(64)))
     assert calls == [1, 63]
+
+
+async def test_a_stream_that_goes_silent_is_given_up_as_a_single_request_is(process):
+    async def one_then_never(server: StreamingEndpoint, stream: Stream) -> None:
+        await stream.send(stream.sample(0))
+        await never(server, stream)
+
+    silent, good = StreamingEndpoint(one_then_never), StreamingEndpoint()
+    settings = {
+        "fetch": process,
+        "streamed": process.streamed,
+        "progress_timeout_s": 1.0,
+        "back_off_s": 30,
+    }
+    async with pool_of(silent, good, **settings) as pool:
+        await until(lambda: all(e.served is not None for e in pool.endpoints))
+        assert await outcomes(asked(process, good, 99)) == [99]  # the fetcher is up
+        made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in range(12))), 30)
+        assert [m.token_ids[0] for m in made] == list(range(12))
+        await asyncio.wait_for(silent.until(lambda: silent.num_hung_up == len(silent.streams)), 30)
+        num_withheld = sum(len(stream.seeds) - 1 for stream in silent.streams)
+        assert pool.endpoints[0].num_failures == 1 and pool.num_retries == num_withheld > 0

@@ -118,9 +118,12 @@ def _version(tree: Json) -> str:
 
 def _responses(request: Request, answer: Answer) -> list[tuple[list[int], Json]]:
     """With their prompts; none of an answer that has not all."""
-    with contextlib.suppress(NotNow):
-        return list(zip(request.prompts, answer.trees, strict=True))
-    return []
+    try:
+        trees = answer.trees
+    except NotNow:
+        return []
+    has_tokens = all(tree["choices"][0]["weight_versions"] for tree in trees)
+    return list(zip(request.prompts, trees, strict=True)) if has_tokens else []
 
 
 def _exchanged(

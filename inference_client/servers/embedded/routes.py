@@ -185,6 +185,7 @@ class EmbeddedServer:
             "batch_invariant": self._engine.batch_invariant,
             "arithmetic": self._engine.arithmetic,
             "streams_samples": True,
+            "max_num_seqs": self._engine.max_num_seqs,
         }
         return _json({"object": "list", "data": [card]})
 
