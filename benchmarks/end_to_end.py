@@ -138,8 +138,8 @@ class Measurement:
                 run_dir,
                 self._num_steps,
                 self.cores,
-                pair,
                 self.overrides,
+                seed=pair,
             )
             trained = run_dir / ours.TRAINED_MODEL
             heldout = heldout_logprob(trained) if self.work.learns else None

@@ -40,8 +40,8 @@ def train(
     run_dir: Path,
     num_steps: int,
     cores: Cores,
-    seed: int = 0,
     overrides: Sequence[str] = (),
+    seed: int = 0,
 ) -> list[Step]:
     """A run of ``num_steps`` in an empty folder. Raises ``RuntimeError`` if it fails.
 
