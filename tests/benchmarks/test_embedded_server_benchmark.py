@@ -58,12 +58,10 @@ def test_no_prompt_comes_twice_and_both_sides_get_the_same() -> None:
 def test_generate_samples_from_the_whole_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A uniform model of more tokens than the library's default of 50 would leave."""
+    """Behind one prompt: almost uniform, of more tokens than the library's default of 50 leaves."""
     path = write_random_model(tmp_path, hidden_size=32, num_layers=1, vocab_size=200)
     side = Generate(path)
     model = side._model
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
     sampled: list[torch.Tensor] = []
     generate = model.generate
 
@@ -72,6 +70,6 @@ def test_generate_samples_from_the_whole_vocabulary(
         return sampled[-1]
 
     monkeypatch.setattr(model, "generate", kept)
-    side.run(Work(32, 8, 1, 16, seed=1), num_threads=torch.get_num_threads())
+    side.run(Work(1, 256, 1, 1, seed=1), num_threads=torch.get_num_threads())
     tokens = np.unique(sampled[-1][:, 1:].numpy())
     assert len(tokens) > 50
