@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.parts.end_to_end import ours
-from benchmarks.parts.end_to_end.rows import Key, Row, Rows, Step
+from benchmarks.parts.end_to_end.rows import Key, Measured, Row, Rows
 from benchmarks.parts.end_to_end.workloads import WORKLOADS, Workload, write_model
 from easyrl.demo.servers import Engine, vllm_python
 from easyrl.metrics.event_log import read_events
@@ -101,7 +101,7 @@ class Measurement:
         print(line, flush=True)
         return row
 
-    def _measure(self, side: str, run_dir: Path) -> list[Step]:
+    def _measure(self, side: str, run_dir: Path) -> Measured:
         shutil.rmtree(run_dir, ignore_errors=True)
         steps = ours.train(
             self.work,
@@ -112,7 +112,7 @@ class Measurement:
             self.cores,
             [f"inference.max_inflight={side}", *self.overrides],
         )
-        return steps[NUM_UNCOUNTED:]
+        return Measured(steps[NUM_UNCOUNTED:])
 
 
 def chosen(run_dir: Path) -> int:

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from benchmarks.max_inflight import Measurement, chosen, limits_of
-from benchmarks.parts.end_to_end.rows import Key, Rows, Step
+from benchmarks.parts.end_to_end.rows import Key, Measured, Rows, Step
 from benchmarks.parts.end_to_end.workloads import WORKLOADS
 
 SHORT, LONG_TAIL = WORKLOADS["short"], WORKLOADS["long tail"]
@@ -40,7 +40,7 @@ def test_a_workload_is_compared_by_medians_with_its_best_number(tmp_path: Path) 
     for side, repeats in taken.items():
         for repeat, seconds in enumerate(repeats):
             steps = [Step(seconds + spread, {"wait": 0.1}, 0.0, 9.0) for spread in (-1, 0, 5)]
-            rows.get(Key("short", side, repeat, 3, "halves"), lambda steps=steps: steps)
+            rows.get(Key("short", side, repeat, 3, "halves"), lambda steps=steps: Measured(steps))
     for repeat in range(3):
         write_events(tmp_path / "short" / f"run-auto-{repeat}", 256, 32 * (1 + repeat % 2))
     measurement = Measurement(SHORT, tmp_path, tmp_path / "short", rows, [32, 256], 3, "halves", [])
