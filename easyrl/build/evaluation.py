@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from easyrl.build.data import TrainingData
-from easyrl.build.inference import Inference
+from easyrl.build.inference import LAST, Inference
 from easyrl.build.run import OpenRun
 from easyrl.inference_client.pool.idle_room import IdleRoom
 from easyrl.ledger.journal.rollouts import JournalledRollouts
@@ -23,9 +23,11 @@ def schedule_evaluation(
     if run.config.evaluation is None:
         return None
     num_generations = run.config.rollout.num_generations
+    pool = inference.pool
     room = IdleRoom(
-        lambda: inference.pool.capacity(in_batch=rollouts.num_undecided > 0),
+        pool.capacity,
         lambda: num_generations * rollouts.num_undecided,
+        lambda: pool.is_wanted(before=LAST),
     )
     evaluator = inference.evaluator(
         run.config.evaluation,
@@ -39,7 +41,7 @@ def schedule_evaluation(
 
     def look() -> None:
         if rollouts.num_undecided == 0:
-            inference.pool.limits.lift()
+            pool.limits.lift()
         room.look()
 
     rollouts.on_decision = look

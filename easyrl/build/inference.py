@@ -45,7 +45,7 @@ from easyrl.runtime.workers.worker_pool import WorkerPool
 from easyrl.schema import Completion, Prompt
 from easyrl.trainer.evaluation import Evaluator
 
-LAST = sys.maxsize  # priority of groups that any other goes before
+LAST = sys.maxsize  # priority of groups that all of training go before
 
 
 @dataclass
@@ -82,7 +82,8 @@ class Inference:
     ) -> Evaluator:
         """Evaluates on ``prompts`` with the same rewards; its events are not the run's own.
 
-        ``room``: in which its requests stay; default: wherever there is any.
+        ``room``: in which its requests stay, and its scores behind all others; default: nobody else
+        is there.
         """
         return Evaluator(
             config=evaluation,
@@ -114,8 +115,9 @@ class Inference:
             prompt: Prompt, version: str | None, priority: int
         ) -> AsyncIterator[Sample]:
             async with AsyncExitStack() as held:
+                leave = None
                 if room is not None:
-                    await held.enter_async_context(room.places(num_generations))
+                    leave = await held.enter_async_context(room.places(num_generations))
                 place = await held.enter_async_context(
                     self.pool.group(
                         len(prompt.token_ids),
@@ -132,6 +134,8 @@ class Inference:
                     seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)
                     made = await self.pool.generate(prompt.token_ids, sampling, seed, place)
                     lengths.saw(prompt.index, len(made.token_ids))
+                    if leave is not None:
+                        leave()
                     return made
 
                 yield sample
@@ -139,7 +143,13 @@ class Inference:
         return RolloutGenerator(
             self.thread,
             begin_group,
-            Scorer(config.rewards, config.scoring, self.workers, truncated_reward=truncated_reward),
+            Scorer(
+                config.rewards,
+                config.scoring,
+                self.workers,
+                truncated_reward=truncated_reward,
+                last=room is not None,
+            ),
             num_generations=num_generations,
             queue_size=config.rollout.queue_size,
             excluded_by={PromptTooLong: "too_long", PromptRejected: "refused"},

@@ -366,12 +366,18 @@ class EndpointPool(Fleet):
             for endpoint in self.endpoints
         ]
 
-    def capacity(self, *, in_batch: bool) -> int:
-        """Requests that the endpoints which are up take from this process at a time.
+    def capacity(self) -> int:
+        """Requests that the endpoints take from this process at a time while a batch is open.
 
-        ``in_batch``: while groups of a batch are asked for.
+        An endpoint that has yet to prove its weights takes none.
         """
-        return sum(self.limits.of(e, in_batch=in_batch) for e in self.endpoints if e.is_up)
+        version = self._current_version
+        usable = [e for e in self.endpoints if version is not None and e.usable(version)]
+        return sum(self.limits.of(endpoint, in_batch=True) for endpoint in usable)
+
+    def is_wanted(self, before: int) -> bool:
+        """Whether a group of a smaller priority than ``before``, or a sample of one, waits."""
+        return self._dispatcher.is_wanted(before)
 
     def idle_s(self) -> float:
         """Seconds with nothing in flight since the start, mean over the endpoints there were."""

@@ -220,6 +220,8 @@ class JournalledRollouts:
             stream.past_drains.extend(drain for drain in drains if drain.update == update)
             stream.on_drain = partial(journal.add_drain, update)
         self._open = batch
+        # For what was decided before anybody was told: all, if nothing is left to be generated.
+        self.generator.thread.loop.call_soon_threadsafe(self.on_decision)
         if self._doubted:  # meanwhile, where the batch that was open before was told
             batch.withdraw(f"{', '.join(self._doubted)} failed its proof while the batch began")
         return batch

@@ -60,7 +60,8 @@ class WorkerPool:
             _Worker(pickle.dumps(greeting), self, {self._mark: ""}) for _ in range(num_workers)
         ]
         self._guard: ProcessGuard | None = None  # while it runs
-        self._waiting: deque[_Task] = deque()
+        # what waits, and what waits behind that
+        self._waiting: tuple[deque[_Task], deque[_Task]] = deque(), deque()
         self._mean_s: dict[Hashable, float] = {}  # that a task takes, by kind
         self._running = False
         self._look: asyncio.TimerHandle | None = None  # for workers that have become late
@@ -95,8 +96,10 @@ class WorkerPool:
         *args: Any,
         timeout_s: float | None = None,
         kind: Hashable = None,
+        last: bool = False,
     ) -> T:
-        """``function(*args)`` in a worker; tasks start in the order of the calls.
+        """``function(*args)`` in a worker; tasks start in the order of the calls, ``last`` ones
+        when no other waits.
 
         ``function``, ``args`` and the result are pickled. ``timeout_s`` counts from when a worker
         begins the task, not from the call. Tasks of a ``kind`` take about as long as each other:
@@ -109,7 +112,7 @@ class WorkerPool:
             raise RuntimeError("the worker pool is closed")
         payload = pickle.dumps((function, args), 5)
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Task(_name(function), kind, payload, timeout_s, future))
+        self._waiting[last].append(_Task(_name(function), kind, payload, timeout_s, future, last))
         self.assign()
         return await future
 
@@ -122,13 +125,13 @@ class WorkerPool:
             for worker in late:
                 self.wait_again(worker.give_back())
         for worker in self._workers:
-            if not self._waiting:
+            if not any(self._waiting):
                 break
             if worker.is_idle and (task := self.next_task()):
                 worker.take(task)
             else:
                 worker.ensure_started()
-        while self._waiting:
+        while any(self._waiting):
             ready = [worker for worker in self._workers if worker.may_take_more]
             if not ready or (task := self.next_task()) is None:
                 break
@@ -141,8 +144,9 @@ class WorkerPool:
         self.assign()
 
     def wait_again(self, tasks: list[_Task]) -> None:
-        """Before all others: they were sent to a worker that did not begin them."""
-        self._waiting.extendleft(reversed(tasks))
+        """Before all like them: they were sent to a worker that did not begin them."""
+        for task in reversed(tasks):
+            self._waiting[task.last].appendleft(task)
 
     def expected_s(self, task: _Task) -> float:
         return self._mean_s.get(task.kind, AHEAD_S)
@@ -153,10 +157,11 @@ class WorkerPool:
 
     def next_task(self) -> _Task | None:
         """The one that has waited longest, no longer waiting."""
-        while self._waiting:
-            task = self._waiting.popleft()
-            if not task.future.done():  # else it was cancelled
-                return task
+        for waiting in self._waiting:
+            while waiting:
+                task = waiting.popleft()
+                if not task.future.done():  # else it was cancelled
+                    return task
         return None
 
 
@@ -167,6 +172,7 @@ class _Task:
     payload: bytes  # the pickled (function, args)
     timeout_s: float | None
     future: asyncio.Future
+    last: bool
     expected_s: float = 0.0  # that it takes, when a worker was sent it
 
     def dropped(self) -> _Task:

@@ -325,7 +325,7 @@ async def test_a_task_of_a_kind_that_takes_long_is_sent_to_an_idle_worker_only(t
         waiting = asyncio.ensure_future(pool.call(double, 2, kind="short"))
         await asyncio.sleep(0)
         (worker,) = pool._workers
-        assert len(worker.tasks) == 1 and len(pool._waiting) == 1
+        assert len(worker.tasks) == 1 and len(pool._waiting[0]) == 1
         with pytest.raises(WorkerTimeout):
             await hanging
         assert await waiting == 4
@@ -394,6 +394,23 @@ async def test_short_tasks_are_sent_to_the_worker_that_takes_them(pool, tmp_path
     go_on.touch()
     if slow is not None:
         await slow
+
+
+async def test_tasks_that_come_last_wait_for_all_others(tmp_path):
+    path = tmp_path / "begun"
+    async with started(WorkerPool(1)) as pool:
+        busy = asyncio.ensure_future(pool.call(note_and, str(path), "hang", timeout_s=0.5))
+        await asyncio.to_thread(wait_until, path.exists)
+        names = ["last", "last", "first", "first"]
+        calls = [
+            asyncio.ensure_future(pool.call(note_and, str(path), name, last=name == "last"))
+            for name in names
+        ]
+        with pytest.raises(WorkerTimeout):
+            await busy
+        await asyncio.gather(*calls)
+    begun = [line.split()[0] for line in path.read_text().splitlines()]
+    assert begun == ["hang", "first", "first", "last", "last"]
 
 
 async def test_what_a_closed_pool_had_sent_ahead_is_cancelled(tmp_path):
