@@ -25,7 +25,7 @@ def schedule_evaluation(
     num_generations = run.config.rollout.num_generations
     pool = inference.pool
     room = IdleRoom(
-        pool.capacity,
+        lambda: pool.capacity(in_batch=True),
         lambda: num_generations * rollouts.num_undecided,
         lambda: pool.is_wanted(before=LAST),
     )

@@ -232,6 +232,7 @@ class Trainer:
         """
         if evaluation is None:
             return {}
+        self._record("evaluation_wait", version=str(self.version))
         start = time.monotonic()
         try:
             figures = evaluation.finish()

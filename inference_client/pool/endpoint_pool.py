@@ -366,14 +366,15 @@ class EndpointPool(Fleet):
             for endpoint in self.endpoints
         ]
 
-    def capacity(self) -> int:
-        """Requests that the endpoints take from this process at a time while a batch is open.
+    def capacity(self, *, in_batch: bool) -> int:
+        """Requests that the endpoints take from this process at a time.
 
-        An endpoint that has yet to prove its weights takes none.
+        An endpoint that has yet to prove its weights takes none. ``in_batch``: while groups of a
+        batch are asked for.
         """
         version = self._current_version
         usable = [e for e in self.endpoints if version is not None and e.usable(version)]
-        return sum(self.limits.of(endpoint, in_batch=True) for endpoint in usable)
+        return sum(self.limits.of(endpoint, in_batch=in_batch) for endpoint in usable)
 
     def is_wanted(self, before: int) -> bool:
         """Whether a group of a smaller priority than ``before``, or a sample of one, waits."""

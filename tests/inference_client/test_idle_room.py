@@ -126,7 +126,7 @@ async def test_nobody_is_admitted_while_a_group_of_the_batch_waits_for_a_place()
 async def test_an_endpoint_that_has_yet_to_prove_its_weights_has_no_room():
     """The batch needs the places of the other."""
     async with pool_of(*servers(2), confirmed=False, max_inflight=8) as pool:
-        asking = Asking(room := IdleRoom(pool.capacity, lambda: 6))
+        asking = Asking(room := IdleRoom(lambda: pool.capacity(in_batch=True), lambda: 6))
         pool.confirm(pool.endpoints[0], V1)
         await asking.ask("a", 4)
         assert asking.admitted == []
@@ -135,4 +135,4 @@ async def test_an_endpoint_that_has_yet_to_prove_its_weights_has_no_room():
         await settle()
         assert asking.admitted == ["a"]
         pool.withdraw_confirmations()
-        assert pool.capacity() == 0
+        assert pool.capacity(in_batch=True) == 0
