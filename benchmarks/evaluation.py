@@ -1,6 +1,6 @@
 """What an evaluation beside its batch costs: time that it adds to a run, before and now.
 
-``python -m benchmarks.evaluation [--base REV] [--repeats 3] [--quick] [--shares 0 0.25 1]``
+``python -m benchmarks.evaluation [--base REV] [--repeats 3] [--quick] [--shares 0 0.125 1]``
 
 Both checkouts train the same random model with the same settings, in turn; every second step is
 evaluated on held-out prompts. Generation is by an endpoint that sleeps instead of computing, as
@@ -13,8 +13,9 @@ time in a batch without one. The last line printed is one JSON object.
 
 With ``--shares`` the endpoint is an embedded server that computes, with one thread, and lengths are
 those of a random model's end tokens. The present code alone is run, with each of these shares of
-the places that an evaluation may hold beside a batch (``IdleRoom``): 0 waits until the batch is
-decided. ``to_decided_s`` is from a batch's first request to its last decided group.
+the endpoint's places for a batch and the evaluation beside it (``easyrl.build.evaluation.SHARE``):
+0 waits until the batch is decided. ``to_decided_s`` is from a batch's first request to its last
+decided group.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ EVERY = 2  # steps
 RUN_TIMEOUT_S = 1800.0
 SERVED_BATCH, SERVED_PROMPTS = 16, 128  # with ``--shares``; held-out prompts
 TRAIN_WITH_SHARE = (
-    "import runpy; from easyrl.inference_client.pool import idle_room;"
-    " idle_room.SHARE = {share}; runpy.run_module('easyrl.train', run_name='__main__')"
+    "import runpy; from easyrl.build import evaluation;"
+    " evaluation.SHARE = {share}; runpy.run_module('easyrl.train', run_name='__main__')"
 )
 
 

@@ -10,6 +10,11 @@ from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.metrics.event_log import ignore
 from easyrl.trainer.evaluation import ScheduledEvaluation
 
+# Of the endpoints' places, those that a batch and the evaluation beside it may take together until
+# all of its groups are decided: its tail. Elsewhere each further sequence would slow it down, or
+# come before a replacement in a server's own queue (docs/benchmarks.md).
+SHARE = 1 / 8
+
 
 def schedule_evaluation(
     run: OpenRun,
@@ -25,7 +30,7 @@ def schedule_evaluation(
     num_generations = run.config.rollout.num_generations
     pool = inference.pool
     room = IdleRoom(
-        lambda: pool.capacity(in_batch=True),
+        lambda: SHARE * pool.capacity(in_batch=True),
         lambda: num_generations * rollouts.num_undecided,
         lambda: pool.is_wanted(before=LAST),
     )

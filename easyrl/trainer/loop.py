@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
@@ -141,22 +141,22 @@ class Trainer:
         """
         progress = self.progress
         start = time.monotonic()
-        with ExitStack() as running:
-            with ExitStack() as on_error:
-                batch = self.rollouts.begin(published.served, progress.position, progress.excluded)
-                on_error.callback(batch.close)
-                evaluation = self._begin_evaluation(is_last=False)
-                if evaluation is not None:
-                    running.callback(evaluation.close)
-                self._report(published)
-                self.ledger.save_if_due(progress)
-                on_error.pop_all()
+        batch = self.rollouts.begin(published.served, progress.position, progress.excluded)
+        with ExitStack() as on_error:
+            on_error.callback(batch.close)
+            evaluation = self._begin_evaluation(is_last=False)
+            if evaluation is not None:
+                on_error.callback(evaluation.close)
+            self._report(published)
+            self.ledger.save_if_due(progress)
+            on_error.pop_all()
+        with closing(evaluation) if evaluation is not None else nullcontext():
             self._trained = self._train(published.served, batch, evaluation)
-            try:
-                return self._publish()
-            finally:
-                if progress.unreported:  # it counts: also where the run ends here and saves
-                    progress.unreported["time/step_s"] = time.monotonic() - start
+        try:
+            return self._publish()
+        finally:
+            if progress.unreported:  # it counts: also where the run ends here and saves
+                progress.unreported["time/step_s"] = time.monotonic() - start
 
     def _end(self, published: Published) -> None:
         """The last version's evaluation has the endpoints for itself."""

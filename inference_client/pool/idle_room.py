@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-SHARE = 1.0  # of the places beside a batch that may be held (docs/benchmarks.md, evaluation)
-
 
 class IdleRoom:
     """Admits groups while there are places for them beside all that the batch may still ask for.
@@ -18,7 +16,7 @@ class IdleRoom:
     to the pool's loop.
 
     Args:
-        capacity: requests that the endpoints take at a time.
+        capacity: requests that batch and admitted groups may have in flight together.
         needed: samples of the batch's undecided groups, which may each be replaced by another: none
             of them ever waits for an admitted one. Once there is none, nobody has to wait.
         is_wanted: whether a group of the batch waits for a place all the same.
@@ -26,7 +24,7 @@ class IdleRoom:
 
     def __init__(
         self,
-        capacity: Callable[[], int],
+        capacity: Callable[[], float],
         needed: Callable[[], int],
         is_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -73,5 +71,5 @@ class IdleRoom:
         needed = self._needed()
         if needed == 0:
             return True
-        capacity, held = self._capacity(), self._num_admitted + num_samples
-        return held + needed <= capacity and held <= SHARE * capacity and not self._is_wanted()
+        has_room = self._num_admitted + num_samples + needed <= self._capacity()
+        return has_room and not self._is_wanted()

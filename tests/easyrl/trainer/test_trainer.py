@@ -202,11 +202,11 @@ def test_a_version_is_evaluated_beside_its_batch_whose_last_step_waits_and_the_l
         "backward",
         "evaluated 0",
         "step /12",
+        "evaluation of 0 closed",
         "sync",
         "certify 0",
         "report 0 ['eval/avg']",
         "publish run:0:1",
-        "evaluation of 0 closed",
         "evaluate 1 run:0:1",
         "evaluated 1",
         "evaluation of 1 closed",
@@ -331,7 +331,7 @@ def test_what_began_before_an_error_is_closed():
     trainer, _ = make_trainer(events, **parts)
     with pytest.raises(OSError, match="no room"):
         trainer.fit()
-    assert events[-2:] == ["batch closed", "evaluation of 0 closed"]
+    assert events[-2:] == ["evaluation of 0 closed", "batch closed"]
 
 
 def test_a_resumed_run_publishes_without_repeating_the_evaluation():
