@@ -4,11 +4,20 @@
 
 Both sides have the same model, prompts, batch, G, lengths, AdamW, learning rate and clip, and all
 cores of this machine. Ours is ``easyrl train`` with an embedded server that it starts itself,
-defaults otherwise. TRL generates with ``transformers``' batched ``generate``, its micro-batch is
-the fastest of a first pass; on *one machine* it has the better of one thread and a thread per core,
-as *separate devices*, one core for each phase, one thread. Runs take turns; medians over a run's
-steps, then over pairs. What is measured goes to ``OUT/rows.jsonl`` at once; with ``--resume`` what
-is there is not measured again. The last line printed is one JSON object.
+defaults otherwise. TRL generates with ``transformers``' batched ``generate``; its micro-batch is
+the fastest of a first pass, for each number of threads. On *one machine* it has the better of one
+thread and a thread per core, as *separate devices*, one core for each phase, one thread. Runs take
+turns, each pair has a seed of its own; medians over a run's steps, then over pairs.
+
+That both did the same work is checked against each of TRL's sides, and said in the last line
+(``same_work``): rewards and response lengths step by step, within four standard errors; and for the
+demo's model (``short``, ``no-signal``) something that only training moves, the log-probability of
+held-out worked sums: neither side's rises by less than half of the other's. Exit status 3 if they
+did not, or if ours came out faster than its bound; 1 if a run failed, 2 if nothing could start.
+
+What is measured goes to ``OUT/rows.jsonl`` at once; with ``--resume`` what is there of this commit
+is not measured again, with ``--keep-trl`` TRL's rows of other commits neither (then the sides did
+not take turns, which the table says). The last line printed is one JSON object.
 
 In ``benchmarks/parts/end_to_end``: ``workloads.py`` says what is trained, ``ours.py`` and
 ``trl_side.py`` train it, ``bound.py`` says what no schedule could beat, ``rows.py`` keeps what was
@@ -29,12 +38,14 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.parts.end_to_end import bound, ours, trl_side
+from benchmarks.parts.end_to_end.heldout import heldout_logprob
 from benchmarks.parts.end_to_end.report import Comparison, spans
-from benchmarks.parts.end_to_end.rows import Key, Row, Rows, Step
+from benchmarks.parts.end_to_end.revision import revision
+from benchmarks.parts.end_to_end.rows import Key, Measured, Row, Rows
 from benchmarks.parts.end_to_end.workloads import WORKLOADS, Workload, write_model
 from easyrl.runtime.machine import usable_cpus
 
-START_S = 60.0  # of a pair's processes, added up
+START_S = 85.0  # of a pair's processes, added up
 
 
 @dataclass
@@ -44,6 +55,8 @@ class Measurement:
     Attributes:
         folder: of this workload.
         overrides: of our command line.
+        revision: of the code that is measured.
+        keep_trl: whether TRL's rows of other revisions count.
     """
 
     work: Workload
@@ -53,18 +66,24 @@ class Measurement:
     cores: ours.Cores
     overrides: Sequence[str]
     with_trl: bool
+    revision: str
+    keep_trl: bool
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._prompts = self.folder / "prompts.jsonl"
         self._num_steps = self.work.num_warm_up + self.work.num_steps
-        self.work.write_prompts(self._prompts, (self._num_steps + 1) * self.work.batch_size)
+        num_prompts = max(
+            (self._num_steps + 1) * self.work.batch_size,
+            (trl_side.TUNING_STEPS + 1) * trl_side.tuning_batch(self.work),
+        )
+        self.work.write_prompts(self._prompts, num_prompts)
         self._threads = sorted({1, len(usable_cpus())}) if self.with_trl else []
         self._settings = " ".join([self.cores, *self.overrides])
 
     def compare(self, num_pairs: int) -> Comparison:
         """All pairs; the order within a pair changes."""
-        micro_batch = self._micro_batch() if self.with_trl else 0
+        micro_batches = {n: self._micro_batch(n) for n in self._threads}
         our_rows: list[Row] = []
         bounds: list[Row] = []
         trl: dict[int, list[Row]] = {n: [] for n in self._threads}
@@ -74,29 +93,42 @@ class Measurement:
                     our_rows.append(self._ours(pair))
                     bounds.append(self._bound(pair, our_rows[-1]))
                 else:
-                    trl[side].append(self._trl(pair, side, micro_batch))
-        return Comparison(self.work, our_rows, trl, bounds)
+                    trl[side].append(self._trl(pair, side, micro_batches[side]))
+        untrained = heldout_logprob(self.model) if self.work.learns else None
+        return Comparison(self.work, our_rows, trl, bounds, untrained)
 
-    def _micro_batch(self) -> int:
-        """TRL's fastest, with a thread per core."""
-        keys = {m: self._key("tuning", 0, f"micro-batch {m}") for m in self.work.micro_batches}
-        if not all(key in self.rows for key in keys.values()):
-            num_threads = self._threads[-1]
-            found = trl_side.tune(self.work, self.model, self._prompts, self.folder, num_threads)
-        train_s = {
-            m: self.rows.get(key, lambda m=m: found[m]).spans["train"]  # type: ignore[misc]
-            for m, key in keys.items()
+    def _micro_batch(self, num_threads: int) -> int:
+        """TRL's fastest with so many threads."""
+        measured: dict[int, Measured] = {}
+
+        def measure(size: int) -> Measured:
+            if not measured:  # all of them in one process
+                measured.update(
+                    trl_side.tune(self.work, self.model, self._prompts, self.folder, num_threads)
+                )
+            return measured[size]
+
+        side = f"tuning, {num_threads} thread(s)"
+        runs = {
+            size: self.rows.get(
+                self._key(side, 0, f"micro-batch {size}"),
+                lambda size=size: measure(size),  # type: ignore[misc]
+                of_any_revision=self.keep_trl,
+            ).measured
+            for size in self.work.micro_batches
         }
-        listed = ", ".join(f"{m} sequences {seconds:.2f} s" for m, seconds in train_s.items())
-        best = min(train_s, key=train_s.__getitem__)
-        print(f"  TRL's micro-batch: {best} (training a batch: {listed})", flush=True)
+        best = trl_side.fastest(runs)
+        listed = ", ".join(
+            f"{m} sequences {trl_side.train_s(run):.2f} s" for m, run in runs.items()
+        )
+        print(f"  TRL's micro-batch, {num_threads} thread(s): {best} ({listed})", flush=True)
         return best
 
     def _key(self, side: str, pair: int, settings: str) -> Key:
-        return Key(self.work.name, side, pair, self.work.num_steps, settings)
+        return Key(self.work.name, side, pair, self.work.num_steps, settings, self.revision)
 
     def _ours(self, pair: int) -> Row:
-        def measure() -> list[Step]:
+        def measure() -> Measured:
             run_dir = self._run_dir(pair)
             shutil.rmtree(run_dir, ignore_errors=True)
             steps = ours.train(
@@ -107,21 +139,26 @@ class Measurement:
                 self._num_steps,
                 self.cores,
                 self.overrides,
+                seed=pair,
             )
-            return steps[self.work.num_warm_up :]
+            trained = run_dir / ours.TRAINED_MODEL
+            heldout = heldout_logprob(trained) if self.work.learns else None
+            return Measured(steps[self.work.num_warm_up :], heldout)
 
         return _told(self.rows.get(self._key("ours", pair, self._settings), measure))
 
     def _bound(self, pair: int, run: Row) -> Row:
-        def measure() -> list[Step]:
-            return [bound.measure(self.work, self._run_dir(pair), run.steps, self.folder)]
+        def measure() -> Measured:
+            return Measured(
+                [*bound.measure(self.work, self._run_dir(pair), run.steps, self.folder)]
+            )
 
         row = self.rows.get(self._key("bound", pair, self._settings), measure)
         shutil.rmtree(self._run_dir(pair), ignore_errors=True)
         return _told(row)
 
     def _trl(self, pair: int, num_threads: int, micro_batch: int) -> Row:
-        def measure() -> list[Step]:
+        def measure() -> Measured:
             runs = trl_side.train(
                 self.work,
                 self.model,
@@ -130,11 +167,14 @@ class Measurement:
                 self._num_steps,
                 num_threads,
                 [micro_batch],
+                pair,
+                measure_heldout=self.work.learns,
             )
-            return runs[micro_batch][self.work.num_warm_up :]
+            run = runs[micro_batch]
+            return Measured(run.steps[self.work.num_warm_up :], run.heldout)
 
-        side = f"TRL, {num_threads} thread(s)"
-        return _told(self.rows.get(self._key(side, pair, f"micro-batch {micro_batch}"), measure))
+        key = self._key(f"TRL, {num_threads} thread(s)", pair, f"micro-batch {micro_batch}")
+        return _told(self.rows.get(key, measure, of_any_revision=self.keep_trl))
 
     def _run_dir(self, pair: int) -> Path:
         return self.folder / f"run-{pair}"
@@ -150,6 +190,7 @@ def main() -> int:
     try:
         if not arguments.without_trl:
             trl_side.require_trl()
+        measured = revision()
     except ValueError as error:
         print(f"end_to_end: {error}", file=sys.stderr)
         return 2
@@ -164,7 +205,7 @@ def main() -> int:
     if rows_file.exists() and not arguments.resume:
         rows_file.rename(out / f"rows-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
     rows = Rows(rows_file)
-    compared = []
+    compared: list[Comparison] = []
     for work in chosen:
         print(f"{work.name}: {work.batch_size} x {work.num_generations}", flush=True)
         measurement = Measurement(
@@ -175,6 +216,8 @@ def main() -> int:
             arguments.cores,
             arguments.overrides,
             not arguments.without_trl,
+            measured,
+            arguments.keep_trl,
         )
         try:
             comparison = measurement.compare(arguments.pairs)
@@ -182,21 +225,38 @@ def main() -> int:
             print(f"end_to_end: {error}", file=sys.stderr)
             return 1
         print(comparison.table(), flush=True)
-        compared.append(comparison.row())
-    print(json.dumps({"rows": compared}))
-    return 0
+        compared.append(comparison)
+    print(json.dumps({"rows": [comparison.row() for comparison in compared]}))
+    return exit_status(compared)
+
+
+def exit_status(compared: Sequence[Comparison]) -> int:
+    """3 if what was compared does not bear a conclusion; says which."""
+    status = 0
+    for comparison in compared:
+        if not comparison.is_same_work:
+            print(f"end_to_end: {comparison.work.name}: NOT THE SAME WORK", file=sys.stderr)
+            status = 3
+        if not comparison.is_bound_kept:
+            print(f"end_to_end: {comparison.work.name}: faster than its bound", file=sys.stderr)
+            status = 3
+    return status
 
 
 def _estimate(chosen: Sequence[Workload], num_pairs: int) -> None:
     """On a quiet machine of two cores."""
-    seconds = sum(
-        num_pairs * (START_S + work.pair_s * work.num_steps / WORKLOADS[work.name].num_steps)
-        for work in chosen
-    )
-    tuning = sum(work.tuning_s for work in chosen)
+    total = 0.0
+    for work in chosen:
+        pair_s = START_S + work.pair_s * work.num_steps / WORKLOADS[work.name].num_steps
+        seconds = num_pairs * pair_s + work.tuning_s
+        total += seconds
+        print(
+            f"{work.name}: about {seconds / 60:.0f} minutes "
+            f"({num_pairs} x {pair_s:.0f} s, choosing micro-batches {work.tuning_s:.0f} s)"
+        )
     print(
-        f"about {(seconds + tuning) / 60:.0f} minutes on two cores, and one for the demo's model "
-        "if it is not there",
+        f"all: about {total / 60:.0f} minutes on two cores, and one for the demo's model if it is "
+        "not there",
         flush=True,
     )
 
@@ -210,7 +270,12 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/end_to_end"), help="folder")
     parser.add_argument("--without-trl", action="store_true", help="only ours and its bound")
-    parser.add_argument("--resume", action="store_true", help="keep what was measured in OUT")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what this commit measured in OUT"
+    )
+    parser.add_argument(
+        "--keep-trl", action="store_true", help="with --resume: TRL's rows of other commits too"
+    )
     parser.add_argument(
         "--cores",
         choices=get_args(ours.Cores),
@@ -225,7 +290,10 @@ def _parse() -> argparse.Namespace:
         metavar="key.path=value",
         help="further settings of our run",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.keep_trl and not arguments.resume:
+        parser.error("--keep-trl: only with --resume; without, all is measured again")
+    return arguments
 
 
 if __name__ == "__main__":

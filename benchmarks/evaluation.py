@@ -1,6 +1,6 @@
 """What an evaluation beside its batch costs: time that it adds to a run, before and now.
 
-``python -m benchmarks.evaluation [--base REV] [--repeats 3] [--quick]``
+``python -m benchmarks.evaluation [--base REV] [--repeats 3] [--quick] [--shares 0 0.125 1]``
 
 Both checkouts train the same random model with the same settings, in turn; every second step is
 evaluated on held-out prompts. Generation is by an endpoint that sleeps instead of computing, as
@@ -10,6 +10,12 @@ not. A batch's time is that between the first request of it and of the next; add
 batches with an evaluation take longer than those without (medians of all repeats). The bound is
 what no schedule can beat: the evaluation alone, as the base shows it, less the inference's idle
 time in a batch without one. The last line printed is one JSON object.
+
+With ``--shares`` the endpoint is an embedded server that computes, with one thread, and lengths are
+those of a random model's end tokens. The present code alone is run, with each of these shares of
+the endpoint's places for a batch and the evaluation beside it (``easyrl.build.evaluation.SHARE``):
+0 waits until the batch is decided. ``to_decided_s`` is from a batch's first request to its last
+decided group.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.parts.overlap.endpoint import SleepingEndpoint
@@ -41,6 +47,11 @@ SECONDS_PER_TOKEN, MAX_INFLIGHT = 5e-3, 32
 NUM_PROMPTS = {"fits": 32, "exceeds": 1024}  # held out
 EVERY = 2  # steps
 RUN_TIMEOUT_S = 1800.0
+SERVED_BATCH, SERVED_PROMPTS = 16, 128  # with ``--shares``; held-out prompts
+TRAIN_WITH_SHARE = (
+    "import runpy; from easyrl.build import evaluation;"
+    " evaluation.SHARE = {share}; runpy.run_module('easyrl.train', run_name='__main__')"
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +61,15 @@ class Batches:
     evaluated: list[float]
     others: list[float]
     idle: list[float]  # of the others
+    # of the evaluated: until every group was decided
+    decided: list[float] = field(default_factory=list)
 
     def __add__(self, more: Batches) -> Batches:
         return Batches(
-            self.evaluated + more.evaluated, self.others + more.others, self.idle + more.idle
+            self.evaluated + more.evaluated,
+            self.others + more.others,
+            self.idle + more.idle,
+            self.decided + more.decided,
         )
 
     @property
@@ -64,6 +80,8 @@ class Batches:
 def main() -> int:
     arguments = _parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # endpoint and worktree go first
+    if arguments.shares:
+        return compare_shares(arguments)
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="evaluation-")))
         endpoint = opened.enter_context(SleepingEndpoint(len(build_tokenizer())))
@@ -80,6 +98,62 @@ def main() -> int:
             return 1
     print(json.dumps({"rows": rows}))
     return 0
+
+
+def compare_shares(arguments: argparse.Namespace) -> int:
+    """The present code with each share in turn, on an embedded server."""
+    num_batches = 6 if arguments.quick else 12
+    found: defaultdict[float, Batches] = defaultdict(lambda: Batches([], [], []))
+    with tempfile.TemporaryDirectory(prefix="evaluation-") as temporary:
+        folder = Path(temporary)
+        write_random_model(folder / "model", hidden_size=256, num_layers=4)
+        for repeat in range(arguments.repeats):
+            shares = arguments.shares if repeat % 2 == 0 else arguments.shares[::-1]
+            for share in shares:
+                try:
+                    found[share] += run_served(folder / f"{share:g}-{repeat}", share, num_batches)
+                except Failed as error:
+                    print(f"evaluation: {error}", file=sys.stderr)
+                    return 1
+                print(f"share {share:g}: an evaluation adds {found[share].added:.2f} s", flush=True)
+    rows = [
+        {
+            "share": share,
+            "evaluated_s": round(statistics.median(batches.evaluated), 3),
+            "others_s": round(statistics.median(batches.others), 3),
+            "added_s": round(batches.added, 3),
+            "to_decided_s": round(statistics.median(batches.decided), 3),
+        }
+        for share, batches in found.items()
+    ]
+    print(json.dumps({"rows": rows}))
+    return 0
+
+
+def run_served(run_dir: Path, share: float, num_batches: int) -> Batches:
+    """One run on an embedded server of its own. Raises ``Failed``."""
+    run_dir.mkdir()
+    side = Side(run_dir.name, ROOT, present_form, run_dir)
+    prompts = write_prompts(run_dir / "prompts.jsonl", SERVED_BATCH * num_batches, PROMPT_TOKENS)
+    held_out = write_prompts(run_dir / "held-out.jsonl", SERVED_PROMPTS, PROMPT_TOKENS, seed=1)
+    data = f"files: [{held_out}], apply_chat_template: false, max_prompt_tokens: {PROMPT_TOKENS}"
+    command = [
+        *(sys.executable, "-c", TRAIN_WITH_SHARE.format(share=share), str(CONFIG)),
+        *(f"run.output_dir={run_dir / 'run'}", f"model.path={run_dir.parent / 'model'}"),
+        *(f"data.files=[{prompts}]", f"data.max_prompt_tokens={PROMPT_TOKENS}"),
+        "inference.endpoints=[]",
+        "inference.launch={engine: embedded, options: [--num-threads=1]}",
+        *(f"trainer.batch_size={SERVED_BATCH}", f"trainer.max_steps={num_batches}"),
+        f"rollout.num_generations={NUM_GENERATIONS}",
+        "rollout.max_tokens=160",
+        f"evaluation={{data: {{{data}}}, sampling: {{max_tokens: 160}}, every_steps: {EVERY},"
+        " at_start: false, at_end: false}",
+    ]
+    log = run_dir / "trainer.log"
+    with side.process(command, log) as trainer:
+        if status := trainer.wait(RUN_TIMEOUT_S):
+            raise Failed(f"{run_dir.name}: exit status {status}\n{tail(log)}")
+    return read_batches(run_dir / "run", is_beside=True)
 
 
 def measure(
@@ -146,11 +220,9 @@ def run_once(
 
 def read_batches(run_dir: Path, *, is_beside: bool) -> Batches:
     """Of a run whose evaluations were beside the batch of their version, or before it."""
-    starts = [
-        event["t"]
-        for event in read_events(run_dir / "events-rank0.jsonl")
-        if event["event"] == "batch_dispatched"
-    ]
+    events = list(read_events(run_dir / "events-rank0.jsonl"))
+    starts = [event["t"] for event in events if event["event"] == "batch_dispatched"]
+    decided = [event["t"] for event in events if event["event"] == "batch_generated"]
     metrics = {int(m["step"]): m for m in read_metrics(run_dir / "metrics.jsonl")}
     found = Batches([], [], [])
     for step in range(1, len(starts) - 1):  # batch number ``step`` is made by the weights behind it
@@ -158,6 +230,7 @@ def read_batches(run_dir: Path, *, is_beside: bool) -> Batches:
         seconds = starts[step + 1] - starts[step]
         if evaluated % EVERY == 0:
             found.evaluated.append(seconds)
+            found.decided.append(decided[step] - starts[step])
         else:
             found.others.append(seconds)
             found.idle.append(metrics[step + 1]["time/inference_idle_s"])
@@ -170,6 +243,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--base-dir", type=Path, metavar="DIR", help="a checkout of the base")
     parser.add_argument("--cases", nargs="+", choices=NUM_PROMPTS, default=list(NUM_PROMPTS))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--shares", type=float, nargs="+", metavar="SHARE")
     parser.add_argument("--quick", action="store_true", help="fewer batches")
     return parser.parse_args()
 

@@ -4,12 +4,13 @@
 
 A producer wired by the same code as a run (pool, fetcher, reward worker, event log; the demo's
 reward) draws batches from ``easyrl serve``, whose model is random and small: prompts of 20 tokens,
-responses of 15 to 40, all of a batch in flight at once. Counted per response: the producer's
-process, which is the trainer's in a run; the fetcher; the reward worker; the server without its
-decoding. The last line printed is one JSON object.
+responses of 15 to 40. Counted per response: the producer's process, which is the trainer's in a
+run; the fetcher; the reward worker; the server without its decoding. Twice: with all of a batch in
+flight at once, so that it leaves together, and with a quarter of that (``inference.max_inflight``),
+where a sample leaves when another has made room. The last line printed is one JSON object.
 
 ``--base REV`` measures another revision, checked out beside, too: ``--pairs`` runs of each in
-turns, medians, the ratio base over now. About 20 s a run.
+turns, medians, the ratio base over now. About 40 s a run of both.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from benchmarks.parts.worktree import worktree
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = Path("benchmarks/parts/response_cost")
-EXPECTED_MS = 0.4
+EXPECTED_MS = 0.4  # with all in flight at once
+Costs = dict[str, list[dict[str, float]]]  # of each run, by side
+SHARES = (1, 4)  # of a batch that may be in flight: all, a quarter
 
 
 def main() -> None:
     arguments = _parse()
+    size = arguments.groups * arguments.samples
     load = [str(number) for number in (arguments.groups, arguments.samples, arguments.batches)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         checkouts = {"now": ROOT}
@@ -42,11 +46,16 @@ def main() -> None:
             shutil.copytree(ROOT / PARTS, base / PARTS, dirs_exist_ok=True)  # it may not have them
             checkouts["base"] = base
         model = write_random_model(Path(folder) / "model", hidden_size=64, num_layers=2)
-        costs: dict[str, list[dict[str, float]]] = {side: [] for side in checkouts}
+        costs: dict[int, Costs] = {
+            size // share: {side: [] for side in checkouts} for share in SHARES
+        }
         for number in range(arguments.pairs):
-            for side in sorted(checkouts, reverse=number % 2 == 1):
-                costs[side].append(_run_side(side, [str(model), *load], checkouts[side]))
-    print(json.dumps(_summary(costs, arguments.base)))
+            for max_inflight, of in costs.items():
+                words = [str(model), *load, str(max_inflight)]
+                for side in sorted(checkouts, reverse=number % 2 == 1):
+                    of[side].append(_run_side(side, words, checkouts[side]))
+    rows = [{"max_inflight": n} | _summary(of, arguments.base) for n, of in costs.items()]
+    print(json.dumps({"rows": rows, "expected_ms": EXPECTED_MS}))
 
 
 def _parse() -> argparse.Namespace:
@@ -64,17 +73,17 @@ def _run_side(side: str, load: list[str], checkout: Path) -> dict[str, float]:
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=checkout)
     cost: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     words = ", ".join(f"{name} {value:.3f}" for name, value in cost.items())
-    print(f"{side}: ms per response: {words}", flush=True)
+    print(f"{side}, {load[-1]} in flight: ms per response: {words}", flush=True)
     return cost
 
 
-def _summary(costs: dict[str, list[dict[str, float]]], base: str | None) -> dict[str, object]:
+def _summary(costs: Costs, base: str | None) -> dict[str, object]:
     def medians(side: str) -> dict[str, float]:
         names = costs[side][0]
         return {name: round(statistics.median(c[name] for c in costs[side]), 4) for name in names}
 
     now = medians("now")
-    summary: dict[str, object] = {"ms_per_response": now, "expected_ms": EXPECTED_MS}
+    summary: dict[str, object] = {"ms_per_response": now}
     if base is None:
         return summary
     before = medians("base")

@@ -36,10 +36,12 @@ from easyrl.inference_client.api_keys import KeyErasure
 from easyrl.inference_client.errors import (
     EndpointError,
     EndpointUnavailable,
+    JointRequestRejected,
     MalformedResponse,
     NotAnswered,
     PromptRejected,
     RequestRejected,
+    StreamsRefused,
 )
 from easyrl.inference_client.responses import GENERATE
 from easyrl.inference_client.sample_stream import (
@@ -65,15 +67,18 @@ HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
 ABORT = "/inference/v1/abort_requests"
+NO_ROUTE = (404, 405)
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
 # vLLM breaks a connection off after some errors; the next control request must not meet that
 CLOSE = {"Connection": "close"}
 IDENTITY = {"Accept-Encoding": "identity"}  # see ``answers.read_body``
 OVERLOADED = (408, 429)  # 4xx that say "later", not "never"
+PROBE_IDS = [1]  # a prompt that every model takes
 # 401, 403
 KEY_HINT = "; set inference.api_key_env, or that of its entry, to the variable that holds its key"
 # vLLM's names, which the embedded server uses too; a line per engine
 TOKEN_COUNTERS = re.compile(rb"^vllm:(?:generation|prompt)_tokens_total(?:\{[^}]*\})? (\S+)", re.M)
+PROXY_HINT = "; a proxy before the server has to pass it on"
 ROUTE_HINT = "; start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 
 
@@ -90,6 +95,7 @@ class ServedModel:
     # It has ``/inference/v1/samples``. Another one is sent a request per sample: vLLM gives sample
     # i of n the seed of the request + i, and ours are unrelated.
     streams_samples: bool = False
+    max_num_seqs: int | None = None  # sequences that it decodes at a time; vLLM does not tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,8 @@ class EndpointClient:
 
     Args:
         url: without a trailing slash.
-        timeout_s: for every route but ``generate``, which has none, and ``health``.
+        timeout_s: for every route but ``generate`` and ``samples``, which have none, ``health`` and
+            ``abort_samples``.
     """
 
     def __init__(
@@ -145,7 +152,7 @@ class EndpointClient:
         is not asked, since the latter would ignore them silently: it has refused the request.
         """
         if sampling.stop and not self._applies_stop_strings:
-            await self._require_stop_strings(token_ids)
+            await self._require_stop_strings()
             self._applies_stop_strings = True
         params = sampling.model_dump(include=set(SamplingConfig.model_fields))
         params |= {"n": n, "seed": seed, "logprobs": 0}
@@ -158,41 +165,54 @@ class EndpointClient:
     ) -> AsyncGenerator[list[tuple[int, Completion | EndpointError]]]:
         """All samples with their numbers, as they finish; those together that came together.
 
-        A sample that is refused, or nothing to train on, comes as the error that is its own.
-        Closing the iterator closes the connection, upon which the server aborts what is left. Stop
-        strings as in ``generate``. Raises ``MalformedResponse`` as ``SampleReader`` does.
+        First an empty list, when the server has taken the request: from then on ``abort_samples``
+        finds it. A sample that is refused, or nothing to train on, comes as the error that is its
+        own. Closing the iterator closes the connection, upon which the server aborts what is left.
+        Stop strings as in ``generate``. Raises ``MalformedResponse`` as ``SampleReader`` does,
+        ``JointRequestRejected`` and ``StreamsRefused``.
         """
         if asked.sampling.stop and not self._applies_stop_strings:
-            await self._require_stop_strings(asked.prompts[0][0])
+            await self._require_stop_strings()
             self._applies_stop_strings = True
         reader = SampleReader(self.url, asked, self._without_key)
         try:
             async with self._opened("POST", SAMPLES, asked.body(), None) as response:
                 if response.status != 200:
                     answer = await self._read(response, ROUTE, asked.max_bytes)
-                    raise self._refusal("POST", SAMPLES, answer)
+                    raise self._joint_refusal(answer)
+                yield []
                 encoding = self._encoding(response)
                 async for part in body_parts(response, encoding, self.url, ROUTE, asked.max_bytes):
                     for ended in reader.feed(part):
-                        yield [self._sample(one, limits) for one in ended]
+                        yield [self._sample(one, asked, limits) for one in ended]
                 reader.end()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise self._unavailable("POST", SAMPLES, error, None) from None
 
+    def _joint_refusal(self, answer: _Answer) -> EndpointError:
+        error = self._refusal("POST", SAMPLES, answer)
+        if answer.status in NO_ROUTE:
+            return StreamsRefused(self.url, error.reason)
+        if answer.status in PROMPT_AT_FAULT:
+            return JointRequestRejected(self.url, error.reason)
+        return error
+
     def _sample(
-        self, ended: Ended, limits: CompletionLimits
+        self, ended: Ended, asked: SamplesAsked, limits: CompletionLimits
     ) -> tuple[int, Completion | EndpointError]:
         if isinstance(ended, Refused):
             reason = f"{ROUTE} answered {ended.status}: {shorten(ended.message)}"
             return ended.index, self._error(SAMPLES, ended.status, reason)
         try:
-            return ended.index, ended.completion(self.url, limits)
+            num_prompt_tokens = asked.prompt_lengths[ended.index]
+            return ended.index, ended.completion(self.url, num_prompt_tokens, limits)
         except MalformedResponse as error:
             return ended.index, error
 
     async def abort_samples(self, request_ids: Sequence[str]) -> None:
         """Of a request to ``samples``: they come as aborted, if they have not come."""
-        await self._request("POST", ABORT, {"request_ids": request_ids})
+        body = {"request_ids": request_ids}
+        await self._request("POST", ABORT, body, timeout_s=HEALTH_TIMEOUT_S)
 
     async def health(self) -> None:
         await self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
@@ -206,6 +226,7 @@ class EndpointClient:
             batch_invariant=card.batch_invariant,
             arithmetic=card.arithmetic,
             streams_samples=card.streams_samples,
+            max_num_seqs=card.max_num_seqs,
         )
 
     async def weight_version(self, timeout_s: float | None = None) -> str:
@@ -283,10 +304,11 @@ class EndpointClient:
     async def abort_requests(self) -> None:
         await self._request("POST", "/abort_requests", {})
 
-    async def _require_stop_strings(self, token_ids: np.ndarray | Sequence[int]) -> None:
-        # Asking for text is the one request that a server without a tokenizer refuses.
+    async def _require_stop_strings(self) -> None:
+        # Asking for text is the one request that a server without a tokenizer refuses: of a prompt
+        # of its own, that nothing else be refused.
         params = {"max_tokens": 1}
-        body = {"token_ids": token_ids, "sampling_params": params, "output_mode": "text"}
+        body = {"token_ids": PROBE_IDS, "sampling_params": params, "output_mode": "text"}
         try:
             await self._request("POST", GENERATE, body)
         except RequestRejected as error:
@@ -330,7 +352,7 @@ class EndpointClient:
         if answer.status < 400 and answer.location is not None:
             reason = f"{method} {path} answered {said}: points to {shorten(answer.location)}"
         if answer.status == 404 and message == "Not Found":
-            reason += ROUTE_HINT
+            reason += PROXY_HINT if path == SAMPLES else ROUTE_HINT
         return self._error(path, answer.status, reason)
 
     def _error(self, path: str, status: int, reason: str) -> EndpointError:
@@ -406,6 +428,7 @@ class _ModelCard(msgspec.Struct):
     batch_invariant: bool = False
     arithmetic: Word | None = None
     streams_samples: bool = False
+    max_num_seqs: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class _Models(msgspec.Struct):

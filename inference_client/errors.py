@@ -46,6 +46,14 @@ class PromptRejected(RequestRejected):
     """A 400, 413 or 422 to a generate request: this prompt cannot be had, others may."""
 
 
+class JointRequestRejected(RequestRejected):
+    """A 400, 413 or 422 to a request for several samples: it says nothing of any one of them."""
+
+
+class StreamsRefused(RequestRejected):
+    """A 404 or 405 of the route that streams samples, which ``/v1/models`` has promised."""
+
+
 class PromptTooLong(PromptRejected):
     """The endpoints' context has no room for a single response token behind this prompt."""
 

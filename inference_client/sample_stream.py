@@ -2,15 +2,16 @@
 
 ``POST /inference/v1/samples`` asks for a sample per seed of each prompt, in JSON (``SamplesAsked``;
 samples are numbered prompt by prompt, in the order of their seeds). The answer is sent while
-samples finish: frames, each four bytes of length (little-endian) and a MessagePack list of
-``Sampled`` and ``Refused``, one of them for each sample. Used by both sides; imports nothing heavy.
+samples finish: frames (``runtime.frames``), each a MessagePack list of ``Sampled`` and ``Refused``,
+one of them for each sample. Used by both sides; imports nothing heavy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -20,13 +21,17 @@ from easyrl.config import SamplingConfig
 from easyrl.inference_client.answers import RESPONSE_BYTES, Count, Word, decode
 from easyrl.inference_client.api_keys import KeyErasure
 from easyrl.inference_client.errors import MalformedResponse
+from easyrl.runtime.frames import FrameSplitter, FrameTooLong, frame
 from easyrl.schema import Completion, VersionSpan
 
 SAMPLES = "/inference/v1/samples"
 ROUTE = f"POST {SAMPLES}"
-HEADER_BYTES = 4
 TOKEN_BYTES = 8  # its id, its log-probability
 TOKEN_IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+# A span or a refusal takes 4 or 5 bytes here and 100 as an object: bytes alone bound no memory.
+MOST_SPANS = 16  # of one sample: the weights moved so often while it was made
+MOST_IN_FRAME = 4096  # samples
+QUOTED_BYTES = 2**14  # of a frame, at most, with a key that is cut off there
 
 
 class _Span(NamedTuple):
@@ -42,14 +47,18 @@ class Sampled(msgspec.Struct, array_like=True, tag=0, gc=False):
     finish_reason: Word
     token_ids: bytes  # int32 [R]
     logprobs: bytes  # float32 [R]
-    version_spans: tuple[_Span, ...]
+    version_spans: Annotated[tuple[_Span, ...], msgspec.Meta(max_length=MOST_SPANS)]
+    num_prompt_tokens: Count  # that it was sampled behind
 
     @property
     def texts(self) -> tuple[str, ...]:
         return self.finish_reason, *(span.version for span in self.version_spans)
 
-    def completion(self, url: str, limits: CompletionLimits) -> Completion:
-        """Raises ``MalformedResponse`` if it is nothing to train on (``completion_problem``)."""
+    def completion(self, url: str, prompt_length: int, limits: CompletionLimits) -> Completion:
+        """Raises ``MalformedResponse`` if it is nothing to train on (``completion_problem``).
+
+        So is one that the server sampled behind other than ``prompt_length`` tokens.
+        """
         problem: str | None = None
         try:
             token_ids = np.frombuffer(self.token_ids, TOKEN_IDS)
@@ -66,6 +75,8 @@ class Sampled(msgspec.Struct, array_like=True, tag=0, gc=False):
                 loss_mask=np.ones(len(token_ids), dtype=bool),
             )
             problem = completion_problem(made, limits)
+        if self.num_prompt_tokens != prompt_length:
+            problem = f"num_prompt_tokens: used {self.num_prompt_tokens} of {prompt_length}"
         if problem is not None:
             raise MalformedResponse(url, f"{ROUTE}: samples[{self.index}].{problem}")
         return made
@@ -79,7 +90,7 @@ class Refused(msgspec.Struct, array_like=True, tag=1, gc=False):
 
     index: Count
     status: int
-    message: str
+    message: Word
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -89,12 +100,12 @@ class Refused(msgspec.Struct, array_like=True, tag=1, gc=False):
 Ended: TypeAlias = Sampled | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
-_DECODER: msgspec.msgpack.Decoder[list[Ended]] = msgspec.msgpack.Decoder(list[Ended])
+_Frame: TypeAlias = Annotated[list[Ended], msgspec.Meta(max_length=MOST_IN_FRAME)]
+_DECODER: msgspec.msgpack.Decoder[list[Ended]] = msgspec.msgpack.Decoder(_Frame)
 
 
 def frame_of(ended: Sequence[Ended]) -> bytes:
-    payload = _encode(ended)
-    return len(payload).to_bytes(HEADER_BYTES, "little") + payload
+    return frame(_encode(ended))
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,11 @@ class SamplesAsked:
     @property
     def num_samples(self) -> int:
         return sum(len(seeds) for _, seeds in self.prompts)
+
+    @cached_property
+    def prompt_lengths(self) -> Sequence[int]:
+        """Of each sample."""
+        return [len(token_ids) for token_ids, seeds in self.prompts for _ in seeds]
 
     @property
     def max_bytes(self) -> int:
@@ -130,40 +146,41 @@ class SampleReader:
     """Reads an answer, part by part, as it comes; nothing of it is believed.
 
     Raises ``MalformedResponse`` for what is no frame, or repeats the API key that ``without_key``
-    erases, for samples that were not asked for or come twice, and for an end before all have come.
+    erases, for samples that were not asked for or come twice, for more frames than samples, and for
+    an end before all have come.
     """
 
     def __init__(
         self, url: str, asked: SamplesAsked, without_key: KeyErasure | None = None
     ) -> None:
         self._url, self._without_key = url, without_key or KeyErasure(None)
-        self._num_samples, self._max_bytes = asked.num_samples, asked.max_bytes
+        self._num_samples = asked.num_samples
         self._waiting = set(range(self._num_samples))
-        self._buffer = bytearray()
+        self._frames = FrameSplitter(asked.max_bytes)
+        self._num_frames = 0
 
     def feed(self, part: bytes) -> Iterator[list[Ended]]:
         """The samples of each frame that is complete with ``part``.
 
         What was good before something that is not is given first.
         """
-        buffer = self._buffer
-        buffer += part
-        begin = 0
-        while (body := begin + HEADER_BYTES) <= len(buffer):
-            length = int.from_bytes(buffer[begin:body], "little")
-            if length > self._max_bytes:
-                raise self._wrong(f"a frame of {length} bytes, which nothing asked for can take")
-            if body + length > len(buffer):
-                break
-            begin = body + length
-            yield self._ended(bytes(memoryview(buffer)[body:begin]))
-        del buffer[:begin]
+        try:
+            for payload in self._frames.feed(part):
+                self._num_frames += 1
+                if self._num_frames > self._num_samples:  # some are empty, maybe without end
+                    many = f"more than {self._num_samples} frames ({len(part)} bytes at once)"
+                    raise self._wrong(f"{many}, one a sample")
+                yield self._ended(payload)
+        except FrameTooLong as error:
+            what = f"a frame of {error.num_bytes} bytes, which nothing asked for can take"
+            raise self._wrong(what) from None
 
     def _ended(self, payload: bytes) -> list[Ended]:
         try:
             ended = decode(_DECODER, payload, self._url, ROUTE, form="MessagePack")
         except MalformedResponse:
-            if self._without_key.of_bytes(payload) != payload:  # it would be quoted
+            quoted = payload[:QUOTED_BYTES]  # it takes 10 MB/s, while everybody else waits
+            if self._without_key.of_bytes(quoted) != quoted:
                 raise self._wrong("repeats the API key") from None
             raise
         for one in ended:
@@ -178,8 +195,8 @@ class SampleReader:
 
     def end(self) -> None:
         """The answer has ended."""
-        if self._buffer:
-            raise self._wrong(f"ended with {len(self._buffer)} bytes of a frame (truncated?)")
+        if num_left := self._frames.num_left:
+            raise self._wrong(f"ended with {num_left} bytes of a frame (truncated?)")
         if self._waiting:
             missing = f"{len(self._waiting)} of {self._num_samples} samples"
             raise self._wrong(f"ended without {missing} (truncated?)")

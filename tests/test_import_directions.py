@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "runtime.seeding": "",
     "runtime.numerics": "",
     "runtime.durable_files": "",
+    "runtime.frames": "",
     "runtime.loop_thread": "",
     "runtime.machine": "",
     "runtime.printable": "",
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     "runtime.startup_signals": "",
     "runtime.streams": "",
     "runtime.user_code": "schema",
-    "runtime.workers": "runtime.process_guard",
+    "runtime.workers": "runtime.frames runtime.process_guard",
     "kernels.attention": "",
     "kernels.layers": "",
     "kernels.logprobs": "",
@@ -41,9 +42,9 @@ MAY_IMPORT = {
     "dataloaders.packing": "schema",
     "rewards": "schema config runtime.user_code runtime.workers.worker_pool",
     # the endpoints
-    "inference_client": "schema config completion_check",
-    "inference_client.fetching": "schema config completion_check runtime.machine runtime.workers"
-    " inference_client.api_keys inference_client.client inference_client.errors"
+    "inference_client": "schema config completion_check runtime.frames",
+    "inference_client.fetching": "schema config completion_check runtime.frames runtime.machine"
+    " runtime.workers inference_client.api_keys inference_client.client inference_client.errors"
     " inference_client.responses inference_client.sample_stream",
     "inference_client.pool": "schema config runtime.small_files inference_client.api_keys"
     " inference_client.client inference_client.errors",
@@ -117,12 +118,13 @@ LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.replay
-    runtime.notices runtime.signals runtime.stacks runtime.stopping
+    runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
     completion_check inference_client.answers inference_client.client inference_client.responses
     inference_client.fetching.fetcher inference_client.fetching.fetcher_pool
     inference_client.fetching.fetcher_process inference_client.fetching.messages
+    inference_client.fetching.single_requests
     inference_client.fetching.streamed_requests inference_client.fetching.suspects
     inference_client.sample_stream
 """.split()

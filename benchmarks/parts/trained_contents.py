@@ -32,6 +32,9 @@ MASTER = "master"
 class ContentCheck:
     """What was found; differences are means over a response, in nats.
 
+    A group whose rewards are all equal has no gradient: the trainer does not run it, unless its
+    endpoint has no other, and so cannot know what it holds.
+
     Attributes:
         visible: the smallest mean difference of a batch's responses under the weights of the batch
             before; None with one batch. Must be far above ``TOLERANCE``, or nothing was checked.
@@ -40,8 +43,9 @@ class ContentCheck:
     num_batches: int
     num_responses: int
     num_tokens: int
-    wrong_groups: tuple[str, ...]  # which, and by how much
-    largest: float
+    wrong_groups: tuple[str, ...]  # with a gradient; which, and by how much
+    wrong_without_gradient: tuple[str, ...]
+    largest: float  # of all others
     visible: float | None
 
     @property
@@ -57,7 +61,8 @@ def check_trained_contents(run_dir: Path, model: Path) -> ContentCheck:
     """
     run = RecordedRun(run_dir)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    wrong, differences, visible = [], [0.0], []
+    wrong: dict[bool, list[str]] = {False: [], True: []}  # by whether rewards are all equal
+    differences, visible = [0.0], []
     num_responses = num_tokens = 0
     for v in range(run.num_batches):
         keys = frozenset(g.key for g in run.batch(v).groups if g.outcome == "trained")
@@ -68,19 +73,22 @@ def check_trained_contents(run_dir: Path, model: Path) -> ContentCheck:
             step = run.batch(v - 1).step
             put_weights(policy, read_masters(run_dir / f"checkpoints/step-{step}"))
         differing = {key: group_difference(policy, group) for key, group in groups.items()}
-        wrong += [
-            f"batch {v}, prompt {key[1]} of epoch {key[0]}: {difference:.3g} nats"
-            for key, difference in sorted(differing.items())
-            if not difference <= TOLERANCE
-        ]
-        differences += differing.values()
+        for key, difference in sorted(differing.items()):
+            if difference <= TOLERANCE:
+                differences.append(difference)
+                continue
+            is_flat = len(set(groups[key].rewards.tolist())) == 1
+            wrong[is_flat].append(
+                f"batch {v}, prompt {key[1]} of epoch {key[0]}: {difference:.3g} nats"
+            )
         num_responses += sum(len(group.completions) for group in groups.values())
         num_tokens += sum(len(c.token_ids) for group in groups.values() for c in group.completions)
     return ContentCheck(
         run.num_batches,
         num_responses,
         num_tokens,
-        tuple(wrong),
+        tuple(wrong[False]),
+        tuple(wrong[True]),
         max(differences),
         min(visible, default=None),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from easyrl.build.recipe import group_functions
 from easyrl.config import Config
 from easyrl.config.trainer import no_look_ahead
@@ -36,6 +38,7 @@ def build_accumulator(
     synchronous: bool,
     agreement_limit: float | None = None,
     cores: SharedCores | None = None,
+    on_trained: Callable[[float, int], object] = lambda seconds, num_groups: None,
 ) -> Accumulator:
     """What is left to the caller is who listens, whether all groups are waited for, and judged."""
     return Accumulator(
@@ -49,6 +52,7 @@ def build_accumulator(
         rows_per_drain=rows_per_drain(config),
         synchronous=synchronous,
         agreement_limit=agreement_limit,
+        on_trained=on_trained,
         look_ahead=looks_ahead(config, engine),
         # Which of them is run depends on the endpoint that answered, and decides the last bits.
         skip_without_signal=not is_strict(config),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from easyrl.build.data import TrainingData
-from easyrl.build.inference import Inference
+from easyrl.build.inference import LAST, Inference
 from easyrl.build.run import OpenRun
 from easyrl.inference_client.pool.idle_room import IdleRoom
 from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.metrics.event_log import ignore
 from easyrl.trainer.evaluation import ScheduledEvaluation
+
+# Of the endpoints' places, those that a batch and the evaluation beside it may take together until
+# all of its groups are decided: its tail. Elsewhere each further sequence would slow it down, or
+# come before a replacement in a server's own queue (docs/benchmarks.md).
+SHARE = 1 / 8
 
 
 def schedule_evaluation(
@@ -23,7 +28,12 @@ def schedule_evaluation(
     if run.config.evaluation is None:
         return None
     num_generations = run.config.rollout.num_generations
-    room = IdleRoom(inference.pool.capacity, lambda: num_generations * rollouts.num_undecided)
+    pool = inference.pool
+    room = IdleRoom(
+        lambda: SHARE * pool.capacity(in_batch=True),
+        lambda: num_generations * rollouts.num_undecided,
+        lambda: pool.is_wanted(before=LAST),
+    )
     evaluator = inference.evaluator(
         run.config.evaluation,
         data.held_out,
@@ -33,6 +43,12 @@ def schedule_evaluation(
         room,
     )
     evaluation = ScheduledEvaluation(evaluator, max(from_step, 0))
-    rollouts.on_decision = room.look
+
+    def look() -> None:
+        if rollouts.num_undecided == 0:
+            pool.limits.lift()
+        room.look()
+
+    rollouts.on_decision = look
     rollouts.on_doubt = evaluation.withdraw
     return evaluation

@@ -6,11 +6,18 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from easyrl.build.accumulation import is_interruption
 from easyrl.build.servers import StartedServers
 from easyrl.completion_check import Vocabulary
-from easyrl.config import Config, ConfigError, EvaluationConfig, SamplingConfig
+from easyrl.config import (
+    Config,
+    ConfigError,
+    EvaluationConfig,
+    InferenceConfig,
+    SamplingConfig,
+)
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
@@ -20,9 +27,12 @@ from easyrl.inference_client.errors import (
     PromptTooLong,
 )
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
+from easyrl.inference_client.pool.adaptive_limit import Choice
+from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths
 from easyrl.inference_client.pool.idle_room import IdleRoom
+from easyrl.inference_client.pool.inflight_limits import MOST
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
@@ -35,7 +45,7 @@ from easyrl.runtime.workers.worker_pool import WorkerPool
 from easyrl.schema import Completion, Prompt
 from easyrl.trainer.evaluation import Evaluator
 
-LAST = sys.maxsize  # priority of groups that any other goes before
+LAST = sys.maxsize  # priority of groups that all of training go before
 
 
 @dataclass
@@ -72,7 +82,8 @@ class Inference:
     ) -> Evaluator:
         """Evaluates on ``prompts`` with the same rewards; its events are not the run's own.
 
-        ``room``: in which its requests stay; default: wherever there is any.
+        ``room``: in which its requests stay, and its scores behind all others; default: nobody else
+        is there.
         """
         return Evaluator(
             config=evaluation,
@@ -104,8 +115,9 @@ class Inference:
             prompt: Prompt, version: str | None, priority: int
         ) -> AsyncIterator[Sample]:
             async with AsyncExitStack() as held:
+                leave = None
                 if room is not None:
-                    await held.enter_async_context(room.places(num_generations))
+                    leave = await held.enter_async_context(room.places(num_generations))
                 place = await held.enter_async_context(
                     self.pool.group(
                         len(prompt.token_ids),
@@ -114,6 +126,7 @@ class Inference:
                         num_samples=num_generations,
                         priority=priority if room is None else LAST,
                         sampling=sampling,
+                        is_of_batch=room is None,
                     )
                 )
 
@@ -121,6 +134,8 @@ class Inference:
                     seed = sample_seed(config.run.seed, prompt.epoch, prompt.index, number)
                     made = await self.pool.generate(prompt.token_ids, sampling, seed, place)
                     lengths.saw(prompt.index, len(made.token_ids))
+                    if leave is not None:
+                        leave()
                     return made
 
                 yield sample
@@ -128,7 +143,13 @@ class Inference:
         return RolloutGenerator(
             self.thread,
             begin_group,
-            Scorer(config.rewards, config.scoring, self.workers, truncated_reward=truncated_reward),
+            Scorer(
+                config.rewards,
+                config.scoring,
+                self.workers,
+                truncated_reward=truncated_reward,
+                last=room is not None,
+            ),
             num_generations=num_generations,
             queue_size=config.rollout.queue_size,
             excluded_by={PromptTooLong: "too_long", PromptRejected: "refused"},
@@ -185,7 +206,7 @@ def open_inference(
     thread.run(fetchers.start())
     opened.callback(lambda: thread.run(fetchers.close()))
     pool = EndpointPool(
-        config.inference,
+        inference_settings(config),
         fetchers,
         streamed=fetchers.streamed,
         urls=servers.urls,
@@ -193,6 +214,7 @@ def open_inference(
         num_shares=num_shares,
         update_timeout_s=config.weight_sync.timeout_s,
     )
+    pool.limits.on_choice = partial(_record_choice, record)
     thread.run(pool.start())
     opened.callback(lambda: thread.run(pool.close()))
     try:
@@ -208,3 +230,15 @@ def open_inference(
             "inference.startup_timeout_s for servers that take longer)"
         ) from error
     return Inference(config, thread, workers, fetchers, pool, api_keys, record)
+
+
+def inference_settings(config: Config) -> InferenceConfig:
+    """Those of the pool: in strict mode nothing of them follows what is measured."""
+    settings = config.inference
+    if settings.max_inflight == "auto" and is_strict(config):
+        return settings.model_copy(update={"max_inflight": MOST})
+    return settings
+
+
+def _record_choice(record: Record, endpoint: Endpoint, choice: Choice) -> None:
+    record("max_inflight_chosen", endpoint=endpoint.url, max_inflight=choice.max_inflight)

@@ -79,6 +79,7 @@ def build_parts(
         certificate,
         rollouts,
         endpoints.weight_sync,
+        endpoints.inference.pool,
         reporter,
         evaluation,
         cores,

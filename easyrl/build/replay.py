@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from easyrl.build.accumulation import build_accumulator, rows_per_drain
@@ -35,6 +35,7 @@ class Replayed:
     metrics: dict[str, float]  # of the last batch
     weights: dict[int, str]  # digests by closed batches: before ``first`` ... behind ``last``
     ranks: Ranks
+    metrics_of: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
     in_prompt_order: frozenset[int] = frozenset()  # batches not trained in the run's order
 
 
@@ -78,14 +79,14 @@ class NoLedger:
     check = close_batch = save = save_if_due = end = _pass
 
 
-class LastMetrics:
-    """A ``Tracker`` that keeps the last batch's metrics."""
+class KeptMetrics:
+    """A ``Tracker`` that keeps the metrics of all steps."""
 
     def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
+        self.of_steps: dict[int, dict[str, float]] = {}
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.metrics = metrics
+        self.of_steps[step] = metrics
 
     def note(self, name: str, text: str) -> None:
         pass
@@ -118,7 +119,7 @@ def replay_batch(
         max_tokens = rows_per_drain(config) * config.trainer.max_tokens_per_micro_batch
         rollouts = RecordedRollouts(run, v, num_updates, max_tokens, engine.ranks)
         weights = HashedWeights(engine, collectives, on_weights)
-        last_metrics = LastMetrics()
+        kept = KeptMetrics()
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)
         trainer = Trainer(
@@ -128,7 +129,7 @@ def replay_batch(
             ),
             weight_sync=weights,
             ledger=NoLedger(),
-            reporter=StepReporter(lambda: 0.0, engine.ranks.world_size, trackers=[last_metrics]),
+            reporter=StepReporter(lambda: 0.0, engine.ranks.world_size, trackers=[kept]),
             first_version=PolicyVersion(run.run.run, 0, 0),
             groups_per_update=run.run.batch_size // num_updates,
             updates_per_batch=num_updates,
@@ -140,9 +141,10 @@ def replay_batch(
         first=first,
         last=v,
         from_step=from_step,
-        metrics=last_metrics.metrics,
+        metrics=kept.of_steps[max(kept.of_steps)] if kept.of_steps else {},
         weights=weights.digests,
         ranks=engine.ranks,
+        metrics_of=kept.of_steps,
         in_prompt_order=frozenset(rollouts.in_prompt_order),
     )
 

@@ -63,7 +63,11 @@ def _open_trackers(
     """
     run, from_step = config.run, progress.reported_step
     trackers: list[Tracker] = [
-        JsonlTracker(output / METRICS_FILE, from_step, unevaluated=progress.unevaluated)
+        JsonlTracker(
+            output / METRICS_FILE,
+            from_step,
+            unevaluated=progress.unevaluated and config.evaluation is not None,
+        )
     ]
 
     def add(name: str, open_tracker: Callable[[], Tracker]) -> None:

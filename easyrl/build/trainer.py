@@ -7,6 +7,7 @@ from easyrl.build.checkpoints import KeptState
 from easyrl.build.run import OpenRun
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.base import TrainEngine
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.ledger.ledger import Ledger
@@ -26,6 +27,7 @@ def build_trainer(
     certificate: Certificate | None,
     rollouts: JournalledRollouts,
     weight_sync: WeightSync,
+    pool: EndpointPool,
     reporter: StepReporter,
     evaluation: Evaluation | None,
     cores: SharedCores,
@@ -44,6 +46,7 @@ def build_trainer(
             synchronous=config.run.mode == "sync",
             agreement_limit=agreement_limit(config),
             cores=cores,
+            on_trained=pool.limits.trained,
         ),
         weight_sync=weight_sync,
         ledger=Ledger(

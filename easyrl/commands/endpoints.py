@@ -28,6 +28,7 @@ from easyrl.inference_client.pool.endpoint_list import (
 endpoints_commands = typer.Typer(
     help="The inference endpoints of a run, while it goes on.", no_args_is_help=True
 )
+UNBROKEN = 10_000  # columns
 RunDir = Annotated[Path, typer.Argument(help="the run's run.output_dir", metavar="RUN_DIR")]
 Url = Annotated[str, typer.Argument(help="base URL, such as http://host:8000", metavar="URL")]
 
@@ -94,13 +95,15 @@ def list_command(run_dir: RunDir) -> None:
     with _refusals():
         wanted, state = _wanted(run_dir), _state(run_dir)
     seen = {} if state is None else {endpoint.url: endpoint for endpoint in state.endpoints}
-    table = Table(title=f"{run_dir}: {_describe_run(state)}", title_justify="left")
-    for name in ("endpoint", "state", "confirmed version"):
+    table = Table()
+    table.add_column("endpoint", no_wrap=True)  # to be copied
+    for name in ("state", "confirmed version"):
         table.add_column(name, overflow="fold")
     for name in ("in flight", "served", "failures"):
         table.add_column(name, justify="right")
     for url in dict.fromkeys([*wanted.added, *seen]):
         table.add_row(url, *_row(seen.get(url), is_wanted=url in wanted.added))
+    _print(f"{run_dir}: {_describe_run(state)}")
     _print(table)
 
 
@@ -116,7 +119,8 @@ def _refusals() -> Iterator[None]:
 
 def _print(shown: str | Table) -> None:
     # what is shown are names: a bracket or a colon in them is no markup
-    Console(soft_wrap=not sys.stdout.isatty(), markup=False, emoji=False).print(shown)
+    width = None if sys.stdout.isatty() else UNBROKEN  # another program reads a line per endpoint
+    Console(width=width, markup=False, emoji=False).print(shown)
 
 
 def _row(endpoint: EndpointState | None, *, is_wanted: bool) -> tuple[str, ...]:

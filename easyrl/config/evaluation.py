@@ -14,8 +14,8 @@ from easyrl.config.rollout import SamplingConfig
 class EvaluationConfig(Section):
     """Evaluation on held-out prompts: pass@k and avg@k.
 
-    A version is evaluated where the batch that it generates leaves endpoints idle; the push of the
-    next weights waits for it. Figures come later than the metrics of their step.
+    A version is evaluated where the batch that it generates leaves endpoints idle; the optimizer
+    step that ends the batch waits for it. Figures come later than the metrics of their step.
     """
 
     data: DatasetConfig

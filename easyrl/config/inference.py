@@ -84,7 +84,8 @@ class InferenceConfig(Section):
     launch: LaunchConfig | None = None  # servers of our own, beside or instead of them
     api_key_env: str | None = None  # name of the environment variable that holds the bearer token
     # of all endpoints that name none of their own
-    max_inflight: PositiveInt = 256  # requests at a time per endpoint
+    # requests at a time per endpoint; auto: what finishes batches soonest, as measured, 256 at most
+    max_inflight: PositiveInt | Literal["auto"] = "auto"
     dispatch: Literal["shortest_first", "prompt_order"] = "shortest_first"  # which groups go first
     num_fetchers: PositiveInt = 1  # processes that talk to the endpoints and decode responses
     max_retries: NonNegativeInt = 10  # per request, each on another endpoint where there is one

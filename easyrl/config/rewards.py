@@ -10,7 +10,11 @@ from easyrl.config.base import FilePath, Section
 
 
 class RewardConfig(Section):
-    """One reward: a built-in by ``name`` or a user's ``function`` in ``file``."""
+    """One reward: a built-in by ``name`` or a user's ``function`` in ``file``.
+
+    A call may run twice, and one result is dropped: short calls are sent to a worker several at a
+    time, and those behind one that takes long are given to another worker as well.
+    """
 
     name: Literal["exact", "math", "format"] | None = None
     file: FilePath | None = None

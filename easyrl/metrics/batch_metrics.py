@@ -35,6 +35,10 @@ class BatchTotals:
     look_ahead_s: float = 0.0
     train_s: float = 0.0
     num_ranks: int = 1
+    # Of this attempt's groups, in seconds of its rank's clock: when the first request was sent, and
+    # when the group was complete. After ``merge`` the latter counts from the rank's first request.
+    dispatched_s: list[float] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)
     groups: list[GroupOutcome] = field(default_factory=list)  # trained, unless the step is skipped
     interruption: Exception | None = None  # why this rank's groups have ended early
 
@@ -43,6 +47,9 @@ class BatchTotals:
         self.groups.append(GroupOutcome.of(group, recovered=recovered))
         if recovered:
             self.metrics.add(MetricSums({"groups_recovered": 1.0}))
+        else:
+            self.dispatched_s.append(group.dispatched_s)
+            self.arrived_s.append(group.completed_s)
         rewards = group.rewards.astype(np.float64)
         lengths = np.array([len(c.token_ids) for c in group.completions])
         sums = {
@@ -67,12 +74,15 @@ class BatchTotals:
         for name in (*COUNTS, *SECONDS):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first_group_wait_s = first_group_wait_s
+        self.arrived_s += other.arrived_s
         self.metrics.add(other.metrics)
 
     def merge(self, collectives: Collectives) -> BatchTotals:
         """The totals of all ranks. Collective."""
+        first_s = min(self.dispatched_s, default=0.0)
         rows = collectives.all_gather(
             {
+                "arrived_s": [arrived_s - first_s for arrived_s in self.arrived_s],
                 "numbers": {name: getattr(self, name) for name in (*COUNTS, *SECONDS)},
                 # NaN has no JSON form; a string survives
                 "sums": {name: repr(value) for name, value in self.metrics.sums.items()},
@@ -90,6 +100,7 @@ class BatchTotals:
         for name in SECONDS:
             setattr(merged, name, sum(row["numbers"][name] for row in rows) / len(rows))
         for rank, row in enumerate(rows):
+            merged.arrived_s += row["arrived_s"]
             sums, maxima = (
                 {name: float(value) for name, value in row[kind].items()}
                 for kind in ("sums", "maxima")
@@ -123,8 +134,10 @@ def batch_metrics(updates: Sequence[Update], groups: Sequence[GroupOutcome]) -> 
     """The metrics of a closed batch; seconds end in ``_s`` and are means over ranks.
 
     With several updates: tokens and seconds are sums, ``loss``, ``grad_norm`` and ``policy/*``
-    means over the updates, and each update's own are under ``update<i>/``. The comparison with the
-    inference server is the first update's. ``groups`` are all that the batch has drawn.
+    means over the updates, and each update's own are under ``update<i>/``. The times of arrival
+    (``time/…_group_s``) are of all groups, each after the first request of its rank's update. The
+    comparison with the inference server is the first update's. ``groups`` are all that the batch
+    has drawn.
     """
     rows = [_update_metrics(update) for update in updates]
     outcomes = Counter(group.outcome for group in groups)
@@ -183,6 +196,7 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "batch/denominator": totals.denominator,
         "time/wait_s": totals.wait_s,
         "time/first_group_wait_s": totals.first_group_wait_s,
+        **_arrivals(totals.arrived_s),
         "time/look_ahead_s": totals.look_ahead_s,
         "time/train_s": totals.train_s,
         "time/optimizer_s": update.optimizer_s,
@@ -201,6 +215,17 @@ def _update_metrics(update: Update) -> dict[str, float]:
         metrics |= {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
     metrics["step_skipped"] = update.skipped
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _arrivals(arrived_s: Sequence[float]) -> dict[str, float]:
+    """When groups were complete, after the first request of their rank's update."""
+    if not arrived_s:  # an earlier attempt's, all of them
+        return {}
+    return {
+        "time/first_group_s": min(arrived_s),
+        "time/median_group_s": float(np.median(arrived_s)),
+        "time/last_group_s": max(arrived_s),
+    }
 
 
 def _ratio(numerator: float, denominator: float) -> float:

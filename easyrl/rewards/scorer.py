@@ -39,6 +39,7 @@ class Scorer:
     workers: WorkerPool
     _: KW_ONLY
     truncated_reward: float | None = None  # of a response cut off at its longest; None: as scored
+    last: bool = False  # the workers score for others first
     num_failed: Counter[str] = field(default_factory=Counter)  # calls, by reward
 
     async def score_sample(self, prompt: Prompt, completion: Completion) -> SampleScores:
@@ -94,6 +95,7 @@ class Scorer:
                     token_ids,
                     timeout_s=reward.timeout_s,
                     kind=index,
+                    last=self.last,
                 )
             except (RewardFunctionError, WorkerTimeout, WorkerDied) as error:
                 self.num_failed[reward.label] += 1

@@ -101,6 +101,9 @@ class Accumulator:
     # micro-batches' worth of ready groups that are packed together: fuller rows, of more even cost
     rows_per_drain: int = 1
     look_ahead: bool = False  # the frozen models run ahead while no group is complete
+    # Told, where training begins before the last group is there, how many seconds of an update were
+    # spent on training how many groups of this rank's.
+    on_trained: Callable[[float, int], object] = lambda seconds, num_groups: None
     # of each endpoint's mean |Δ log-prob|, nats (metrics/logprob_agreement.py); None: not judged
     agreement_limit: float | None = None
     skip_without_signal: bool = True  # groups whose gradient is exactly zero are not run, but one
@@ -147,6 +150,8 @@ class Accumulator:
         totals.train_s = timer.total_s()
         totals.wait_s = groups.wait_s
         totals.first_group_wait_s = groups.first_group_wait_s or 0.0  # a rank may have no prompt
+        if not self.synchronous and self.functions.scope == "group":
+            self.on_trained(totals.train_s, len(totals.groups))
         return totals
 
     def judge(self, seen: Sequence[EndpointAgreement]) -> None:

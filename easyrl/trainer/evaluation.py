@@ -45,7 +45,9 @@ class ScheduledEvaluation:
         config = self._evaluator.config
         wanted = self._due.passes(step) or again
         wanted |= (step == 0 and config.at_start) or (is_last and config.at_end)
-        self._running = self._evaluator.begin(str(version)) if wanted else None
+        self._running = self._evaluator.prepare(str(version)) if wanted else None
+        if self._running is not None:
+            self._running.start()  # from here on endpoints may be doubted
         return self._running
 
     def withdraw(self, endpoint: str, proof: int) -> None:
@@ -82,12 +84,13 @@ class Evaluator:
     max_excluded: float = 1.0  # data.max_excluded, of all prompts together
 
     def evaluate(self, version: str | None) -> dict[str, float]:
-        """As ``begin``, to its end. Collective."""
-        with closing(self.begin(version)) as running:
+        """``eval/*``, by what the endpoints serve. Collective."""
+        with closing(self.prepare(version)) as running:
+            running.start()
             return running.finish()
 
-    def begin(self, version: str | None) -> RunningEvaluation:
-        """Starts the generation of this rank's prompts and returns at once."""
+    def prepare(self, version: str | None) -> RunningEvaluation:
+        """An evaluation of this rank's prompts that is not started yet."""
         ranks = self.collectives.ranks
         return RunningEvaluation(self, self.prompts[ranks.rank :: ranks.world_size], version)
 
@@ -149,7 +152,12 @@ class RunningEvaluation:
         self._prompts = {prompt.index: prompt for prompt in prompts}
         self._version = version
         self._withdrawn = queue.SimpleQueue[tuple[str, int]]()  # endpoints and good proofs
-        self._groups = evaluator.rollouts.produce(prompts, version)
+        self._judged: dict[int, Judged] = {}  # by prompt
+        self._groups: Groups | None = None
+
+    def start(self) -> None:
+        """Starts the generation of all prompts and returns at once."""
+        self._generate(list(self._prompts.values()))
 
     def withdraw(self, endpoint: str, proof: int) -> None:
         """What ``endpoint`` has made since its proof number ``proof`` is generated again.
@@ -161,41 +169,63 @@ class RunningEvaluation:
     def finish(self) -> dict[str, float]:
         """``eval/avg@k`` (also ``eval/accuracy``) and ``eval/pass@k``, all ranks. Collective.
 
-        A prompt that nobody can answer counts as not solved, and in ``eval/excluded``. Raises on
-        all ranks what keeps one of them from going on: an outage, ``StopRequested``; and
+        A prompt that nobody can answer counts as not solved, and in ``eval/excluded``. What any
+        rank was told to withdraw is generated again before; called once more, what was since.
+        Raises on all ranks what keeps one of them from going on: an outage, ``StopRequested``; and
         ``TooManyExcluded``.
         """
-        judged: dict[int, Judged] = {}
-        interruption: Exception | None = None
+        while True:
+            self._evaluator.collectives.end_together(self._receive())
+            doubts = self._share_doubts()
+            if not doubts:
+                return self._evaluator.metrics(self._judged)
+            self._generate([self._prompts[index] for index in self._in_doubt(doubts)])
+
+    def close(self) -> None:
+        """Gives up what is not finished. Safe to call twice."""
+        if self._groups is not None:
+            self._groups.close()
+
+    def _generate(self, prompts: Sequence[Prompt]) -> None:
+        self._groups = self._evaluator.rollouts.produce(prompts, self._version)
+
+    def _receive(self) -> Exception | None:
+        """Judges every group that is under way; what interrupts that."""
+        assert self._groups is not None, "not started"
         try:
-            self._receive(judged)
-            while again := self._in_doubt(judged):
-                prompts = [self._prompts[index] for index in again]
-                self._groups = self._evaluator.rollouts.produce(prompts, self._version)
-                self._receive(judged)
+            with self._evaluator.stop.wakes(self._groups.interrupt):
+                for group in self._groups:
+                    self._judged[group.prompt.index] = self._evaluator.judge(group)
         except Exception as error:
             self.close()
             if not self._evaluator.is_interruption(error):
                 raise
-            interruption = error
-        self._evaluator.collectives.end_together(interruption)
-        return self._evaluator.metrics(judged)
+            return error
+        return None
 
-    def close(self) -> None:
-        """Gives up what is not finished. Safe to call twice."""
-        self._groups.close()
+    def _share_doubts(self) -> list[tuple[str, int]]:
+        """Endpoint and good proof of what any rank was told to withdraw. Collective.
 
-    def _receive(self, judged: dict[int, Judged]) -> None:
-        with self._evaluator.stop.wakes(self._groups.interrupt):
-            for group in self._groups:
-                judged[group.prompt.index] = self._evaluator.judge(group)
-
-    def _in_doubt(self, judged: Mapping[int, Judged]) -> list[int]:
-        """Prompts with a response that was withdrawn since this was last asked."""
-        found: set[int] = set()
+        Another rank's numbers of proofs are its own: here all that the endpoint made is in doubt.
+        """
+        mine: list[tuple[str, int]] = []
         while not self._withdrawn.empty():
-            endpoint, proof = self._withdrawn.get()
-            for index, each in judged.items():
-                if any(url == endpoint and number >= proof for url, number in each.made_by):
-                    found.add(index)
-        return sorted(found)
+            mine.append(self._withdrawn.get())
+        collectives = self._evaluator.collectives
+        return [
+            (endpoint, proof if rank == collectives.ranks.rank else 0)
+            for rank, told in enumerate(collectives.all_gather(mine))
+            for endpoint, proof in told
+        ]
+
+    def _in_doubt(self, doubts: Sequence[tuple[str, int]]) -> list[int]:
+        """Prompts with a response that one of ``doubts`` is of."""
+        return sorted(
+            index
+            for index, each in self._judged.items()
+            if any(
+                url == endpoint and number >= proof
+                for url, number in each.made_by
+                for endpoint, proof in doubts
+            )
+        )

@@ -6,8 +6,8 @@ Within one batch generation and training overlap; between batches the weights mo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
@@ -56,6 +56,18 @@ class OtherWeights(RuntimeError):
     """A resumed run has other weights than those that were saved."""
 
 
+@dataclass(frozen=True)
+class TrainedBatch:
+    """A batch whose optimizer steps are taken and which does not count yet."""
+
+    batch: OpenBatch
+    served: ServedWeights
+    updates: Sequence[Update]
+    refused: Sequence[GroupOutcome]  # of all ranks
+    figures: Mapping[str, float]  # of the evaluation beside it; empty without one
+    seconds: float  # from its first request to its last optimizer step
+
+
 @dataclass
 class Trainer:
     """Drains the producer's queue, micro-batch by micro-batch, into optimizer steps."""
@@ -81,8 +93,7 @@ class Trainer:
         self._collectives = self.accumulator.collectives
         self._record = self.accumulator.record
         self._open_updates = 0  # optimizer steps of the open batch
-        # What is left to do of a batch whose steps are taken before it counts. Collective.
-        self._closing: Callable[[], None] | None = None
+        self._trained: TrainedBatch | None = None
 
     @property
     def version(self) -> PolicyVersion:
@@ -126,28 +137,26 @@ class Trainer:
 
         The first requests of the batch go out before what the batch before has left to say and to
         save; an evaluation that is due is generated where the batch leaves endpoints idle. The
-        steps do not wait for it, the push of new weights does.
+        optimizer step that ends the batch waits for it.
         """
         progress = self.progress
-        with ExitStack() as running:
-            with ExitStack() as on_error:
-                batch = self.rollouts.begin(published.served, progress.position, progress.excluded)
-                on_error.callback(batch.close)
-                evaluation = self._begin_evaluation(is_last=False)
-                if evaluation is not None:
-                    running.callback(evaluation.close)
-                self._report(published)
-                self.ledger.save_if_due(progress)
-                on_error.pop_all()
-            start = time.monotonic()
-            metrics = self.train_batch(published.served, batch)
-            metrics["time/step_s"] = train_s = time.monotonic() - start
+        start = time.monotonic()
+        batch = self.rollouts.begin(published.served, progress.position, progress.excluded)
+        with ExitStack() as on_error:
+            on_error.callback(batch.close)
+            evaluation = self._begin_evaluation(is_last=False)
             if evaluation is not None:
-                self._report_evaluation(evaluation)
-            start = time.monotonic()
-            published = self._publish()
-            metrics["time/step_s"] = train_s + time.monotonic() - start
-            return published
+                on_error.callback(evaluation.close)
+            self._report(published)
+            self.ledger.save_if_due(progress)
+            on_error.pop_all()
+        with closing(evaluation) if evaluation is not None else nullcontext():
+            self._trained = self._train(published.served, batch, evaluation)
+        try:
+            return self._publish()
+        finally:
+            if progress.unreported:  # it counts: also where the run ends here and saves
+                progress.unreported["time/step_s"] = time.monotonic() - start
 
     def _end(self, published: Published) -> None:
         """The last version's evaluation has the endpoints for itself."""
@@ -168,14 +177,16 @@ class Trainer:
         has_steps = self.max_steps is None or next_step <= self.max_steps
         return has_steps and self.rollouts.has_more(self.progress.position)
 
-    def train_batch(self, served: ServedWeights, batch: OpenBatch) -> dict[str, float]:
-        """``batch`` to its last optimizer step; its metrics. Collective.
+    def _train(
+        self, served: ServedWeights, batch: OpenBatch, evaluation: RunningEvaluation | None
+    ) -> TrainedBatch:
+        """``batch`` to its last optimizer step, which waits for ``evaluation``. Collective.
 
-        It begins again where groups of it are withdrawn. Once ``_close_batch`` is called it counts.
+        It begins again where groups of it are withdrawn.
         """
         while True:
             try:
-                return self._train_batch(served, batch)
+                return self._train_batch(served, batch, evaluation)
             except BatchWithdrawn as error:
                 self._record("batch_withdrawn", version=str(served.version), problem=str(error))
                 self.rollouts.share_withdrawals()
@@ -184,11 +195,14 @@ class Trainer:
             progress = self.progress
             batch = self.rollouts.begin(served, progress.position, progress.excluded)
 
-    def _train_batch(self, served: ServedWeights, batch: OpenBatch) -> dict[str, float]:
+    def _train_batch(
+        self, served: ServedWeights, batch: OpenBatch, evaluation: RunningEvaluation | None
+    ) -> TrainedBatch:
         """Generation and training overlap."""
         start = time.monotonic()
         updates: list[Update] = []
         refused: list[GroupOutcome] | None = None  # of all ranks, once the batch is whole
+        figures: dict[str, float] = {}
         with ExitStack() as on_error:
             on_error.callback(batch.close)
             self._engine.begin_batch()
@@ -198,32 +212,50 @@ class Trainer:
                 if totals.groups:
                     updates.append(Update(totals))
                     is_last = number == self.updates_per_batch or is_short
+                    if is_last:
+                        figures = self._finish(evaluation)
                     refused = self._check(batch, updates, served, whole=is_last)
                     self._step(updates[-1])
-            self._raise_if_withdrawn(batch)
             if refused is None:  # the last update was empty
+                figures = self._finish(evaluation if updates else None)
                 refused = self._refused(batch)
+            self._raise_if_withdrawn(batch)
             if not updates:
                 raise self._nothing_accepted(refused)
             on_error.pop_all()
-        metrics: dict[str, float] = {"time/batch_s": time.monotonic() - start}
+        return TrainedBatch(batch, served, updates, refused, figures, time.monotonic() - start)
 
-        def close() -> None:
-            account = self._account(batch, updates, served, refused)
-            metrics.update(batch_metrics(updates, account.groups))
-            metrics.update(self._certify(account, updates))
-            metrics["time/journal_s"] += sum(groups.load_s for groups in batch.updates)
-            self.progress.unreported = metrics  # goes into a checkpoint if the run ends here
-            self._count(account, updates)
+    def _finish(self, evaluation: RunningEvaluation | None) -> dict[str, float]:
+        """Waits for the rest of the evaluation beside the batch; its figures. Collective.
 
-        self._closing = close
-        return metrics
+        Behind the step a stop could save nothing: the weights that are evaluated are gone then.
+        """
+        if evaluation is None:
+            return {}
+        self._record("evaluation_wait", version=str(self.version))
+        start = time.monotonic()
+        try:
+            figures = evaluation.finish()
+        except Exception:
+            self._engine.discard_gradients()
+            raise
+        return figures | {"time/evaluation_wait_s": time.monotonic() - start}
 
-    def _close_batch(self) -> None:
-        """The batch whose steps are taken is written down, and counts. Collective."""
-        close, self._closing = self._closing, None
-        if close is not None:
-            close()
+    def _count_trained(self) -> None:
+        """Writes the trained batch down, which counts then; nothing without one. Collective."""
+        trained, self._trained = self._trained, None
+        if trained is None:
+            return
+        progress, updates = self.progress, trained.updates
+        account = self._account(trained.batch, updates, trained.served, trained.refused)
+        metrics = {"time/batch_s": trained.seconds} | batch_metrics(updates, account.groups)
+        metrics |= self._certify(account, updates)
+        metrics["time/journal_s"] += sum(groups.load_s for groups in trained.batch.updates)
+        if trained.figures:  # of the version that the batch was made by
+            self.reporter.report_evaluation(progress.step, dict(trained.figures))
+            progress.unevaluated = False
+        progress.unreported = metrics  # goes into a checkpoint if the run ends here
+        self._count(account, updates)
 
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
@@ -378,17 +410,17 @@ class Trainer:
         return f"step {self.progress.step} is saved"
 
     def _publish(self) -> Published:
-        """Moves the weights to every endpoint, and closes their batch meanwhile."""
+        """Moves the weights to every endpoint; meanwhile the batch that made them is counted."""
         version = self.version
-        if self._closing is not None:
+        if self._trained is not None:
             version = version._replace(v=version.v + 1)
         self._record("sync_start", version=str(version))
         try:
-            published = self.weight_sync.publish(version, self._close_batch)
+            published = self.weight_sync.publish(version, self._count_trained)
         except Exception as error:
             # Before the weights are on their way: all ranks raise what is an interruption.
             if self.accumulator.is_interruption(error):
-                self._close_batch()
+                self._count_trained()
             raise
         self._record("sync_end", version=str(version))
         digest = published.served.digest
@@ -416,18 +448,13 @@ class Trainer:
         """That of the published version, if it is due or an attempt before has not finished it."""
         progress = self.progress
         is_reported = progress.reported_step == progress.step
-        if self.evaluation is None or (is_reported and not progress.unevaluated):
+        if self.evaluation is None:
+            progress.unevaluated = False  # an attempt before had one
+            return None
+        if is_reported and not progress.unevaluated:
             return None
         evaluation = self.evaluation.begin(
             progress.step, self.version, is_last=is_last, again=progress.unevaluated
         )
         progress.unevaluated = evaluation is not None
         return evaluation
-
-    def _report_evaluation(self, evaluation: RunningEvaluation) -> None:
-        """Waits for the rest of it; its figures go out under the step whose weights it is of."""
-        start = time.monotonic()
-        figures = evaluation.finish()
-        figures["time/evaluation_wait_s"] = time.monotonic() - start
-        self.reporter.report_evaluation(self.progress.step, figures)
-        self.progress.unevaluated = False

@@ -72,14 +72,15 @@ class Publisher(Protocol):
     def publish(
         self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
     ) -> Published:
-        """Calls ``meanwhile`` once, on every rank, when the weights are on their way."""
+        """Calls ``meanwhile`` on every rank when the weights are on their way, and again if they
+        have to be written again."""
 
 
 class RunningEvaluation(Protocol):
     """Held-out prompts that the endpoints answer in the background. Collective."""
 
     def finish(self) -> dict[str, float]:
-        """Waits for the rest of them; the metrics."""
+        """Waits for the rest of them; the metrics. Called again: of what was withdrawn since."""
 
     def close(self) -> None:
         """Gives up what is not finished. Safe to call twice."""

@@ -78,9 +78,11 @@ class ConfirmedEndpoints:
         self._settled.set()
 
     async def end(self) -> None:
-        """Nothing is served any more."""
+        """Nothing is served any more, and no endpoint stays paused, as far as they answer."""
         await self.withdraw()
         self._settled.set()
+        if self.reconciler is not None:
+            await self.reconciler.end()
 
     async def repair(self, endpoint: Endpoint) -> None:
         """Brings an endpoint that was down, or is new, to the target; waits while the weights move.
@@ -124,7 +126,9 @@ class ConfirmedEndpoints:
                 version = await endpoint.client.weight_version(ANSWER_TIMEOUT_S)
                 if version == target.version:
                     shown = Shown()
-                    await self.prover.prove(endpoint, target, version, expect, shown)
+                    await self.prover.prove_bits(endpoint, target, version, shown)
+                    if expect is not None:
+                        await self.prover.compare_samples(endpoint, version, expect, shown)
                     return shown
             except EndpointError as error:
                 version = error.reason

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -167,7 +167,6 @@ class Prover:
     tolerance: float
     reads_bits: bool
     probe_shifts: dict[str, float] = field(default_factory=dict)
-    on_sampling: Callable[[], object] = lambda: None  # told when a canary is about to be sampled
     _warned: set[str] = field(default_factory=set, init=False)  # URLs
 
     @property
@@ -178,27 +177,14 @@ class Prover:
     def __post_init__(self) -> None:
         self._layouts: dict[str, list[SliceOf]] = {}  # by URL, of its last good proof
 
-    async def prove(
-        self,
-        endpoint: Endpoint,
-        weights: Target,
-        stamp: str,
-        expect: Expect | None,
-        shown: Shown,
+    async def prove_bits(
+        self, endpoint: Endpoint, weights: Target, stamp: str, shown: Shown
     ) -> None:
-        """Version, checksums and, if ``expect`` can tell what it should show, the canary.
+        """Version and checksums; nothing is generated.
 
         What it shows goes into ``shown``, seconds are added. Raises ``ProofFailed``,
         ``OtherVersionShown``, ``EndpointError`` without an answer.
         """
-        await self.prove_bits(endpoint, weights, stamp, shown)
-        if expect is not None:
-            await self.compare_samples(endpoint, stamp, expect, shown)
-
-    async def prove_bits(
-        self, endpoint: Endpoint, weights: Target, stamp: str, shown: Shown
-    ) -> None:
-        """Version and checksums: as ``prove``, and nothing is generated."""
         start_s = time.monotonic()
         layout = self._layouts.get(endpoint.url, ())
         bits = await prove_weights(
@@ -212,7 +198,10 @@ class Prover:
     async def compare_samples(
         self, endpoint: Endpoint, stamp: str, expect: Expect, shown: Shown
     ) -> None:
-        """The canary: as ``prove``, of an endpoint that generates."""
+        """The canary, of an endpoint that generates; ``expect`` tells what it should show.
+
+        Into ``shown``, and raises, as ``prove_bits``.
+        """
         start_s = time.monotonic()
         shown.samples = await self.sample(endpoint, stamp)
         shown.canary_s += time.monotonic() - start_s
@@ -243,7 +232,6 @@ class Prover:
 
     async def sample(self, endpoint: Endpoint, stamp: str) -> list[Completion]:
         """The canary's samples. Raises ``OtherVersionShown`` if not all tokens carry ``stamp``."""
-        self.on_sampling()
         samples = await self.canary.sample(endpoint.url)
         stamped = {span.version for sample in samples for span in sample.version_spans}
         if stamped != {stamp}:  # made by other weights: it may have restarted

@@ -142,18 +142,19 @@ class WeightSync:
     ) -> Published:
         """Brings ``version`` to the endpoints that are up and confirms it. Collective.
 
-        ``meanwhile`` is called on every rank once the weights are written, while endpoints load and
-        prove them; again if they are written again, and not if another error comes before than
-        that of a late proof.
+        ``meanwhile`` is called on every rank while endpoints load and prove the weights: each time
+        these are written, which damage on rank 0's host may bring about again. Not before they
+        are, so not where an error comes first.
+
         Those that are down are brought to it when they return; what is damaged on rank 0's host is
         written again. Raises ``NoEndpointServes`` naming each endpoint and what it showed,
         ``Outage`` when none was up for ``max_outage_s`` or none had passed when ``MOST_WRITES``
         copies were damaged, ``StopRequested`` while it waited for one, ``InterruptedRun`` if a
-        proof has failed too late to withdraw anything of the closed batch; each on all ranks.
+        proof has failed too late to withdraw anything of the batch before; each on all ranks.
         """
         start_s = time.monotonic()
         self._withdraw()
-        self._refuse_late_doubts(version, meanwhile)
+        self._refuse_late_doubts(version)
         self._num_damaged, probe_s = 0, 0.0
         while True:
             probe_s += self._learn_probe(version)
@@ -333,15 +334,16 @@ class WeightSync:
         While they make samples, it is asked about those of the version before: seeds are the
         same and a step is small, so that most often the new weights give the same tokens.
         """
-        foreseen: Mapping[str, Expected] = {}
+        foreseen: Expected | None = None
         foresees = bool(self._foreseen)
         if canary and foresees and fan_out is not None:
             foresees = self.thread.run(fan_out.sampling())
         if canary and self.collectives.broadcast(foresees):
-            foreseen = self._ask_trainer({"": self._foreseen} if fan_out is not None else {})
+            mine = {"": self._foreseen} if fan_out is not None else {}
+            foreseen = next(iter(self._ask_trainer(mine).values()), None)
         while True:
             samples = {} if fan_out is None else self.thread.run(fan_out.questions())
-            known = {url: e for url, s in samples.items() for e in foreseen.values() if e.is_of(s)}
+            known = {url: foreseen for url, s in samples.items() if foreseen and foreseen.is_of(s)}
             asked = {url: s for url, s in samples.items() if url not in known}
             if fan_out is not None and known and not asked:
                 self.thread.run(fan_out.answer(known))
@@ -373,19 +375,18 @@ class WeightSync:
         excluded = {e.url: e.excluded for e in self.pool.endpoints if e.excluded is not None}
         self._exclude(self.collectives.broadcast(excluded))
 
-    def _refuse_late_doubts(self, version: PolicyVersion, certify: Callable[[], object]) -> None:
-        """The batch that is closed must not have responses of an endpoint that failed since.
+    def _refuse_late_doubts(self, version: PolicyVersion) -> None:
+        """The batch that was trained must not have responses of an endpoint that failed since.
 
-        No proof of it can fail any more. It is in no checkpoint yet, and the journal has what was
-        withdrawn: a resumed run makes it again. Raises ``InterruptedRun``. Collective.
+        No proof of it can fail any more. It is in no checkpoint and not certified, and the journal
+        has what was withdrawn: a resumed run makes it again. Raises ``InterruptedRun``. Collective.
         """
         told = self.collectives.all_gather(list(self.confirmed.end_batch().items()))
         if doubts := [f"{url} (since its proof number {n})" for rank in told for url, n in rank]:
-            certify()
             raise InterruptedRun(
-                f"batch {version.v - 1} was trained and certified when an endpoint that had made "
-                f"responses for it failed its proof: {', '.join(doubts)}; no checkpoint is written "
-                "of it: go on with --resume, which makes it again"
+                f"batch {version.v - 1} was trained when an endpoint that had made responses for "
+                f"it failed its proof: {', '.join(doubts)}; it is neither certified nor in a "
+                "checkpoint: go on with --resume, which makes it again"
             )
 
     def _exclude(self, problems: Mapping[str, str]) -> None:

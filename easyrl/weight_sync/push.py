@@ -63,6 +63,12 @@ class WeightPusher:
         self._broadcaster = broadcaster
         self._proof_follows = proof_follows
         self._given: defaultdict[str, Given] = defaultdict(Given)  # by URL
+        self._paused: dict[str, Endpoint] = {}  # by URL: have all weights, and do not generate
+
+    @property
+    def paused(self) -> list[Endpoint]:
+        """Those that were pushed to and neither resumed nor let go since."""
+        return list(self._paused.values())
 
     async def has_restarted(self, endpoint: Endpoint) -> bool:
         """Whether it shows another stamp than it was given, or is new. Raises ``EndpointError``."""
@@ -99,6 +105,7 @@ class WeightPusher:
                 await client.update_weights({"artifact": weights.name, "chunks": described})
             await client.finish_weight_update(weights.unproven_stamp)
             self._given[endpoint.url].artifact = weights.name
+            self._paused[endpoint.url] = endpoint
         except BaseException:
             self._given[endpoint.url].announced = False  # it may have restarted
             await _give_up(endpoint)
@@ -116,6 +123,7 @@ class WeightPusher:
             await self._broadcaster.send(endpoints, starts, stamp, tee)
             for endpoint in endpoints:
                 self._given[endpoint.url].artifact = weights.name
+                self._paused[endpoint.url] = endpoint
         except BaseException:
             for endpoint in endpoints:
                 self._given[endpoint.url].announced = False
@@ -137,14 +145,22 @@ class WeightPusher:
                 raise EndpointError(endpoint.url, "did not reset its prefix cache: blocks in use")
             await asyncio.sleep(pause_s)
         await endpoint.client.resume()
+        self._paused.pop(endpoint.url, None)
 
     async def let_go(self, endpoint: Endpoint) -> None:
-        """Has one that failed go on, under a stamp that no request asks for.
+        """Has one that is given up go on, under a stamp that no request asks for.
 
-        Requests that other processes have sent it end then, and go elsewhere.
+        Requests that other processes have sent it end then, and go elsewhere. Does nothing unless
+        it is ``paused``, and takes ``GIVING_UP_S`` at most.
         """
-        with contextlib.suppress(EndpointError):
-            await _insist(endpoint, "resuming it", endpoint.client.resume)
+        if endpoint.url not in self._paused:
+            return
+        try:
+            async with asyncio.timeout(GIVING_UP_S):
+                await _insist(endpoint, "resuming it", endpoint.client.resume)
+            self._paused.pop(endpoint.url, None)
+        except (EndpointError, TimeoutError) as error:
+            logger.error("%s: stays paused for now: %r", endpoint.url, error)
 
     async def stamp(self, endpoint: Endpoint, version: str, *, checks_start: bool) -> None:
         """Has ``endpoint`` serve what it was given, and has proved, under ``version``.

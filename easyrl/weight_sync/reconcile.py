@@ -84,21 +84,46 @@ class Reconciler:
         )
         self.pool.set_aside(endpoint, EndpointUnavailable(endpoint.url, reason))
 
-    async def reconcile(self, endpoint: Endpoint, weights: Target, expect: Expect | None) -> Shown:
+    async def reconcile(
+        self,
+        endpoint: Endpoint,
+        weights: Target,
+        expect: Expect | None,
+        on_sampling: Callable[[], object] = lambda: None,
+    ) -> Shown:
         """Has ``endpoint`` serve ``weights``, proved, under their version.
 
+        ``on_sampling`` is told when it has proved their bits and makes the canary's samples.
         Consumes: their chunks. Waits for: an earlier call for this endpoint to give up, the
         endpoint, what ``expect`` waits for. Is unblocked by: answers, the pool finding it down, a
         cancellation. Raises ``EndpointUnavailable`` if it is gone, ``DamagedCopy``, ``ProofFailed``
         when it failed for good; then, and after a cancellation, it serves under no version that
-        requests ask for, unless it still serves the one before, untouched.
+        requests ask for, unless it still serves the one before, untouched. It goes on under that;
+        paused stays one that does not answer, and with a ``DamagedCopy`` while that is being
+        published, until the next push, or ``end``.
         """
         start_s = time.monotonic()
-        shown = await while_up(endpoint, self._until_proved(endpoint, weights, expect))
+        bringing = self._until_proved(endpoint, weights, expect, on_sampling)
+        shown = await while_up(endpoint, bringing)
         in_time = time.monotonic() - start_s < self.timeout_s
         if in_time and self._num_late[endpoint.url] < MOST_LATE:
             self._late.discard(endpoint.url)
         return shown
+
+    async def end(self) -> None:
+        """No endpoint that was pushed to stays paused, as far as it answers.
+
+        Waits for what was cancelled before to give up.
+        """
+
+        async def given_up(lock: asyncio.Lock) -> None:
+            async with lock:
+                pass
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2 * GIVING_UP_S):
+                await asyncio.gather(*map(given_up, self._locks.values()))
+                await asyncio.gather(*map(self.pusher.let_go, self.pusher.paused))
 
     async def broadcast(
         self, endpoints: Sequence[Endpoint], weights: Target, tee: TensorTee
@@ -135,45 +160,64 @@ class Reconciler:
         return len(ready)
 
     async def _until_proved(
-        self, endpoint: Endpoint, weights: Target, expect: Expect | None
+        self,
+        endpoint: Endpoint,
+        weights: Target,
+        expect: Expect | None,
+        on_sampling: Callable[[], object],
     ) -> Shown:
         async with self._locks[endpoint.url]:
-            shown = Shown()
-            pushes_left, waited_s = PUSH_ATTEMPTS, 0.0
-            while True:
-                try:
-                    stamp = await self.pusher.stamp_of(endpoint, weights)
-                    if stamp is None:
-                        pushes_left -= 1
-                        await self._show_probe(endpoint, shown)
-                        await self.pusher.push(endpoint, weights)
-                        stamp = weights.unproven_stamp
-                    await self.prover.prove_bits(endpoint, weights, stamp, shown)
-                    if stamp != weights.version:
-                        await self.pusher.resume(endpoint)
-                    if expect is not None:
-                        await self.prover.compare_samples(endpoint, stamp, expect, shown)
-                    if stamp != weights.version:
-                        await self.pusher.stamp(
-                            endpoint, weights.version, checks_start=self.prover.reads_bits
-                        )
-                    return shown
-                except EndpointError as error:
-                    if isinstance(error, EndpointUnavailable) and not await still_answers(endpoint):
-                        raise
-                    logger.warning("weight sync: %s", error)
-                    await self._quarantine(endpoint, weights, error)
-                    if isinstance(error, NotAnswered):
-                        waited_s += error.waited_s
-                    damage = await self._damage(weights)
-                    if damage is None and pushes_left and waited_s < self.timeout_s:
-                        continue
-                    # What other ranks have sent it must end. After a failure, and in mid-batch, it
-                    # was announced to anew: whatever was pushed then was hashed on arrival.
-                    if weights.is_published or not pushes_left:
-                        await self.pusher.let_go(endpoint)
-                    if damage is not None:
-                        raise DamagedCopy(endpoint.url, damage) from error
+            try:
+                return await self._push_and_prove(endpoint, weights, expect, on_sampling)
+            except EndpointUnavailable as error:
+                # It does not answer, or its weights are written again at once: the next push.
+                if isinstance(error, DamagedCopy) and weights.is_published:
+                    await self.pusher.let_go(endpoint)
+                raise
+            except BaseException:  # what other ranks have sent it must end
+                await self.pusher.let_go(endpoint)
+                raise
+
+    async def _push_and_prove(
+        self,
+        endpoint: Endpoint,
+        weights: Target,
+        expect: Expect | None,
+        on_sampling: Callable[[], object],
+    ) -> Shown:
+        """As ``reconcile``, but leaves an endpoint paused that fails between push and resume."""
+        shown = Shown()
+        pushes_left, waited_s = PUSH_ATTEMPTS, 0.0
+        while True:
+            try:
+                stamp = await self.pusher.stamp_of(endpoint, weights)
+                if stamp is None:
+                    pushes_left -= 1
+                    await self._show_probe(endpoint, shown)
+                    await self.pusher.push(endpoint, weights)
+                    stamp = weights.unproven_stamp
+                await self.prover.prove_bits(endpoint, weights, stamp, shown)
+                if stamp != weights.version:
+                    await self.pusher.resume(endpoint)
+                if expect is not None:
+                    on_sampling()
+                    await self.prover.compare_samples(endpoint, stamp, expect, shown)
+                if stamp != weights.version:
+                    await self.pusher.stamp(
+                        endpoint, weights.version, checks_start=self.prover.reads_bits
+                    )
+                return shown
+            except EndpointError as error:
+                if isinstance(error, EndpointUnavailable) and not await still_answers(endpoint):
+                    raise
+                logger.warning("weight sync: %s", error)
+                await self._quarantine(endpoint, weights, error)
+                if isinstance(error, NotAnswered):
+                    waited_s += error.waited_s
+                damage = await self._damage(weights)
+                if damage is not None:
+                    raise DamagedCopy(endpoint.url, damage) from error
+                if not pushes_left or waited_s >= self.timeout_s:
                     raise ProofFailed(endpoint.url, error.reason) from error
 
     async def _damage(self, weights: Target) -> str | None:
@@ -241,7 +285,6 @@ class FanOut:
         self._questions: dict[str, tuple[Sequence[Completion], asyncio.Future[Expected]]] = {}
         self._changed = asyncio.Event()  # a question has come, or a coroutine has ended
         self._is_sampling = False  # an endpoint has proved its bits
-        self.reconciler.prover.on_sampling = self._sampling
 
     async def run(self) -> dict[str, Shown | EndpointError]:
         """What became of each, by URL. Raises what is no ``EndpointError``.
@@ -302,7 +345,7 @@ class FanOut:
     async def _bring(self, endpoint: Endpoint) -> Shown | EndpointError:
         try:
             expect = self._ask if self.canary else None
-            shown = await self.reconciler.reconcile(endpoint, self.target, expect)
+            shown = await self.reconciler.reconcile(endpoint, self.target, expect, self._sampling)
             self._num_passed += 1
             return shown
         except EndpointError as error:

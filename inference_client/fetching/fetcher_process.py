@@ -6,6 +6,8 @@ import asyncio
 import functools
 import pickle
 import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import aiohttp
 import msgspec
@@ -28,11 +30,15 @@ from easyrl.inference_client.fetching.messages import (
     decode_orders,
     encode,
 )
+from easyrl.inference_client.fetching.single_requests import SingleRequests
 from easyrl.inference_client.fetching.streamed_requests import StreamedRequests
 from easyrl.inference_client.responses import parse_generate_response
+from easyrl.runtime.frames import FrameSplitter, frame
 from easyrl.runtime.machine import allow_open_files, limit_memory
-from easyrl.runtime.workers.child_process import Failure, FrameSplitter, frame
+from easyrl.runtime.workers.child_process import Failure
 from easyrl.schema import Completion
+
+ClientOf: TypeAlias = Callable[[str, str | None], EndpointClient]  # url, API key
 
 ENTRY = f"{__name__}:fetcher_main"
 ORDERS_BYTES = 2**16  # read at once
@@ -50,6 +56,7 @@ def local_fetch(
     session: aiohttp.ClientSession,
     vocabulary: Vocabulary = ANY_INT32,
     api_keys: ApiKeys | None = None,
+    client_of: ClientOf | None = None,
 ) -> Fetch:
     """A ``Fetch`` in this loop: what each fetcher runs, and tests.
 
@@ -59,16 +66,21 @@ def local_fetch(
     Cancelling closes the connection, upon which the server aborts the request.
     """
     keys = api_keys or ApiKeys()
-    client = functools.cache(lambda url, key: EndpointClient(url, session, api_key=key))
+    client_of = client_of or _clients(session)
 
     async def fetch(
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
-        body = await client(url, keys.of(url)).generate(prompt_token_ids, sampling, seed)
+        body = await client_of(url, keys.of(url)).generate(prompt_token_ids, sampling, seed)
         limits = limits_of(sampling, vocabulary, told_length=True)
         return parse_generate_response(body, url, len(prompt_token_ids), limits, n=1)[0]
 
     return fetch
+
+
+def _clients(session: aiohttp.ClientSession) -> ClientOf:
+    """One for each endpoint and key."""
+    return functools.cache(lambda url, key: EndpointClient(url, session, api_key=key))
 
 
 def fetcher_main(connection: socket.socket) -> None:
@@ -85,12 +97,13 @@ async def _serve(connection: socket.socket) -> None:
         connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=READ_BUFFER_BYTES
     ) as session:
         frames, api_keys, fetcher = FrameSplitter(), ApiKeys(), None
+        client_of = _clients(session)
         while data := await reader.read(ORDERS_BYTES):
             for payload in frames.feed(data):
                 if fetcher is None:
                     settings = msgspec.msgpack.decode(payload, type=Settings)
-                    fetch = local_fetch(session, settings.vocabulary, api_keys)
-                    fetcher = _Fetcher(fetch, api_keys, writer, session, settings.vocabulary)
+                    fetch = local_fetch(session, settings.vocabulary, api_keys, client_of)
+                    fetcher = _Fetcher(fetch, api_keys, writer, client_of, settings.vocabulary)
                     continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)
@@ -104,17 +117,17 @@ class _Fetcher:
         fetch: Fetch,
         api_keys: ApiKeys,
         writer: asyncio.StreamWriter,
-        session: aiohttp.ClientSession,
+        client_of: ClientOf,
         vocabulary: Vocabulary,
     ) -> None:
-        self._fetch = fetch
-        self._api_keys = api_keys
         self._writer = writer
         self._loop = asyncio.get_running_loop()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        client = functools.cache(lambda url, key: EndpointClient(url, session, api_key=key))
+        self._single = SingleRequests(fetch, api_keys, self._answered)
         self._streamed = StreamedRequests(
-            lambda order: client(order.url, order.api_key), vocabulary, self._answered
+            lambda order: client_of(order.url, order.api_key),
+            vocabulary,
+            self._answered,
+            self._single.add,
         )
         self._outbox: list[Reply] = []
         self._delivery: asyncio.TimerHandle | None = None
@@ -130,29 +143,16 @@ class _Fetcher:
     def obey(self, order: Order) -> None:
         if isinstance(order, Cancel):
             self._streamed.cancel(order.number)
-            if (task := self._tasks.get(order.number)) is not None:
-                task.cancel()
+            self._single.cancel(order.number)
         elif order.is_streamed:
             self._streamed.add(order)
         else:
-            self._tasks[order.number] = self._loop.create_task(self._respond(order))
+            self._single.add(order)
 
-    async def _respond(self, order: Send) -> None:
-        start_s = self._loop.time()
-        try:
-            prompt = np.frombuffer(order.prompt, np.int32)
-            sampling = SamplingConfig.model_validate_json(order.sampling)
-            self._api_keys.learn(order.url, order.api_key)
-            result: Completion | Exception
-            result = await self._fetch(order.url, prompt, sampling, order.seed)
-        except Exception as error:
-            result = error
-        finally:
-            del self._tasks[order.number]
-        self._answered(order, result, start_s)
-
-    def _answered(self, order: Send, result: Completion | Exception, start_s: float) -> None:
-        self._outbox.append(_reply(order, result))
+    def _answered(
+        self, orders: Sequence[Send], result: Completion | Exception, start_s: float
+    ) -> None:
+        self._outbox += _replies(orders, result)
         now_s = self._loop.time()
         due_s = now_s + min(DELIVERY_DELAY * (now_s - start_s), MAX_DELIVERY_DELAY_S)
         if self._delivery is None or due_s < self._delivery.when():
@@ -166,13 +166,18 @@ class _Fetcher:
         self._send(outbox)
 
 
-def _reply(order: Send, result: Completion | Exception) -> Reply:
+def _replies(orders: Sequence[Send], result: Completion | Exception) -> Iterator[Reply]:
+    """One to each."""
     if isinstance(result, Completion):
-        return Fetched.of(order.number, result)
+        for order in orders:
+            yield Fetched.of(order.number, result)
+        return
     if isinstance(result, MemoryError):
         reason = "its answer did not fit into the fetcher's memory"
-        result = EndpointUnavailable(order.url, reason)
+        result = EndpointUnavailable(orders[0].url, reason)
     try:
         raise result  # with a traceback, if it has none
     except Exception as error:
-        return Failed(order.number, pickle.dumps(Failure.of(error), 5))
+        failure = pickle.dumps(Failure.of(error), 5)  # once: it may have ended hundreds
+    for order in orders:
+        yield Failed(order.number, failure)

@@ -115,6 +115,10 @@ class Dispatcher:
         self._give_turns_soon()
         self.look_for_outage()
 
+    def is_wanted(self, before: int) -> bool:
+        """Whether a place is waited for with a priority smaller than ``before``."""
+        return any(line.first_key()[0][0] < before for line in self._lines.values() if line)
+
     def waiting_needs(self) -> list[Need]:
         return [need for need, line in self._lines.items() if line]
 
@@ -241,25 +245,30 @@ class Dispatcher:
         return min((e for e in others if e.has_free_room), key=_load, default=None)
 
     def _fill(self, endpoint: Endpoint) -> None:
-        """Gives the free places of ``endpoint`` to those who wait."""
-        for need, line in self._lines.items():
-            while line and endpoint.has_room and endpoint.serves(need):
-                is_only = not any(
-                    other is not endpoint and other.serves(need) for other in self.endpoints
-                )
-                waiting = line.next_for(endpoint, is_only=is_only)
-                if waiting is None and not line.num_groups and endpoint.has_free_room:
-                    waiting = line.steal()
-                if waiting is None:
-                    if endpoint.has_free_room:
-                        self._give_turns_soon()
-                    break
-                group = waiting.group
-                if group.endpoint is not None and not group.endpoint.serves(need):
-                    group.leave()
-                group.settle(endpoint)
-                endpoint.begin(group.sample_tokens)
-                waiting.place.set_result(endpoint)
+        """Gives the free places of ``endpoint`` to those who wait, whatever line they are in."""
+        lines = {n: line for n, line in self._lines.items() if line and endpoint.serves(n)}
+        while lines and endpoint.has_room:
+            need = min(lines, key=lambda n: lines[n].first_key()) if len(lines) > 1 else [*lines][0]
+            if not self._give_place(endpoint, need, lines[need]):
+                del lines[need]
+
+    def _give_place(self, endpoint: Endpoint, need: Need, line: WaitingLine) -> bool:
+        """A free place of ``endpoint`` to a sample of ``line``; False if none may have it."""
+        is_only = not any(other is not endpoint and other.serves(need) for other in self.endpoints)
+        waiting = line.next_for(endpoint, is_only=is_only)
+        if waiting is None and not line.num_groups and endpoint.has_free_room:
+            waiting = line.steal()
+        if waiting is None:
+            if line and endpoint.has_free_room:
+                self._give_turns_soon()
+            return False
+        group = waiting.group
+        if group.endpoint is not None and not group.endpoint.serves(need):
+            group.leave()
+        group.settle(endpoint)
+        endpoint.begin(group.sample_tokens)
+        waiting.place.set_result(endpoint)
+        return True
 
     def _give_turns_soon(self) -> None:
         if not self._turns_are_due:
@@ -268,21 +277,28 @@ class Dispatcher:
 
     def _give_turns(self) -> None:
         self._turns_are_due = False
-        for need, line in self._lines.items():
-            while line.num_groups:
-                usable = [endpoint for endpoint in self.endpoints if endpoint.serves(need)]
-                ready = [endpoint for endpoint in usable if endpoint.has_free_room]
-                if not ready:
-                    break
-                few = line.num_groups < sum(endpoint.is_idle for endpoint in ready)
-                waiting = line.next_group()
-                if waiting is None:
-                    break  # all were cancelled
-                if few:
-                    waiting.group.spread = True
-                else:
-                    waiting.group.reserve(min(ready, key=_load))
-                waiting.place.set_result(None)
+        lines = {need: line for need, line in self._lines.items() if line.num_groups}
+        while lines:
+            need = min(lines, key=lambda n: lines[n].first_group_key())
+            if not self._give_turn(need, lines[need]):
+                del lines[need]
+
+    def _give_turn(self, need: Need, line: WaitingLine) -> bool:
+        """To the first group of ``line``; False if there is none, or no room for it."""
+        usable = [endpoint for endpoint in self.endpoints if endpoint.serves(need)]
+        ready = [endpoint for endpoint in usable if endpoint.has_free_room]
+        if not ready:
+            return False
+        few = line.num_groups < sum(endpoint.is_idle for endpoint in ready)
+        waiting = line.next_group()
+        if waiting is None:
+            return False  # all were cancelled
+        if few:
+            waiting.group.spread = True
+        else:
+            waiting.group.reserve(min(ready, key=_load))
+        waiting.place.set_result(None)
+        return True
 
 
 def _load(endpoint: Endpoint) -> tuple[int, int]:

@@ -44,6 +44,8 @@ class Endpoint:
         self.refused: EndpointError | None = None  # it answers, and will not serve us
         # It is down for refusing the canary prompt with these: it returns by serving it.
         self.owes_canary: SamplingConfig | None = None
+        # It says that it streams samples, and has refused to, whatever they were: not asked again.
+        self.refuses_streams = False
         self.num_false_refusals = 0  # of prompts that another served, since the weights moved last
         self.lost_confirmation: str | None = None  # why it has to prove its weights again
         self.repairing = False
@@ -88,6 +90,10 @@ class Endpoint:
 
     def usable(self, version: str | None) -> bool:
         return self.is_up and (version is None or self.confirmed_version == version)
+
+    @property
+    def streams_samples(self) -> bool:
+        return self.served is not None and self.served.streams_samples and not self.refuses_streams
 
     @property
     def is_in_use(self) -> bool:

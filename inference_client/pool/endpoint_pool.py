@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -25,14 +26,18 @@ from easyrl.inference_client.errors import (
     PromptRejected,
     PromptTooLong,
     RequestRejected,
+    StreamsRefused,
     WrongVersion,
 )
+from easyrl.inference_client.pool.decode_speed import TimedResponse
 from easyrl.inference_client.pool.dispatch import NeedChanged
 from easyrl.inference_client.pool.endpoint import Endpoint, Need
 from easyrl.inference_client.pool.endpoint_list import EndpointState
 from easyrl.inference_client.pool.fleet import Fleet
 from easyrl.inference_client.pool.group_assignment import GroupAssignment
 from easyrl.schema import Completion, other_run
+
+log = logging.getLogger(__name__)
 
 NUM_REFUSALS = 2  # of endpoints that serve the canary prompt: it stands
 MAX_FALSE_REFUSALS = 3  # of prompts that another endpoint served, with the same weights
@@ -88,17 +93,21 @@ class EndpointPool(Fleet):
         num_samples: int,
         priority: int = 0,
         sampling: SamplingConfig | None = None,
+        is_of_batch: bool = True,
     ) -> AsyncIterator[GroupAssignment]:
         """The turn of a group: its samples are to be asked for inside, with this place.
 
         Waits for room at an endpoint, lower ``priority`` first (the update of the batch that trains
         it), then shorter groups (``inference.dispatch``); with ``sampling`` at one whose context
-        has room for the samples. Raises ``NoEndpointError``, ``PromptTooLong``.
+        has room for the samples. With ``is_of_batch`` the batch's limits of requests in flight hold
+        from now on. Raises ``NoEndpointError``, ``PromptTooLong``.
         """
+        if is_of_batch:
+            self.limits.hold()
         first = expected_tokens if self._config.dispatch == "shortest_first" else 0.0
         rank = (priority, first, next(self._orders))
         tokens = num_prompt_tokens + int(expected_tokens)
-        group = GroupAssignment(rank, version, tokens, num_samples)
+        group = GroupAssignment(rank, version, tokens, num_samples, is_of_batch)
         while True:
             if sampling is not None:
                 self._fit(group, num_prompt_tokens, sampling)
@@ -124,7 +133,8 @@ class EndpointPool(Fleet):
         Every token is stamped with the group's version (unless that is None). The finish_reason is
         "length" also where the endpoints' context ends before ``max_tokens``.
 
-        What fails is sent to another endpoint, with the same seed, ``max_retries`` times. So is a
+        What fails is sent to another endpoint, with the same seed, ``max_retries`` times, and not
+        as a part of a stream again: no other sample's damage costs it a second attempt. So is a
         prompt that one refuses: it is refused if another does too, and both serve the canary
         prompt. It waits for that other; the same one is asked again only where no other is in use,
         none was usable for ``max_outage_s``, or no other's context has room. Raises
@@ -146,8 +156,11 @@ class EndpointPool(Fleet):
             if 0 < endpoint.context < num_prompt_tokens + fitting.max_tokens:  # joined meanwhile
                 self._dispatcher.release(endpoint, group.sample_tokens)
                 continue
+            may_stream = not (attempts or refusals)
             try:
-                completion = await self._attempt(endpoint, group, prompt_token_ids, fitting, seed)
+                completion = await self._attempt(
+                    endpoint, group, prompt_token_ids, fitting, seed, may_stream=may_stream
+                )
             except PromptRejected as error:
                 refusals.append(Refusal(endpoint, error, endpoint.num_failures))
                 if len(refusals) == NUM_REFUSALS:
@@ -172,6 +185,8 @@ class EndpointPool(Fleet):
         prompt_token_ids: np.ndarray,
         sampling: SamplingConfig,
         seed: int,
+        *,
+        may_stream: bool,
     ) -> Completion:
         """Waits for ``endpoint``, at which a place is taken, and gives the place back.
 
@@ -182,11 +197,11 @@ class EndpointPool(Fleet):
         endpoint.attempts[task] = None
         endpoint.asked(sampling.max_tokens)
         began_s = time.monotonic()
-        streams = endpoint.served is not None and endpoint.served.streams_samples
-        fetch = self._streamed if streams else self._fetch
         try:
             try:
-                completion = await fetch(endpoint.url, prompt_token_ids, sampling, seed)
+                completion = await self._ask(
+                    endpoint, prompt_token_ids, sampling, seed, may_stream=may_stream
+                )
             except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
                 raise await self._look_into(endpoint, error, sampling) from None
             self._check_stamps(endpoint, completion, group.version)
@@ -204,9 +219,37 @@ class EndpointPool(Fleet):
             del endpoint.attempts[task]
             self._dispatcher.release(endpoint, group.sample_tokens)
             self._forget_if_done(endpoint)
-        endpoint.answered(len(completion.token_ids), time.monotonic() - began_s)
+        response = TimedResponse(began_s, time.monotonic(), len(completion.token_ids))
+        endpoint.answered(response.num_tokens, response.ended_s - began_s)
+        self.limits.answered(endpoint, group, response)
         # the number of now: a proof that is yet to come judges all since the last good one
         return replace(completion, proof=endpoint.proof)
+
+    async def _ask(
+        self,
+        endpoint: Endpoint,
+        prompt_token_ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
+        *,
+        may_stream: bool,
+    ) -> Completion:
+        """Sends one request: alone, if it may not be part of a stream or there are none after all.
+
+        An endpoint that has refused to stream, whatever the samples were, is not asked again.
+        """
+        if may_stream and endpoint.streams_samples:
+            try:
+                return await self._streamed(endpoint.url, prompt_token_ids, sampling, seed)
+            except PromptRejected:
+                raise
+            except RequestRejected as error:
+                if not endpoint.refuses_streams:
+                    log.warning("%s; its samples are asked for one by one from now on", error)
+                endpoint.refuses_streams = True
+                if not isinstance(error, StreamsRefused):
+                    raise
+        return await self._fetch(endpoint.url, prompt_token_ids, sampling, seed)
 
     async def _look_into(
         self, endpoint: Endpoint, error: RequestRejected, sampling: SamplingConfig
@@ -323,9 +366,19 @@ class EndpointPool(Fleet):
             for endpoint in self.endpoints
         ]
 
-    def capacity(self) -> int:
-        """Requests that the endpoints which are up take from this process at a time."""
-        return sum(endpoint.max_inflight for endpoint in self.endpoints if endpoint.is_up)
+    def capacity(self, *, in_batch: bool) -> int:
+        """Requests that the endpoints take from this process at a time.
+
+        An endpoint that has yet to prove its weights takes none. ``in_batch``: while groups of a
+        batch are asked for.
+        """
+        version = self._current_version
+        usable = [e for e in self.endpoints if version is not None and e.usable(version)]
+        return sum(self.limits.of(endpoint, in_batch=in_batch) for endpoint in usable)
+
+    def is_wanted(self, before: int) -> bool:
+        """Whether a group of a smaller priority than ``before``, or a sample of one, waits."""
+        return self._dispatcher.is_wanted(before)
 
     def idle_s(self) -> float:
         """Seconds with nothing in flight since the start, mean over the endpoints there were."""

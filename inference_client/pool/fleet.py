@@ -27,6 +27,7 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.pool.canary_prompt import CanaryPrompt
 from easyrl.inference_client.pool.dispatch import Dispatcher, status_lines, wait_out
 from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.inflight_limits import InflightLimits
 from easyrl.schema import other_run
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Fleet:
         self._config = config
         self._first_urls = list(urls)
         self._api_keys = api_keys
-        self._max_inflight = max(1, config.max_inflight // num_shares)
+        self.limits = InflightLimits(config.max_inflight, num_shares)
         self._update_timeout_s = update_timeout_s
         self.back_off_s = 0.5  # set aside for so long after a first failure; doubles up to 30 s
         self._interval_s = min(config.health_interval_s, config.progress_timeout_s / 4)
@@ -193,7 +194,7 @@ class Fleet:
         client = EndpointClient(
             url, self._session, api_key=self._api_keys.of(url), timeout_s=self._update_timeout_s
         )
-        endpoint = Endpoint(client, self._max_inflight)
+        endpoint = Endpoint(client, self.limits.at_first)
         endpoint.down = "no answer yet"
         self.endpoints = self._dispatcher.endpoints = [*self.endpoints, endpoint]
         self._look_in(endpoint, 0.0)
@@ -222,6 +223,7 @@ class Fleet:
     def _forget(self, endpoint: Endpoint) -> None:
         if (timer := self._timers.pop(endpoint, None)) is not None:
             timer.cancel()
+        self.limits.forget(endpoint)
         others = [other for other in self.endpoints if other is not endpoint]
         self.endpoints = self._dispatcher.endpoints = others
         self._dispatcher.look_for_outage()
@@ -246,6 +248,7 @@ class Fleet:
     def withdraw_confirmations(self) -> None:
         """The weights are about to move: no endpoint serves a known version."""
         self._current_version = None
+        self.limits.end_batch()
         for endpoint in self.endpoints:
             endpoint.confirmed_version = None
             endpoint.lost_confirmation = None
@@ -389,6 +392,7 @@ class Fleet:
                 if endpoint.down is not None or endpoint.served is None:  # may be another one now
                     await endpoint.client.health()
                     endpoint.served = await endpoint.client.served_model()
+                    self.limits.look(endpoint)
                     await self._pay_canary(endpoint)
                 try:
                     return await endpoint.client.weight_version(self.probe_timeout_s)

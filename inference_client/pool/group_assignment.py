@@ -40,6 +40,7 @@ class GroupAssignment:
     version: str | None  # of the policy that has to answer, None for any
     sample_tokens: int  # expected of one sample, prompt and response
     num_samples: int
+    is_of_batch: bool = True  # it is trained; not an evaluation's
     need: Need = field(init=False)  # of each sample
     endpoint: Endpoint | None = field(default=None, init=False)  # has the prompt in its cache
     spread: bool = field(default=False, init=False)  # its samples go where there is least to do

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from operator import itemgetter
 
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.inference_client.pool.group_assignment import GroupAssignment, Rank
+
+Key = tuple[Rank, int]  # rank of the group, number: smaller goes first
+BEHIND_ALL: Key = (sys.maxsize, math.inf, sys.maxsize), sys.maxsize
 
 
 @dataclass(eq=False, slots=True)
@@ -24,12 +29,12 @@ class Waiting:
     waits: bool = True  # counted in its line
 
     @property
-    def key(self) -> tuple[Rank, int]:
+    def key(self) -> Key:
         """A retry has its group's rank: it goes before younger ones."""
         return self.group.rank, self.number
 
 
-Heap = list[tuple[tuple, Waiting]]  # keys differ, so that no two ``Waiting`` are ever compared
+Heap = list[tuple[Key, Waiting]]  # keys differ, so that no two ``Waiting`` are ever compared
 
 
 class WaitingLine:
@@ -84,6 +89,14 @@ class WaitingLine:
     def next_group(self) -> Waiting | None:
         return self._pop_first([self._groups])
 
+    def first_key(self) -> Key:
+        """Of who goes first here, sample or group; ``BEHIND_ALL`` if nobody waits."""
+        heaps = (self._any, *self._home.values(), *self._avoiding.values(), self._groups)
+        return min(map(self._first_key, heaps))
+
+    def first_group_key(self) -> Key:
+        return self._first_key(self._groups)
+
     def forsake(self, endpoint: Endpoint) -> None:
         """Nothing can be had of ``endpoint`` now: who waited for it takes any."""
         self._any += self._home.pop(endpoint, [])
@@ -111,6 +124,10 @@ class WaitingLine:
         waiting = heapq.heappop(min(filled, key=itemgetter(0)))[1]
         self.remove(waiting)
         return waiting
+
+    def _first_key(self, heap: Heap) -> Key:
+        first = self._first(heap)
+        return BEHIND_ALL if first is None else first.key
 
     def _first(self, heap: Heap) -> Waiting | None:
         while heap and heap[0][1].place.done():  # cancelled while it waited, or failed

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
 import torch
+from msgspec.structs import replace as replace_key
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import end_to_end
 from benchmarks.parts.end_to_end import bound, ours, trl_side
 from benchmarks.parts.end_to_end.ending_model import end_log_odds, write_ending_model
-from benchmarks.parts.end_to_end.processor_time import SERVER, TRAINER, ProcessorTime
+from benchmarks.parts.end_to_end.heldout import heldout_logprob
+from benchmarks.parts.end_to_end.processor_time import (
+    SERVER_PROCESSOR,
+    TRAINER_PROCESSOR,
+    ProcessorTime,
+)
 from benchmarks.parts.end_to_end.report import Comparison, difference
+from benchmarks.parts.end_to_end.revision import revision
 from benchmarks.parts.end_to_end.rewards import NO_SIGNAL, exact, half, random
-from benchmarks.parts.end_to_end.rows import Key, Row, Rows, Step
+from benchmarks.parts.end_to_end.rows import Key, Measured, Row, Rows, Step
 from benchmarks.parts.end_to_end.workloads import SHORT, WORKLOADS, Expected, Workload
 from benchmarks.parts.random_model import write_random_model
+from easyrl.demo.build_model import build_model
 from easyrl.rewards.exact import exact as our_exact
 from easyrl.schema import Prompt
 
@@ -124,14 +134,42 @@ def steps(*seconds: float, reward: float = 0.5, **spans: float) -> list[Step]:
     return [Step(s, spans or {"train": s}, reward + 0.01 * n, 20.0) for n, s in enumerate(seconds)]
 
 
+def never() -> Measured:
+    pytest.fail("measured again")
+
+
 def test_what_is_in_the_file_is_not_measured_again(tmp_path: Path) -> None:
-    path, key = tmp_path / "rows.jsonl", Key("short", "ours", 0, 3)
-    assert Rows(path).get(key, lambda: steps(1.0, 3.0, 9.0)).step_s == 3.0
+    path, key = tmp_path / "rows.jsonl", Key("short", "ours", 0, 3, revision="a")
+    measured = Measured(steps(1.0, 3.0, 9.0), -0.5)
+    assert Rows(path).get(key, lambda: measured).step_s == 3.0
     with path.open("ab") as file:
         file.write(b'{"key": {"workl')  # the benchmark was killed
     rows = Rows(path)
-    assert rows.get(key, lambda: pytest.fail("measured again")).step_s == 3.0
-    assert Key("short", "ours", 1, 3) not in rows and Key("short", "ours", 0, 4) not in rows
+    assert rows.get(key, never).step_s == 3.0
+    assert rows.get(key, never).measured.heldout == -0.5
+    for other in (replace_key(key, pair=1), replace_key(key, num_steps=4)):
+        assert rows.find(other, of_any_revision=True) is None
+
+
+def test_rows_of_another_commit_count_only_if_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    old, older = (Key("short", "TRL", 0, 3, revision=name) for name in ("b", "a"))
+    for key, seconds in ((older, 1.0), (old, 2.0)):
+        Rows(path).get(key, lambda seconds=seconds: Measured(steps(seconds)))
+    rows, now = Rows(path), Key("short", "TRL", 0, 3, revision="c")
+    assert rows.find(now) is None
+    assert rows.get(now, never, of_any_revision=True).key == old
+    assert rows.get(now, lambda: Measured(steps(5.0))).step_s == 5.0
+    assert Rows(path).get(now, never, of_any_revision=True).step_s == 5.0
+
+
+def test_the_revision_is_the_commit_and_what_differs_from_it() -> None:
+    head = ["git", "rev-parse", "--short=12", "HEAD"]
+    try:
+        commit = subprocess.run(head, capture_output=True, check=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git checkout")
+    assert revision().partition("+")[0] == commit
 
 
 def test_a_steps_seconds_are_from_served_weights_to_served_weights(tmp_path: Path) -> None:
@@ -150,23 +188,42 @@ def test_a_steps_seconds_are_from_served_weights_to_served_weights(tmp_path: Pat
     first, second = ours.read_steps(tmp_path)
     assert (first.seconds, second.seconds) == (3.0, 2.5)
     assert first.spans["rest"] == pytest.approx(3.0 - 1.8)
-    assert first.spans[ours.SERVER] == 1.0
+    assert first.spans[ours.SERVER_BUSY] == 1.0
     assert (first.reward, first.response_tokens) == (0.4, 17.0)
 
 
-def compared(ours_s: float, bound_s: float, *, trl_reward: float = 0.5) -> Comparison:
-    def rows(side: str, *seconds: float, reward: float = 0.5) -> list[Row]:
+UNTRAINED = -2.0
+
+
+def compared(
+    ours_s: float,
+    bound_s: float,
+    *,
+    trl_reward: float = 0.5,
+    one_thread_reward: float | None = None,
+    ours_learnt: float = 0.2,
+    trl_learnt: float = 0.15,
+    trl_revision: str = "",
+) -> Comparison:
+    def rows(
+        side: str, *seconds: float, reward: float = 0.5, learnt: float = 0.0, revision: str = ""
+    ) -> list[Row]:
         return [
-            Row(Key("short", side, n, 2), steps(s, s, reward=reward + 0.001 * n))
+            Row(
+                Key("short", side, n, 2, revision=revision),
+                Measured(steps(s, s, reward=reward + 0.001 * n), UNTRAINED + learnt),
+            )
             for n, s in enumerate(seconds)
         ]
 
+    one_thread_reward = trl_reward if one_thread_reward is None else one_thread_reward
     trl = {
-        1: rows("one", 1.8, 1.8, 2.0, reward=trl_reward),
-        2: rows("two", 1.5, 1.2, 1.1, reward=trl_reward),
+        1: rows("one", 1.8, 1.8, 2.0, reward=one_thread_reward, learnt=trl_learnt),
+        2: rows("two", 1.5, 1.2, 1.1, reward=trl_reward, learnt=trl_learnt, revision=trl_revision),
     }
-    our_rows = rows("ours", ours_s, 9.0, ours_s / 2)
-    return Comparison(SHORT, our_rows, trl, rows("bound", bound_s, bound_s, bound_s))
+    our_rows = rows("ours", ours_s, 9.0, ours_s / 2, learnt=ours_learnt)
+    bounds = rows("bound", bound_s, bound_s, bound_s)
+    return Comparison(SHORT, our_rows, trl, bounds, UNTRAINED)
 
 
 def test_ratios_are_of_the_medians() -> None:
@@ -179,6 +236,7 @@ def test_ratios_are_of_the_medians() -> None:
         "separate_devices": 1.8,
         "bound_s": 0.9,
         "efficiency": 0.9,
+        "same_work": True,
     }
 
 
@@ -197,15 +255,110 @@ def test_a_side_that_does_less_is_seen() -> None:
     assert difference([1.0, 2.0, 3.0], [0.0, 2.0, 1.0]) == (1.0, pytest.approx(1 / 3**0.5))
 
 
-def test_the_batch_of_the_bound_has_the_median_length() -> None:
-    of = [Step(1.0, {}, 0.0, tokens) for tokens in (9.0, 30.0, 14.0, 11.0, 22.0)]
-    assert bound.typical(of) == 2
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"trl_reward": 0.7},
+        {"one_thread_reward": 0.7},  # not the faster of TRL's two
+        {"ours_learnt": 0.0},
+        {"trl_learnt": 0.0},
+        {"trl_learnt": 0.41},
+        {"ours_learnt": -0.2, "trl_learnt": -0.2},
+    ],
+    ids=str,
+)
+def test_other_work_fails_the_benchmark(
+    difference: dict[str, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    same, other = compared(1.0, 0.9), compared(1.0, 0.9, **difference)
+    assert end_to_end.exit_status([same]) == 0
+    assert other.row()["same_work"] is False
+    assert end_to_end.exit_status([same, other]) == 3
+    assert "short: NOT THE SAME WORK" in capsys.readouterr().err
+
+
+def test_a_bound_that_is_beaten_fails_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert end_to_end.exit_status([compared(1.0, 1.1)]) == 3
+    assert "short: faster than its bound" in capsys.readouterr().err
+
+
+def test_rows_of_an_older_trl_run_are_told() -> None:
+    assert "did not take turns" not in compared(1.0, 0.9).table()
+    table = compared(1.0, 0.9, trl_revision="abc").table()
+    assert "TRL's rows are of abc" in table and "did not take turns" in table
+
+
+def test_only_ours_says_nothing_of_the_same_work() -> None:
+    both = compared(1.0, 0.9)
+    alone = replace(both, trl={})
+    assert "same_work" not in alone.row() and end_to_end.exit_status([alone]) == 0
+
+
+def test_held_out_sums_are_more_probable_to_a_model_that_has_seen_some(tmp_path: Path) -> None:
+    build_model(tmp_path / "little", num_steps=1, batch_size=2)
+    build_model(tmp_path / "more", num_steps=8, batch_size=4)
+    little, more = (heldout_logprob(tmp_path / name) for name in ("little", "more"))
+    assert little == pytest.approx(-math.log(24), abs=0.5)  # of 24 tokens, all alike
+    assert more > little + 0.1
+    assert heldout_logprob(tmp_path / "more") == more
+
+
+def test_the_batches_of_the_bound_are_at_the_quartiles_of_training_and_not_the_first() -> None:
+    seconds = (9.0, 1.0, 5.0, 3.0, 2.0, 4.0)
+    of = [Step(1.0, {"train": 0.75 * s, "look ahead": 0.25 * s}, 0.0, 20.0) for s in seconds]
+    assert bound.typical(of, first=1) == [3, 4, 5]  # 2, 3 and 4 s
+    assert bound.typical(of, first=0) == [2, 3, 4]  # 5, 3 and 2 s
+    assert bound.typical(of[:3], first=1) == [1, 2]
+    assert bound.typical(of[:1], first=1) == [0]  # there is no other
+
+
+def test_micro_batches_are_chosen_by_the_median_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each number of threads; the first step and a single slow one decide nothing."""
+    seconds = {
+        1: {32: (1.0, 3.0, 3.1, 9.0), 64: (9.0, 2.0, 2.1, 9.0)},
+        2: {32: (9.0, 1.0, 1.1, 9.0), 64: (1.0, 1.5, 1.5, 1.5)},
+    }
+
+    def train(
+        work: Workload,
+        model: Path,
+        prompts: Path,
+        folder: Path,
+        num_steps: int,
+        n: int,
+        sizes: object,
+    ) -> dict[int, Measured]:
+        assert (work.num_sequences, num_steps) == (64, 4)
+        assert len(prompts.read_bytes().splitlines()) >= 4 * work.batch_size
+        return {
+            size: Measured([Step(9.9, {"train": s}, 0.0, 0.0) for s in each])
+            for size, each in seconds[n].items()
+        }
+
+    monkeypatch.setattr(trl_side, "train", train)
+    measurement = end_to_end.Measurement(
+        work=replace(SHORT, micro_batches=(32, 64), num_steps=1),
+        model=tmp_path,
+        folder=tmp_path,
+        rows=Rows(tmp_path / "rows.jsonl"),
+        cores="default",
+        overrides=(),
+        with_trl=True,
+        revision="a",
+        keep_trl=False,
+    )
+    assert [measurement._micro_batch(n) for n in (1, 2, 1)] == [64, 32, 64]
 
 
 def test_processor_time_is_told_for_any_span() -> None:
     used = ProcessorTime(os.getpid())
-    used._samples = {TRAINER: [(10.0, 1.0), (12.0, 2.0), (14.0, 2.0)], SERVER: [(10.0, 0), (14, 4)]}
-    assert used.between(11.0, 13.0) == {SERVER: 2.0, TRAINER: 0.5}
+    used._samples = {
+        TRAINER_PROCESSOR: [(10.0, 1.0), (12.0, 2.0), (14.0, 2.0)],
+        SERVER_PROCESSOR: [(10.0, 0), (14, 4)],
+    }
+    assert used.between(11.0, 13.0) == {SERVER_PROCESSOR: 2.0, TRAINER_PROCESSOR: 0.5}
 
 
 SMALL = Workload(
@@ -237,17 +390,17 @@ def test_the_bound_answers_the_batchs_own_requests(tmp_path: Path) -> None:
     trained = ours.train(work, model, prompts, run_dir, work.num_steps, "halves")
     lengths = [step.response_tokens for step in trained]
     assert len(set(lengths)) == 3
-    # the last batch as the typical one: the weights are those of two steps
-    order = [replaced(step, tokens) for step, tokens in zip(trained, (1.0, 3.0, 2.0), strict=True)]
-    found = bound.measure(work, run_dir, order, tmp_path)
+    cost = bound.measure(work, run_dir, trained, tmp_path)
     # rounding that depends on who else is in the batch may change a sampled token
-    assert found.response_tokens == pytest.approx(lengths[2], rel=0.05)
-    assert min(found.spans.values()) > 0
-    assert found.seconds == pytest.approx(
-        max(found.spans[bound.GENERATE], found.spans[bound.TRAIN])
-        + sorted(step.spans["optimizer"] for step in trained)[1]
-        + sorted(step.spans["sync"] for step in trained)[1]
-    )
+    assert [step.response_tokens for step in cost] == pytest.approx(lengths[1:], rel=0.05)
+    assert [step.reward for step in cost] == [step.reward for step in trained[1:]]
+    for found in cost:
+        assert min(found.spans.values()) > 0
+        assert found.seconds == pytest.approx(
+            max(found.spans[bound.GENERATE], found.spans[bound.TRAIN])
+            + sorted(step.spans["optimizer"] for step in trained)[1]
+            + sorted(step.spans["sync"] for step in trained)[1]
+        )
 
 
 @pytest.mark.runs
@@ -260,13 +413,9 @@ def test_trl_trains_the_same_prompts(tmp_path: Path) -> None:
     work.write_prompts(prompts, 12)
     runs = trl_side.train(work, model, prompts, tmp_path, 2, 1, [4, 8])
     assert set(runs) == {4, 8}
-    for found in runs.values():
+    for found in (run.steps for run in runs.values()):
         assert [step.response_tokens for step in found] == [40.0, 40.0]
         assert all(0.0 < step.reward < 0.05 for step in found)  # a tenth of the noise, of half
         for step in found:
             parts = [step.spans[name] for name in ("generate", "reference", "prepare", "train")]
             assert min(parts[0], parts[3]) > 0 and sum(parts) == pytest.approx(step.seconds)
-
-
-def replaced(step: Step, response_tokens: float) -> Step:
-    return Step(step.seconds, step.spans, step.reward, response_tokens)

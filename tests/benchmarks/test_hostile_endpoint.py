@@ -16,11 +16,12 @@ from benchmarks.parts.hostile.behaviour import EndpointBehaviour
 from benchmarks.parts.hostile.catalogue import BEHAVIOURS
 from benchmarks.parts.hostile.endpoint import HostileEndpoint, Stranger
 from benchmarks.parts.random_model import write_random_model
-from easyrl.completion_check import Vocabulary
+from easyrl.completion_check import Vocabulary, limits_of
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.fetching.fetcher_process import local_fetch
+from easyrl.inference_client.sample_stream import SAMPLES, SamplesAsked
 from easyrl.schema import Completion
 
 PROMPTS = np.array([range(2, 14), range(13, 1, -1)], dtype=np.int32)  # 12 tokens
@@ -33,6 +34,15 @@ OF_A_RESPONSE = [
     and behaviour.kind in ("body", "status", "stamp", "content")
     and "/inference/v1/generate" in (behaviour.routes or ("/inference/v1/generate",))
 ]
+OF_A_STREAM = [
+    behaviour
+    for behaviour in BEHAVIOURS.values()
+    if isinstance(behaviour, EndpointBehaviour)
+    and behaviour.kind in ("body", "protocol", "status", "stamp", "content", "stream")
+    and SAMPLES in (behaviour.routes or (SAMPLES,))
+]
+# what is wrong with these is beside the samples, which all come
+BESIDE = {"length-too-big", "many-cookies", "second-answer-behind", "stream-never-ends"}
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +55,33 @@ def models(tmp_path_factory):
 class Opened:
     def __init__(self, endpoint: HostileEndpoint, client: EndpointClient, vocab_size: int) -> None:
         self.endpoint, self.client = endpoint, client
-        self._fetch = local_fetch(client._session, Vocabulary(vocab_size, frozenset()))
+        self._vocabulary = Vocabulary(vocab_size, frozenset())
+        self._fetch = local_fetch(client._session, self._vocabulary)
 
     async def ask(self, prompt: int = 0, seed: int = 0) -> Completion:
         return await self._fetch(self.endpoint.url, PROMPTS[prompt], SAMPLING, seed)
 
-    def behave(self, name: str) -> None:
+    async def stream(self, prompts: np.ndarray, seed: int = 0) -> list[Completion | Exception]:
+        """Two samples of each prompt; ``TimeoutError`` for those that do not come."""
+        asked = SamplesAsked("r", [(prompt, [seed, seed + 1]) for prompt in prompts], SAMPLING)
+        limits = limits_of(SAMPLING, self._vocabulary, told_length=True)
+        made: dict[int, Completion | Exception] = {}
+        async with aiohttp.ClientSession() as session:  # not the broken ones of those before
+            client = EndpointClient(self.endpoint.url, session)
+            try:
+                async with asyncio.timeout(0.5):
+                    async for part in client.samples(asked, limits):
+                        made |= part
+            except Exception as error:
+                made = dict.fromkeys(range(asked.num_samples), error) | made
+        return [made[index] for index in range(asked.num_samples)]
+
+    def behave(self, name: str, *, streams: bool = False) -> None:
         behaviour = BEHAVIOURS[name]
         assert isinstance(behaviour, EndpointBehaviour)
         self.endpoint.set_behaviour(behaviour, random.Random(0), may_act=True)
         self.endpoint.share = 1.0
+        self.endpoint.streams = streams
 
 
 @pytest.fixture
@@ -68,6 +95,12 @@ async def opened(models) -> AsyncIterator[Opened]:
             yield Opened(endpoint, client, endpoint.engine.vocab_size)
     finally:
         await endpoint.close()
+
+
+def differs(made: Completion, true: Completion) -> bool:
+    return made.version_spans != true.version_spans or not (
+        np.array_equal(made.token_ids, true.token_ids) and np.allclose(made.logprobs, true.logprobs)
+    )
 
 
 async def test_what_it_does_not_spoil_is_forwarded(opened):
@@ -104,13 +137,82 @@ async def test_no_response_that_a_behaviour_touches_is_as_it_was(opened):
             if isinstance(made, Exception):
                 assert isinstance(made, EndpointError), (behaviour.name, made)
                 continue
-            differs = made.version_spans != true.version_spans or not (
-                np.array_equal(made.token_ids, true.token_ids)
-                and np.allclose(made.logprobs, true.logprobs)
-            )
-            assert differs, behaviour.name
+            assert differs(made, true), behaviour.name
         assert endpoint.happened >= 1 and endpoint.problem is None, behaviour.name
         endpoint.may_act = False
+
+
+async def test_no_stream_that_a_behaviour_touches_is_as_it_was(opened):
+    """Samples are refused, do not come, or are others; what spoils each, leaves none as it was."""
+    client, endpoint = opened.client, opened.endpoint
+    for behaviour in OF_A_STREAM:
+        opened.behave(behaviour.name, streams=True)
+        endpoint.may_act = False
+        await client.set_weight_version("run:0:2")
+        await opened.stream(PROMPTS, seed=9)  # of another version
+        await client.set_weight_version(VERSION)
+        await opened.stream(PROMPTS[::-1], seed=5)  # of another prompt at this place
+        honest = await opened.stream(PROMPTS)
+        endpoint.may_act = True
+        made = await opened.stream(PROMPTS)
+        assert endpoint.happened == endpoint.streamed == 1, behaviour.name
+        assert endpoint.problem is None, behaviour.name
+        same = []
+        for one, true in zip(made, honest, strict=True):
+            assert isinstance(true, Completion)
+            if isinstance(one, Exception):
+                assert isinstance(one, EndpointError | TimeoutError), (behaviour.name, one)
+            same.append(isinstance(one, Completion) and not differs(one, true))
+        assert all(same) is (behaviour.name in BESIDE), behaviour.name
+        if behaviour.kind in ("body", "stamp", "content", "status"):
+            assert not any(same), behaviour.name
+
+
+async def test_swapped_samples_are_those_of_the_other_prompt(opened):
+    honest = await opened.stream(PROMPTS)
+    opened.behave("samples-swapped", streams=True)
+    made = await opened.stream(PROMPTS)
+    for one, other in zip(made, honest[2:] + honest[:2], strict=True):
+        assert not differs(one, other)
+    await opened.stream(PROMPTS[:1])  # of one prompt there is none to swap with
+    assert opened.endpoint.happened == 1
+
+
+@pytest.mark.parametrize("name, shown", [("sample-twice", True), ("nan-logprob", False)])
+async def test_a_behaviour_of_one_route_is_asked_by_it(opened, name, shown):
+    opened.endpoint.set_behaviour(BEHAVIOURS[name], random.Random(0))
+    assert (await opened.client.served_model()).streams_samples is shown
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_one_route_of_both_is_left_alone(opened, streams):
+    opened.behave("negative-token", streams=streams)
+    single = opened.ask()
+    if streams:
+        await single
+    else:
+        with pytest.raises(EndpointError):
+            await single
+    made = await opened.stream(PROMPTS)
+    assert all(isinstance(one, EndpointError) is streams for one in made)
+    assert opened.endpoint.has_met == 1 and opened.endpoint.streamed == streams
+
+
+async def test_a_stream_is_spared_as_rarely_as_all_its_samples(opened):
+    opened.behave("negative-token", streams=True)
+    opened.endpoint.share = 0.5
+    for _ in range(60):
+        await opened.stream(PROMPTS)  # of four samples
+    assert 60 * 0.8 < opened.endpoint.happened < 60
+
+
+async def test_a_behaviour_of_both_routes_is_asked_by_either(opened):
+    shown = set()
+    for seed in range(8):
+        behaviour = BEHAVIOURS["negative-token"]
+        opened.endpoint.set_behaviour(behaviour, random.Random(seed))
+        shown.add((await opened.client.served_model()).streams_samples)
+    assert shown == {True, False}
 
 
 @pytest.mark.parametrize("name", ["cut-and-called-whole", "cut-and-called-long"])

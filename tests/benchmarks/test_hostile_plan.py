@@ -36,6 +36,13 @@ def test_every_behaviour_is_in_one_run_and_the_kinds_are_mixed(num_runs):
         assert max(shares) - min(shares) <= 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_endpoints_that_refuse_prompts_only_never_meet(seed):
+    """A prompt that two of them refuse is given up, as it has to be."""
+    for plan in plan_runs(ALL, 14, num_batches=7, seed=seed):
+        assert sum(behaviour.refuses for behaviour in plan.endpoints) <= 1
+
+
 def test_what_happens_beside_a_run_falls_between_its_second_and_last_batch():
     for plan in plan_runs(ALL, 5, num_batches=7, seed=0):
         assert all(2 <= due.batch < 6 for due in plan.due)

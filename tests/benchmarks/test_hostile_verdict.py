@@ -16,7 +16,7 @@ from benchmarks.parts.trained_contents import ContentCheck
 
 PLAN = RunPlan(0, 0, (), ())
 LEDGER = keep_ledger([], set())  # nothing to train, and nothing trained
-CHECK = ContentCheck(7, 224, 3000, (), 1e-6, visible=0.2)
+CHECK = ContentCheck(7, 224, 3000, (), (), 1e-6, visible=0.2)
 
 
 def after(ledger=LEDGER, check=CHECK, verdict="on-policy", calm_mb=0.0, **outcome) -> Total:
@@ -28,7 +28,8 @@ def after(ledger=LEDGER, check=CHECK, verdict="on-policy", calm_mb=0.0, **outcom
 def test_a_good_run_leaves_zeros():
     total = after(peak_mb=700.0, calm_mb=600.0)
     total.happened.update({"html": 3, "never": 0})
-    zeros = ("crashed", "prompts_lost", "prompts_trained_twice", "wrong_content_trained")
+    zeros = ("crashed", "prompts_lost", "prompts_trained_twice", "wrong_content_trained",
+             "wrong_without_gradient")  # fmt: skip
     line = total.line()
     assert line == {"behaviours": 1, "runs": 1, "peak_over_calm_mb": 100, "resume_failed": 0} | (
         dict.fromkeys(zeros, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.parts.memory_peak import MemoryPeak, process_tree
 from benchmarks.parts.trained_contents import (
     TOLERANCE,
     ContentCheck,
+    check_trained_contents,
     group_difference,
     put_weights,
     read_masters,
@@ -19,7 +21,7 @@ from benchmarks.parts.trained_contents import (
 )
 from easyrl.engines.base import StatePiece
 from easyrl.ledger.checkpoints.state_file import write_state_file
-from easyrl.schema import Completion, RolloutGroup
+from easyrl.schema import Completion, RolloutGroup, Score
 from tests.tiny_models import VOCAB_SIZE, random_group, tiny_model
 
 
@@ -74,6 +76,28 @@ def test_one_wrong_response_makes_its_group_wrong(policy, group):
     assert group_difference(policy, replace(group, completions=(*others, spoilt))) > TOLERANCE
 
 
+@pytest.mark.parametrize("rewards, is_trained", [([0, 1, 0], True), ([1, 1, 1], False)])
+def test_what_moves_no_weight_is_told_apart(
+    policy, group, tmp_path, monkeypatch, rewards, is_trained
+):
+    """A recorded run of one batch: a good group and one with a response that is spoilt."""
+    first, *others = group.completions
+    spoilt = replace(first, logprobs=first.logprobs - np.float32(0.5))
+    scores = tuple(Score(float(reward), {}) for reward in rewards)
+    groups = {
+        (0, 0): replace(group, scores=scores),
+        (0, 1): replace(group, completions=(spoilt, *others), scores=scores),
+    }
+    batch = SimpleNamespace(groups=[SimpleNamespace(key=k, outcome="trained") for k in groups])
+    run = SimpleNamespace(num_batches=1, batch=lambda v: batch, groups=lambda v, keys: groups)
+    monkeypatch.setattr("benchmarks.parts.trained_contents.RecordedRun", lambda folder: run)
+    policy.save_pretrained(tmp_path)
+    check = check_trained_contents(tmp_path, tmp_path)
+    found = [check.wrong_groups, check.wrong_without_gradient]
+    assert [len(each) for each in found] == ([1, 0] if is_trained else [0, 1])
+    assert "prompt 1" in (found[0] + found[1])[0] and check.largest < 1e-5
+
+
 def test_a_checkpoints_masters_become_the_weights(policy):
     other = tiny_model("qwen3", tied=True, seed=1)
     put_weights(other, {n: p.detach().flatten() for n, p in policy.named_parameters()})
@@ -97,7 +121,7 @@ def test_a_checkpoint_of_several_ranks_is_put_together(tmp_path):
 
 
 def test_a_check_that_could_not_see_old_weights_says_so():
-    check = ContentCheck(2, 8, 100, (), 1e-6, visible=0.1)
+    check = ContentCheck(2, 8, 100, (), (), 1e-6, visible=0.1)
     assert check.sees_old_weights
     assert not replace(check, visible=2 * TOLERANCE).sees_old_weights
 

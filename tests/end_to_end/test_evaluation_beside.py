@@ -1,23 +1,57 @@
-"""An evaluation beside its version's batch has the samples that it has alone (batch-invariant)."""
+"""Evaluation beside its version's batch, in whole runs that a batch-invariant server answers."""
 
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from benchmarks.parts.random_model import write_prompts
+from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
-from tests.end_to_end.trainer_run import run_trainer
-from tests.golden.whole_run import NUM_BATCHES, Inputs, servers, strict_command, train
+from easyrl.runtime.determinism import reproducible
+from tests.end_to_end.proxy import GatedProxy
+from tests.end_to_end.trainer_run import run_to_end, run_trainer, start_trainer
+from tests.golden.whole_run import NUM_BATCHES, PROMPT_TOKENS, Inputs, servers, strict_command
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.runs
 
 FIGURES = ("eval/accuracy", "eval/pass@1", "eval/pass@4", "eval/excluded")
+NUM_HELD_OUT, NUM_SAMPLES, HELD_OUT_TOKENS = 24, 4, PROMPT_TOKENS + 1
+DIES_BEFORE_THE_LINE = """
+import os, runpy, signal
+from easyrl.ledger.certificate.writer import Certificate
+
+close_batch = Certificate.close_batch
+
+def close(self, account):
+    if account.batch == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    close_batch(self, account)
+
+Certificate.close_batch = close
+runpy.run_module("easyrl.train", run_name="__main__")
+"""
+
+
+class World(NamedTuple):
+    inputs: Inputs
+    url: str
+    options: list[str]
+    whole: list[dict[str, float]]  # what a run that nobody disturbs tells of each step
 
 
 def figures(metrics: dict[str, float]) -> dict[str, float]:
     return {name: metrics[name] for name in FIGURES}
+
+
+def steps(run_dir: Path) -> list[dict[str, float]]:
+    return [reproducible(step) for step in read_metrics(run_dir / "metrics.jsonl")]
 
 
 def alone(folder: Path, inputs: Inputs, url: str, options: list[str]) -> dict[str, float]:
@@ -28,26 +62,95 @@ def alone(folder: Path, inputs: Inputs, url: str, options: list[str]) -> dict[st
     return figures(json.loads(said.splitlines()[-1]))
 
 
-def test_each_version_is_evaluated_beside_its_batch_with_the_samples_it_has_alone(tmp_path):
-    inputs = Inputs(tmp_path)
-    held_out = write_prompts(tmp_path / "held-out.jsonl", 24, 12, seed=1)
+def prepare(folder: Path) -> tuple[Inputs, list[str]]:
+    inputs = Inputs(folder)
+    held_out = write_prompts(folder / "held-out.jsonl", NUM_HELD_OUT, HELD_OUT_TOKENS, seed=1)
     data = f"files: [{held_out}], apply_chat_template: false, max_prompt_tokens: 16"
-    options = [
-        f"evaluation={{data: {{{data}}}, num_samples: 4, pass_at: [1, 4], every_steps: 1,"
-        " sampling: {max_tokens: 12}}",
+    return inputs, [
+        f"evaluation={{data: {{{data}}}, num_samples: {NUM_SAMPLES}, pass_at: [1, 4],"
+        " every_steps: 1, sampling: {max_tokens: 12}}",
         "inference.max_inflight=16",  # as many as the batch asks for
     ]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("evaluation")
+    inputs, options = prepare(folder)
+    with servers(inputs.model, 1) as (server,):
+        run_trainer(strict_command(folder / "whole", inputs, [server.url], *options))
+        yield World(inputs, server.url, options, steps(folder / "whole"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_each_version_is_evaluated_beside_its_batch_with_the_samples_it_has_alone(
+    num_ranks, tmp_path
+):
+    inputs, options = prepare(tmp_path)
     run_dir = tmp_path / "run"
     with servers(inputs.model, 1) as (server,):
         before = alone(tmp_path, inputs, server.url, options)
-        train(run_dir, inputs, [server.url], *options)
+        ranks = 0 if num_ranks == 1 else num_ranks
+        run_trainer(strict_command(run_dir, inputs, [server.url], *options, num_ranks=ranks))
         after = alone(tmp_path, inputs, server.url, options)
     metrics = read_metrics(run_dir / "metrics.jsonl")
     assert [m["step"] for m in metrics] == list(range(NUM_BATCHES + 1))
     assert figures(metrics[0]) == before and figures(metrics[-1]) == after
     assert len({tuple(figures(m).values()) for m in metrics}) > 1  # there is something to compare
+    assert all(m["time/evaluation_wait_s"] >= 0 for m in metrics[:-1])
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [(m["step"], "eval/accuracy" in m) for m in lines] == [
         *((step, is_late) for step in range(NUM_BATCHES) for is_late in (False, True)),
         (NUM_BATCHES, True),
     ]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_ends_while_it_waits_for_an_evaluation_goes_on_with_the_same_numbers(
+    how, world, tmp_path
+):
+    """In the second batch: its last step is not taken, so that a stop saves the first."""
+    num_seen = 0
+
+    def held(token_ids):
+        nonlocal num_seen
+        num_seen += len(token_ids) == HELD_OUT_TOKENS
+        return len(token_ids) == HELD_OUT_TOKENS and num_seen > NUM_HELD_OUT * NUM_SAMPLES
+
+    def waits():
+        assert process.poll() is None, log.read_text()[-3000:]
+        path = run_dir / "events-rank0.jsonl"
+        events = read_events(path) if path.exists() else []
+        return any(e["event"] == "evaluation_wait" and e["version"].endswith(":1") for e in events)
+
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with closing(GatedProxy(world.url, held)) as proxy:
+        command = strict_command(run_dir, world.inputs, [proxy.url], *world.options)
+        process = start_trainer(command, log)
+        try:
+            wait_until(waits, 60)
+            process.send_signal(how)
+            status = process.wait(60)
+        finally:
+            process.kill()
+    assert status == (0 if how == signal.SIGTERM else -how), log.read_text()[-3000:]
+    saved = ["step-1"] if how == signal.SIGTERM else []
+    assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == saved
+    command = strict_command(run_dir, world.inputs, [world.url], *world.options, "--resume")
+    run_trainer(command)
+    assert steps(run_dir) == world.whole
+
+
+def test_a_run_that_is_killed_before_the_line_of_its_batch_makes_it_again(world, tmp_path):
+    """Its steps are taken and its weights on their way, and nothing but the journal knows of it."""
+    run_dir = tmp_path / "run"
+    command = strict_command(run_dir, world.inputs, [world.url], *world.options)
+    place = command.index("-m")
+    killed = [*command[:place], "-c", DIES_BEFORE_THE_LINE, *command[place + 2 :]]
+    assert run_to_end(killed).returncode == -signal.SIGKILL
+    lines = [json.loads(line) for line in (run_dir / "certificate.jsonl").read_text().splitlines()]
+    assert [line["batch"] for line in lines if line["kind"] == "batch"] == [0]
+    run_trainer([*command, "--resume"])
+    assert steps(run_dir) == world.whole
+    verify = run_to_end([sys.executable, "-m", "easyrl", "verify", str(run_dir)])
+    assert verify.returncode == 0, verify.stdout

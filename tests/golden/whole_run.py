@@ -50,7 +50,9 @@ def servers(model: Path, count: int) -> Iterator[list[EmbeddedServerProcess]]:
         yield started
 
 
-def strict_command(run_dir: Path, inputs: Inputs, urls: Sequence[str], *options: str) -> list[str]:
+def strict_command(
+    run_dir: Path, inputs: Inputs, urls: Sequence[str], *options: str, num_ranks: int = 0
+) -> list[str]:
     settings = [
         *("run.determinism=strict", "data.shuffle=true", f"trainer.batch_size={BATCH}"),
         *("rollout.num_generations=4", "rollout.max_tokens=12"),
@@ -58,7 +60,10 @@ def strict_command(run_dir: Path, inputs: Inputs, urls: Sequence[str], *options:
         *("recipe.kl_coef=0.01", "checkpoint.export_at_end=true"),
         *("inference.health_interval_s=0.5", "run.name=strict"),
     ]
-    return trainer_command(run_dir, inputs.model, inputs.prompts, urls, *settings, *options)
+    options = (*settings, *options)
+    return trainer_command(
+        run_dir, inputs.model, inputs.prompts, urls, *options, num_ranks=num_ranks
+    )
 
 
 def train(run_dir: Path, inputs: Inputs, urls: Sequence[str], *options: str) -> None:

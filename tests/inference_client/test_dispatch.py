@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from easyrl.build.inference import LAST
+from easyrl.inference_client.client import ServedModel
 from easyrl.inference_client.pool.dispatch import Dispatcher
-from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.endpoint import Endpoint, Need
 from easyrl.inference_client.pool.group_assignment import ExpectedLengths, GroupAssignment, Rank
 from easyrl.inference_client.pool.request_queue import Waiting, WaitingLine
 
@@ -115,6 +117,53 @@ async def test_a_group_of_an_earlier_update_that_comes_late_goes_next():
     batch.start(group_of(3, expected=99, priority=0))
     await batch.finish_all(4 * G)
     assert batch.turns == [0, 3, 1, 2]
+
+
+async def test_who_needs_another_context_is_in_the_same_order():
+    """Held-out groups, which need less of it, asked first: not before any of training."""
+    group = endpoints(2, max_inflight=G)
+    for endpoint in group:
+        endpoint.served = ServedModel("m", 100)
+    batch = Batch(dispatcher(group))
+    held_out = [group_of(order, priority=LAST) for order in range(2, 4)]
+    training = [group_of(order, priority=order % 2) for order in range(4, 7)]
+    for each in held_out:
+        each.need = Need(V1, 50, 10)
+    for each in training:
+        each.need = Need(V1, 90, 10)
+    batch.start(*[group_of(order) for order in range(2)])
+    await batch.settle()
+    assert not batch.dispatcher.is_wanted(before=LAST)
+    batch.start(*held_out)
+    await batch.settle()
+    assert not batch.dispatcher.is_wanted(before=LAST)
+    batch.start(*training)
+    await batch.settle()
+    assert batch.dispatcher.is_wanted(before=LAST) and not batch.dispatcher.is_wanted(before=0)
+    await batch.finish_all(7 * G)
+    assert batch.turns == [0, 1, 4, 6, 5, 2, 3]
+
+
+async def test_a_sample_of_training_goes_before_one_that_was_in_another_line_first():
+    (endpoint,) = endpoints(1, max_inflight=1)
+    endpoint.served = ServedModel("m", 100)
+    pool = dispatcher([endpoint])
+    running = group_of(0)
+    assert await pool.place(running, None) is endpoint
+    placed = []
+
+    async def place(order: int, priority: int, context: int) -> None:
+        group = group_of(order, priority=priority)
+        group.need = Need(V1, context, 10)
+        placed.append((order, await pool.place(group, None)))
+
+    tasks = [asyncio.ensure_future(place(1, LAST, 50)), asyncio.ensure_future(place(2, 0, 90))]
+    await asyncio.sleep(0)
+    for _ in tasks:
+        pool.release(endpoint, running.sample_tokens)
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    assert [order for order, _ in placed] == [2, 1]
 
 
 async def test_groups_of_equal_expectation_go_in_the_order_of_asking():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 from benchmarks.parts.random_model import write_random_model
 from easyrl.inference_client.sample_stream import SAMPLES
-from easyrl.runtime.workers.child_process import FrameSplitter
+from easyrl.inference_client.servers.embedded.requests import GenerationRequest
+from easyrl.runtime.frames import FrameSplitter
 from tests.inference_client.pool_cases import until
 from tests.inference_client.test_embedded_server import generate_body, post, serving
 
@@ -50,7 +52,8 @@ async def test_streamed_samples_are_those_that_single_requests_give(model_dir: P
             body = generate_body(seed=seed) | {"token_ids": ids}
             _, reply = await post(http, "/inference/v1/generate", body)
             (choice,) = reply["choices"]
-            _, _, finish_reason, token_ids, logprobs, spans = by_index[index]
+            _, _, finish_reason, token_ids, logprobs, spans, num_prompt_tokens = by_index[index]
+            assert num_prompt_tokens == len(ids)
             assert finish_reason == "length" and spans == [["default", 0, 8]]
             assert np.frombuffer(token_ids, "<i4").tolist() == choice["token_ids"]
             expected = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -96,6 +99,38 @@ async def test_a_client_that_hangs_up_aborts_the_rest_and_an_id_aborts_one(
         assert frame[0][1] == 0
 
 
+async def test_who_sees_the_status_can_abort_any_sample(model_dir: Path) -> None:
+    async with serving(model_dir) as (http, _, engine):
+        await asyncio.wrap_future(engine.pause("keep"))
+        async with http.post(SAMPLES, json=samples_body(([1], list(range(20))))) as response:
+            assert response.status == 200
+            body = {"request_ids": [f"r-{number}" for number in range(20)]}
+            assert (await post(http, "/inference/v1/abort_requests", body))[1]["aborted"] == 20
+
+
+async def test_what_was_sent_is_not_kept_until_the_stream_ends(model_dir: Path) -> None:
+    async with serving(model_dir, max_num_seqs=1) as (http, _, engine):
+        kept: list[weakref.ref] = []  # what becomes the samples of each request
+        submit = engine.submit
+
+        def noting(request: GenerationRequest) -> Any:
+            kept.append(weakref.ref(request.future))
+            if len(kept) == 1:  # the second is held back when the first has been sent
+                request.future.add_done_callback(lambda _: engine.pause("keep"))
+            return submit(request)
+
+        engine.submit = noting  # type: ignore[method-assign]
+        read = FrameSplitter()
+        async with http.post(SAMPLES, json=samples_body(([1, 2, 3], [5, 6]))) as response:
+            while not list(read.feed(await response.content.readany())):
+                pass
+            await until(lambda: kept[0]() is None)
+            assert kept[1]() is not None
+            engine.resume()
+            while not list(read.feed(await response.content.readany())):
+                pass
+
+
 async def test_an_aborted_sample_says_so(model_dir: Path) -> None:
     async with serving(model_dir) as (http, _, engine):
         await asyncio.wrap_future(engine.pause("keep"))
@@ -113,7 +148,7 @@ async def test_an_aborted_sample_says_so(model_dir: Path) -> None:
         ({"prompts": []}, "prompts"),
         ({"prompts": [{"token_ids": [1], "seeds": []}]}, "prompts.0.seeds"),
         ({"prompts": [{"token_ids": [], "seeds": [1]}]}, "prompts.0.token_ids"),
-        ({"prompts": [{"token_ids": [1], "seeds": [2**63]}]}, "prompts.0.seeds.0"),
+        ({"prompts": [{"token_ids": [1], "seeds": [2**31]}]}, "prompts.0.seeds.0"),
         ({"sampling_params": {"n": 2, "max_tokens": 4}}, "prompts have seeds"),
         ({"sampling_params": {"seed": 1, "max_tokens": 4}}, "prompts have seeds"),
         ({"sampling_params": {}}, "max_tokens is needed"),

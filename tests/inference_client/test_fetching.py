@@ -33,8 +33,8 @@ from easyrl.inference_client.fetching.fetcher import FetcherDied
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.fetching.messages import Send, decode_replies
+from easyrl.runtime.frames import FrameSplitter
 from easyrl.runtime.workers import supervised_child
-from easyrl.runtime.workers.child_process import FrameSplitter
 from easyrl.schema import Completion, VersionSpan
 from tests.inference_client.fake_endpoint import (
     FakeEndpoint,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from easyrl.inference_client.pool.idle_room import IdleRoom
+from tests.inference_client.pool_cases import V1, pool_of, servers
 
 
 class Asking:
@@ -14,13 +16,14 @@ class Asking:
         self.room = room
         self.admitted: list[str] = []
         self.leave: dict[str, asyncio.Event] = {}
+        self.returned: dict[str, Callable[[], None]] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def ask(self, name: str, num_samples: int) -> None:
         self.leave[name] = asyncio.Event()
 
         async def group() -> None:
-            async with self.room.places(num_samples):
+            async with self.room.places(num_samples) as self.returned[name]:
                 self.admitted.append(name)
                 await self.leave[name].wait()
 
@@ -83,11 +86,53 @@ async def test_who_asks_first_goes_first_and_who_is_cancelled_holds_nobody_up():
     assert asking.admitted == ["small", "last", "next"]
 
 
-async def test_without_a_batch_a_group_that_fits_nowhere_goes_alone():
-    """With every endpoint down, too: that somebody waits is what ends an outage."""
+async def test_without_a_batch_nobody_has_to_wait():
+    """Places are the endpoints' to give then. With all of them down, too: that somebody waits for
+    one is what ends an outage."""
     asking = Asking(IdleRoom(lambda: 0, lambda: 0))
     await asking.ask("a", 2)
     await asking.ask("b", 2)
-    assert asking.admitted == ["a"]
-    await asking.end("a")
     assert asking.admitted == ["a", "b"]
+
+
+async def test_a_place_is_free_when_its_sample_returns_whatever_is_left_of_the_group():
+    asking = Asking(IdleRoom(lambda: 8, lambda: 4))
+    await asking.ask("a", 4)
+    await asking.ask("b", 2)
+    asking.returned["a"]()
+    await settle()
+    assert asking.admitted == ["a"]
+    asking.returned["a"]()
+    await settle()
+    assert asking.admitted == ["a", "b"]  # while the last two of "a" are made, and all are scored
+    await asking.ask("c", 2)
+    await asking.end("a")  # given up: what has not returned
+    assert asking.admitted == ["a", "b", "c"]
+    await asking.ask("d", 1)
+    assert asking.admitted == ["a", "b", "c"]
+
+
+async def test_nobody_is_admitted_while_a_group_of_the_batch_waits_for_a_place():
+    is_wanted = True
+    asking = Asking(room := IdleRoom(lambda: 8, lambda: 2, lambda: is_wanted))
+    await asking.ask("a", 2)
+    assert asking.admitted == []
+    is_wanted = False
+    room.look()
+    await settle()
+    assert asking.admitted == ["a"]
+
+
+async def test_an_endpoint_that_has_yet_to_prove_its_weights_has_no_room():
+    """The batch needs the places of the other."""
+    async with pool_of(*servers(2), confirmed=False, max_inflight=8) as pool:
+        asking = Asking(room := IdleRoom(lambda: pool.capacity(in_batch=True), lambda: 6))
+        pool.confirm(pool.endpoints[0], V1)
+        await asking.ask("a", 4)
+        assert asking.admitted == []
+        pool.confirm(pool.endpoints[1], V1)
+        room.look()
+        await settle()
+        assert asking.admitted == ["a"]
+        pool.withdraw_confirmations()
+        assert pool.capacity(in_batch=True) == 0

@@ -200,7 +200,7 @@ async def test_the_one_that_returns_may_confirm_the_refusal():
 async def test_one_that_is_away_for_the_longest_outage_is_waited_for_once():
     lone, gone = servers(2)
     lone.always = refuses()
-    async with pool_of(lone, gone, max_outage_s=0.5) as pool:
+    async with pool_of(lone, gone, max_outage_s=2) as pool:
         pool.set_repair(repairer(pool))
         await away(pool, gone)
         task = ask(pool, 0)
@@ -212,7 +212,7 @@ async def test_one_that_is_away_for_the_longest_outage_is_waited_for_once():
             began_s = asyncio.get_running_loop().time()
             with pytest.raises(PromptRejected):
                 await asyncio.wait_for(ask(pool, seed), 10)
-            assert asyncio.get_running_loop().time() - began_s < 0.4
+            assert asyncio.get_running_loop().time() - began_s < 1.5
         await gone.restart()
         await until(lambda: pool.endpoints[1].usable(V1))
         assert (await asyncio.wait_for(ask(pool, 7), 10)).endpoint == gone.url

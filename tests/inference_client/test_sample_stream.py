@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import msgspec
 import numpy as np
@@ -34,6 +35,7 @@ def sampled(index: int = 0, **changes: object) -> Sampled:
         "token_ids": np.array([8, 9], dtype=np.int32).tobytes(),
         "logprobs": np.array([-0.5, -1.25], dtype=np.float32).tobytes(),
         "version_spans": (("r:0:1", 0, 2),),
+        "num_prompt_tokens": 3,
     }
     return Sampled(index, **(fields | changes))
 
@@ -60,7 +62,7 @@ def test_samples_come_as_they_were_sent_however_the_bytes_are_cut():
         reader.end()
         assert [one.index for one in ended] == [2, 0, 1]
         assert ended[1] == Refused(0, 400, "no")
-    made = ended[0].completion(URL, LIMITS)
+    made = ended[0].completion(URL, 3, LIMITS)
     assert made.token_ids.tolist() == [8, 9] and made.token_ids.dtype == np.int32
     assert made.logprobs.tolist() == [-0.5, -1.25] and made.logprobs.dtype == np.float32
     assert made.version_spans == (VersionSpan("r:0:1", 0, 2),)
@@ -96,7 +98,7 @@ BAD = {
     "a negative index": (framed(msgspec.msgpack.encode([[1, -1, 400, ""]])), "unexpected shape"),
     "an index as text": (framed(msgspec.msgpack.encode([[1, "0", 400, ""]])), "unexpected shape"),
     "tokens as a list": (
-        framed(msgspec.msgpack.encode([[0, 0, "stop", [8, 9], b"", []]])),
+        framed(msgspec.msgpack.encode([[0, 0, "stop", [8, 9], b"", [], 3]])),
         "unexpected shape",
     ),
     "an endless version": (
@@ -105,6 +107,17 @@ BAD = {
     ),
     "a span below zero": (frame_of([sampled(version_spans=(("r", -1, 2),))]), "unexpected shape"),
     "deep lists": (framed(b"\x91" * 100_000 + b"\xc0"), "nested too deeply|unexpected shape|not M"),
+    "a million refusals": (
+        framed(b"\xdd\x00\x10\x00\x00" + b"\x94\x01\x00\x00\xa0" * 2**15),
+        "unexpected shape.*length <= 4096",
+    ),
+    "a thousand spans": (
+        frame_of([sampled(version_spans=(("", 0, 1),) * 1000)]),
+        "unexpected shape.*length <= 16",
+    ),
+    "a long refusal": (frame_of([Refused(0, 400, "." * 4097)]), "unexpected shape.*4096"),
+    "empty frames": (frame_of([]) * 4, "more than 3 frames"),
+    "more bytes than asked for": (GOOD + b"\xff\xff\x0f\x00", "a frame of 1048575 bytes"),
     "invalid UTF-8": (framed(b"\x91\x94\x01\x00\xcd\x01\x90\xa2\xff\xfe"), "not MessagePack"),
 }
 
@@ -150,6 +163,7 @@ BAD_SAMPLES = {
     "aborted": ({"finish_reason": "abort"}, "'abort'"),
     "no reason": ({"finish_reason": ""}, "finish_reason"),
     "spans that leave tokens out": ({"version_spans": (("r", 0, 1),)}, "do not cover 2 tokens"),
+    "another prompt length": ({"num_prompt_tokens": 4}, "num_prompt_tokens: used 4 of 3"),
     "no spans": ({"version_spans": ()}, "do not cover 2 tokens"),
 }
 
@@ -159,9 +173,9 @@ def test_a_sample_that_is_nothing_to_train_on_is_its_own_fault(name):
     changes, said = BAD_SAMPLES[name]
     ended = read(frame_of([sampled(0, **changes), sampled(1), sampled(2)]))
     with pytest.raises(MalformedResponse, match=rf"samples\[0\]\..*{said}"):
-        ended[0].completion(URL, LIMITS)
+        ended[0].completion(URL, 3, LIMITS)
     for other in ended[1:]:
-        other.completion(URL, LIMITS)
+        other.completion(URL, 3, LIMITS)
 
 
 def test_an_answer_that_repeats_the_key_is_refused_unquoted():
@@ -179,6 +193,27 @@ def test_an_answer_that_repeats_the_key_is_refused_unquoted():
         assert "my-secret-key" not in str(caught.value) and escaped not in str(caught.value)
     with pytest.raises(MalformedResponse, match="repeats the API key"):
         read(framed(b"my-secret-key"), key="my-secret-key")  # no MessagePack
+    for before in range(1980, 2001):  # what is quoted may end within it
+        garbage = framed(b"\xff" * before + b"my-secret-key" * 2)
+        with pytest.raises(MalformedResponse) as caught:
+            read(garbage, key="my-secret-key")
+        assert "my-s" not in str(caught.value)
+
+
+def test_a_full_frame_of_spans_takes_little_memory():
+    """Its bytes are bounded by what was asked for, an object is dozens of times as large."""
+    asked = SamplesAsked("r", [(PROMPT, list(range(64)))], SamplingConfig(max_tokens=4))
+    number = asked.max_bytes // 4 - 8
+    head = b"\x91\x97\x00\x00\xa4stop\xc4\x00\xc4\x00\xdd" + number.to_bytes(4, "big")
+    content = framed(head + b"\x93\xa0\x00\x01" * number)  # a million spans, 4 MB
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedResponse, match="length <= 16"):
+            list(SampleReader(URL, asked).feed(content))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * asked.max_bytes
 
 
 def test_random_changes_of_an_answer_end_as_samples_or_as_malformed():
@@ -191,7 +226,7 @@ def test_random_changes_of_an_answer_end_as_samples_or_as_malformed():
         try:
             for one in read(bytes(content)):
                 if isinstance(one, Sampled):
-                    one.completion(URL, LIMITS)
+                    one.completion(URL, 3, LIMITS)
         except MalformedResponse:
             num_malformed += 1
     assert 0 < num_malformed < 2000

@@ -6,24 +6,32 @@ are recorded in it.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
 
+from easyrl.inference_client.servers.embedded import attention as attention_module
 from easyrl.inference_client.servers.embedded import batch as batch_module
+from easyrl.inference_client.servers.embedded import prefill as prefill_module
 from easyrl.inference_client.servers.embedded.attention import (
     SharedPrompts,
     decode_attention,
     plain_masked_attention,
-    takes_shared_prompts,
 )
-from easyrl.inference_client.servers.embedded.batch import MIN_APART, RunningBatch
-from easyrl.inference_client.servers.embedded.prompts import PromptStates, PromptStore
+from easyrl.inference_client.servers.embedded.batch import RunningBatch
+from easyrl.inference_client.servers.embedded.cache import Prefilled, SlotCache, StatesOfLayers
+from easyrl.inference_client.servers.embedded.prefill import states_of_layers
+from easyrl.inference_client.servers.embedded.prompts import MIN_APART, PromptStore
 from easyrl.inference_client.servers.embedded.requests import Sequence
 from easyrl.inference_client.servers.embedded.sampling import SamplingParams, UniformStream
+from easyrl.inference_client.servers.embedded.sharing_probe import takes_shared_prompts
 from tests.tiny_models import VOCAB_SIZE, Family, tiny_model
 
 ATOL = 1e-4  # a wrong key, value or position moves log-probabilities by 1e-2 and more
@@ -85,15 +93,15 @@ def random(*shape: int) -> torch.Tensor:
     return torch.from_numpy(rng.standard_normal(shape))
 
 
-def states(length: int, is_apart: bool = True) -> PromptStates:
+def states(length: int) -> StatesOfLayers:
     pair = (random(1, HEADS, length, SIZE), random(1, HEADS, length, SIZE))
-    return PromptStates([(torch.empty(0), torch.empty(0)), pair], 0, length, is_apart)
+    return [(torch.empty(0), torch.empty(0)), pair]
 
 
 def test_two_parts_are_the_dense_attention_over_prompt_and_own_tokens() -> None:
-    """Three prompts of 1, 5 and 300 tokens among rows, one row without and one in its slot."""
+    """Three prompts of 1, 5 and 300 tokens among rows, two rows without."""
     one, five, long = states(1), states(5), states(300)
-    of_row = [long, None, five, long, one, states(4, is_apart=False), five]
+    of_row = [long, None, five, long, one, None, five]
     own = [3, 1, 9, 4, 2, 9, 1]
     query = random(NUM_ROWS, HEADS, REPEATS, SIZE)
     buffers = random(2, NUM_ROWS, 12, HEADS, SIZE)  # position-major, as the slots
@@ -108,9 +116,9 @@ def test_two_parts_are_the_dense_attention_over_prompt_and_own_tokens() -> None:
     for row in range(NUM_ROWS):
         keys, values = key[row, :, : own[row]], value[row, :, : own[row]]
         prompt = of_row[row]
-        if prompt is not None and prompt.is_apart:
-            keys = torch.cat((prompt.layers[1][0][0], keys), 1)
-            values = torch.cat((prompt.layers[1][1][0], values), 1)
+        if prompt is not None:
+            keys = torch.cat((prompt[1][0][0], keys), 1)
+            values = torch.cat((prompt[1][1][0], values), 1)
         expected = (query[row] @ keys.mT * 0.3).softmax(-1) @ values
         torch.testing.assert_close(got[row], expected, atol=1e-12, rtol=0)
     alone = decode_attention(*given, SharedPrompts.of([None] * NUM_ROWS, query.device), 1, 0.3)
@@ -136,11 +144,11 @@ def test_plain_log_sum_exps_are_the_fused_kernels() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_groups_of_all_lengths_that_join_and_leave(family: Family) -> None:
-    model, batch = new_model(family), new_batch(new_model(family))
+    model, batch = new_model(family), new_batch(new_model(family), max_num_seqs=64)
     prompts = [new_prompt(n) for n in (1, 2, 150, MIN_APART, MIN_APART + 1, 300)]
     finished: list[Sequence] = []
     for number, prompt in enumerate(prompts):
-        group = [new_sequence(prompt, max_tokens=3 + 5 * i, seed=10 * number + i) for i in range(4)]
+        group = [new_sequence(prompt, 3 + 5 * (i % 4), 10 * number + i) for i in range(8)]
         batch.add(group, "v")
         for _ in range(3):
             finished += batch.step()
@@ -153,18 +161,103 @@ def test_groups_of_all_lengths_that_join_and_leave(family: Family) -> None:
     finished += run_all(batch)
     assert batch.stats.prefilled_tokens == computed == sum(len(p) - 1 for p in prompts)
     assert batch._cache.capacity[1] < 150, "the slots hold long prompts"
-    assert len(finished) == 4 * len(prompts)
+    assert len(finished) == 8 * len(prompts)
     for sequence in finished:
         check(model, sequence)
     check(model, cut, count)
-    assert len({tuple(s.token_ids[:3]) for s in finished}) > 2 * len(prompts)
+    assert len({tuple(s.token_ids[:3]) for s in finished}) > 4 * len(prompts)
+
+
+def num_apart(batch: RunningBatch) -> int:
+    """Running sequences whose prompts are read apart."""
+    return len(batch._shared_prompts.rows)
+
+
+def test_a_prompt_is_read_apart_only_where_reads_are_saved() -> None:
+    """A sample alone keeps its prompt in its slot, also when more of it come later."""
+    model, batch = new_model(), new_batch(new_model())
+    alone = [new_sequence(new_prompt(200), 24, seed=i) for i in range(3)]
+    batch.add(alone, "v")
+    batch.step()
+    assert len(batch.sequences) == 3 and num_apart(batch) == 0
+    prompt = new_prompt(MIN_APART - 1)
+    short = [new_sequence(prompt, 5, seed=i) for i in range(8)]
+    batch.add(short, "v")
+    batch.step()
+    assert len(batch.sequences) == 11 and num_apart(batch) == 0
+    computed = batch.stats.prefilled_tokens
+    more = [new_sequence(alone[1].prompt, 6, seed=10 + i) for i in range(7)]
+    batch.add(more, "v")
+    finished = batch.step()
+    assert num_apart(batch) == 7 and batch.stats.prefilled_tokens == computed
+    finished += run_all(batch)
+    assert len(finished) == 18
+    for sequence in finished:
+        check(model, sequence)
+    batch.add([known := new_sequence(finished[-1].prompt)], "v")  # of the last that was used
+    run_all(batch)
+    assert batch.stats.prefilled_tokens == computed
+    check(model, known)
+
+
+@pytest.mark.parametrize("length", [12, 150])
+def test_prefilled_states_are_not_kept_beside_the_slots(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models and prompts that are not read apart, while they run."""
+    prefilled: list[weakref.ref[torch.Tensor]] = []
+
+    def kept(cache: DynamicCache) -> StatesOfLayers:
+        layers = states_of_layers(cache)
+        prefilled.extend(weakref.ref(tensor) for pair in layers for tensor in pair)
+        return layers
+
+    model = new_model()
+    drop_keyword(model)
+    batch = new_batch(model)
+    monkeypatch.setattr(prefill_module, "states_of_layers", kept)
+    prompts = [new_prompt(length), new_prompt(60)]  # computed together, padded
+    batch.add([new_sequence(prompt, seed=i) for prompt in prompts for i in range(8)], "v")
+    batch.step()
+    gc.collect()
+    assert len(batch.sequences) == 16 and len(prefilled) == 4
+    assert [reference() for reference in prefilled] == [None] * 4
+    for sequence in run_all(batch):
+        check(new_model(), sequence)
+
+
+def test_without_a_prompt_apart_other_devices_use_the_librarys_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[torch.Tensor] = []
+
+    def library(module: nn.Module, query: torch.Tensor, *_: object, **__: object) -> object:
+        calls.append(query)
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(attention_module, "sdpa_attention_forward", library)
+    query = torch.zeros(3, 4, 1, 8, device="meta")
+    states = torch.zeros(3, 2, 5, 8, device="meta")
+    mask = torch.zeros(3, 1, 1, 5, device="meta")
+    attend = AttentionInterface._global_mapping[attention_module.NAME]
+    for prompts, num_calls in ((0, 1), (1, 1)):
+        pair = torch.zeros(1, 2, 100, 8, device="meta")
+        of_rows = [[(pair, pair)] if prompts else None] * 3
+        shared = SharedPrompts.of(of_rows, query.device)
+        output, _ = attend(FirstLayer(), query, states, states, mask, shared_prompts=shared)
+        assert output.shape == (3, 1, 4, 8) and len(calls) == num_calls
+
+
+class FirstLayer(nn.Module):
+    layer_idx = 0
 
 
 def test_a_short_prompt_that_is_prefilled_with_a_long_one() -> None:
     model = new_model()
     batch = new_batch(model)
-    lengths = [3, MIN_APART + 200, 20]
-    together = [new_sequence(new_prompt(length), seed=length) for length in lengths]
+    long = new_prompt(MIN_APART + 200)
+    prompts = [new_prompt(3), *[long] * 8, new_prompt(20)]
+    together = [new_sequence(prompt, seed=i) for i, prompt in enumerate(prompts)]
     batch.add(together, "v0")  # one forward, padded to the longest, which takes no slot
     for sequence in run_all(batch):
         check(model, sequence)
@@ -297,21 +390,39 @@ def test_other_attention_keeps_the_slots(change: Callable[[PreTrainedModel], Non
 
 
 def test_the_store_keeps_what_is_used_and_the_last_that_was() -> None:
-    store, first, second = PromptStore(), states(1), states(1)
-    for key, kept in ((b"1", first), (b"1", first), (b"2", second)):
-        store.take(key, kept)
-    store.release(b"2", second)
-    store.release(b"1", first)
-    assert store.find(b"1") is first and store.find(b"2") is second
-    store.release(b"1", first)
-    assert store.find(b"1") is first and store.find(b"2") is None
-    store.take(b"1", first)
+    cache = SlotCache(1, 8, 8, torch.device("cpu"))
+    store = PromptStore(cache, can_share=False)
+    first, second = new_prompt(4), new_prompt(5)
+    sequences = [new_sequence(prompt) for prompt in (first, first, second)]
+    one, other, last = sequences
+
+    def start(row: int, prefilled: torch.Tensor | None) -> torch.Tensor:
+        """What the sequence's slot is filled with."""
+        given = None if prefilled is None else Prefilled([(prefilled, prefilled)], 0, 3 + row // 2)
+        source = store.start([sequences[row]], given)
+        assert source is not None
+        sequences[row].row = row
+        cache.ensure(row + 1, 8)
+        index = torch.tensor([row]), torch.tensor([0])
+        cache.fill(*index, source.layers, source.length)
+        return source.layers[0][0]
+
+    states, others = random(1, HEADS, 3, SIZE), random(1, HEADS, 4, SIZE)
+    assert start(0, states) is states
+    torch.testing.assert_close(start(1, None), states)
+    assert start(2, others) is others
+    store.end(last)
+    store.end(one)
+    assert one.prompt_key in store and last.prompt_key in store
+    store.end(other)
+    assert one.prompt_key in store and last.prompt_key not in store
+    torch.testing.assert_close(start(0, None), states)
     store.forget()
-    assert store.find(b"1") is None
-    newer = states(1)
-    store.take(b"1", newer)
-    store.release(b"1", first)  # of who still had the forgotten ones
-    assert store.find(b"1") is newer
+    assert one.prompt_key not in store
+    newer = random(1, HEADS, 3, SIZE)
+    assert start(1, newer) is newer
+    store.end(one)  # who still had the forgotten one
+    torch.testing.assert_close(start(0, None), newer)
 
 
 def test_uniform_numbers_are_philoxs_under_the_key() -> None:

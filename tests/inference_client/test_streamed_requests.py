@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from aiohttp import web
 
 from easyrl.completion_check import ANY_INT32
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -23,13 +25,15 @@ from easyrl.inference_client.errors import (
     PromptRejected,
     RequestRejected,
 )
-from easyrl.inference_client.fetching import streamed_requests
+from easyrl.inference_client.fetching import fetcher_process, streamed_requests
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
+from easyrl.inference_client.fetching.fetcher_process import _replies, local_fetch
 from easyrl.inference_client.fetching.messages import Send
+from easyrl.inference_client.fetching.single_requests import SingleRequests
 from easyrl.inference_client.fetching.streamed_requests import StreamedRequests
 from easyrl.inference_client.sample_stream import SAMPLES, Ended, Refused, Sampled, frame_of
 from easyrl.schema import Completion
-from tests.inference_client.fake_endpoint import FakeEndpoint, error_response
+from tests.inference_client.fake_endpoint import FakeEndpoint, error_response, status
 from tests.inference_client.pool_cases import V1, ask, pool_of, until
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
@@ -44,6 +48,8 @@ class Stream:
     def __init__(self, body: dict[str, Any], response: web.StreamResponse) -> None:
         self.body, self.response = body, response
         self.seeds = [seed for prompt in body["prompts"] for seed in prompt["seeds"]]
+        prompts = body["prompts"]
+        self.prompt_lengths = [len(p["token_ids"]) for p in prompts for _ in p["seeds"]]
 
     def sample(self, index: int, **changes: Any) -> Sampled:
         """Its tokens are its seed and the next."""
@@ -53,6 +59,7 @@ class Stream:
             "token_ids": ids.tobytes(),
             "logprobs": np.array([-0.5, -0.25], dtype=np.float32).tobytes(),
             "version_spans": ((V1, 0, 2),),
+            "num_prompt_tokens": self.prompt_lengths[index],
         }
         return Sampled(index, **(fields | changes))
 
@@ -67,22 +74,42 @@ class StreamingEndpoint(FakeEndpoint):
         super().__init__(version=V1, card={"streams_samples": True}, **settings)
         self.answer = answer or send_all
         self.streams: list[Stream] = []
+        self.transports: list[asyncio.Transport | None] = []  # of each
         self.aborted: list[str] = []
         self.num_hung_up = 0
-        self.refusal: web.Response | None = None
+        self.num_refused = 0
+        self.num_aborts, self.abort_status = 0, 200
+        self.may_abort: asyncio.Event | None = None  # waited for by each message
+        self.refusal: web.Response | None = None  # of all
+        self.refuse: Callable[[list[int]], web.Response | None] = lambda seeds: self.refusal
+        self.before_answer: Callable[[], Awaitable[None]] | None = None
+        self.refuses_text_of: list[int] = []
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await request.read())
+        if "output_mode" in body and body["token_ids"] == self.refuses_text_of:
+            return error_response(400, "this prompt")
+        return await super()._generate(request)
 
     async def _control(self, request: web.Request) -> web.StreamResponse:
         if request.path != SAMPLES:
             if request.path == "/inference/v1/abort_requests":
+                self.num_aborts += 1
                 self.aborted += orjson.loads(await request.read())["request_ids"]
                 await self._notify()
-                return web.json_response({"status": "aborted"})
+                if self.may_abort is not None:
+                    await self.may_abort.wait()
+                return web.json_response({"status": "aborted"}, status=self.abort_status)
             return await super()._control(request)
-        if self.refusal is not None:
-            return self.refusal
         response = web.StreamResponse()
         stream = Stream(orjson.loads(await request.read()), response)
+        if self.before_answer is not None:
+            await self.before_answer()
+        if (refusal := self.refuse(stream.seeds)) is not None:
+            self.num_refused += 1
+            return refusal
         self.streams.append(stream)
+        self.transports.append(request.transport)
         await response.prepare(request)
         await self._notify()
         try:
@@ -109,16 +136,23 @@ class LocalStreams:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         client = functools.cache(lambda url: EndpointClient(url, session))
-        self._streams = StreamedRequests(lambda order: client(order.url), ANY_INT32, self._answered)
+        single = SingleRequests(local_fetch(session), ApiKeys(), self._answered)
+        self._streams = StreamedRequests(
+            lambda order: client(order.url), ANY_INT32, self._answered, single.add
+        )
+        self._cancels = self._streams.cancel, single.cancel
         self._futures: dict[int, asyncio.Future[Completion]] = {}
 
-    def _answered(self, order: Send, result: Completion | Exception, start_s: float) -> None:
-        future = self._futures[order.number]
-        assert not future.done()  # neither told twice nor after it was cancelled
-        if isinstance(result, Completion):
-            future.set_result(result)
-        else:
-            future.set_exception(result)
+    def _answered(
+        self, orders: Sequence[Send], result: Completion | Exception, start_s: float
+    ) -> None:
+        for order in orders:
+            future = self._futures[order.number]
+            assert not future.done()  # neither told twice nor after it was cancelled
+            if isinstance(result, Completion):
+                future.set_result(result)
+            else:
+                future.set_exception(result)
 
     async def streamed(
         self, url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
@@ -131,7 +165,8 @@ class LocalStreams:
             return await future
         finally:
             if future.cancelled():
-                self._streams.cancel(number)
+                for cancel in self._cancels:
+                    cancel(number)
 
 
 @pytest.fixture
@@ -284,15 +319,75 @@ async def test_one_that_is_refused_or_bad_leaves_the_others(endpoint, fetchers):
         tasks[0].result()
 
 
-@pytest.mark.parametrize(
-    "code, kind", [(400, PromptRejected), (401, RequestRejected), (503, EndpointUnavailable)]
-)
-async def test_a_request_that_is_refused_says_so_to_all(endpoint, fetchers, code, kind):
+@pytest.mark.parametrize("code, kind", [(401, RequestRejected), (503, EndpointUnavailable)])
+async def test_a_request_that_is_refused_for_no_prompts_sake_says_so_to_all(
+    endpoint, fetchers, code, kind
+):
     endpoint.refusal = error_response(code, "not so")
     for task in asked(fetchers, endpoint, 1, 2):
         with pytest.raises(EndpointError, match=f"{SAMPLES} answered {code}.*not so") as caught:
             await asyncio.wait_for(task, 30)
         assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("code", [400, 413, 422])
+async def test_a_request_for_many_that_is_refused_is_asked_for_in_parts(endpoint, fetchers, code):
+    """As a proxy does whose bodies have a limit: no prompt is at fault."""
+    endpoint.refuse = lambda seeds: error_response(code, "large") if len(seeds) > 2 else None
+    assert await outcomes(asked(fetchers, endpoint, *range(8))) == list(range(8))
+    assert [stream.seeds for stream in endpoint.streams] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert endpoint.num_refused == 3 and not endpoint.requests
+
+
+@pytest.mark.parametrize("number", [1, 5])
+async def test_what_cannot_be_streamed_is_asked_for_singly_at_last(endpoint, fetchers, number):
+    endpoint.refuse = lambda seeds: error_response(400, "not so")
+    endpoint.faults.append(status(400, "this one"))
+    made = await outcomes(asked(fetchers, endpoint, *range(number)))
+    assert made == ["PromptRejected", *range(1, number)]
+    assert len(endpoint.requests) == number and endpoint.num_refused == max(1, number - 1)
+
+
+async def test_what_is_cancelled_is_no_part_of_a_request_in_parts(endpoint, fetchers):
+    refused, refuse = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        refused.set()
+        await refuse.wait()
+
+    endpoint.before_answer = hold
+    endpoint.refuse = lambda seeds: error_response(413, "large") if len(seeds) > 2 else None
+    tasks = asked(fetchers, endpoint, *range(5))
+    await asyncio.wait_for(refused.wait(), 30)
+    tasks[0].cancel()
+    await asyncio.sleep(0)
+    refuse.set()
+    assert await outcomes(tasks) == ["CancelledError", 1, 2, 3, 4]
+    assert [stream.seeds for stream in endpoint.streams] == [[1, 2], [3, 4]]
+
+
+async def test_a_single_request_can_be_cancelled_when_it_was_refused_with_others(
+    endpoint, fetchers
+):
+    endpoint.refuse = lambda seeds: error_response(413, "large")
+    endpoint.gated = True
+    tasks = asked(fetchers, endpoint, 1, 2)
+    await endpoint.until(lambda: len(endpoint.requests) == 2)
+    tasks[0].cancel()
+    await endpoint.until(lambda: endpoint.num_disconnected == 1)
+    for gate in endpoint.gates:
+        gate.set()
+    assert await outcomes(tasks) == ["CancelledError", 2]
+
+
+async def test_a_prompt_is_not_excluded_for_a_proxy_that_limits_bodies(process):
+    endpoint = StreamingEndpoint()
+    endpoint.refuse = lambda seeds: error_response(413, "large") if len(seeds) > 3 else None
+    async with pool_of(endpoint, fetch=process, streamed=process.streamed) as pool:
+        await until(lambda: pool.endpoints[0].served is not None)
+        made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in range(12))), 30)
+        assert [m.token_ids[0] for m in made] == list(range(12))
+        assert pool.num_retries == pool.endpoints[0].num_failures == 0
 
 
 async def never(_: StreamingEndpoint, stream: Stream) -> None:
@@ -335,14 +430,146 @@ async def test_cancelling_all_that_have_not_come_closes_the_connection(endpoint,
     assert await outcomes(others) == ["CancelledError"] * 2
 
 
-async def test_what_is_cancelled_before_it_is_sent_is_not_asked_for(endpoint, process):
-    endpoint.answer = send_all
-    await outcomes(asked(process, endpoint, 0))  # the fetcher is up
-    tasks = asked(process, endpoint, 1, 2)
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(streamed_requests, "END_S", 0.05)
+
+
+async def test_a_stream_that_does_not_end_when_all_have_come_is_closed(endpoint, fetchers, soon):
+    async def all_then_silence(server: StreamingEndpoint, stream: Stream) -> None:
+        await send_all(server, stream)
+        await never(server, stream)
+
+    endpoint.answer = all_then_silence
+    assert await outcomes(asked(fetchers, endpoint, 1, 2)) == [1, 2]
+    await asyncio.wait_for(endpoint.until(lambda: endpoint.num_hung_up == 1), 30)
+
+
+async def test_a_stream_that_ends_leaves_its_connection_for_the_next(endpoint, fetchers, soon):
+    for seed in (1, 2):
+        assert await outcomes(asked(fetchers, endpoint, seed)) == [seed]
+        await asyncio.sleep(0.1)  # beyond what it has to end
+    first, second = endpoint.transports
+    assert first is second and endpoint.num_hung_up == 0
+
+
+async def test_a_server_that_ignores_aborts_keeps_no_connection(endpoint, fetchers, soon):
+    go_on = asyncio.Event()
+
+    async def one_then_never(server: StreamingEndpoint, stream: Stream) -> None:
+        await go_on.wait()
+        await stream.send(stream.sample(0))
+        await never(server, stream)
+
+    endpoint.answer = one_then_never
+    first, second = asked(fetchers, endpoint, 1, 2)
+    await endpoint.until(lambda: len(endpoint.streams) == 1)
+    second.cancel()
+    await endpoint.until(lambda: len(endpoint.aborted) == 1)
+    go_on.set()
+    assert await outcomes([first, second]) == [1, "CancelledError"]
+    await asyncio.wait_for(endpoint.until(lambda: endpoint.num_hung_up == 1), 30)
+
+
+async def test_when_all_that_still_wait_are_cancelled_the_connection_is_closed(endpoint, fetchers):
+    """Else what was cancelled would go on: its abort was lost."""
+    go_on = asyncio.Event()
+
+    async def one_then_never(server: StreamingEndpoint, stream: Stream) -> None:
+        await go_on.wait()
+        await stream.send(stream.sample(0))
+        await never(server, stream)
+
+    endpoint.answer, endpoint.abort_status = one_then_never, 500
+    first, second = asked(fetchers, endpoint, 1, 2)
+    await endpoint.until(lambda: len(endpoint.streams) == 1)
+    second.cancel()
+    await endpoint.until(lambda: endpoint.num_aborts == 1)
+    go_on.set()  # without the fixture ``soon``: no time has to pass
+    assert await outcomes([first, second]) == [1, "CancelledError"]
+    async with asyncio.timeout(streamed_requests.END_S / 2):
+        await endpoint.until(lambda: endpoint.num_hung_up == 1)
+
+
+async def test_an_abort_is_not_sent_before_the_server_has_the_request(endpoint, fetchers):
+    """It goes over another connection: one that overtook the request would be lost."""
+    has_come, may_begin, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        has_come.set()
+        await may_begin.wait()
+
+    async def wait_and_send(server: StreamingEndpoint, stream: Stream) -> None:
+        await may_end.wait()
+        await send_all(server, stream)
+
+    endpoint.before_answer, endpoint.answer = hold, wait_and_send
+    first, second = asked(fetchers, endpoint, 1, 2)
+    await asyncio.wait_for(has_come.wait(), 30)
+    second.cancel()
+    with pytest.raises(aiohttp.ClientError):  # a turn of loop and server: an abort would be there
+        async with aiohttp.ClientSession(raise_for_status=True) as session:
+            await session.get(f"{endpoint.url}/turn")
+    assert endpoint.num_aborts == 0
+    may_begin.set()
+    await endpoint.until(lambda: endpoint.num_aborts == 1)
+    assert endpoint.aborted == [f"{endpoint.streams[0].body['request_id']}-1"]
+    may_end.set()
+    assert await outcomes([first, second]) == [1, "CancelledError"]
+
+
+async def test_stop_strings_are_asked_about_with_a_prompt_of_the_clients_own(endpoint, fetchers):
+    """A prompt that is refused is not the others' fault."""
+    endpoint.refuses_text_of = [5, 6, 7]
+    sampling = SamplingConfig(max_tokens=9, stop=["END"])
+    tasks = asked(fetchers, endpoint, 1, sampling=sampling)
+    tasks += asked(fetchers, endpoint, 2, sampling=sampling, prompt_token_ids=PROMPT + 1)
+    assert await outcomes(tasks) == [1, 2]
+    assert await outcomes([asyncio.ensure_future(fetchers_single(endpoint, sampling))]) == [3]
+
+
+async def fetchers_single(endpoint: StreamingEndpoint, sampling: SamplingConfig) -> Completion:
+    async with aiohttp.ClientSession() as session:
+        return await local_fetch(session)(endpoint.url, PROMPT, sampling, 3)
+
+
+async def test_cancels_one_after_another_are_one_message_at_a_time(endpoint, fetchers):
+    endpoint.answer, endpoint.may_abort = never, asyncio.Event()
+    tasks = asked(fetchers, endpoint, *range(6))
+    await endpoint.until(lambda: len(endpoint.streams) == 1)
+    for task in tasks[:5]:
+        task.cancel()
+        await asyncio.sleep(0.02)  # each in a turn of its own
+    endpoint.may_abort.set()
+    await asyncio.wait_for(endpoint.until(lambda: len(endpoint.aborted) == 5), 30)
+    assert endpoint.num_aborts == 2  # the first, and all that came while it was under way
+    tasks[5].cancel()
+
+
+async def test_a_server_that_refuses_aborts_gives_the_others_all_the_same(endpoint, fetchers):
+    go_on = asyncio.Event()
+
+    async def wait_and_send(server: StreamingEndpoint, stream: Stream) -> None:
+        await go_on.wait()
+        await send_all(server, stream)
+
+    endpoint.answer, endpoint.abort_status = wait_and_send, 500
+    tasks = asked(fetchers, endpoint, 1, 2, 3, 4)
+    await endpoint.until(lambda: len(endpoint.streams) == 1)
+    for number, task in enumerate(tasks[:2], 1):
+        task.cancel()
+        await endpoint.until(lambda n=number: endpoint.num_aborts == n)
+    go_on.set()
+    assert await outcomes(tasks) == ["CancelledError", "CancelledError", 3, 4]
+
+
+async def test_what_is_cancelled_before_it_is_sent_is_not_asked_for(endpoint, fetchers):
+    tasks = asked(fetchers, endpoint, 1, 2)
     await asyncio.sleep(0)  # both have been ordered, nothing has left
+    fetchers._streams.cancel(0)
     tasks[0].cancel()
     assert await outcomes(tasks) == ["CancelledError", 2]
-    assert [stream.seeds for stream in endpoint.streams] == [[0], [2]]
+    assert [stream.seeds for stream in endpoint.streams] == [[2]]
 
 
 async def test_the_pool_streams_from_those_that_say_they_can(process):
@@ -374,3 +601,81 @@ async def test_a_broken_stream_is_asked_for_elsewhere_with_the_same_seeds(proces
         made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in range(12))), 30)
         assert [m.token_ids[0] for m in made] == list(range(12))
         assert pool.num_retries > 0 and pool.endpoints[1].num_failures == 0
+
+
+async def test_a_sample_is_part_of_a_stream_once(process):
+    """Whatever one sample does to its stream, each of the others loses one attempt."""
+
+    async def damage(_: StreamingEndpoint, stream: Stream) -> None:
+        await stream.response.write(b"\xff\xff\xff\xff")
+
+    bad = [StreamingEndpoint(damage), StreamingEndpoint(damage)]
+    async with pool_of(*bad, fetch=process, streamed=process.streamed, max_retries=1) as pool:
+        await until(lambda: all(e.served is not None for e in pool.endpoints))
+        made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in range(12))), 30)
+        assert [m.token_ids[0] for m in made] == list(range(12))
+        assert pool.num_retries == 12
+
+
+@pytest.mark.parametrize("code", [404, 405])
+async def test_an_endpoint_that_claims_the_route_and_has_it_not_is_used_without(
+    process, code, caplog
+):
+    """A proxy before it, say, that passes vLLM's routes only; it is asked once."""
+    endpoint = StreamingEndpoint()
+    endpoint.refusal = error_response(code, "Not Found")
+    async with pool_of(endpoint, fetch=process, streamed=process.streamed, max_retries=1) as pool:
+        await until(lambda: pool.endpoints[0].served is not None)
+        for seeds in (range(4), range(4, 8)):
+            made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in seeds)), 30)
+            assert [m.token_ids[0] for m in made] == list(seeds)
+        assert endpoint.num_refused == 1 and len(endpoint.requests) == 8
+        assert pool.endpoints[0].num_failures == pool.num_retries == 0
+    (said,) = [r.getMessage() for r in caplog.records if "one by one" in r.getMessage()]
+    assert endpoint.url in said and str(code) in said
+
+
+def test_an_error_that_ends_many_orders_is_formed_once(monkeypatch):
+    formed = []
+    form = fetcher_process.Failure.of
+    monkeypatch.setattr(fetcher_process.Failure, "of", lambda e: formed.append(e) or form(e))
+    error = MalformedResponse("http://a", "a frame of")
+    orders = [Send(number, "http://a", b"", b"", 0) for number in range(9)]
+    replies = list(_replies(orders, error))
+    assert [reply.number for reply in replies] == list(range(9)) and formed == [error]
+    told = {reply.failure for reply in replies}
+    assert len(told) == 1 and "a frame of" in str(pickle.loads(told.pop()).exception())
+
+
+async def test_a_broken_stream_is_one_error_for_all_that_had_not_come(endpoint, fetchers):
+    async def garble(_: StreamingEndpoint, stream: Stream) -> None:
+        await stream.send(stream.sample(1))
+        await stream.response.write(b"\xff\xff\xff\xff")
+
+    endpoint.answer = garble
+    calls, answered = [], fetchers._streams._answered
+    fetchers._streams._answered = lambda *told: calls.append(len(told[0])) or answered(*told)
+    await outcomes(asked(fetchers, endpoint, *range(64)))
+    assert calls == [1, 63]
+
+
+async def test_a_stream_that_goes_silent_is_given_up_as_a_single_request_is(process):
+    async def one_then_never(server: StreamingEndpoint, stream: Stream) -> None:
+        await stream.send(stream.sample(0))
+        await never(server, stream)
+
+    silent, good = StreamingEndpoint(one_then_never), StreamingEndpoint()
+    settings = {
+        "fetch": process,
+        "streamed": process.streamed,
+        "progress_timeout_s": 1.0,
+        "back_off_s": 30,
+    }
+    async with pool_of(silent, good, **settings) as pool:
+        await until(lambda: all(e.served is not None for e in pool.endpoints))
+        assert await outcomes(asked(process, good, 99)) == [99]  # the fetcher is up
+        made = await asyncio.wait_for(asyncio.gather(*(ask(pool, s) for s in range(12))), 30)
+        assert [m.token_ids[0] for m in made] == list(range(12))
+        await asyncio.wait_for(silent.until(lambda: silent.num_hung_up == len(silent.streams)), 30)
+        num_withheld = sum(len(stream.seeds) - 1 for stream in silent.streams)
+        assert pool.endpoints[0].num_failures == 1 and pool.num_retries == num_withheld > 0

@@ -29,7 +29,7 @@ class Work:
     seed: int
 
     def prompts(self) -> np.ndarray:
-        """Digits, int64 [groups, prompt]; each repeat has its own, so that none is known."""
+        """Digits, int64 [groups, prompt]; each seed has its own, so that none is known."""
         rng = np.random.default_rng(self.seed)
         return rng.integers(8, 18, (self.num_groups, self.prompt))
 
@@ -113,6 +113,7 @@ class Generate:
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             do_sample=True,
+            top_k=0,  # all, as the server; by default 50
             min_new_tokens=work.response,
             max_new_tokens=work.response,
         )

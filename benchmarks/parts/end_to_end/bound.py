@@ -1,9 +1,11 @@
 """What no schedule of these requests and micro-batches could beat, one core for each phase.
 
-The longer of generation and training of one batch, each alone, plus push and optimizer step. The
-batch is the counted one whose responses have the median length; it is made again from the run's own
-journal, so that prompts, seeds, groups and rows are those of the run. Generation is that of the
-fastest fixed concurrency; training leaves out the groups without signal, as the run does.
+The longer of generation and training of one batch, each alone, plus push and optimizer step. Three
+batches of the run stand for all, each made again from the run's own journal, so that prompts,
+seeds, groups and rows are those of the run: in order of what the run spent on training them, those
+at the quartiles. The first of a run is none of them, it is trained by a process that has not warmed
+up. Generation is that of the fastest fixed concurrency; training leaves out the groups without
+signal, as the run does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.parts.end_to_end.ours import THREADS, run_command
-from benchmarks.parts.end_to_end.processor_time import SERVER, TRAINER
+from benchmarks.parts.end_to_end.processor_time import SERVER_PROCESSOR, TRAINER_PROCESSOR
 from benchmarks.parts.end_to_end.rows import Step
 from benchmarks.parts.end_to_end.workloads import Workload
 
@@ -25,12 +27,12 @@ GENERATE, TRAIN = "generate alone", "train alone"
 CONCURRENCIES = (32, 64, 128, 256)
 
 
-class BoundRequest(msgspec.Struct):
-    """What the process that repeats a batch is asked for."""
+class BoundJob(msgspec.Struct):
+    """What the process that repeats batches is given to do."""
 
     run_dir: str
-    batch: int  # number of closed batches before it
-    folder: str  # receives the weights that it was made by
+    batches: list[int]  # of the run, from 0, in ascending order
+    folder: str  # receives the weights that they were made by
     concurrencies: list[int]  # requests in flight, to be tried
 
 
@@ -50,20 +52,20 @@ class BatchCost(msgspec.Struct):
     generation: Generated  # with the fastest concurrency
 
 
-def measure(work: Workload, run_dir: Path, steps: Sequence[Step], folder: Path) -> Step:
-    """The bound as if it were a step of the run. Raises ``RuntimeError``.
+def measure(work: Workload, run_dir: Path, steps: Sequence[Step], folder: Path) -> Sequence[Step]:
+    """The bound of each of the batches, as if it were a step of the run. Raises ``RuntimeError``.
 
     ``steps``: those of the run that count.
     """
-    batch = typical(steps)
-    request = BoundRequest(
+    batches = typical(steps, first=0 if work.num_warm_up else 1)
+    job = BoundJob(
         str(run_dir.absolute()),
-        work.num_warm_up + batch,
+        [work.num_warm_up + batch for batch in batches],
         str(folder.absolute()),
         sorted({min(inflight, work.num_sequences) for inflight in CONCURRENCIES}),
     )
-    source, target = folder / "bound-request.json", folder / "bound-response.json"
-    source.write_bytes(msgspec.json.encode(request))
+    source, target = folder / "bound-job.json", folder / "bound-answer.json"
+    source.write_bytes(msgspec.json.encode(job))
     target.unlink(missing_ok=True)
     environment = {**os.environ, **dict.fromkeys(THREADS, "1")}
     command = [
@@ -74,23 +76,35 @@ def measure(work: Workload, run_dir: Path, steps: Sequence[Step], folder: Path) 
         str(target),
     ]
     run_command(command, folder / "bound.log", environment)
-    cost = msgspec.json.decode(target.read_bytes(), type=BatchCost)
+    costs = msgspec.json.decode(target.read_bytes(), type=list[BatchCost])
+    return [
+        _as_step(cost, steps, steps[batch].reward)
+        for batch, cost in zip(batches, costs, strict=True)
+    ]
+
+
+def _as_step(cost: BatchCost, steps: Sequence[Step], reward: float) -> Step:
     spans = {
         GENERATE: cost.generation.seconds,
         TRAIN: cost.training_s,
         "optimizer": _median(steps, "optimizer"),
         "sync": _median(steps, "sync"),
-        SERVER: cost.generation.processor_s,
-        TRAINER: cost.training_processor_s,
+        SERVER_PROCESSOR: cost.generation.processor_s,
+        TRAINER_PROCESSOR: cost.training_processor_s,
     }
     seconds = max(spans[GENERATE], spans[TRAIN]) + spans["optimizer"] + spans["sync"]
-    return Step(seconds, spans, steps[batch].reward, cost.generation.response_tokens)
+    return Step(seconds, spans, reward, cost.generation.response_tokens)
 
 
-def typical(steps: Sequence[Step]) -> int:
-    """Index of the step whose responses have the median length."""
-    order = sorted(range(len(steps)), key=lambda number: steps[number].response_tokens)
-    return order[len(order) // 2]
+def typical(steps: Sequence[Step], first: int) -> list[int]:
+    """Up to three of the steps from ``first`` on, ascending; the first if there is no other."""
+
+    def trained_s(number: int) -> float:
+        return steps[number].spans["train"] + steps[number].spans["look ahead"]
+
+    order = sorted(range(first, len(steps)), key=trained_s) or [0]
+    last = len(order) - 1
+    return sorted({order[round(last * share)] for share in (0.25, 0.5, 0.75)})
 
 
 def _median(steps: Sequence[Step], span: str) -> float:

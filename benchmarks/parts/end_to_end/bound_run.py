@@ -1,9 +1,9 @@
-"""One batch of a run again, from its journal, in a process of its own.
+"""Some batches of a run again, from its journal, in a process of its own.
 
-Arguments: files of the request, a ``BoundRequest`` as JSON, and of the answer, a ``BatchCost``.
-First the batch's recorded micro-batches are trained, with no server. Then its prompts are answered
+Arguments: files of the job, a ``BoundJob`` as JSON, and of the answer, a list of ``BatchCost``.
+First the recorded micro-batches are trained, with no server. Then each batch's prompts are answered
 with its seeds by the weights that it was made by, with no trainer: this process only asks, on the
-other core.
+other core. Which concurrency is the fastest is found out with the first of the batches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.parts.end_to_end.bound import BatchCost, BoundRequest, Generated
+from benchmarks.parts.end_to_end.bound import BatchCost, BoundJob, Generated
 from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
 from easyrl.build.inference import open_inference, open_scoring
 from easyrl.build.replay import replay_batch
@@ -40,27 +40,33 @@ from easyrl.schema import Prompt
 LONG_ENOUGH_S = 3.0  # of one concurrency: a batch that takes less is repeated, and the best counts
 
 
-def train_batch(run: RecordedRun, v: int, config: Config, weights: Path) -> tuple[float, float]:
-    """Seconds of forward and backward of batch ``v``, and of the processor for all of it.
+def train_batches(
+    run: RecordedRun, batches: Sequence[int], config: Config, weights: Callable[[int], Path]
+) -> dict[int, tuple[float, float]]:
+    """Seconds of each batch's forward and backward, and of the processor for all of it.
 
-    ``weights``: receives what made it.
+    ``weights``: folders for what made each.
     """
-    used = {}  # processor seconds so far, by closed batches
+    entered, left = {}, {}  # processor seconds so far, by closed batches
 
     def save(closed: int, engine: DeepSpeedEngine) -> None:
-        used[closed] = time.process_time()
-        if closed != v:
-            return
-        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="float32")
-        tensors = {name: tensor.detach().cpu() for name, tensor in engine.named_weights()}
-        missing, unknown = model.load_state_dict(tensors, strict=False)
-        assert not unknown and set(missing) <= {"lm_head.weight"}, "tied at most"
-        model.save_pretrained(weights)
-        load_tokenizer(config).save_pretrained(weights)
-        used[closed] = time.process_time()
+        entered[closed] = time.process_time()
+        if closed in batches:
+            model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype="float32")
+            tensors = {name: tensor.detach().cpu() for name, tensor in engine.named_weights()}
+            missing, unknown = model.load_state_dict(tensors, strict=False)
+            assert not unknown and set(missing) <= {"lm_head.weight"}, "tied at most"
+            model.save_pretrained(weights(closed))
+            load_tokenizer(config).save_pretrained(weights(closed))
+        left[closed] = time.process_time()
 
-    metrics = replay_batch(run, v, config, save).metrics
-    return metrics["time/train_s"] + metrics["time/look_ahead_s"], used[v + 1] - used[v]
+    metrics_of = replay_batch(run, batches[-1], config, save).metrics_of
+    seconds = {}
+    for v in batches:
+        metrics = metrics_of[run.batch(v).step]
+        training_s = metrics["time/train_s"] + metrics["time/look_ahead_s"]
+        seconds[v] = (training_s, entered[v + 1] - left[v])
+    return seconds
 
 
 def generate_batch(
@@ -107,41 +113,67 @@ def _serve(weights: Path, log: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def measure(request: BoundRequest) -> BatchCost:
-    """The batch's training, then its generation with each concurrency."""
-    run = RecordedRun(Path(request.run_dir))
+def measure(job: BoundJob) -> list[BatchCost]:
+    """The training of all batches, then the generation of each."""
+    run = RecordedRun(Path(job.run_dir))
     config = with_whole_recipe(load_config(run.config_file(0), (), to_look_back=True))
     cpus = usable_cpus()
-    weights = Path(request.folder) / "bound-model"
-    shutil.rmtree(weights, ignore_errors=True)
+    folder = Path(job.folder)
+
+    def weights(v: int) -> Path:
+        return folder / f"bound-model-{v}"
+
+    for v in job.batches:
+        shutil.rmtree(weights(v), ignore_errors=True)
     torch.set_num_threads(1)
     pin_process(0, cpus[:1])
-    training_s, training_processor_s = train_batch(run, request.batch, config, weights)
+    trained = train_batches(run, job.batches, config, weights)
     by_index = {p.index: p for p in load_data(config.data, load_tokenizer(config), "data")}
-    keys = [group.key for group in run.batch(request.batch).groups]
-    prompts = [by_index[index] for _, index in keys]
-    others = [p for p in by_index.values() if p not in prompts][:4] or prompts[:4]
-    log = Path(request.folder) / "bound-events.jsonl"
-    pin_process(0, cpus)  # its children inherit it, and the server has a core of its own
-    generated: list[Generated] = []
-    with _serve(weights, Path(request.folder) / "bound-server.log") as server:
-        pin_process(0, cpus[:1])
-        generate_batch(server, config, others, log)  # warms up
-        for inflight in request.concurrencies:
-            limited = config.inference.model_copy(update={"max_inflight": inflight})
-            asked = config.model_copy(update={"inference": limited})
-            spent_s = 0.0
-            while spent_s < LONG_ENOUGH_S:
-                generated.append(generate_batch(server, asked, prompts, log))
-                spent_s += generated[-1].seconds
-    fastest = min(generated, key=lambda each: each.seconds)
-    return BatchCost(training_s, training_processor_s, fastest)
+    costs: list[BatchCost] = []
+    concurrencies = job.concurrencies
+    for v in job.batches:
+        prompts = [by_index[index] for _, index in (group.key for group in run.batch(v).groups)]
+        others = [p for p in by_index.values() if p not in prompts][:4] or prompts[:4]
+        pin_process(0, cpus)  # its children inherit it, and the server has a core of its own
+        with _serve(weights(v), folder / "bound-server.log") as server:
+            pin_process(0, cpus[:1])
+            generated = _generate(server, config, prompts, others, concurrencies, folder)
+        fastest = min(generated, key=lambda inflight: generated[inflight].seconds)
+        concurrencies = [fastest]
+        costs.append(BatchCost(*trained[v], generated[fastest]))
+        shutil.rmtree(weights(v))
+    return costs
+
+
+def _generate(
+    server: ServerProcess,
+    config: Config,
+    prompts: Sequence[Prompt],
+    others: Sequence[Prompt],
+    concurrencies: Sequence[int],
+    folder: Path,
+) -> dict[int, Generated]:
+    """By concurrency; ``others`` warm the server up."""
+    log = folder / "bound-events.jsonl"
+    generate_batch(server, config, others, log)
+    found: dict[int, Generated] = {}
+    for inflight in concurrencies:
+        limited = config.inference.model_copy(update={"max_inflight": inflight})
+        asked = config.model_copy(update={"inference": limited})
+        spent_s = 0.0
+        while spent_s < LONG_ENOUGH_S:
+            generated = generate_batch(server, asked, prompts, log)
+            spent_s += generated.seconds
+            found[inflight] = min(
+                found.get(inflight, generated), generated, key=lambda each: each.seconds
+            )
+    return found
 
 
 def main() -> None:
     source, target = map(Path, sys.argv[1:])
-    request = msgspec.json.decode(source.read_bytes(), type=BoundRequest)
-    target.write_bytes(msgspec.json.encode(measure(request)))
+    job = msgspec.json.decode(source.read_bytes(), type=BoundJob)
+    target.write_bytes(msgspec.json.encode(measure(job)))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ SPANS = {  # of a step's metrics
     "optimizer": "time/optimizer_s",
     "sync": "time/sync_s",
 }
-IDLE, SERVER = "time/inference_idle_s", "server busy"
+IDLE, SERVER_BUSY = "time/inference_idle_s", "server busy"
+TRAINED_MODEL = "model"  # in a run's folder
 EVENTS_FILE, METRICS_FILE = "events-rank0.jsonl", "metrics.jsonl"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # of whoever started the benchmark
 
@@ -40,6 +41,7 @@ def train(
     num_steps: int,
     cores: Cores,
     overrides: Sequence[str] = (),
+    seed: int = 0,
 ) -> list[Step]:
     """A run of ``num_steps`` in an empty folder. Raises ``RuntimeError`` if it fails.
 
@@ -50,6 +52,7 @@ def train(
     """
     settings = [
         f"run.output_dir={run_dir}",
+        f"run.seed={seed}",
         f"model.path={model}",
         f"data.files=[{prompts}]",
         f"data.max_prompt_tokens={work.max_prompt_tokens}",
@@ -115,7 +118,7 @@ def read_steps(
 def _step(seconds: float, metrics: Mapping[str, float], processor_s: Mapping[str, float]) -> Step:
     spans = {name: metrics[key] for name, key in SPANS.items()}
     spans["rest"] = seconds - sum(spans.values())
-    spans[SERVER] = seconds - metrics[IDLE]
+    spans[SERVER_BUSY] = seconds - metrics[IDLE]
     return Step(
         seconds=seconds,
         spans=spans | dict(processor_s),

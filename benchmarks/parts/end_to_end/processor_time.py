@@ -16,7 +16,10 @@ import psutil
 from easyrl.inference_client.servers.managed import launch
 
 INTERVAL_S = 0.25
-SERVER, TRAINER = "server processor", "trainer processor"  # the rest of the processes
+SERVER_PROCESSOR, TRAINER_PROCESSOR = (
+    "server processor",
+    "trainer processor",
+)  # the rest of the processes
 
 
 class ProcessorTime:
@@ -48,7 +51,7 @@ class ProcessorTime:
 
     def _watch(self) -> None:
         while not self._ended.wait(INTERVAL_S):
-            seconds = dict.fromkeys((SERVER, TRAINER), 0.0)
+            seconds = dict.fromkeys((SERVER_PROCESSOR, TRAINER_PROCESSOR), 0.0)
             try:
                 for process in [self._root, *self._root.children(recursive=True)]:
                     used = process.cpu_times()
@@ -61,5 +64,5 @@ class ProcessorTime:
     def _side(self, process: psutil.Process) -> str:
         if process.pid not in self._sides:
             is_server = launch.EMBEDDED_SERVER in process.cmdline()
-            self._sides[process.pid] = SERVER if is_server else TRAINER
+            self._sides[process.pid] = SERVER_PROCESSOR if is_server else TRAINER_PROCESSOR
         return self._sides[process.pid]

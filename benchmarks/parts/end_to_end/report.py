@@ -9,7 +9,32 @@ from dataclasses import dataclass
 from benchmarks.parts.end_to_end.rows import Row, Step
 from benchmarks.parts.end_to_end.workloads import Workload
 
-FAR_OFF = 3.0  # standard errors
+FAR_OFF = 4.0  # standard errors: five workloads make some thirty comparisons
+LEARNT = 0.5  # of what the other side has learnt, at least
+
+MEASURES: dict[str, Callable[[Step], float]] = {
+    "reward": lambda step: step.reward,
+    "response tokens": lambda step: step.response_tokens,
+}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether a measure is the same on both sides.
+
+    Attributes:
+        is_same: as far as these runs can tell.
+    """
+
+    measure: str
+    ours: float
+    theirs: float
+    apart: str
+    is_same: bool
+
+    def __str__(self) -> str:
+        verdict = "the same work" if self.is_same else "NOT THE SAME WORK"
+        return f"ours {self.ours:.3f}, TRL {self.theirs:.3f}: {self.apart}: {verdict}"
 
 
 @dataclass(frozen=True)
@@ -20,19 +45,31 @@ class Comparison:
         ours: a run for each pair.
         trl: by threads, a run for each pair; without any where only ours was measured.
         bounds: of each of our runs.
+        untrained: log-probability of the held-out texts before training; None: not measured.
     """
 
     work: Workload
     ours: Sequence[Row]
     trl: Mapping[int, Sequence[Row]]
     bounds: Sequence[Row]
+    untrained: float | None = None
 
     @property
     def fastest_trl(self) -> int:
         """Threads on one machine."""
         return min(self.trl, key=lambda num_threads: _median(self.trl[num_threads]))
 
-    def row(self) -> dict[str, str | float]:
+    @property
+    def is_same_work(self) -> bool:
+        """Of all of TRL's sides."""
+        return all(each.is_same for n in self.trl for each in self.agreements(n))
+
+    @property
+    def is_bound_kept(self) -> bool:
+        """Whether ours is no faster than what nothing can beat."""
+        return _median(self.bounds) <= _median(self.ours)
+
+    def row(self) -> dict[str, str | float | bool]:
         """Of the last line: seconds per step, and ratios."""
         ours_s, bound_s = _median(self.ours), _median(self.bounds)
         ratios = {"ours_s": ours_s}
@@ -45,18 +82,65 @@ class Comparison:
                 "separate_devices": one_thread_s / ours_s,
             }
         ratios |= {"bound_s": bound_s, "efficiency": bound_s / ours_s}
-        return {"workload": self.work.name} | {k: round(v, 3) for k, v in ratios.items()}
+        row: dict[str, str | float | bool] = {"workload": self.work.name}
+        row |= {k: round(v, 3) for k, v in ratios.items()}
+        return row | ({"same_work": self.is_same_work} if self.trl else {})
 
     def table(self) -> str:
         """Spans of all sides, ratios beside what is expected, and what forbids it."""
         sides = {"ours": self.ours}
-        sides |= {f"TRL, {n} thread(s)": rows for n, rows in sorted(self.trl.items())}
+        sides |= {_side(n): rows for n, rows in sorted(self.trl.items())}
         sides["bound"] = self.bounds
         lines = [f"{self.work.name}: medians of {len(self.ours)} pair(s), seconds per step"]
         lines += [
             f"  {name:16} {_median(rows):7.2f}   {spans(rows)}" for name, rows in sides.items()
         ]
-        return "\n".join([*lines, *self._ratios(), *self._same_work()])
+        return "\n".join([*lines, *self._other_revisions(), *self._ratios(), *self._same_work()])
+
+    def agreements(self, num_threads: int) -> list[Agreement]:
+        """Rewards and lengths, step by step, and what was learnt, of TRL with so many threads."""
+        theirs = self.trl[num_threads]
+        found = []
+        for name, of in MEASURES.items():
+            our_values = [of(step) for row in self.ours for step in row.steps]
+            their_values = [of(step) for row in theirs for step in row.steps]
+            apart, error = difference(our_values, their_values)
+            found.append(
+                Agreement(
+                    name,
+                    statistics.mean(our_values),
+                    statistics.mean(their_values),
+                    f"apart by {apart:.3f} ± {error:.3f}",
+                    abs(apart) <= FAR_OFF * error,
+                )
+            )
+        if self.untrained is not None:
+            our_rise, their_rise = self._rise(self.ours), self._rise(theirs)
+            least, most = sorted((our_rise, their_rise))
+            found.append(
+                Agreement(
+                    "learnt",
+                    our_rise,
+                    their_rise,
+                    f"nats per held-out token, {LEARNT:.0%} of the other's are asked for",
+                    0 < most * LEARNT <= least,
+                )
+            )
+        return found
+
+    def _rise(self, rows: Sequence[Row]) -> float:
+        assert self.untrained is not None
+        return statistics.median(_heldout(row) for row in rows) - self.untrained
+
+    def _other_revisions(self) -> list[str]:
+        ours = {row.key.revision for row in self.ours}
+        theirs = {row.key.revision for rows in self.trl.values() for row in rows} - ours
+        if not theirs:
+            return []
+        return [
+            f"  TRL's rows are of {', '.join(sorted(theirs))}, ours of {', '.join(sorted(ours))}: "
+            "they did not take turns, and the machine may have been another's"
+        ]
 
     def _ratios(self) -> list[str]:
         row = self.row()
@@ -69,7 +153,7 @@ class Comparison:
             if reached < wanted:
                 line += self._most(name, wanted)
             lines.append(line)
-        if float(row["efficiency"]) > 1:
+        if not self.is_bound_kept:
             lines.append("  the bound was measured while the machine was busier: measure again")
         return lines
 
@@ -84,24 +168,11 @@ class Comparison:
         return f", at most {most:.2f} by the bound{forbids}"
 
     def _same_work(self) -> list[str]:
-        """Rewards and lengths of both sides, step by step, of the same prompts."""
-        lines: list[str] = []
-        if not self.trl:
-            return lines
-        measures: dict[str, Callable[[Step], float]] = {
-            "reward": lambda step: step.reward,
-            "response tokens": lambda step: step.response_tokens,
-        }
-        for name, of in measures.items():
-            ours = [of(step) for row in self.ours for step in row.steps]
-            trl = [of(step) for row in self.trl[self.fastest_trl] for step in row.steps]
-            apart, error = difference(ours, trl)
-            verdict = "the same work" if abs(apart) <= FAR_OFF * error else "NOT THE SAME WORK"
-            lines.append(
-                f"  {name:16} ours {statistics.mean(ours):.3f}, TRL {statistics.mean(trl):.3f}: "
-                f"apart by {apart:.3f} ± {error:.3f}: {verdict}"
-            )
-        return lines
+        return [
+            f"  {each.measure:16} {_side(n)}: {each}"
+            for n in sorted(self.trl)
+            for each in self.agreements(n)
+        ]
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
@@ -118,6 +189,15 @@ def spans(rows: Sequence[Row]) -> str:
     return "  ".join(
         f"{name} {statistics.median(row.spans[name] for row in rows):.2f}" for name in names
     )
+
+
+def _side(num_threads: int) -> str:
+    return f"TRL, {num_threads} thread(s)"
+
+
+def _heldout(row: Row) -> float:
+    assert row.measured.heldout is not None
+    return row.measured.heldout
 
 
 def _median(rows: Sequence[Row]) -> float:

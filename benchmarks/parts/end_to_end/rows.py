@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 
 class Step(msgspec.Struct):
@@ -18,6 +19,13 @@ class Step(msgspec.Struct):
     response_tokens: float  # mean over the batch
 
 
+class Measured(msgspec.Struct):
+    """A run's steps that count."""
+
+    steps: list[Step]
+    heldout: float | None = None  # of the trained model, ``heldout.heldout_logprob``
+
+
 class Key(msgspec.Struct, frozen=True):
     """Which run it was."""
 
@@ -26,13 +34,18 @@ class Key(msgspec.Struct, frozen=True):
     pair: int
     num_steps: int  # that count
     settings: str = ""  # what else decides its time: our command line, TRL's micro-batch
+    revision: str = ""  # of this repository
 
 
 class Row(msgspec.Struct):
-    """One run of one side: the steps that count."""
+    """One run of one side."""
 
     key: Key
-    steps: list[Step]
+    measured: Measured
+
+    @property
+    def steps(self) -> list[Step]:
+        return self.measured.steps
 
     @property
     def step_s(self) -> float:
@@ -56,21 +69,36 @@ class Rows:
         lines = path.read_bytes().splitlines() if path.exists() else []
         self._rows = {row.key: row for row in map(_decoded, lines) if row is not None}
 
-    def get(self, key: Key, measure: Callable[[], Sequence[Step]]) -> Row:
-        """The row of ``key``; measured and written down if the file has none."""
-        if key not in self._rows:
-            row = Row(key, list(measure()))
-            with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(row) + b"\n")
-            self._rows[key] = row
-        return self._rows[key]
+    def get(
+        self, key: Key, measure: Callable[[], Measured], *, of_any_revision: bool = False
+    ) -> Row:
+        """The row of ``key``; measured and written down if the file has none.
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._rows
+        ``of_any_revision``: failing that, the newest one of another.
+        """
+        found = self.find(key, of_any_revision=of_any_revision)
+        if found is None:
+            found = Row(key, measure())
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(found) + b"\n")
+            self._rows[key] = found
+        return found
+
+    def find(self, key: Key, *, of_any_revision: bool = False) -> Row | None:
+        """As ``get``; None if there is none."""
+        found = self._rows.get(key)
+        if found is None and of_any_revision:
+            of_others = [
+                row
+                for other, row in self._rows.items()
+                if replace(other, revision=key.revision) == key
+            ]
+            found = of_others[-1] if of_others else None
+        return found
 
 
 def _decoded(line: bytes) -> Row | None:
-    """None: its end was lost."""
+    """None: its end was lost, or it is of an earlier form of this benchmark."""
     try:
         return msgspec.json.decode(line, type=Row)
     except msgspec.DecodeError:

@@ -1,13 +1,14 @@
-"""TRL's side, a process of its own. Arguments: files of the request and of the response.
+"""TRL's side, a process of its own. Arguments: files of the job and of the answer.
 
 A real ``GRPOTrainer`` on the CPU, with ``transformers``' batched ``generate``, as TRL has it
-without vLLM. The request is a ``TrlRequest`` as JSON, the response a list of ``TrlRun``,
-one for each micro-batch that was asked for.
+without vLLM. The job is a ``TrlJob`` as JSON, the answer a list of ``TrlRun``, one for each
+micro-batch of the job.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 import warnings
 from collections import defaultdict
@@ -22,9 +23,10 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.extras import profiling
 
+from benchmarks.parts.end_to_end.heldout import heldout_logprob
 from benchmarks.parts.end_to_end.rewards import REWARDS
-from benchmarks.parts.end_to_end.rows import Step
-from benchmarks.parts.end_to_end.trl_request import TrlRequest, TrlRun
+from benchmarks.parts.end_to_end.rows import Measured, Step
+from benchmarks.parts.end_to_end.trl_job import TrlJob, TrlRun
 
 
 class Profile:
@@ -74,31 +76,28 @@ class Steps(TrainerCallback):
         self.steps.append(Step(seconds, spans, logs["reward"], logs["completions/mean_length"]))
 
 
-def run(request: TrlRequest, micro_batch: int) -> list[Step]:
+def run(job: TrlJob, micro_batch: int) -> Measured:
     """Trains ``num_steps`` from the model as it is in its folder."""
     profile = Profile()
     steps = Steps(profile)
     trainer = GRPOTrainer(
-        model=request.model,
-        reward_funcs=_reward(request.reward),
+        model=job.model,
+        reward_funcs=_reward(job.reward),
         args=GRPOConfig(
             output_dir="unused",
             model_init_kwargs={"dtype": "float32"},
-            max_steps=request.num_steps,
+            seed=job.seed,
+            max_steps=job.num_steps,
             per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=(
-                request.batch_size * request.num_generations // micro_batch
-            ),
-            num_generations=request.num_generations,
-            max_completion_length=request.max_tokens,
-            generation_kwargs={"min_new_tokens": request.min_tokens}
-            if request.min_tokens
-            else None,
+            gradient_accumulation_steps=(job.batch_size * job.num_generations // micro_batch),
+            num_generations=job.num_generations,
+            max_completion_length=job.max_tokens,
+            generation_kwargs={"min_new_tokens": job.min_tokens} if job.min_tokens else None,
             temperature=1.0,
             shuffle_dataset=False,
             loss_type="dapo",  # the mean over all tokens of the batch
-            beta=request.kl_coef,
-            learning_rate=request.learning_rate,
+            beta=job.kl_coef,
+            learning_rate=job.learning_rate,
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,
@@ -111,21 +110,25 @@ def run(request: TrlRequest, micro_batch: int) -> list[Step]:
             disable_tqdm=True,
             dataloader_pin_memory=False,
         ),
-        train_dataset=_dataset(request),
+        train_dataset=_dataset(job),
         callbacks=[steps],
     )
-    if request.kl_coef:
+    if job.kl_coef:
         _profile_reference(trainer, profile)
     trainer.train()
-    assert len(steps.steps) == request.num_steps
-    return steps.steps
+    assert len(steps.steps) == job.num_steps
+    if not job.measure_heldout:
+        return Measured(steps.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.model.save_pretrained(folder)
+        return Measured(steps.steps, heldout_logprob(Path(folder)))
 
 
-def _dataset(request: TrlRequest) -> Dataset:
+def _dataset(job: TrlJob) -> Dataset:
     """As many prompts as are needed, in our order, rendered already."""
-    lines = Path(request.prompts).read_bytes().splitlines()
+    lines = Path(job.prompts).read_bytes().splitlines()
     records = [msgspec.json.decode(line) for line in lines]
-    assert len(records) >= request.num_steps * request.batch_size, "a prompt would come twice"
+    assert len(records) >= job.num_steps * job.batch_size, "a prompt would come twice"
     return Dataset.from_list([{"prompt": r["text"], "answer": r["answer"]} for r in records])
 
 
@@ -158,9 +161,9 @@ def _profile_reference(trainer: Any, profile: Profile) -> None:
 def main() -> None:
     warnings.filterwarnings("ignore")
     source, target = map(Path, sys.argv[1:])
-    request = msgspec.json.decode(source.read_bytes(), type=TrlRequest)
-    torch.set_num_threads(request.num_threads)
-    runs = [TrlRun(size, run(request, size)) for size in request.micro_batches]
+    job = msgspec.json.decode(source.read_bytes(), type=TrlJob)
+    torch.set_num_threads(job.num_threads)
+    runs = [TrlRun(size, run(job, size)) for size in job.micro_batches]
     target.write_bytes(msgspec.json.encode(runs))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Workload:
     max_tokens_per_micro_batch: int  # ours
     micro_batches: tuple[int, ...]  # sequences in one of TRL's, to choose from
     pair_s: float  # about, on two cores: both of TRL's runs, ours and the bound
-    tuning_s: float  # ... choosing TRL's micro-batch
+    tuning_s: float  # ... choosing TRL's micro-batches
     prompt_tokens: int | None = None  # None: the demo's problems
     min_tokens: int = 0
     kl_coef: float = 0.0
@@ -54,6 +55,11 @@ class Workload:
     @property
     def max_prompt_tokens(self) -> int:
         return 16 if self.prompt_tokens is None else self.prompt_tokens
+
+    @property
+    def learns(self) -> bool:
+        """Whether its reward is of what the held-out texts show."""
+        return self.model == "warm_started"
 
     def write_prompts(self, path: Path, count: int, seed: int = 0) -> None:
         """``count`` records: ``prompt``, ``answer`` and ``text``, the prompt as a model sees it.
@@ -114,7 +120,7 @@ SHORT = Workload(
     max_tokens_per_micro_batch=1024,
     micro_batches=(32, 64, 128, 256),
     pair_s=90,
-    tuning_s=20,
+    tuning_s=65,
     learning_rate=1e-4,
 )
 LONG_PROMPT = Workload(
@@ -132,7 +138,7 @@ LONG_PROMPT = Workload(
     max_tokens_per_micro_batch=2048,
     micro_batches=(2, 4, 8),
     pair_s=700,
-    tuning_s=150,
+    tuning_s=90,
 )
 
 
@@ -166,7 +172,7 @@ WORKLOADS = {
             max_tokens_per_micro_batch=2048,
             micro_batches=(4, 8, 16, 32),
             pair_s=250,
-            tuning_s=80,
+            tuning_s=190,
         ),
         _like(LONG_PROMPT, name="KL", kl_coef=0.04, expected=Expected(5.0, 9.0, 0.9), pair_s=850),
     )
@@ -176,6 +182,9 @@ WORKLOADS = {
 def write_model(work: Workload, folder: Path) -> Path:
     """The workload's model, made once in ``folder``."""
     path = folder / work.model
-    if not (path / "config.json").is_file():
-        MODELS[work.model](path)
+    if not path.is_dir():
+        unfinished = path.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        MODELS[work.model](unfinished)
+        unfinished.rename(path)
     return path

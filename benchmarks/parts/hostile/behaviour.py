@@ -11,12 +11,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from easyrl.inference_client.client import GENERATE
+from easyrl.inference_client.sample_stream import SAMPLES
+
 if TYPE_CHECKING:
     from benchmarks.parts.hostile.endpoint import Exchange
     from benchmarks.parts.hostile.files import RunFiles
     from benchmarks.parts.hostile.sockets import Listener
 
-Kind = Literal["body", "protocol", "status", "stamp", "content", "weights", "socket", "file"]
+Kind = Literal[
+    "body", "protocol", "status", "stamp", "content", "stream", "weights", "socket", "file"
+]
+RESPONSES = (GENERATE, SAMPLES)  # routes: one at a time; several, streamed as they finish
 When = Literal["live", "killed"]  # while the run trains; between a kill and the resume
 
 Act = Callable[["Exchange"], Awaitable[None]]
@@ -53,15 +59,26 @@ class EndpointBehaviour(Behaviour):
     Attributes:
         routes: paths on which it happens; empty: all.
         act: answers the exchange, or raises ``NotNow``.
-        share: of the requests on these routes, 0 to 1.
+        share: of the requests on these routes, 0 to 1; of a stream's samples, of which one spoils
+            the stream.
         may_end_75: it shows itself behind the certificate's line only, so that the run may end with
             status 75 and go on with ``--resume`` (docs/on_policy.md, *Withdrawal*).
+        either: it happens on one of ``RESPONSES``, drawn for each run, and leaves the other alone.
+        refuses: prompts, while it serves others. Two such endpoints are believed: they never meet.
     """
 
     routes: frozenset[str]
     act: Act
     share: float = 1.0
     may_end_75: bool = False
+    either: bool = False
+    refuses: bool = False
+
+    def is_for(self, path: str, *, streams: bool) -> bool:
+        """Whether it happens on ``path``, at an endpoint that says whether it streams samples."""
+        if self.either and path in RESPONSES:
+            return (path == SAMPLES) is streams
+        return not self.routes or path in self.routes
 
     @property
     def ends_75(self) -> bool:
@@ -116,14 +133,29 @@ CATALOGUE = Catalogue()
 
 
 def endpoint(
-    kind: Kind, *routes: str, share: float = 1.0, may_end_75: bool = False
+    kind: Kind,
+    *routes: str,
+    share: float = 1.0,
+    may_end_75: bool = False,
+    both: bool = False,
+    refuses: bool = False,
 ) -> Callable[[Act], Act]:
-    """Decorates what an endpoint does on ``routes``."""
+    """Decorates what an endpoint does on ``routes``; on one of ``RESPONSES`` if not on ``both``."""
 
     def register(act: Act) -> Act:
         name, says = _names(act)
         CATALOGUE.add(
-            EndpointBehaviour(name, kind, says, frozenset(routes), act, share, may_end_75)
+            EndpointBehaviour(
+                name,
+                kind,
+                says,
+                frozenset(routes),
+                act,
+                share,
+                may_end_75,
+                either=not both and set(RESPONSES) <= set(routes),
+                refuses=refuses,
+            )
         )
         return act
 

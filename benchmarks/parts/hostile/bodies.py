@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable
 
-from benchmarks.parts.hostile.behaviour import endpoint
+from benchmarks.parts.hostile.behaviour import RESPONSES, endpoint
 from benchmarks.parts.hostile.endpoint import Exchange, Json
 from easyrl.inference_client.client import GENERATE
 
@@ -68,7 +68,7 @@ async def infinite_logprob(exchange: Exchange) -> None:
     await _with_bytes(exchange, rb'"logprob":[-0-9.e]+', b'"logprob":-1e999')
 
 
-@endpoint("body", GENERATE, share=0.5)
+@endpoint("body", *RESPONSES, share=0.5)
 async def positive_logprob(exchange: Exchange) -> None:
     """A log-probability above 0."""
     await _with_choice(exchange, lambda choice, rng: _set_logprob(choice, rng, 0.7))
@@ -80,13 +80,13 @@ async def null_logprob(exchange: Exchange) -> None:
     await _with_choice(exchange, lambda choice, rng: _set_logprob(choice, rng, None))
 
 
-@endpoint("body", GENERATE, share=0.5)
+@endpoint("body", *RESPONSES, share=0.5)
 async def negative_token(exchange: Exchange) -> None:
     """A token id of -1."""
     await _with_choice(exchange, lambda choice, rng: _set_token(choice, rng, -1))
 
 
-@endpoint("body", GENERATE, share=0.5)
+@endpoint("body", *RESPONSES, share=0.5)
 async def token_outside_vocabulary(exchange: Exchange) -> None:
     """A token id that the policy has no embedding for."""
     await _with_choice(exchange, lambda choice, rng: _set_token(choice, rng, 123_456))
@@ -108,7 +108,7 @@ async def tokens_as_text(exchange: Exchange) -> None:
     await _with_choice(exchange, as_text)
 
 
-@endpoint("body", GENERATE, share=0.5)
+@endpoint("body", *RESPONSES, share=0.5)
 async def too_many_tokens(exchange: Exchange) -> None:
     """Twenty times as many tokens as were asked for, each with its log-probability and stamp."""
 
@@ -120,7 +120,7 @@ async def too_many_tokens(exchange: Exchange) -> None:
     await _with_choice(exchange, repeat)
 
 
-@endpoint("body", GENERATE, share=0.5)
+@endpoint("body", *RESPONSES, share=0.5)
 async def no_tokens(exchange: Exchange) -> None:
     """A response without a token."""
 
@@ -172,7 +172,7 @@ async def empty_body(exchange: Exchange) -> None:
     await exchange.answer(b"")
 
 
-@endpoint("body", GENERATE, share=0.5)
+@endpoint("body", *RESPONSES, share=0.5)
 async def fewer_logprobs(exchange: Exchange) -> None:
     """One log-probability less than tokens."""
     await _with_choice(exchange, lambda choice, _: choice["logprobs"]["content"].pop())
@@ -189,7 +189,7 @@ async def logprobs_of_other_tokens(exchange: Exchange) -> None:
     await _with_choice(exchange, rename)
 
 
-@endpoint("body", GENERATE, share=0.5)
+@endpoint("body", *RESPONSES, share=0.5)
 async def other_prompt_length(exchange: Exchange) -> None:
     """A usage that counts one prompt token less: the prompt was cut."""
 
@@ -199,7 +199,7 @@ async def other_prompt_length(exchange: Exchange) -> None:
     await exchange.answer((await exchange.forward()).changed(cut))
 
 
-@endpoint("body", GENERATE, share=0.5)
+@endpoint("body", *RESPONSES, share=0.5)
 async def aborted_response(exchange: Exchange) -> None:
     """A response that was given up half-way, as a finished one with the reason abort."""
     await _with_choice(exchange, lambda choice, _: choice.update(finish_reason="abort"))

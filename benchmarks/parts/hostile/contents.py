@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from benchmarks.parts.hostile.behaviour import NotNow, endpoint
-from benchmarks.parts.hostile.endpoint import Answer, Exchange, Json
+from benchmarks.parts.hostile.behaviour import RESPONSES, NotNow, endpoint
+from benchmarks.parts.hostile.endpoint import Answer, Exchange, Json, Request
 from easyrl.inference_client.client import GENERATE
 
 SWAP_WAIT_S = 1.0
@@ -42,19 +42,19 @@ def _part(version: str, part: int, by: int) -> str:
     return ":".join(parts)
 
 
-@endpoint("stamp", GENERATE, share=0.5)
+@endpoint("stamp", *RESPONSES, share=0.5)
 async def stamp_of_the_next_batch(exchange: Exchange) -> None:
     """Tokens stamped with the version after the one that was asked for."""
     await _with_spans(exchange, lambda version, end: _whole(_part(version, 2, 1), end))
 
 
-@endpoint("stamp", GENERATE, share=0.5)
+@endpoint("stamp", *RESPONSES, share=0.5)
 async def stamp_of_another_attempt(exchange: Exchange) -> None:
     """Tokens stamped with the same version of the run's next attempt."""
     await _with_spans(exchange, lambda version, end: _whole(_part(version, 1, 1), end))
 
 
-@endpoint("stamp", GENERATE, share=0.5)
+@endpoint("stamp", *RESPONSES, share=0.5)
 async def stamp_of_another_run(exchange: Exchange) -> None:
     """Tokens stamped by another run that uses the same server."""
     await _with_spans(exchange, lambda version, end: _whole("other-" + version, end))
@@ -66,19 +66,19 @@ async def no_stamp(exchange: Exchange) -> None:
     await _with_spans(exchange, lambda version, end: None)
 
 
-@endpoint("stamp", GENERATE, share=0.5)
+@endpoint("stamp", *RESPONSES, share=0.5)
 async def no_spans(exchange: Exchange) -> None:
     """An empty list of spans."""
     await _with_spans(exchange, lambda version, end: [])
 
 
-@endpoint("stamp", GENERATE, share=0.5)
+@endpoint("stamp", *RESPONSES, share=0.5)
 async def spans_with_a_gap(exchange: Exchange) -> None:
     """The last token is in no span."""
     await _with_spans(exchange, lambda version, end: _whole(version, end - 1))
 
 
-@endpoint("stamp", GENERATE, share=0.5)
+@endpoint("stamp", *RESPONSES, share=0.5)
 async def spans_that_overlap(exchange: Exchange) -> None:
     """Two spans over all tokens, the second of another version."""
     await _with_spans(
@@ -86,7 +86,7 @@ async def spans_that_overlap(exchange: Exchange) -> None:
     )
 
 
-@endpoint("stamp", GENERATE, share=0.5)
+@endpoint("stamp", *RESPONSES, share=0.5)
 async def half_of_the_old_version(exchange: Exchange) -> None:
     """The first half stamped with the version before: an update in mid-response."""
 
@@ -97,7 +97,7 @@ async def half_of_the_old_version(exchange: Exchange) -> None:
     await _with_spans(exchange, halves)
 
 
-@endpoint("stamp", GENERATE, share=0.5)
+@endpoint("stamp", *RESPONSES, share=0.5)
 async def huge_stamp(exchange: Exchange) -> None:
     """A version of twenty thousand characters."""
     await _with_spans(exchange, lambda version, end: _whole(version * 1000, end))
@@ -112,30 +112,53 @@ async def version_denied(exchange: Exchange) -> None:
 # ---- contents ------------------------------------------------------------------------------------
 
 
-def _version(answer: Answer) -> str:
-    return answer.json["choices"][0]["weight_versions"][0]["version"]
+def _version(tree: Json) -> str:
+    return tree["choices"][0]["weight_versions"][0]["version"]
 
 
-def _stamped(answer: Answer, version: str) -> Answer:
-    """``answer`` under another version."""
+def _responses(request: Request, answer: Answer) -> list[tuple[list[int], Json]]:
+    """With their prompts; none of an answer that has not all."""
+    try:
+        trees = answer.trees
+    except NotNow:
+        return []
+    has_tokens = all(tree["choices"][0]["weight_versions"] for tree in trees)
+    return list(zip(request.prompts, trees, strict=True)) if has_tokens else []
 
-    def stamp(tree: Json) -> None:
-        for span in tree["choices"][0]["weight_versions"]:
-            span["version"] = version
 
-    return answer.changed(stamp)
+def _exchanged(
+    exchange: Exchange, own: Answer, fits: Callable[[list[int], list[int], Json], bool]
+) -> Answer:
+    """``own`` with the first earlier response that ``fits``: to its prompt, of another, as JSON.
+
+    Of a stream each sample; ``NotNow`` if there is none for some.
+    """
+    earlier = [
+        pair
+        for path in RESPONSES
+        for request, answer in exchange.endpoint.history.get(path, ())
+        for pair in _responses(request, answer)
+    ]
+
+    def find(prompt: list[int]) -> Json:
+        for other, tree in earlier:
+            if len(other) == len(prompt) and fits(prompt, other, tree):
+                return tree
+        raise NotNow
+
+    return own.with_trees([find(prompt) for prompt in exchange.request.prompts])
 
 
-@endpoint("content", GENERATE, share=0.7, may_end_75=True)
+@endpoint("content", *RESPONSES, share=0.7, may_end_75=True)
 async def answer_of_another_prompt(exchange: Exchange) -> None:
     """An earlier response to another prompt, of the right weights."""
     own = await exchange.forward()
-    for request, answer in reversed(exchange.endpoint.history[GENERATE]):
-        is_other = request.json["token_ids"] != exchange.request.json["token_ids"]
-        same_length = len(request.json["token_ids"]) == len(exchange.request.json["token_ids"])
-        if is_other and same_length and _version(answer) == _version(own):
-            return await exchange.answer(answer)
-    raise NotNow
+    version = _version(own.trees[0])
+
+    def fits(prompt: list[int], other: list[int], tree: Json) -> bool:
+        return prompt != other and _version(tree) == version
+
+    await exchange.answer(_exchanged(exchange, own, fits))
 
 
 @endpoint("content", GENERATE, may_end_75=True)
@@ -157,18 +180,23 @@ async def answers_swapped(exchange: Exchange) -> None:
     await exchange.answer(own)
 
 
-@endpoint("content", GENERATE, share=0.7, may_end_75=True)
+@endpoint("content", *RESPONSES, share=0.7, may_end_75=True)
 async def answer_of_old_weights(exchange: Exchange) -> None:
     """A response of an earlier batch's weights, stamped with the present version."""
     own = await exchange.forward()
-    for request, answer in exchange.endpoint.history[GENERATE]:
-        same_length = len(request.json["token_ids"]) == len(exchange.request.json["token_ids"])
-        if same_length and _version(answer) != _version(own) and ":" in _version(answer):
-            return await exchange.answer(_stamped(answer, _version(own)))
-    raise NotNow
+    version = _version(own.trees[0])
+
+    def fits(prompt: list[int], other: list[int], tree: Json) -> bool:
+        return _version(tree) != version and ":" in _version(tree)
+
+    def stamp(tree: Json) -> None:
+        for span in tree["choices"][0]["weight_versions"]:
+            span["version"] = version
+
+    await exchange.answer(_exchanged(exchange, own, fits).changed(stamp))
 
 
-@endpoint("content", GENERATE, share=0.7, may_end_75=True)
+@endpoint("content", *RESPONSES, share=0.7, may_end_75=True)
 async def shifted_logprobs(exchange: Exchange) -> None:
     """Every log-probability too low by three nats."""
 
@@ -179,7 +207,7 @@ async def shifted_logprobs(exchange: Exchange) -> None:
     await exchange.answer((await exchange.forward()).changed(shift))
 
 
-@endpoint("content", GENERATE, share=0.7, may_end_75=True)
+@endpoint("content", *RESPONSES, share=0.7, may_end_75=True)
 async def certain_logprobs(exchange: Exchange) -> None:
     """Every log-probability 0, as a server that returns them before sampling might."""
 
@@ -190,7 +218,7 @@ async def certain_logprobs(exchange: Exchange) -> None:
     await exchange.answer((await exchange.forward()).changed(certain))
 
 
-@endpoint("content", GENERATE, share=0.7, may_end_75=True)
+@endpoint("content", *RESPONSES, share=0.7, may_end_75=True)
 async def reversed_tokens(exchange: Exchange) -> None:
     """The tokens in reverse order, with their log-probabilities."""
 
@@ -202,7 +230,7 @@ async def reversed_tokens(exchange: Exchange) -> None:
     await exchange.answer((await exchange.forward()).changed(reverse))
 
 
-@endpoint("content", GENERATE, share=0.7, may_end_75=True)
+@endpoint("content", *RESPONSES, share=0.7, may_end_75=True)
 async def random_tokens(exchange: Exchange) -> None:
     """Tokens drawn at random, with the log-probabilities of those that the model drew."""
 
@@ -230,13 +258,13 @@ def _cut(finish_reason: str) -> Callable[[Json], None]:
     return change
 
 
-@endpoint("content", GENERATE, share=0.7)
+@endpoint("content", *RESPONSES, share=0.7)
 async def cut_and_called_whole(exchange: Exchange) -> None:
     """The first half of a response, said to end there by itself."""
     await exchange.answer((await exchange.forward()).changed(_cut("stop")))
 
 
-@endpoint("content", GENERATE, share=0.7)
+@endpoint("content", *RESPONSES, share=0.7)
 async def cut_and_called_long(exchange: Exchange) -> None:
     """The first half of a response, said to be as long as was asked for."""
     await exchange.answer((await exchange.forward()).changed(_cut("length")))

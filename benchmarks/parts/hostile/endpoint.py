@@ -2,6 +2,10 @@
 
 It reads requests and writes answers byte by byte, so that no HTTP library makes good what a
 behaviour does wrong. What no behaviour takes goes to the server behind it.
+
+Whether it says that it streams samples, as the server behind does, is drawn for a behaviour that
+meets both routes, and follows from one that meets one of them. A sample's second attempt is asked
+for by ``/inference/v1/generate`` all the same.
 """
 
 from __future__ import annotations
@@ -21,15 +25,15 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from benchmarks.parts.hostile.behaviour import EndpointBehaviour, NotNow
+from benchmarks.parts.hostile.behaviour import RESPONSES, EndpointBehaviour, NotNow
+from benchmarks.parts.hostile.samples import Json, body_of, sample_of, samples_of, tree_of
+from easyrl.inference_client.sample_stream import SAMPLES
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
 
 HOST = "127.0.0.1"
 KEPT_ANSWERS = 64  # of the server behind, per route
 LOOK_INTERVAL_S = 0.2  # whether the client has hung up
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,14 @@ class Request:
     def json(self) -> Json:
         return orjson.loads(self.body)
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Of each response that it asks for, on either route."""
+        json = self.json
+        if self.path == SAMPLES:
+            return [prompt["token_ids"] for prompt in json["prompts"] for _ in prompt["seeds"]]
+        return [json["token_ids"]]
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -62,10 +74,24 @@ class Answer:
     def json(self) -> Json:
         return orjson.loads(self.body)
 
+    @property
+    def trees(self) -> list[Json]:
+        """Its JSON; of a stream that of each sample, as a response of its own."""
+        if self.content_type == STREAM:
+            return [tree_of(sample) for sample in samples_of(self.body)]
+        return [self.json]
+
     def changed(self, change: Callable[[Json], object]) -> Answer:
-        """With ``change`` made to its JSON."""
-        tree = self.json
-        change(tree)
+        """With ``change`` made to its JSON, or to that of each sample."""
+        for tree in (trees := self.trees):
+            change(tree)
+        return self.with_trees(trees)
+
+    def with_trees(self, trees: list[Json]) -> Answer:
+        if self.content_type == STREAM:
+            samples = [sample_of(index, tree) for index, tree in enumerate(trees)]
+            return Answer(self.status, body_of(samples), STREAM)
+        (tree,) = trees
         return Answer(self.status, orjson.dumps(tree), self.content_type)
 
     def replaced(self, old: bytes, new: bytes) -> Answer:
@@ -81,7 +107,7 @@ def http(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
-# said for the server behind: each response is asked for by itself, and can be tampered with
+STREAM = "application/octet-stream"
 STREAMS, DOES_NOT = b'"streams_samples":true', b'"streams_samples":false'
 
 
@@ -142,7 +168,9 @@ class HostileEndpoint:
     Attributes:
         behaviour: what it does once it may act; None: it only forwards.
         may_act: from now on.
+        streams: it says that it streams samples.
         happened: how often ``behaviour`` did.
+        streamed: how often to a request for a stream; what counts for one that is asked for them.
         problem: what the benchmark itself did wrong.
     """
 
@@ -157,6 +185,12 @@ class HostileEndpoint:
         self._tasks: set[asyncio.Task[None]] = set()
         self.set_behaviour(None, random.Random(0))
 
+    @property
+    def has_met(self) -> int:
+        """How often its behaviour did on the route that it is there for."""
+        assert self.behaviour is not None
+        return self.streamed if self.streams and self.behaviour.either else self.happened
+
     def set_behaviour(
         self, behaviour: EndpointBehaviour | None, rng: random.Random, may_act: bool = False
     ) -> None:
@@ -164,12 +198,14 @@ class HostileEndpoint:
         self.behaviour = behaviour
         self.rng = rng
         self.may_act = may_act
-        self.happened = 0
+        self.happened = self.streamed = 0
         self.problem: BaseException | None = None
         self.has_failed = False  # once, where a behaviour needs it
         self.back_s = 0.0  # when it is there again, where a behaviour is away
         self.share = 0.0 if behaviour is None else behaviour.share
         self._calm = 0 if may_act else rng.randrange(2)  # further requests that are only forwarded
+        met = () if behaviour is None else behaviour.routes.intersection(RESPONSES)
+        self.streams = SAMPLES in met if len(met) == 1 else rng.random() < 0.5
         self.history.clear()
         self.waiting.clear()
 
@@ -217,7 +253,9 @@ class HostileEndpoint:
                 data=request.body or None,
                 headers={"Content-Type": "application/json"},
             ) as response:
-                body = (await response.read()).replace(STREAMS, DOES_NOT)
+                body = await response.read()
+                if not self.streams and request.path == "/v1/models":
+                    body = body.replace(STREAMS, DOES_NOT)
                 answer = Answer(response.status, body, response.content_type)
         except aiohttp.ClientError as error:  # it is being restarted
             return Answer(503, orjson.dumps({"error": str(error)}))
@@ -255,18 +293,22 @@ class HostileEndpoint:
         behaviour = self.behaviour
         if behaviour is None or not self.may_act:
             return False
-        if behaviour.routes and exchange.request.path not in behaviour.routes:
+        if not behaviour.is_for(exchange.request.path, streams=self.streams):
             return False
         if self._calm:
             self._calm -= 1
             return False
-        if self.rng.random() >= self.share:
+        is_stream = exchange.request.path == SAMPLES
+        spared = (1 - self.share) ** (len(exchange.request.prompts) if is_stream else 1)
+        if self.rng.random() < spared:
             return False
         try:
             self.happened += 1
+            self.streamed += is_stream
             await behaviour.act(exchange)
         except NotNow:
             self.happened -= 1
+            self.streamed -= is_stream
             return False
         except ConnectionError:  # the client has had enough
             return True

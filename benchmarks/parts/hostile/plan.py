@@ -63,15 +63,17 @@ class RunPlan:
 def plan_runs(
     behaviours: Sequence[Behaviour], num_runs: int, num_batches: int, seed: int
 ) -> list[RunPlan]:
-    """Each behaviour once, mixed: every run gets its share of each kind.
+    """Each behaviour once, mixed: every run gets its share of each kind, of refusers one at most.
 
     No two runs' plans depend on each other beyond the shuffle, so that a seed fixes all.
     """
     rng = random.Random(seed)
     shares: list[list[Behaviour]] = [[] for _ in range(num_runs)]
-    by_type: dict[object, deque[Behaviour]] = {}
+    by_type: dict[object, deque[Behaviour]] = {"refuses": deque()}
     for behaviour in behaviours:
-        by_type.setdefault((type(behaviour), behaviour.kind), deque()).append(behaviour)
+        refuses = isinstance(behaviour, EndpointBehaviour) and behaviour.refuses
+        pile = "refuses" if refuses else (type(behaviour), behaviour.kind)
+        by_type.setdefault(pile, deque()).append(behaviour)
     at = 0
     for pile in by_type.values():
         shuffled = list(pile)

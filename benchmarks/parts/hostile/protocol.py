@@ -7,9 +7,8 @@ import gzip
 import time
 from functools import cache
 
-from benchmarks.parts.hostile.behaviour import endpoint
+from benchmarks.parts.hostile.behaviour import RESPONSES, endpoint
 from benchmarks.parts.hostile.endpoint import Exchange, http
-from easyrl.inference_client.client import GENERATE
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
@@ -61,14 +60,14 @@ async def endless_body(exchange: Exchange) -> None:
     await exchange.send_for_ever(b"10000\r\n" + b" " * 2**16 + b"\r\n")
 
 
-@endpoint("protocol", GENERATE, share=0.5)
+@endpoint("protocol", *RESPONSES, share=0.5)
 async def slow_drip(exchange: Exchange) -> None:
     """A response of which a byte comes now and then."""
     await exchange.send(OK + b"Content-Length: 1000000\r\n\r\n")
     await exchange.send_for_ever(b" ", pause_s=0.1)
 
 
-@endpoint("protocol", GENERATE, share=0.5)
+@endpoint("protocol", *RESPONSES, share=0.5)
 async def reset_in_body(exchange: Exchange) -> None:
     """The connection is reset in the middle of a response."""
     whole = http((await exchange.forward()).body)
@@ -82,14 +81,14 @@ async def reset_at_once(exchange: Exchange) -> None:
     exchange.reset()
 
 
-@endpoint("protocol", GENERATE, share=0.5)
+@endpoint("protocol", *RESPONSES, share=0.5)
 async def length_too_big(exchange: Exchange) -> None:
     """A Content-Length beyond the response, and then the end of the connection."""
     body = (await exchange.forward()).body
     await exchange.send(OK + b"Content-Length: %d\r\n\r\n" % (len(body) + 100) + body)
 
 
-@endpoint("protocol", GENERATE, share=0.5)
+@endpoint("protocol", *RESPONSES, share=0.5)
 async def length_too_small(exchange: Exchange) -> None:
     """A Content-Length short of the response; the rest comes behind it."""
     body = (await exchange.forward()).body
@@ -102,14 +101,14 @@ async def negative_length(exchange: Exchange) -> None:
     await exchange.send(OK + b"Content-Length: -1\r\n\r\n{}")
 
 
-@endpoint("protocol", GENERATE, share=0.5)
+@endpoint("protocol", *RESPONSES, share=0.5)
 async def broken_chunks(exchange: Exchange) -> None:
     """Chunks whose sizes are no numbers."""
     body = (await exchange.forward()).body
     await exchange.send(OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + body + b"\r\n0\r\n\r\n")
 
 
-@endpoint("protocol", GENERATE, share=0.5)
+@endpoint("protocol", *RESPONSES, share=0.5)
 async def both_lengths(exchange: Exchange) -> None:
     """Content-Length and chunks at once, which disagree (response smuggling)."""
     body = (await exchange.forward()).body
@@ -129,16 +128,16 @@ async def never_answered(exchange: Exchange) -> None:
     await exchange.hold()
 
 
-@endpoint("protocol", GENERATE)
+@endpoint("protocol", *RESPONSES)
 async def generate_never_answered(exchange: Exchange) -> None:
-    """Health and weights as they should be; no generate request is ever answered."""
+    """Health and weights as they should be; no request for responses is ever answered."""
     await exchange.hold()
 
 
-@endpoint("protocol", GENERATE, "/metrics")
+@endpoint("protocol", *RESPONSES, "/metrics")
 async def tokens_counted_never_answered(exchange: Exchange) -> None:
-    """Token counters that grow all the time; no generate request is ever answered."""
-    if exchange.request.path == GENERATE:
+    """Token counters that grow all the time; no request for responses is ever answered."""
+    if exchange.request.path in RESPONSES:
         await exchange.hold()
     else:
         count = int(1000 * time.monotonic())
@@ -159,21 +158,22 @@ async def random_bytes(exchange: Exchange) -> None:
     await exchange.send(exchange.rng.randbytes(2048))
 
 
-@endpoint("protocol", GENERATE, share=0.5)
+@endpoint("protocol", *RESPONSES, share=0.5)
 async def second_answer_behind(exchange: Exchange) -> None:
     """Behind a response another prompt's, left in the connection for the next request."""
     other = next(
         (
             answer
-            for request, answer in exchange.endpoint.history.get(GENERATE, ())
-            if request.json["token_ids"] != exchange.request.json["token_ids"]
+            for request, answer in exchange.endpoint.history.get(exchange.request.path, ())
+            if request.prompts != exchange.request.prompts
         ),
         None,
     )
     own = await exchange.forward()
     answers = [own] if other is None else [own, other]
     for answer in answers:
-        head = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer.body)
+        head = b"Content-Type: %s\r\nContent-Length: %d\r\n\r\n"
+        head %= (answer.content_type.encode(), len(answer.body))
         await exchange.send(OK + head + answer.body)
     await asyncio.sleep(0.3)  # the connection stays open: it may be used again
 

@@ -35,6 +35,7 @@ class Outcome:
 
     Attributes:
         happened: how often each behaviour did, by name; of a stranger's, the connections made.
+        streamed: of an endpoint's, how often to a request for a stream of samples.
         met: the kinds of listeners that took a stranger's connections, by the behaviour's name.
         notes: what was done to files and sockets.
         crashed: why the run ended otherwise than it may, in words.
@@ -42,6 +43,7 @@ class Outcome:
     """
 
     happened: Counter[str] = field(default_factory=Counter)
+    streamed: Counter[str] = field(default_factory=Counter)
     met: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     notes: list[str] = field(default_factory=list)
     statuses: list[int | str] = field(default_factory=list)
@@ -242,7 +244,8 @@ class HostileRun:
         for endpoint in self._endpoints:
             endpoint.may_act = False
             if endpoint.behaviour is not None:
-                outcome.happened[endpoint.behaviour.name] += endpoint.happened
+                outcome.happened[endpoint.behaviour.name] += endpoint.has_met
+                outcome.streamed[endpoint.behaviour.name] += endpoint.streamed
             if endpoint.problem is not None:
                 raise RuntimeError(f"{endpoint.behaviour} failed") from endpoint.problem
         outcome.peak_mb = self._memory.peak_mb

@@ -21,6 +21,7 @@ class Total:
     """Over all runs; each of ``problems`` makes the benchmark fail.
 
     Attributes:
+        wrong_without_gradient: groups that moved no weight, whose answers nobody compares.
         unmet: the kinds of listeners that a behaviour has not met in a run of several ranks.
         calm_mb: peak of the run that nothing happened to, by its number of ranks.
         peak_over_calm_mb: the most that any other run was above the one of as many ranks.
@@ -32,6 +33,7 @@ class Total:
     prompts_lost: int = 0
     prompts_trained_twice: int = 0
     wrong_content_trained: int = 0
+    wrong_without_gradient: int = 0
     resume_failed: int = 0
     unmet: dict[str, frozenset[str]] = field(default_factory=dict)
     calm_mb: dict[int, float] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class Total:
             "prompts_lost": self.prompts_lost,
             "prompts_trained_twice": self.prompts_trained_twice,
             "wrong_content_trained": self.wrong_content_trained,
+            "wrong_without_gradient": self.wrong_without_gradient,
             "resume_failed": self.resume_failed,
             "peak_over_calm_mb": round(self.peak_over_calm_mb),
         }
@@ -72,6 +75,7 @@ class Total:
             self.prompts_lost += ledger.prompts_lost + excluded
             self.prompts_trained_twice += ledger.prompts_trained_twice
             self.wrong_content_trained += ledger.wrong_version_trained + len(check.wrong_groups)
+            self.wrong_without_gradient += len(check.wrong_without_gradient)
             problems += [f"{name}: {problem}" for problem in ledger.problems[:SHOWN]]
             problems += [f"{name}: wrong content: {wrong}" for wrong in check.wrong_groups[:SHOWN]]
             if excluded:
@@ -94,10 +98,11 @@ class Total:
                 if isinstance(behaviour, SocketBehaviour):
                     met = outcome.met.get(behaviour.name, ())
                     self.unmet[behaviour.name] = kinds_of(plan.num_ranks).difference(met)
-        kinds = ", ".join(f"{b.name} {outcome.happened[b.name]}" for b in plan.behaviours)
+        kinds = ", ".join(_count(outcome, behaviour.name) for behaviour in plan.behaviours)
         contents = "" if check is None else (
             f"{check.num_responses} responses agree within {check.largest:.1e} nats "
-            f"(a batch before: {check.visible or 0:.2f}); "
+            f"(a batch before: {check.visible or 0:.2f}), but for "
+            f"{len(check.wrong_without_gradient)} groups without a gradient; "
         )  # fmt: skip
         print(
             f"{name}: {'good' if not problems else 'BAD'}, {outcome.seconds:.0f} s, "
@@ -105,3 +110,9 @@ class Total:
         )
         for problem in problems:
             print(f"  {problem}")
+
+
+def _count(outcome: Outcome, name: str) -> str:
+    happened = outcome.happened[name]
+    streams = " of streams" if happened and outcome.streamed[name] == happened else ""
+    return f"{name} {happened}{streams}"

@@ -7,14 +7,13 @@ import time
 
 import orjson
 
-from benchmarks.parts.hostile.behaviour import NotNow, endpoint
+from benchmarks.parts.hostile.behaviour import RESPONSES, NotNow, endpoint
 from benchmarks.parts.hostile.endpoint import Answer, Exchange
-from easyrl.inference_client.client import GENERATE
 
 PROOF = "/collective_rpc"
 AWAY_S, BACK_FOR_S = 6.0, 6.0  # at least, of an endpoint that restarts again and again
 LATE_S = 3.0  # of weight_sync.timeout_s, 8
-QUICK = (GENERATE, "/health", "/v1/models", "/metrics", "/weight_info")
+QUICK = (*RESPONSES, "/health", "/v1/models", "/metrics", "/weight_info")
 MESSAGE = b'{"message": "done"}'
 
 
@@ -139,9 +138,9 @@ async def proof_of_foreign_tensors(exchange: Exchange) -> None:
     await exchange.answer(Answer(200, answer.body.replace(b"model.", b"other.")))
 
 
-@endpoint("weights", GENERATE)
+@endpoint("weights", *RESPONSES, both=True)
 async def restart_with_other_weights(exchange: Exchange) -> None:
-    """It restarts in mid-batch, at a generate request, and comes back with another model."""
+    """It restarts in mid-batch, at a request for responses, and comes back with another model."""
     server = exchange.endpoint
     _once(exchange)
     await server.restart(server.other_model)
@@ -150,17 +149,17 @@ async def restart_with_other_weights(exchange: Exchange) -> None:
 
 @endpoint("weights")
 async def restarts_for_seconds(exchange: Exchange) -> None:
-    """It restarts at a generate request, is away for seconds, comes back; seconds later again."""
+    """It restarts at a request for responses, is away for seconds, comes back; and again later."""
     server, now_s = exchange.endpoint, time.monotonic()
     if now_s >= server.back_s:
-        if exchange.request.path != GENERATE or now_s < server.back_s + BACK_FOR_S:
+        if exchange.request.path not in RESPONSES or now_s < server.back_s + BACK_FOR_S:
             raise NotNow
         server.back_s = now_s + AWAY_S
         await server.restart(server.model)
     exchange.reset()
 
 
-@endpoint("weights", GENERATE, may_end_75=True)
+@endpoint("weights", *RESPONSES, may_end_75=True, both=True)
 async def weights_changed_in_silence(exchange: Exchange) -> None:
     """Its weights change in mid-batch, under the version that it has proved."""
     server = exchange.endpoint
@@ -176,34 +175,34 @@ async def weights_changed_in_silence(exchange: Exchange) -> None:
     await exchange.answer(await exchange.forward())
 
 
-@endpoint("weights", "/v1/models", GENERATE)
+@endpoint("weights", "/v1/models", *RESPONSES, both=True)
 async def context_of_one(exchange: Exchange) -> None:
     """A context of one token, claimed after a failure that makes the run ask again."""
     await _claim(exchange, 1)
 
 
-@endpoint("weights", "/v1/models", GENERATE)
+@endpoint("weights", "/v1/models", *RESPONSES, both=True)
 async def negative_context(exchange: Exchange) -> None:
     """A context of -1 tokens, claimed likewise."""
     await _claim(exchange, -1)
 
 
-@endpoint("weights", "/v1/models", GENERATE)
+@endpoint("weights", "/v1/models", *RESPONSES, both=True)
 async def huge_context(exchange: Exchange) -> None:
     """A context of 10^30 tokens, claimed likewise."""
     await _claim(exchange, 10**30)
 
 
-@endpoint("weights", "/v1/models", GENERATE)
+@endpoint("weights", "/v1/models", *RESPONSES, both=True)
 async def no_model(exchange: Exchange) -> None:
     """A list without models, claimed likewise."""
-    if exchange.request.path == GENERATE:
+    if exchange.request.path in RESPONSES:
         return await _fail_once(exchange)
     await exchange.answer(b'{"data": []}')
 
 
 async def _claim(exchange: Exchange, max_model_len: int) -> None:
-    if exchange.request.path == GENERATE:
+    if exchange.request.path in RESPONSES:
         return await _fail_once(exchange)
     answer = await exchange.forward()
     here = answer.json["data"][0]["max_model_len"]

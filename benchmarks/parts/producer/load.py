@@ -12,8 +12,9 @@ import msgspec
 import numpy as np
 import psutil
 
+from easyrl.runtime.frames import frame
 from easyrl.runtime.seeding import sample_seed
-from easyrl.runtime.workers.child_process import Child, frame, start_child
+from easyrl.runtime.workers.child_process import Child, start_child
 
 NUM_ENDPOINTS = 2
 MAX_INFLIGHT = 256  # requests at a time per endpoint

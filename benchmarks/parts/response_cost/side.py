@@ -1,7 +1,7 @@
 """One run of ``benchmarks.response_cost``: what the processes spend on a load, by their own clocks.
 
-``python -m benchmarks.parts.response_cost.side MODEL GROUPS SAMPLES BATCHES``. Runs in the checkout
-of another revision too: it imports nothing else of ``benchmarks``.
+``python -m benchmarks.parts.response_cost.side MODEL GROUPS SAMPLES BATCHES MAX_INFLIGHT``. Runs in
+the checkout of another revision too: it imports nothing else of ``benchmarks``.
 """
 
 from __future__ import annotations
@@ -42,12 +42,16 @@ def main() -> None:
     print(json.dumps(measure(Path(model), *map(int, load))))
 
 
-def measure(model: Path, num_groups: int, num_samples: int, num_batches: int) -> dict[str, float]:
+def measure(
+    model: Path, num_groups: int, num_samples: int, num_batches: int, max_inflight: int
+) -> dict[str, float]:
     """Milliseconds per response: by role, ``all`` of them, and the server's ``decoding``."""
     with (
         tempfile.TemporaryDirectory() as folder,
         _server(model) as server,
-        _producer(model, Path(folder), server.url, num_groups, num_samples) as rollouts,
+        _producer(
+            model, Path(folder), server.url, num_groups, num_samples, max_inflight
+        ) as rollouts,
     ):
         for number in range(2):  # processes are started, code is loaded, connections are made
             _draw(rollouts, number, num_groups)
@@ -90,7 +94,7 @@ def _server(model: Path) -> Iterator[_Server]:
 
 @contextlib.contextmanager
 def _producer(
-    model: Path, folder: Path, url: str, num_groups: int, num_samples: int
+    model: Path, folder: Path, url: str, num_groups: int, num_samples: int, max_inflight: int
 ) -> Iterator[RolloutGenerator]:
     config = Config.model_validate(
         {
@@ -104,7 +108,7 @@ def _producer(
                 "stop_token_ids": STOP_TOKENS,
                 "queue_size": num_groups,
             },
-            "inference": {"endpoints": [url], "max_inflight": num_groups * num_samples},
+            "inference": {"endpoints": [url], "max_inflight": max_inflight},
             "rewards": [{"name": "exact"}],
             "scoring": {"num_workers": 1},
         }

@@ -122,23 +122,27 @@ class JournalledRollouts:
         """The weights are about to move: what fails a proof from now on is of the next batch.
 
         Gives the last good proof of each endpoint that has failed one since the batch was looked at
-        last. To be called while no endpoint is confirmed.
+        last. To be called while no endpoint is confirmed. The batch's journal stays open for
+        ``sync``.
         """
-        self.close()
+        self._open = None
         doubted, self._doubted = self._doubted, {}
         return doubted
 
     @property
     def num_waiting(self) -> int:
         """Groups of the open batch that are finished and not handed out. From any thread."""
-        return 0 if self._open is None else self._open.num_waiting
+        opened = self._open
+        return 0 if opened is None else opened.num_waiting
 
     @property
     def num_undecided(self) -> int:
-        """Groups that the open batch may still ask for or replace, this rank's share of them."""
-        if self._open is None:
-            return 0
-        return -(-self._open.membership.num_undecided // self.ranks.dp_size)
+        """Groups that the open batch may still ask for or replace, this rank's share of them.
+
+        From any thread.
+        """
+        opened = self._open
+        return 0 if opened is None else -(-opened.membership.num_undecided // self.ranks.dp_size)
 
     def has_more(self, position: int) -> bool:
         """Whether the order has a prompt at ``position``."""
@@ -216,12 +220,14 @@ class JournalledRollouts:
             stream.past_drains.extend(drain for drain in drains if drain.update == update)
             stream.on_drain = partial(journal.add_drain, update)
         self._open = batch
+        # For what was decided before anybody was told: all, if nothing is left to be generated.
+        self.generator.thread.loop.call_soon_threadsafe(self.on_decision)
         if self._doubted:  # meanwhile, where the batch that was open before was told
             batch.withdraw(f"{', '.join(self._doubted)} failed its proof while the batch began")
         return batch
 
     def sync(self) -> None:
-        """``BatchJournal.sync`` of the open batch. Raises ``JournalError``."""
+        """``BatchJournal.sync`` of the batch that was begun last. Raises ``JournalError``."""
         if self._batch is not None:
             self._batch.sync()
 

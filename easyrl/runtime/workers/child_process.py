@@ -3,8 +3,7 @@
 A child imports only what it is told to run. It leads a session of its own: Ctrl-C does not reach
 it. What it started ends with it, also in a session of its own: all of it inherits a mark in the
 environment. It ends by its parent alone: DeepSpeed's launcher sends SIGTERM to all below it, and
-the parent may need its children to end well. A message is a *frame*: four bytes of length, then
-bytes.
+the parent may need its children to end well. Messages are frames (``runtime.frames``).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-HEADER_BYTES = 4
 END_LIMIT_S = 5.0  # for killed processes to be gone
 END_POLL_S = 0.02
 # Set before the child's first import: several processes are the parallelism.
@@ -128,34 +126,6 @@ def _die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before we asked
         os._exit(1)
-
-
-# -- frames --------------------------------------------------------------------------------
-
-
-def frame(payload: bytes) -> bytes:
-    return len(payload).to_bytes(HEADER_BYTES, "little") + payload
-
-
-class FrameSplitter:
-    """Cuts a stream of bytes into the payloads of its frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """The payloads that are complete with ``data``."""
-        buffer = self._buffer
-        buffer += data
-        payloads, start = [], 0
-        while (body := start + HEADER_BYTES) <= len(buffer):
-            end = body + int.from_bytes(buffer[start:body], "little")
-            if end > len(buffer):
-                break
-            payloads.append(bytes(memoryview(buffer)[body:end]))
-            start = end
-        del buffer[:start]
-        return payloads
 
 
 # -- exceptions, with their traceback --------------------------------------------------------

@@ -12,13 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from easyrl.runtime.workers.child_process import (
-    END_LIMIT_S,
-    Child,
-    FrameSplitter,
-    frame,
-    start_child,
-)
+from easyrl.runtime.frames import FrameSplitter, frame
+from easyrl.runtime.workers.child_process import END_LIMIT_S, Child, start_child
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ import asyncio
 import pickle
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
@@ -21,7 +22,8 @@ from easyrl.runtime.workers.worker_process import ENTRY, main_script
 T = TypeVar("T")
 
 # Tasks that wait are sent to a busy worker, too, while what it has takes it no longer than this: an
-# answer does not have to come here before the next task begins, and many travel together.
+# answer does not have to come here before the next task begins, and many travel together. If it
+# takes longer than this with the first one, an idle worker gets those behind it as well.
 AHEAD_S = 0.02
 MOST_AHEAD = 32
 NEWEST_SHARE = 0.1  # of the last task in the running mean of how long one takes
@@ -58,9 +60,11 @@ class WorkerPool:
             _Worker(pickle.dumps(greeting), self, {self._mark: ""}) for _ in range(num_workers)
         ]
         self._guard: ProcessGuard | None = None  # while it runs
-        self._waiting: deque[_Task] = deque()
+        # what waits, and what waits behind that
+        self._waiting: tuple[deque[_Task], deque[_Task]] = deque(), deque()
         self._mean_s: dict[Hashable, float] = {}  # that a task takes, by kind
         self._running = False
+        self._look: asyncio.TimerHandle | None = None  # for workers that have become late
 
     async def start(self) -> None:
         """Starts the processes; calls belong to this loop, and its thread, from now on."""
@@ -73,6 +77,8 @@ class WorkerPool:
     async def close(self) -> None:
         """Kills the workers and cancels what waits. Safe to call twice."""
         self._running = False
+        if self._look is not None:
+            self._look.cancel()
         await asyncio.gather(*(worker.close() for worker in self._workers))
         for worker in self._workers:
             if worker.tasks:
@@ -90,12 +96,15 @@ class WorkerPool:
         *args: Any,
         timeout_s: float | None = None,
         kind: Hashable = None,
+        last: bool = False,
     ) -> T:
-        """``function(*args)`` in a worker; tasks start in the order of the calls.
+        """``function(*args)`` in a worker; tasks start in the order of the calls, ``last`` ones
+        when no other waits.
 
         ``function``, ``args`` and the result are pickled. ``timeout_s`` counts from when a worker
         begins the task, not from the call. Tasks of a ``kind`` take about as long as each other:
-        short ones are sent to a worker together. Raises ``WorkerTimeout``, ``WorkerDied``, or what
+        short ones are sent to a worker together, and may run twice if the first of them is not
+        short. Raises ``WorkerTimeout``, ``WorkerDied``, or what
         the function raised, with the remote traceback as its cause. Cancelling drops a task that
         waits; of one that a worker has been sent the result is dropped.
         """
@@ -103,28 +112,41 @@ class WorkerPool:
             raise RuntimeError("the worker pool is closed")
         payload = pickle.dumps((function, args), 5)
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Task(_name(function), kind, payload, timeout_s, future))
+        self._waiting[last].append(_Task(_name(function), kind, payload, timeout_s, future, last))
         self.assign()
         return await future
 
     def assign(self) -> None:
         """Gives waiting tasks to workers, and replaces processes that have ended."""
+        if not self._running:
+            return
+        late = [worker for worker in self._workers if worker.is_late]
+        if any(worker.tasks_behind for worker in late) and any(w.is_idle for w in self._workers):
+            for worker in late:
+                self.wait_again(worker.give_back())
         for worker in self._workers:
-            if not self._waiting or not self._running:
-                return
+            if not any(self._waiting):
+                break
             if worker.is_idle and (task := self.next_task()):
                 worker.take(task)
             else:
                 worker.ensure_started()
-        while self._waiting and self._running:
-            least = min(self._workers, key=lambda worker: len(worker.tasks))
-            if not least.may_take_more or (task := self.next_task()) is None:
-                return
-            least.take(task)
+        while any(self._waiting):
+            ready = [worker for worker in self._workers if worker.may_take_more]
+            if not ready or (task := self.next_task()) is None:
+                break
+            min(ready, key=lambda worker: len(worker.tasks)).take(task)
+        if self._look is None and any(worker.tasks_behind for worker in self._workers):
+            self._look = asyncio.get_running_loop().call_later(AHEAD_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self.assign()
 
     def wait_again(self, tasks: list[_Task]) -> None:
-        """Before all others: they were sent to a worker that ended before it began them."""
-        self._waiting.extendleft(reversed(tasks))
+        """Before all like them: they were sent to a worker that did not begin them."""
+        for task in reversed(tasks):
+            self._waiting[task.last].appendleft(task)
 
     def expected_s(self, task: _Task) -> float:
         return self._mean_s.get(task.kind, AHEAD_S)
@@ -135,10 +157,11 @@ class WorkerPool:
 
     def next_task(self) -> _Task | None:
         """The one that has waited longest, no longer waiting."""
-        while self._waiting:
-            task = self._waiting.popleft()
-            if not task.future.done():  # else it was cancelled
-                return task
+        for waiting in self._waiting:
+            while waiting:
+                task = waiting.popleft()
+                if not task.future.done():  # else it was cancelled
+                    return task
         return None
 
 
@@ -149,7 +172,14 @@ class _Task:
     payload: bytes  # the pickled (function, args)
     timeout_s: float | None
     future: asyncio.Future
+    last: bool
     expected_s: float = 0.0  # that it takes, when a worker was sent it
+
+    def dropped(self) -> _Task:
+        """It, of which nobody wants the result."""
+        future = self.future.get_loop().create_future()
+        future.cancel()
+        return replace(self, future=future)
 
 
 class _Worker(SupervisedChild):
@@ -170,12 +200,32 @@ class _Worker(SupervisedChild):
         return not self.tasks and self._initialized and self.alive
 
     @property
+    def is_late(self) -> bool:
+        """With the first task."""
+        now_s = asyncio.get_running_loop().time()
+        return bool(self.tasks) and now_s - self._begun_s > AHEAD_S
+
+    @property
+    def tasks_behind(self) -> list[_Task]:
+        """Those that wait for the first."""
+        return [task for task in islice(self.tasks, 1, None) if not task.future.done()]
+
+    @property
     def may_take_more(self) -> bool:
         """What it has is little, and goes on."""
         if len(self.tasks) > MOST_AHEAD or self._expected_s >= AHEAD_S:
             return False
-        is_late = asyncio.get_running_loop().time() - self._begun_s > AHEAD_S
-        return self._initialized and not is_late and self.alive
+        return self._initialized and not self.is_late and self.alive
+
+    def give_back(self) -> list[_Task]:
+        """The tasks behind the first, for others to do.
+
+        This one does them, too, as it has been sent them; what it answers then is dropped.
+        """
+        behind = self.tasks_behind
+        first, *others = self.tasks
+        self.tasks = deque([first, *(task.dropped() for task in others)])
+        return behind
 
     def take(self, task: _Task) -> None:
         if not self._outbox:  # travels with others of this turn of the loop
@@ -247,6 +297,7 @@ class _Worker(SupervisedChild):
 
     def _on_deadline(self, task: _Task) -> None:
         what = f"{task.name} took longer than {task.timeout_s:g} s"
+        self._pool.saw(task, asyncio.get_running_loop().time() - self._begun_s)
         self.kill(what)
         self.give_up(WorkerTimeout(f"{what}; its worker process was killed"))
         self._pool.assign()

@@ -8,7 +8,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from multiprocessing import spawn
 
-from easyrl.runtime.workers.child_process import Failure, FrameSplitter, frame
+from easyrl.runtime.frames import FrameSplitter, frame
+from easyrl.runtime.workers.child_process import Failure
 
 ENTRY = f"{__name__}:worker_main"
 RECEIVE_BYTES = 2**16  # more would be mapped and unmapped by each call, which costs 15 µs

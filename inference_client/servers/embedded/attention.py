@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from easyrl.inference_client.servers.embedded.prompts import PromptStates, StatesOfLayers
+from easyrl.inference_client.servers.embedded.cache import StatesOfLayers
 from easyrl.kernels.attention.partial_attention import forward as attention_with_logsumexp
 from easyrl.kernels.attention.partial_attention import softmax_dtype
 
@@ -40,27 +39,52 @@ class SharedPrompts:
     rows: Tensor  # int64 [M], those of one prompt behind one another
 
     @classmethod
-    def of(cls, states: list[PromptStates | None], device: torch.device) -> SharedPrompts:
-        """Of the step's sequences, by row."""
+    def of(cls, of_rows: list[StatesOfLayers | None], device: torch.device) -> SharedPrompts:
+        """Of the step's sequences, by row; None: nothing is held apart for it."""
         members: dict[int, list[int]] = {}
-        for row, prompt in enumerate(states):
-            if prompt is not None and prompt.is_apart:
-                members.setdefault(id(prompt), []).append(row)
+        for row, layers in enumerate(of_rows):
+            if layers is not None:
+                members.setdefault(id(layers), []).append(row)
         prompts: list[tuple[StatesOfLayers, slice]] = []
         rows: list[int] = []
         for of_one in members.values():
-            prompt = states[of_one[0]]
-            assert prompt is not None
-            prompts.append((prompt.layers, slice(len(rows), len(rows) + len(of_one))))
+            layers = of_rows[of_one[0]]
+            assert layers is not None
+            prompts.append((layers, slice(len(rows), len(rows) + len(of_one))))
             rows += of_one
         return cls(prompts, torch.tensor(rows, dtype=torch.int64, device=device))
 
 
-class _Probe:
-    """Counts the layers whose attention is plain and gets what it needs."""
+@dataclass(slots=True, eq=False)
+class ProbedStep:
+    """In place of ``SharedPrompts``: also checks what a model's layers hand over.
 
-    def __init__(self) -> None:
-        self.num_plain = 0
+    Raises ``ValueError`` at the first layer whose attention is not plain.
+    """
+
+    shared: SharedPrompts
+    num_layers: int = 0  # that came by
+
+    def check(
+        self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor, others: dict[str, Any]
+    ) -> None:
+        given = [
+            name
+            for name, setting in others.items()
+            if name not in _HARMLESS and setting is not None and setting is not False
+        ]
+        if given:  # position biases, sinks
+            raise ValueError(f"attention with {', '.join(given)}")
+        assert isinstance(module.layer_idx, int)
+        prompt_keys, prompt_values = self.shared.prompts[0][0][module.layer_idx]
+        for of_step, held in ((key, prompt_keys), (value, prompt_values)):
+            if (of_step.shape[1], of_step.shape[3]) != (held.shape[1], held.shape[3]):
+                raise ValueError("attention over other keys and values than the cached ones")
+        if key.shape[3] != value.shape[3]:
+            raise ValueError("values of another size than keys")
+        if mask.shape != (len(key), 1, 1, key.shape[2]):
+            raise ValueError("attention under a mask of its own")
+        self.num_layers += 1
 
 
 def decode_attention(
@@ -127,14 +151,17 @@ def _interface(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    shared_prompts: SharedPrompts | _Probe | None = None,
+    shared_prompts: SharedPrompts | ProbedStep | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls in every layer; ``shared_prompts`` is the model's keyword."""
-    if not isinstance(shared_prompts, SharedPrompts):
-        if isinstance(shared_prompts, _Probe):
-            is_plain = all(others[k] is None for k in others.keys() - _HARMLESS)
-            shared_prompts.num_plain += is_plain and key.shape[-1] == value.shape[-1]
+    if isinstance(shared_prompts, ProbedStep):
+        assert attention_mask is not None
+        shared_prompts.check(module, key, value, attention_mask, others)
+        shared_prompts = shared_prompts.shared
+    # on a CPU the kernel below is that of the library, called without its detours
+    is_as_usual = shared_prompts is not None and not shared_prompts.prompts
+    if shared_prompts is None or (is_as_usual and query.device.type != "cpu"):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **others
         )
@@ -154,23 +181,3 @@ def _interface(
 
 AttentionInterface.register(NAME, _interface)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def takes_shared_prompts(model: PreTrainedModel) -> bool:
-    """Whether every layer of the model attends through ``decode_attention`` from now on.
-
-    Not if its attention is written in another way or is not plain (biases, sinks, values of another
-    size): then it stays as it is. Runs one token through the model.
-    """
-    before = model.config._attn_implementation
-    probe = _Probe()
-    model.set_attn_implementation(NAME)
-    try:
-        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        model.base_model(input_ids=token, use_cache=False, shared_prompts=probe)
-    except TypeError:  # the keyword is not known
-        probe.num_plain = 0
-    if probe.num_plain == model.config.get_text_config().num_hidden_layers:
-        return True
-    model.set_attn_implementation(before)
-    return False

@@ -4,8 +4,8 @@ Shape legend: B running sequences, S record slots, T recorded tokens, V vocabula
 
 All per-sequence state lies in tensors with a row per running sequence; a finished one's row is
 taken by the last, so that finished sequences cost nothing. What was generated lies in records that
-do not move. Keys and values of a long prompt are held once for all that have it; a slot then holds
-what comes behind them.
+do not move. Keys and values of a prompt are held once for all that have it where that pays; a slot
+then holds what comes behind them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from easyrl.inference_client.servers.embedded.attention import SharedPrompts, takes_shared_prompts
-from easyrl.inference_client.servers.embedded.cache import SlotCache
+from easyrl.inference_client.servers.embedded.attention import SharedPrompts
+from easyrl.inference_client.servers.embedded.cache import Prefilled, SlotCache
 from easyrl.inference_client.servers.embedded.prefill import Prefill
-from easyrl.inference_client.servers.embedded.prompts import PromptStates, PromptStore
+from easyrl.inference_client.servers.embedded.prompts import PromptStore
 from easyrl.inference_client.servers.embedded.requests import EngineStats, Sequence, TopLogprobs
 from easyrl.inference_client.servers.embedded.rows import Records, RowTable, TokenCounts
 from easyrl.inference_client.servers.embedded.sampling import (
@@ -30,10 +30,10 @@ from easyrl.inference_client.servers.embedded.sampling import (
     inverse_cdf,
     penalize,
 )
+from easyrl.inference_client.servers.embedded.sharing_probe import takes_shared_prompts
 
 PREFILL_TOKENS = 8192  # prompts prefilled in one forward hold at most so many, padding included
 PREFILL_TOKENS_BESIDE_DECODING = 1024  # running sequences wait no longer for one forward
-MIN_APART = 96  # tokens from which on reading a prompt once pays for a call of its own
 
 
 class RunningBatch:
@@ -56,9 +56,8 @@ class RunningBatch:
         self._feature_counts: Counter[Feature] = Counter()
         # one sequence alone has nothing to share: its attention stays the model's own
         self._shares_prompts = max_num_seqs > 1 and takes_shared_prompts(model)
-        self._prefill = Prefill(model, MIN_APART if self._shares_prompts else None)
-        self._prompts = PromptStore()
-        self._states: list[PromptStates | None] = []  # by row; None: a prompt of one token
+        self._prefill = Prefill(model)
+        self._prompts = PromptStore(self._cache, self._shares_prompts)
         self._shared_prompts = SharedPrompts.of([], self._device)  # of the current rows
         self._longest = 0  # no running sequence holds more positions in its slot
         self._most_generated = 0  # and none has generated more tokens
@@ -90,44 +89,45 @@ class RunningBatch:
 
         Each distinct prompt is computed once, unless it is held already.
         """
-        ready: list[tuple[Sequence, PromptStates | None]] = []
+        known: dict[bytes, list[Sequence]] = {}
         for sequence in sequences:
             sequence.stamp(version, 0)
-            states = self._prompts.find(sequence.prompt_key)
-            if states is not None or len(sequence.prompt) == 1:
-                ready.append((sequence, states))
+            if len(sequence.prompt) == 1 or sequence.prompt_key in self._prompts:
+                known.setdefault(sequence.prompt_key, []).append(sequence)
             else:
                 self._prefill.add(sequence)
-        if ready:
-            self._start(ready)
+        if known:
+            self._start([(group, None) for group in known.values()])
 
-    def _start(self, ready: list[tuple[Sequence, PromptStates | None]]) -> None:
-        """Lets sequences run whose prompts are computed."""
+    def _start(self, groups: list[tuple[list[Sequence], Prefilled | None]]) -> None:
+        """Lets sequences run, a group for each prompt; with its states unless they are held."""
+        started: list[Sequence] = []
+        held: list[int] = []  # positions of each slot
+        filled: dict[int, list[tuple[int, Prefilled]]] = {}  # slots and what of, by layers' id
+        for group, prefilled in groups:
+            in_slots = self._prompts.start(group, prefilled) if len(group[0].prompt) > 1 else None
+            for sequence in group:
+                sequence.row = len(self.sequences) + len(started)
+                started.append(sequence)
+                held.append(0 if in_slots is None else in_slots.length)
+                if in_slots is not None:
+                    filled.setdefault(id(in_slots.layers), []).append((sequence.row, in_slots))
         first = len(self.sequences)
-        self._records.open([sequence for sequence, _ in ready])
-        copied: dict[int, list[tuple[int, PromptStates]]] = {}  # rows and prompts, by layers' id
-        for row, (sequence, states) in enumerate(ready, first):
-            sequence.row = row
-            self.sequences.append(sequence)
-            self._states.append(states)
+        self.sequences += started
+        self._records.open(started)
+        for sequence in started:
             if Feature.PENALTIES in sequence.features:
                 self._penalized.open(sequence)
             self._feature_counts.update(sequence.features)
-            if states is None:
-                continue
-            self._prompts.take(sequence.prompt_key, states)
-            if not states.is_apart:
-                copied.setdefault(id(states.layers), []).append((row, states))
-        held = [0 if s is None or s.is_apart else s.length for _, s in ready]  # in the slots
-        self._rows.set([sequence for sequence, _ in ready], first, held)
+        self._rows.set(started, first, held)
         self._longest = max(self._longest, *held)
         self._cache.ensure(len(self.sequences), self._longest + 1)
-        for together in copied.values():
+        for together in filled.values():
             rows = self._index([row for row, _ in together])
             source = self._index([states.index for _, states in together])
             length = max(states.length for _, states in together)
             self._cache.fill(rows, source, together[0][1].layers, length)
-        self._shared_prompts = SharedPrompts.of(self._states, self._device)
+        self._find_shared_prompts()
 
     def step(self) -> list[Sequence]:
         """One forward of prefill, one token for all that run; returns those that are finished."""
@@ -157,7 +157,7 @@ class RunningBatch:
         done = self._prefill.run(limit)
         self.stats.prefilled_tokens = self._prefill.num_tokens
         if done:
-            self._start([(sequence, states) for group, states in done for sequence in group])
+            self._start([*done])
 
     def _forward(self, num_rows: int) -> Tensor:
         """Logits of every running sequence's next token, float32 [B, V]."""
@@ -249,8 +249,7 @@ class RunningBatch:
         for sequence in finished:
             self._records.close(sequence, generated[sequence.row])
             self._feature_counts.subtract(sequence.features)
-            if (states := self._states[sequence.row]) is not None:
-                self._prompts.release(sequence.prompt_key, states)
+            self._prompts.end(sequence)
         num_left = len(self.sequences) - len(finished)
         freed = {sequence.row for sequence in finished}
         targets = [row for row in freed if row < num_left]  # the last rows move into these
@@ -260,16 +259,19 @@ class RunningBatch:
             self._cache.copy(target, source, self._longest)
             self._rows.copy(target, source)
             for new, old in zip(targets, sources, strict=True):
-                self._states[new] = self._states[old]
                 self.sequences[new] = self.sequences[old]
                 self.sequences[new].row = new
-        del self.sequences[num_left:], self._states[num_left:]
+        del self.sequences[num_left:]
         for sequence in finished:
             sequence.row = -1
         rows = self._rows
         self._longest = int(rows.slot_position[:num_left].max()) if num_left else 0
         self._most_generated = int(rows.num_generated[:num_left].max()) if num_left else 0
-        self._shared_prompts = SharedPrompts.of(self._states, self._device)
+        self._find_shared_prompts()
+
+    def _find_shared_prompts(self) -> None:
+        apart = [self._prompts.read_apart(sequence) for sequence in self.sequences]
+        self._shared_prompts = SharedPrompts.of(apart, self._device)
 
     def _index(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self._device)

@@ -1,18 +1,39 @@
 """Keys and values of the running sequences, one slot per sequence, for any ``transformers`` model.
 
 Shape legend: S slots, L positions, H key-value heads, d head size, B running sequences (slots
-0..B-1).
+0..B-1), U prompts that were computed together, P positions of a prompt.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from easyrl.inference_client.servers.embedded.prompts import StatesOfLayers
-
+StatesOfLayers = Sequence[tuple[Tensor, Tensor]]  # per layer keys and values
 LENGTH_STEP = 64  # slots grow by at least this many positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefilled:
+    """Of one prompt, among those that were computed together."""
+
+    layers: StatesOfLayers  # [U, H, P, d] each, padded behind the shorter prompts
+    index: int  # of the prompt, in U
+    length: int
+
+    def of_its_own(self) -> StatesOfLayers:
+        """[1, H, length, d] each; the others' memory does not stay with it."""
+        num_prompts, _, padded, _ = self.layers[0][0].shape
+        if (num_prompts, padded) == (1, self.length):
+            return self.layers
+        one, own = slice(self.index, self.index + 1), slice(self.length)
+        return [
+            (keys[one, :, own].clone(), values[one, :, own].clone()) for keys, values in self.layers
+        ]
 
 
 class SlotLayer(CacheLayerMixin):
@@ -124,6 +145,18 @@ class SlotCache(Cache):
         """Copies a prefill's states into slots (see ``SlotLayer.fill``)."""
         for layer, (keys, values) in zip(self._slot_layers, prefilled, strict=True):
             layer.fill(slots, source, keys, values, length)
+
+    def read(self, slot: int, length: int) -> StatesOfLayers:
+        """A copy of the slot's first ``length`` positions, [1, H, length, d] each."""
+        return [
+            (self._read(keys, slot, length), self._read(values, slot, length))
+            for keys, values in (layer.buffers for layer in self._slot_layers)
+        ]
+
+    @staticmethod
+    def _read(buffer: Tensor, slot: int, length: int) -> Tensor:
+        held = buffer[slot : slot + 1, :length].transpose(1, 2)
+        return held.clone(memory_format=torch.contiguous_format)
 
     def copy(self, destination: Tensor, source: Tensor, length: int) -> None:
         """Slots ``destination`` get the first ``length`` positions of slots ``source``."""

@@ -49,7 +49,7 @@ class EmbeddedEngine:
             else that is asked can change a bit of it.
 
     Raises ``ValueError`` if ``model`` is not a directory with a model, or one whose attention is
-    not plain causal.
+    not plain causal over ``max_model_len`` tokens.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class EmbeddedEngine:
         self.tokenizer = _load_tokenizer(model)
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self.max_model_len = _context_length(self._model, max_model_len)
+        _refuse_sliding_window(self._model, self.max_model_len)
         self.max_num_seqs = max_num_seqs
         self.batch_invariant = batch_invariant
         # by other numbers of threads sums are taken in another order
@@ -133,12 +134,13 @@ class EmbeddedEngine:
 
     def abort_ids(self, request_ids: list[str]) -> Future[int]:
         """Ends the requests of these ids, all requests if there are none; gives their number."""
+        ids = set(request_ids)
 
         def run() -> int:
             chosen = {
                 sequence: request
                 for sequence, request in self._owner.items()
-                if not request_ids or request.request_id in request_ids
+                if not ids or request.request_id in ids
             }
             self._abort(list(chosen))
             return len(set(chosen.values()))
@@ -411,6 +413,19 @@ def _context_length(model: PreTrainedModel, wanted: int | None) -> int:
     if not 1 < wanted <= limit:
         raise ValueError(f"max_model_len: must be from 2 to the model's {limit}, is {wanted}")
     return wanted
+
+
+def _refuse_sliding_window(model: PreTrainedModel, max_model_len: int) -> None:
+    """Raises ``ValueError`` if a token would not see all before it."""
+    config = model.config.get_text_config().to_dict()
+    window = config.get("sliding_window")
+    if window is None or config.get("use_sliding_window") is False or max_model_len <= window:
+        return
+    raise ValueError(
+        f"max_model_len: the model attends within a sliding window of {window} tokens "
+        f"(sliding_window in its config.json), {max_model_len} are to be served, and only full "
+        f"causal attention is; pass --max-model-len {window} or less"
+    )
 
 
 def _eos_token_ids(

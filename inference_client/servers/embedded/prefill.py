@@ -15,21 +15,16 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from easyrl.inference_client.servers.embedded.prompts import PromptStates, StatesOfLayers
+from easyrl.inference_client.servers.embedded.cache import Prefilled, StatesOfLayers
 from easyrl.inference_client.servers.embedded.requests import Sequence
 
 
 class Prefill:
-    """Sequences whose prompts are not computed yet, first come, first served.
+    """Sequences whose prompts are not computed yet, first come, first served."""
 
-    Args:
-        min_apart: prompts of so many tokens and more are held apart for attention; None: none is.
-    """
-
-    def __init__(self, model: PreTrainedModel, min_apart: int | None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.num_tokens = 0  # computed since the start
         self._model = model
-        self._min_apart = min_apart
         self._waiting: dict[bytes, list[Sequence]] = {}  # by prompt; the first may be begun
         self._begun = DynamicCache()  # what is computed of the first
 
@@ -55,7 +50,7 @@ class Prefill:
         """What is begun is computed again from its beginning."""
         self._begun = DynamicCache()
 
-    def run(self, max_tokens: int) -> list[tuple[list[Sequence], PromptStates]]:
+    def run(self, max_tokens: int) -> list[tuple[list[Sequence], Prefilled]]:
         """One forward over at most so many tokens; gives the sequences that can go on."""
         lengths = {key: len(group[0].prompt) - 1 for key, group in self._waiting.items()}
         first = next(iter(lengths.values()))
@@ -71,7 +66,7 @@ class Prefill:
         groups = [self._waiting.pop(key) for key in chosen]
         return self._run_whole(groups)
 
-    def _run_piece(self, max_tokens: int) -> list[tuple[list[Sequence], PromptStates]]:
+    def _run_piece(self, max_tokens: int) -> list[tuple[list[Sequence], Prefilled]]:
         key, group = next(iter(self._waiting.items()))
         start = self._begun.get_seq_length()
         prompt = group[0].prompt[:-1]
@@ -81,11 +76,11 @@ class Prefill:
         if start + len(piece) < len(prompt):
             return []
         del self._waiting[key]
-        layers = _layers(self._begun)
+        layers = states_of_layers(self._begun)
         self.restart()
-        return [(group, self._states(layers, 0, len(prompt)))]
+        return [(group, Prefilled(layers, 0, len(prompt)))]
 
-    def _run_whole(self, groups: list[list[Sequence]]) -> list[tuple[list[Sequence], PromptStates]]:
+    def _run_whole(self, groups: list[list[Sequence]]) -> list[tuple[list[Sequence], Prefilled]]:
         """Right padded: padding is behind what is causal."""
         prompts = [group[0].prompt[:-1] for group in groups]
         padded = np.zeros((len(prompts), max(map(len, prompts))), dtype=np.int64)
@@ -94,9 +89,9 @@ class Prefill:
         cache = DynamicCache()
         self._forward(padded, 0, cache)
         self.num_tokens += sum(map(len, prompts))
-        layers = _layers(cache)
+        layers = states_of_layers(cache)
         return [
-            (group, self._states(layers, i, len(prompt)))
+            (group, Prefilled(layers, i, len(prompt)))
             for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True))
         ]
 
@@ -110,18 +105,8 @@ class Prefill:
             use_cache=True,
         )
 
-    def _states(self, layers: StatesOfLayers, index: int, length: int) -> PromptStates:
-        if self._min_apart is None or length < self._min_apart:
-            return PromptStates(layers, index, length, is_apart=False)
-        if len(layers[0][0]) > 1:  # the others' memory must not stay with this one's
-            layers = [
-                (keys[index, None, :, :length].clone(), values[index, None, :, :length].clone())
-                for keys, values in layers
-            ]
-        return PromptStates(layers, 0, length, is_apart=True)
 
-
-def _layers(cache: DynamicCache) -> StatesOfLayers:
+def states_of_layers(cache: DynamicCache) -> StatesOfLayers:
     """Keys and values [U, H, P, d] of each layer."""
     found = []
     for layer in cache.layers:

@@ -1,55 +1,97 @@
-"""Keys and values of prompts, held once for all sequences that have the same prompt.
+"""Keys and values of the running sequences' prompts: apart for several, or in their slots.
 
-Shape legend: U prompts that were computed together, H key-value heads, P positions, d head size.
+Shape legend: H key-value heads, P positions, d head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from torch import Tensor
+from easyrl.inference_client.servers.embedded.cache import Prefilled, SlotCache, StatesOfLayers
+from easyrl.inference_client.servers.embedded.requests import Sequence
 
-StatesOfLayers = Sequence[tuple[Tensor, Tensor]]  # per layer keys and values
+MIN_APART = 96  # tokens; below, a call of its own for each prompt costs more than it saves
+MIN_READS_SAVED = 512  # positions, in each step; fewer are not worth that call either
+
+
+def is_read_apart(length: int, num_users: int) -> bool:
+    """Whether decoding is faster if a prompt is read once, not in the slots of all that have it."""
+    return length >= MIN_APART and length * (num_users - 1) >= MIN_READS_SAVED
 
 
 @dataclass(eq=False, slots=True)
-class PromptStates:
-    """Of one prompt but its last token, which every sequence decodes for itself."""
+class HeldPrompt:
+    """A prompt but its last token, which every sequence decodes for itself."""
 
-    layers: StatesOfLayers  # [U, H, P, d] each, padded behind the shorter prompts
-    index: int  # of the prompt, in U
-    length: int
-    is_apart: bool  # attention reads them here (U = 1, no padding), else from the slots
-    num_users: int = 0
+    length: int  # P
+    layers: StatesOfLayers | None = None  # [1, H, P, d] each; None: only in slots
+    in_slots: set[Sequence] = field(default_factory=set)  # who has a copy
+    apart: set[Sequence] = field(default_factory=set)  # for whom attention reads ``layers``
 
 
 class PromptStore:
-    """Prompt states by prompt, as long as a running sequence has them, and the last used ones."""
+    """The running sequences' prompts, and the last that was used.
 
-    def __init__(self) -> None:
-        self._states: dict[bytes, PromptStates] = {}
+    Args:
+        can_share: whether the model's attention can read a prompt apart from the slots.
+    """
+
+    def __init__(self, cache: SlotCache, can_share: bool) -> None:
+        self._cache = cache
+        self._can_share = can_share
+        self._known: dict[bytes, HeldPrompt] = {}
+        self._held_by: dict[Sequence, HeldPrompt] = {}
         self._unused: bytes | None = None  # at most one
 
-    def find(self, prompt_key: bytes) -> PromptStates | None:
-        return self._states.get(prompt_key)
+    def __contains__(self, prompt_key: bytes) -> bool:
+        return prompt_key in self._known
 
-    def take(self, prompt_key: bytes, states: PromptStates) -> None:
-        """One more sequence runs with these."""
-        self._states.setdefault(prompt_key, states)
-        states.num_users += 1
-        if self._unused == prompt_key:
+    def start(self, group: list[Sequence], prefilled: Prefilled | None) -> Prefilled | None:
+        """Sequences of one prompt start; what their slots are to hold of it (None: nothing).
+
+        ``prefilled``: the prompt's states if it is not known.
+        """
+        key = group[0].prompt_key
+        prompt = self._known.setdefault(key, HeldPrompt(len(group[0].prompt) - 1))
+        source = prefilled or self._states(prompt)
+        self._held_by |= dict.fromkeys(group, prompt)
+        if self._unused == key:
             self._unused = None
+        num_users = len(prompt.in_slots) + len(group)
+        if prompt.apart or (self._can_share and is_read_apart(prompt.length, num_users)):
+            prompt.layers = source.of_its_own()
+            prompt.apart.update(group)
+            return None
+        prompt.layers = None
+        prompt.in_slots.update(group)
+        return source
 
-    def release(self, prompt_key: bytes, states: PromptStates) -> None:
-        """One sequence less."""
-        states.num_users -= 1
-        if states.num_users == 0 and self._states.get(prompt_key) is states:
+    def end(self, sequence: Sequence) -> None:
+        """It runs no longer; its slot is still as it was."""
+        prompt = self._held_by.pop(sequence, None)
+        if prompt is None:  # of one token
+            return
+        is_last = len(prompt.in_slots) + len(prompt.apart) == 1
+        if is_last and self._known.get(sequence.prompt_key) is prompt:
+            prompt.layers = self._states(prompt).of_its_own()
             if self._unused is not None:
-                del self._states[self._unused]
-            self._unused = prompt_key
+                del self._known[self._unused]
+            self._unused = sequence.prompt_key
+        prompt.in_slots.discard(sequence)
+        prompt.apart.discard(sequence)
+
+    def read_apart(self, sequence: Sequence) -> StatesOfLayers | None:
+        """The states that its attention reads beside its slot."""
+        prompt = self._held_by.get(sequence)
+        return prompt.layers if prompt is not None and sequence in prompt.apart else None
 
     def forget(self) -> None:
-        """None is found any more; who has one keeps it."""
-        self._states.clear()
+        """None is known any more; who has one keeps it."""
+        self._known.clear()
         self._unused = None
+
+    def _states(self, prompt: HeldPrompt) -> Prefilled:
+        layers = prompt.layers
+        if layers is None:
+            layers = self._cache.read(next(iter(prompt.in_slots)).row, prompt.length)
+        return Prefilled(layers, 0, prompt.length)

@@ -20,7 +20,7 @@ from easyrl.inference_client.servers.embedded.requests import (
     GenerationRequest,
     Sequence,
 )
-from easyrl.inference_client.servers.embedded.sampling import INT64, SamplingParams
+from easyrl.inference_client.servers.embedded.sampling import SamplingParams
 from easyrl.inference_client.servers.embedded.text import decode
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import parse_nonce
 
@@ -59,7 +59,7 @@ class GenerateBody(BaseModel):
 
 class SampledPrompt(BaseModel):
     token_ids: list[TokenId] = Field(min_length=1)
-    seeds: list[Annotated[int, Field(ge=-INT64, lt=INT64)]] = Field(min_length=1)  # a sample each
+    seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1)  # a sample each
 
 
 class SamplesBody(BaseModel):
@@ -68,7 +68,6 @@ class SamplesBody(BaseModel):
     request_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     prompts: list[SampledPrompt] = Field(min_length=1)
     sampling_params: SamplingParams
-    model: str | None = None
 
     @model_validator(mode="after")
     def _seeds_say_all(self) -> Self:

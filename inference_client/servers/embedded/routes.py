@@ -105,9 +105,9 @@ class EmbeddedServer:
 
     async def _samples(self, http: web.Request) -> web.StreamResponse:
         """Our own: what a trainer asks for at once, streamed sample by sample, as arrays."""
-        body = await _parse(http, SamplesBody)
-        self._check_model(body.model)
-        return await SampleStream(self._engine, body.requests()).send(http)
+        # no name holds what was asked for: a sample's part of it goes when that has been sent
+        stream = SampleStream(self._engine, (await _parse(http, SamplesBody)).requests())
+        return await stream.send(http)
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         body = await _parse(http, CompletionBody)
@@ -185,6 +185,7 @@ class EmbeddedServer:
             "batch_invariant": self._engine.batch_invariant,
             "arithmetic": self._engine.arithmetic,
             "streams_samples": True,
+            "max_num_seqs": self._engine.max_num_seqs,
         }
         return _json({"object": "list", "data": [card]})
 

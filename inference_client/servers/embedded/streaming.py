@@ -38,7 +38,8 @@ class SampleStream:
     """
 
     def __init__(self, engine: EmbeddedEngine, requests: list[GenerationRequest]) -> None:
-        self._engine, self._requests = engine, requests
+        self._engine = engine
+        self._requests = dict(enumerate(requests))  # that have not been sent
         self._loop = asyncio.get_running_loop()
         self._ended: deque[tuple[int, Finished]] = deque()  # and not sent yet
         self._some = asyncio.Event()
@@ -46,22 +47,19 @@ class SampleStream:
 
     async def send(self, http: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        await response.prepare(http)
-        num_left = len(self._requests)
         try:
             refused = self._submit()
+            await response.prepare(http)  # behind it: who sees a status may abort any of them
             while True:
-                ended = [*refused, *self._take()]
-                refused = []
-                if ended:
+                if ended := [*refused, *self._take()]:
                     await response.write(frame_of(ended))
-                    num_left -= len(ended)
-                if num_left == 0:
+                if not self._requests:
                     return response
+                refused = []
                 await self._some.wait()
         except BaseException:
             with contextlib.suppress(UnavailableError):  # the engine ends them itself
-                for request in self._requests:
+                for request in self._requests.values():
                     if not request.future.done():
                         self._engine.abort(request)
             raise
@@ -69,7 +67,7 @@ class SampleStream:
     def _submit(self) -> list[Ended]:
         """Those that the engine does not take."""
         refused: list[Ended] = []
-        for index, request in enumerate(self._requests):
+        for index, request in self._requests.items():
             try:
                 self._engine.submit(request)
             except BadRequestError as error:
@@ -78,6 +76,8 @@ class SampleStream:
                 refused.append(Refused(index, 503, str(error)))
             else:
                 request.future.add_done_callback(partial(self._note, index))
+        for one in refused:
+            del self._requests[one.index]
         return refused
 
     def _note(self, index: int, finished: Finished) -> None:
@@ -92,7 +92,9 @@ class SampleStream:
         self._is_told = False  # before it looks: what comes now is either seen or told
         taken = []
         while self._ended:
-            taken.append(_ended(*self._ended.popleft()))
+            index, finished = self._ended.popleft()
+            taken.append(_ended(index, finished))
+            del self._requests[index]  # with all of its lists
         return taken
 
 
@@ -106,4 +108,5 @@ def _ended(index: int, finished: Finished) -> Ended:
         np.array(sample.token_ids, dtype=TOKEN_IDS).tobytes(),
         np.array(sample.logprobs, dtype=LOGPROBS).tobytes(),
         sample.version_spans,  # type: ignore[arg-type]  # names of the same three fields
+        len(sample.prompt),
     )

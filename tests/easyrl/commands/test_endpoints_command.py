@@ -64,7 +64,7 @@ def test_what_cannot_be_done_says_why_and_changes_nothing(tmp_path, arguments, m
 
 
 def test_names_are_shown_as_they_are_brackets_and_colons_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("COLUMNS", "40")  # of a terminal, which this is not
     run_dir = tmp_path / "[bold]run[/oops]"
     run_dir.mkdir(parents=True)
     url = "http://[::1]:8000"
@@ -85,7 +85,7 @@ def test_the_last_may_be_removed_with_force(tmp_path):
 
 
 def test_list_shows_each_and_whether_the_run_is_running(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "40")
     begin_membership(tmp_path, [A, B])
     shown = run("list", tmp_path).output
     assert "has not started" in shown and shown.count("not taken in yet") == 2

@@ -14,7 +14,7 @@ from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.ledger.journal.codec import WithdrawalRecord
 from easyrl.ledger.journal.earlier_attempts import read_earlier_attempts
 from easyrl.ledger.journal.reading import journal_files, read_file
-from easyrl.ledger.journal.record_file import read_records
+from easyrl.ledger.journal.record_file import JournalError, read_records
 from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.rank_coordination import SharedBatch
@@ -656,3 +656,49 @@ def together(calls):
     """Each on a thread of its own."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(timeout=40) for future in [pool.submit(call) for call in calls]]
+
+
+# ---- the end of a batch --------------------------------------------------------------------------
+
+
+def trained(thread, directory, fsync: str) -> JournalledRollouts:
+    """With a batch whose groups are all taken, behind the producer's own sync; and ended."""
+    rollouts = attempt(thread, directory, 0, ScriptedGenerate(range(4)))
+    rollouts.journal = replace(rollouts.journal, fsync=fsync)
+    batch = rollouts.begin(served(0), 0)
+    batch.producing.result(10)
+    assert set(take(batch.updates[0])) == set(range(4))  # each drain is a record
+    rollouts.end_batch()  # the weights move
+    return rollouts
+
+
+@pytest.mark.parametrize(("fsync", "times"), [("group", 1), ("batch", 1), ("never", 0)])
+def test_a_batch_whose_weights_have_moved_on_is_synced_before_it_is_certified(
+    fsync, times, tmp_path, monkeypatch
+):
+    """Also what was written behind its last group: drains, withdrawals."""
+    synced = []
+    with LoopThread() as thread:
+        rollouts = trained(thread, tmp_path, fsync)
+        monkeypatch.setattr(
+            "easyrl.ledger.journal.record_file.fsync", lambda file, path: synced.append(path)
+        )
+        rollouts.sync()
+        rollouts.sync()
+        (file,) = journal_files(tmp_path / "batch-000003")
+        assert synced == [file.path] * times
+        rollouts.close()
+
+
+def test_a_journal_that_cannot_be_synced_keeps_its_batch_from_being_certified(
+    tmp_path, monkeypatch
+):
+    def full(file, path):
+        raise OSError(28, "No space left on device")
+
+    with LoopThread() as thread:
+        rollouts = trained(thread, tmp_path, "batch")
+        monkeypatch.setattr("easyrl.ledger.journal.record_file.fsync", full)
+        with pytest.raises(JournalError, match="make room"):
+            rollouts.sync()
+        rollouts.close()

@@ -6,7 +6,8 @@ import json
 import os
 import queue
 import resource
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,6 +46,7 @@ from easyrl.schema import (
     other_run,
 )
 from easyrl.trainer.evaluation import Evaluator, ScheduledEvaluation, pass_at_k
+from tests.thread_ranks import on_ranks
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 0, 2), (4, 4, 3), (6, 2, 3), (5, 1, 5)])
@@ -117,19 +119,26 @@ def test_evaluator_counts_correct_samples(stop):
 
 
 class TwoEndpoints(FakeRollouts):
-    """Prompt ``i``'s response is made by endpoint ``i % 2``, which has passed proof ``proof``."""
+    """Prompt ``i``'s response is made by endpoint ``i % 2``, which has passed proof ``proof``.
 
-    def __init__(self):
+    With two ranks, of every second prompt: by ``i // 2 % 2``.
+    """
+
+    def __init__(self, num_ranks=1):
         self.asked = []
         self.proof = 3
+        self.num_ranks = num_ranks
 
     def produce(self, prompts, version):
         self.asked.append(([prompt.index for prompt in prompts], version))
         groups = [
-            replace(group, completions=(made_by(f"http://{group.prompt.index % 2}", self.proof),))
+            replace(group, completions=(made_by(self.endpoint(group.prompt.index), self.proof),))
             for group in super().produce(prompts, version).groups
         ]
         return FakeStream(groups)
+
+    def endpoint(self, index):
+        return f"http://{index // self.num_ranks % 2}"
 
 
 def made_by(endpoint, proof):
@@ -141,12 +150,37 @@ def made_by(endpoint, proof):
 def test_what_an_endpoint_made_since_its_last_good_proof_is_generated_again(stop):
     rollouts = TwoEndpoints()
     alone = Collectives(Ranks.data_parallel(0, 1))
-    running = make_evaluator(rollouts, alone, stop, num_prompts=4).begin("v")
+    running = make_evaluator(rollouts, alone, stop, num_prompts=4).prepare("v")
+    running.start()
     running.withdraw("http://1", 4)  # all that it made was before
     running.withdraw("http://1", 3)
     rollouts.proof = 5
     assert running.finish()["eval/accuracy"] == (0 + 1 + 2 + 2) / 8
     assert rollouts.asked == [([0, 1, 2, 3], "v"), ([1, 3], "v")]
+    running.finish()
+    assert len(rollouts.asked) == 2
+    running.withdraw("http://0", 3)  # behind the last look: its batch has begun again
+    assert running.finish()["eval/accuracy"] == (0 + 1 + 2 + 2) / 8
+    assert rollouts.asked[2:] == [([0, 2], "v")]
+
+
+def test_what_one_rank_doubts_all_ranks_generate_again(stop):
+    """Nobody else tells them: with the last version there is no batch to be withdrawn."""
+
+    def work(collectives):
+        rollouts = TwoEndpoints(num_ranks=2)
+        rollouts.proof = 3 if collectives.ranks.rank == 0 else 1  # each counts for itself
+        running = make_evaluator(rollouts, collectives, stop, num_prompts=8).prepare("v")
+        running.start()
+        if collectives.ranks.rank == 0:
+            running.withdraw("http://0", 3)
+        else:
+            running.withdraw("http://1", 7)  # rank 1's own number, after all that it has of it
+        return running.finish()["eval/accuracy"], [indices for indices, _ in rollouts.asked]
+
+    first, second = on_ranks(2, work)
+    assert first == ((0 + 1 + 6 * 2) / 16, [[0, 2, 4, 6], [0, 2, 4, 6]])
+    assert second == (first[0], [[1, 3, 5, 7], [1, 5]])
 
 
 class RefusedRollouts(FakeRollouts):
@@ -579,9 +613,20 @@ def test_a_step_without_evaluation_is_reported_as_it_is():
 class Counts:
     def __init__(self, config):
         self.config = config
+        self.on_start = lambda: None
 
-    def begin(self, version):
-        return f"evaluation of {version}"
+    def prepare(self, version):
+        return Prepared(version, lambda: self.on_start())
+
+
+@dataclass
+class Prepared:
+    version: str
+    start: Callable[[], object]
+    withdrawn: list = field(default_factory=list)
+
+    def withdraw(self, endpoint, proof):
+        self.withdrawn.append((endpoint, proof))
 
 
 @pytest.mark.parametrize(
@@ -600,7 +645,17 @@ def test_an_evaluation_is_due_every_so_many_steps_at_start_and_at_end(schedule, 
     asked = [step for step in steps if evaluation.begin(step, VERSION, is_last=step == steps[-1])]
     assert asked == expected
     again = evaluation.begin(steps[-1], VERSION, is_last=False, again=True)
-    assert again == "evaluation of run:0:1"
+    assert again.version == "run:0:1"
+
+
+def test_what_fails_while_an_evaluation_starts_is_withdrawn_from_it():
+    """Its first requests are out before ``begin`` returns."""
+    evaluator = Counts(EvaluationConfig(data={"files": ["held-out.jsonl"]}))
+    evaluation = ScheduledEvaluation(evaluator, 0)
+    evaluation.withdraw("http://0", 1)  # nothing is under way
+    evaluator.on_start = lambda: evaluation.withdraw("http://0", 2)
+    running = evaluation.begin(0, VERSION, is_last=False)
+    assert running.withdrawn == [("http://0", 2)]
 
 
 def test_policy_version_round_trips_and_refuses_others():

@@ -320,8 +320,10 @@ class InProcessWorkers:
         worker.initialize(rewards, folder / "tokenizer")
         self.faults = list(faults)
         self.calls = []
+        self.came_last = []
 
-    async def call(self, function, *args, timeout_s):
+    async def call(self, function, *args, timeout_s, kind, last):
+        self.came_last.append(last)
         self.calls.append((args[0], len(args[2]), timeout_s))
         if self.faults:
             raise self.faults.pop(0)
@@ -414,6 +416,14 @@ async def test_retry_calls_again_and_then_fails(folder):
     it = scorer(rewards, InProcessWorkers(rewards, folder, faults), "retry")
     with pytest.raises(RewardError, match=r"failed on prompt 5 of epoch 1 \(3 calls\): x"):
         await score(it, prompt(), [completion("72")])
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_the_scores_of_an_evaluation_wait_behind_those_of_training(folder, last):
+    rewards = [RewardConfig(name="exact")]
+    workers = InProcessWorkers(rewards, folder)
+    await scorer(rewards, workers, last=last).score_sample(prompt(), completion("72"))
+    assert workers.came_last == [last]
 
 
 async def test_other_errors_are_not_taken_for_a_rewards(folder):

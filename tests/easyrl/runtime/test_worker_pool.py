@@ -325,10 +325,92 @@ async def test_a_task_of_a_kind_that_takes_long_is_sent_to_an_idle_worker_only(t
         waiting = asyncio.ensure_future(pool.call(double, 2, kind="short"))
         await asyncio.sleep(0)
         (worker,) = pool._workers
-        assert len(worker.tasks) == 1 and len(pool._waiting) == 1
+        assert len(worker.tasks) == 1 and len(pool._waiting[0]) == 1
         with pytest.raises(WorkerTimeout):
             await hanging
         assert await waiting == 4
+
+
+def wait_for(path: str) -> int:
+    """Until there is such a file; the process that did."""
+    wait_until(Path(path).exists)
+    return os.getpid()
+
+
+async def two_idle_workers(pool: WorkerPool) -> list:
+    """They have imported this file; "short" tasks are known to be so."""
+    async with asyncio.timeout(20):
+        while not all(worker.is_idle for worker in pool._workers):
+            await asyncio.sleep(0.01)
+    await asyncio.gather(*[pool.call(double, 1) for _ in pool._workers])
+    pool._mean_s["short"] = AHEAD_S / 100
+    return pool._workers
+
+
+async def test_tasks_behind_one_that_takes_long_are_done_by_an_idle_worker(pool, tmp_path):
+    go_on = tmp_path / "go_on"
+    await two_idle_workers(pool)
+    slow = asyncio.ensure_future(pool.call(wait_for, str(go_on), kind="short"))
+    calls = [asyncio.ensure_future(pool.call(double, n, kind="short")) for n in range(19)]
+    await asyncio.sleep(0)
+    assert [len(worker.tasks) for worker in pool._workers] == [10, 10]
+    assert await asyncio.wait_for(asyncio.gather(*calls), 20) == [2 * n for n in range(19)]
+    assert not slow.done()
+    go_on.touch()
+    await slow
+    # what it was given and has done by now was dropped; what comes now is answered in order
+    assert await asyncio.gather(*[pool.call(double, n, kind="short") for n in range(40)]) == [
+        2 * n for n in range(40)
+    ]
+    async with asyncio.timeout(20):
+        while any(worker.tasks for worker in pool._workers):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_time_out_counts_as_what_the_task_took():
+    async with started(WorkerPool(1)) as pool:
+        await learn_that_tasks_are_short(pool)
+        with pytest.raises(WorkerTimeout):
+            await pool.call(time.sleep, 1000, timeout_s=0.5, kind="short")
+        assert pool._mean_s["short"] > AHEAD_S
+
+
+@pytest.mark.parametrize("other", ["down", "late"])
+async def test_short_tasks_are_sent_to_the_worker_that_takes_them(pool, tmp_path, other):
+    """And not held back by one that has less to do and cannot begin it."""
+    go_on = tmp_path / "go_on"
+    busy, free = await two_idle_workers(pool)
+    if other == "down":
+        busy._initialized = False  # as one that is being replaced
+        slow = None
+    else:
+        slow = asyncio.ensure_future(pool.call(wait_for, str(go_on), kind="unknown"))
+        await asyncio.sleep(2 * AHEAD_S)
+        assert len(busy.tasks) == 1 and not free.tasks
+    calls = [asyncio.ensure_future(pool.call(double, n, kind="short")) for n in range(8)]
+    await asyncio.sleep(0)
+    assert len(free.tasks) == 8
+    assert await asyncio.gather(*calls) == [2 * n for n in range(8)]
+    go_on.touch()
+    if slow is not None:
+        await slow
+
+
+async def test_tasks_that_come_last_wait_for_all_others(tmp_path):
+    path = tmp_path / "begun"
+    async with started(WorkerPool(1)) as pool:
+        busy = asyncio.ensure_future(pool.call(note_and, str(path), "hang", timeout_s=0.5))
+        await asyncio.to_thread(wait_until, path.exists)
+        names = ["last", "last", "first", "first"]
+        calls = [
+            asyncio.ensure_future(pool.call(note_and, str(path), name, last=name == "last"))
+            for name in names
+        ]
+        with pytest.raises(WorkerTimeout):
+            await busy
+        await asyncio.gather(*calls)
+    begun = [line.split()[0] for line in path.read_text().splitlines()]
+    assert begun == ["hang", "first", "first", "last", "last"]
 
 
 async def test_what_a_closed_pool_had_sent_ahead_is_cancelled(tmp_path):

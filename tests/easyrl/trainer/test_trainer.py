@@ -8,7 +8,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from easyrl.engines.base import NonFiniteLossError, StepResult
+from easyrl.ledger.journal import record_file
+from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
@@ -27,6 +30,8 @@ from easyrl.schema import (
 )
 from easyrl.trainer.accumulation import OnPolicyViolation
 from easyrl.trainer.loop import TooManyBadSteps
+from tests.dataloaders.rollout_parts import ScriptedGenerate, generator, prompt
+from tests.easyrl.ledger.journal_groups import rollouts_of
 from tests.easyrl.trainer.fake_parts import (
     GOOD,
     VERSION,
@@ -183,7 +188,7 @@ def telling(events):
     }
 
 
-def test_a_version_is_evaluated_beside_its_batch_whose_push_waits_and_the_last_alone():
+def test_a_version_is_evaluated_beside_its_batch_whose_last_step_waits_and_the_last_alone():
     events = []
     trainer, reported = make_trainer(events, num_batches=1, **telling(events))
     trainer.fit()
@@ -195,13 +200,13 @@ def test_a_version_is_evaluated_beside_its_batch_whose_push_waits_and_the_last_a
         "save 0 of 0 batches without its evaluation",
         "backward",
         "backward",
-        "step /12",
         "evaluated 0",
-        "report 0 ['eval/avg']",
+        "step /12",
+        "evaluation of 0 closed",
         "sync",
         "certify 0",
+        "report 0 ['eval/avg']",
         "publish run:0:1",
-        "evaluation of 0 closed",
         "evaluate 1 run:0:1",
         "evaluated 1",
         "evaluation of 1 closed",
@@ -212,23 +217,107 @@ def test_a_version_is_evaluated_beside_its_batch_whose_push_waits_and_the_last_a
     assert reported[2][1]["eval/avg"] == 0.25
 
 
-def test_an_evaluation_that_a_stop_ends_is_repeated_with_its_batch_when_the_run_goes_on():
-    """Its weights are gone with the step: a checkpoint behind it would lose it."""
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StopRequested("SIGTERM"), 0),
+        (FakeOutage("all endpoints are gone"), TEMPORARY_FAILURE),
+        (TooManyExcluded("evaluation: data.max_excluded: 6 prompts"), NEEDS_CHANGE),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_ends_the_wait_for_an_evaluation_saves_its_version_and_resume_repeats_it(
+    error, status
+):
+    """The step is not taken: the weights that are evaluated are still there."""
     events = []
 
     def evaluate(step, version):
-        raise StopRequested("SIGTERM")
+        raise error
 
     trainer, _ = make_trainer(events, evaluation=FakeEvaluation(evaluate))
-    with pytest.raises(InterruptedRun, match="the last checkpoint stays and the journal has"):
+    with pytest.raises(InterruptedRun, match="step 0 is saved") as raised:
         trainer.fit()
-    assert events[-1] == "step /12" and trainer.progress.step == 0
-    progress = Progress(reported_step=0, unevaluated=True)  # as the last checkpoint has it
+    assert raised.value.status == status
+    assert events[-3:] == ["discard", "batch closed", "save"]
+    assert not any(event.startswith("step") for event in events)
+    saved = Progress(**json.loads(json.dumps(asdict(trainer.progress))))
+    assert saved == Progress(weights="weights 0", reported_step=0, unevaluated=True)
     again = telling(events := [])
-    resumed, _ = make_trainer(events, num_batches=1, progress=progress, **again)
+    resumed, _ = make_trainer(events, num_batches=1, progress=saved, **again)
     resumed.fit()
     assert events[2:4] == ["evaluate 0 run:0:0", "save 0 of 0 batches without its evaluation"]
     assert "report 0 ['eval/avg']" in events and "report 0 []" not in events
+
+
+def test_between_two_updates_the_wait_has_the_rule_of_every_interruption():
+    """Only the step that ends the batch waits; one before it has moved the trainer's weights."""
+    events = []
+
+    def evaluate(step, version):
+        events.append(f"evaluated {step}")
+        raise StopRequested("SIGTERM")
+
+    trainer, _ = make_trainer(events, updates_per_batch=2, evaluation=FakeEvaluation(evaluate))
+    with pytest.raises(InterruptedRun, match="1 of 2 updates of the open batch were taken"):
+        trainer.fit()
+    assert events[-6:] == [
+        "backward", "step /6", "backward", "evaluated 0", "discard", "batch closed",
+    ]  # fmt: skip
+
+
+def test_a_doubt_in_the_wait_for_an_evaluation_withdraws_the_batch_and_begins_it_again():
+    """Its figures go out once, when no doubt of them can come any more."""
+    events, opened = [], []
+
+    class Rollouts(FakeRollouts):
+        def begin(self, served, position, excluded=()):
+            opened.append(super().begin(served, position, excluded))
+            return opened[-1]
+
+    def evaluate(step, version):
+        events.append(f"evaluated {step}")
+        if len(opened) == 1:
+            opened[0].withdrawn = "http://fake:1 failed its proof"
+        return {"eval/avg": float(len(opened))}
+
+    trainer, reported = make_trainer(
+        events, num_batches=1, evaluation=FakeEvaluation(evaluate), progress=Progress()
+    )
+    trainer.rollouts.__class__ = Rollouts
+    trainer.fit()
+    a_batch = ["begin [0, 1] run:0:0", "backward", "backward", "evaluated 0"]
+    assert events == [
+        "publish run:0:0",
+        *a_batch, "discard", "batch closed", "share withdrawals",
+        *a_batch, "step /12", "sync", "certify 0", "publish run:0:1",
+        "evaluated 1", "end weights 1",
+    ]  # fmt: skip
+    assert [m["eval/avg"] for step, m in reported if step == 0 and "eval/avg" in m] == [2.0]
+
+
+def test_a_proof_that_fails_behind_the_last_step_certifies_and_reports_nothing():
+    """The batch is known to be withdrawn: a resumed run makes it, and the evaluation, again."""
+    events = []
+
+    class Doubts(FakeSync):
+        def publish(self, version, meanwhile):
+            if version.v == 1:
+                raise InterruptedRun("batch 0 was trained when an endpoint failed its proof")
+            return super().publish(version, meanwhile)
+
+    evaluation = FakeEvaluation(lambda step, version: {"eval/avg": 0.25})
+    trainer, reported = make_trainer(events, weight_sync=Doubts(events), evaluation=evaluation)
+    with pytest.raises(InterruptedRun, match="batch 0 was trained when"):
+        trainer.fit()
+    assert events[-1] == "step /12"
+    assert [metrics for _, metrics in reported if "eval/avg" in metrics] == []
+
+
+def test_a_run_that_is_resumed_without_an_evaluation_owes_none():
+    trainer, _ = make_trainer([], num_batches=1, progress=Progress(unevaluated=True))
+    trainer.fit()
+    assert not trainer.progress.unevaluated
 
 
 def test_what_began_before_an_error_is_closed():
@@ -242,7 +331,7 @@ def test_what_began_before_an_error_is_closed():
     trainer, _ = make_trainer(events, **parts)
     with pytest.raises(OSError, match="no room"):
         trainer.fit()
-    assert events[-2:] == ["batch closed", "evaluation of 0 closed"]
+    assert events[-2:] == ["evaluation of 0 closed", "batch closed"]
 
 
 def test_a_resumed_run_publishes_without_repeating_the_evaluation():
@@ -255,7 +344,8 @@ def test_a_resumed_run_publishes_without_repeating_the_evaluation():
     assert events[-2] == "save 6 of 6 batches"
 
 
-def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch):
+def test_the_seconds_of_all_steps_are_those_of_the_run_but_for_its_ends(monkeypatch):
+    """Also what is between two batches: prompts, report, checkpoint, and an evaluation's tail."""
     now = 0.0
 
     def take(seconds, result=None):
@@ -269,12 +359,17 @@ def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch
         def save_if_due(self, progress):
             take(1000.0)
 
+    class Begins(FakeRollouts):
+        def begin(self, served, position, excluded=()):
+            return take(10000.0, super().begin(served, position))
+
     trainer, reported = make_trainer(
         [],
         num_batches=2,
         evaluation=FakeEvaluation(lambda step, version: take(100.0, {})),
         ledger=Slow([]),
     )
+    trainer.rollouts.__class__ = Begins
     published = Published(ServedWeights(VERSION, "weights"), {})
 
     def publish(self, version, meanwhile):
@@ -285,7 +380,51 @@ def test_the_seconds_of_a_step_are_without_evaluation_and_checkpoint(monkeypatch
     monkeypatch.setattr(FakeEngine, "optimizer_step", lambda self, _: take(1.0, GOOD))
     trainer.fit()
     steps = [metrics for _, metrics in reported if "reward/mean" in metrics]
-    assert [metrics["time/step_s"] for metrics in steps] == [3.0, 3.0]
+    assert [metrics["time/step_s"] for metrics in steps] == [11103.0, 11103.0]
+    assert now == 2.0 + 2 * 11103.0 + 1100.0  # the first publication; the last version's end
+
+
+def test_the_journal_is_on_the_disk_before_the_line_while_the_weights_are_on_their_way(
+    tmp_path, monkeypatch
+):
+    """With the real journal, whose batch ends before the weights move."""
+    events = []
+
+    def noting(name, function):
+        def call(*arguments):
+            events.append(name)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(record_file, "fsync", noting("fsync", record_file.fsync))
+    append = noting("record", record_file.RecordWriter.append)
+    monkeypatch.setattr(record_file.RecordWriter, "append", append)
+
+    class Moves(FakeSync):
+        def publish(self, version, meanwhile):
+            trainer.rollouts.end_batch()
+            events.append("the weights move")
+            return super().publish(version, meanwhile)
+
+    class Generated(JournalledRollouts):
+        def begin(self, *arguments):  # so that what the trainer drains is behind the early sync
+            batch = super().begin(*arguments)
+            batch.producing.result(10)
+            return batch
+
+    with LoopThread() as thread:
+        trainer, reported = make_trainer(events, weight_sync=Moves(events))
+        made = generator(thread, ScriptedGenerate(range(2)))
+        trainer.rollouts = rollouts_of(tmp_path, 0, made, [prompt(index) for index in range(2)])
+        trainer.rollouts.__class__ = Generated
+        trainer.rollouts.journal = replace(trainer.rollouts.journal, fsync="batch")
+        trainer.fit()
+        trainer.rollouts.close()
+    last = events.index("certify 0")
+    assert events[last - 2 : last] == ["the weights move", "fsync"]
+    assert "record" not in events[last:]
+    assert reported[1][1]["time/journal_s"] > 0
 
 
 # ---- micro-batches without weight --------------------------------------------------------------

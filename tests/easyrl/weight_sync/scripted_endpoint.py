@@ -28,6 +28,7 @@ class ScriptedClient:
         self.proofs_follow: list[bool] = []  # of each update
         self.stamps: list[tuple[str, str]] = []  # each call, and the stamp on tokens at that time
         self.version = "default"
+        self.paused = False
         self.resets = True
         self.nonces: list[bytes] = []  # that it was asked with
         self.served = WEIGHTS
@@ -48,6 +49,7 @@ class ScriptedClient:
     async def pause(self, mode) -> None:
         assert mode == "wait"
         await self._called("pause")
+        self.paused = True
 
     async def start_weight_update(self) -> None:
         await self._called("start")
@@ -81,6 +83,7 @@ class ScriptedClient:
 
     async def resume(self) -> None:
         await self._called("resume")
+        self.paused = False
 
 
 class Announcer:

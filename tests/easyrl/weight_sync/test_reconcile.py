@@ -10,7 +10,7 @@ from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
-from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
+from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
 from easyrl.weight_sync.reconcile import MOST_LATE, DamagedCopy, FanOut, Reconciler
 from easyrl.weight_sync.target import MOST_CHUNKS
@@ -310,6 +310,122 @@ def test_a_reconciliation_that_is_cancelled_gives_up_before_the_next():
         await new
         assert client.calls == [*PUSH[:5], "abandon", "resume", *AGAIN, *PROVED, *STAMPED]
         assert old.cancelled()
+
+    asyncio.run(story())
+
+
+# ---- nobody stays paused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["prove", "reset", "resume"])
+def test_who_is_cancelled_between_push_and_resume_goes_on_under_no_version(at):
+    async def story():
+        parts = Parts({at: asyncio.Event().wait})
+        bringing = asyncio.ensure_future(parts.reconcile())
+        await until(lambda: at in parts.client.calls)
+        assert parts.client.paused
+        parts.client.script.clear()
+        bringing.cancel()
+        await parts.reconciler.end()
+        assert not parts.client.paused and parts.client.version == UPDATING
+        assert bringing.cancelled()
+
+    asyncio.run(story())
+
+
+def test_who_is_cancelled_while_it_shows_the_probe_goes_on():
+    async def story():
+        parts = Parts({"prove": asyncio.Event().wait})
+        parts.reconciler.probe = Probe(parts.target, SAID, SAID)
+        bringing = asyncio.ensure_future(parts.reconcile())
+        await until(lambda: "prove" in parts.client.calls)
+        assert parts.client.paused
+        bringing.cancel()
+        await parts.reconciler.end()
+        assert not parts.client.paused
+
+    asyncio.run(story())
+
+
+def test_the_end_of_a_run_lets_go_what_is_being_repaired():
+    async def story():
+        batch = MidBatch()
+        await batch.publish()
+        batch.client.version = "default"  # it has restarted
+        batch.client.script["prove"] = asyncio.Event().wait
+        repairing = asyncio.ensure_future(batch.return_())
+        await until(lambda: "prove" in batch.client.calls)
+        assert batch.client.paused
+        await batch.confirmed.end()
+        assert not batch.client.paused and batch.client.version == UPDATING
+        await repairing
+
+    asyncio.run(story())
+
+
+def test_who_has_left_the_push_unanswered_for_too_long_is_let_go_when_it_is_excluded():
+    """Also of the first push, whose bytes nobody has hashed: under a stamp that nobody asks for."""
+
+    async def story():
+        parts = Parts({"prove": failing(NotAnswered(URL, "not answered", 600.0))})
+        with pytest.raises(ProofFailed, match="not answered"):
+            await parts.reconcile()
+        assert not parts.client.paused and parts.client.version == UPDATING
+
+    asyncio.run(story())
+
+
+def test_a_damaged_copy_stays_paused_for_the_next_push_but_not_behind_the_run():
+    async def story():
+        parts = Parts({"prove": failing(EndpointError(URL, "checksum"))})
+        parts.target.complete(ArtifactInMemory(WEIGHTS, frozenset({"weight-0"})))
+        with pytest.raises(DamagedCopy):
+            await parts.reconcile()
+        assert parts.client.paused  # no token is made of the damage
+        await parts.reconciler.end()
+        assert not parts.client.paused
+
+    asyncio.run(story())
+
+
+def test_who_was_found_down_and_returns_is_let_go_at_the_end_of_the_run():
+    async def story():
+        (first, second), fan_out, endpoints = two_endpoints()
+        second.script["prove"] = asyncio.Event().wait
+        second.script["resume"] = failing(*[EndpointUnavailable(URL, "no route")] * 5)
+        running = asyncio.ensure_future(fan_out.run())
+        await until(lambda: "prove" in second.calls and "sample" in first.calls)
+        endpoints[1].down = "2 health probes unanswered"
+        assert (await fan_out.questions()).keys() == {first.url}
+        await fan_out.answer({first.url: SAID})
+        outcomes = await running
+        assert isinstance(outcomes[second.url], EndpointUnavailable) and second.paused
+        await fan_out.reconciler.end()
+        assert not second.paused and second.version == UPDATING
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("at", ["prove", "nothing"])
+def test_a_publication_that_an_error_ends_leaves_nobody_paused(at):
+    """The trainer's error cancels it: while they prove, or before they have begun to."""
+
+    async def story():
+        clients, fan_out, endpoints = two_endpoints()
+        if at == "nothing":  # all were brought at once, by a broadcast
+            pusher = fan_out.reconciler.pusher
+            await asyncio.gather(*(pusher.push(e, fan_out.target) for e in endpoints))
+        for client in clients:
+            client.script["prove"] = asyncio.Event().wait
+        running = asyncio.ensure_future(fan_out.run())
+        if at == "prove":
+            await until(lambda: all("prove" in client.calls for client in clients))
+        else:
+            await asyncio.sleep(0)
+        assert all(client.paused for client in clients)
+        running.cancel()
+        await fan_out.reconciler.end()
+        assert not any(client.paused for client in clients)
 
     asyncio.run(story())
 

@@ -246,7 +246,7 @@ def test_with_proved_bits_the_canary_warns_up_to_half_a_nat(nats, bits, fails, c
     endpoint = Endpoint(Client(serves()), 1)
 
     def prove():
-        asyncio.run(prover.prove(endpoint, weights(), "run:0:1", expect, Shown()))
+        asyncio.run(prover.compare_samples(endpoint, "run:0:1", expect, Shown()))
 
     if fails:
         with pytest.raises(ProofFailed, match="canary: log-probabilities differ.* 32 tokens"):
@@ -314,7 +314,7 @@ def test_after_the_probe_it_comes_back_nearer_than_half_way(off, nats, fails):
     prover = Prover(Sampling(), tolerance=0.05, reads_bits=True)  # type: ignore[arg-type]
     prover.probe_shifts[URL] = 0.5
     endpoint = Endpoint(Client(serves()), 1)
-    proof = prover.prove(endpoint, weights(), "run:0:1", expect, Shown())
+    proof = prover.compare_samples(endpoint, "run:0:1", expect, Shown())
     if fails:
         with pytest.raises(ProofFailed, match="differ from .* by 3.00e-01 .* tolerance 2.5e-01"):
             asyncio.run(proof)

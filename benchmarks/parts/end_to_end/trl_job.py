@@ -1,13 +1,13 @@
-"""What TRL's process is asked for, and what it answers."""
+"""What TRL's process is given to do, and what it answers."""
 
 from __future__ import annotations
 
 import msgspec
 
-from benchmarks.parts.end_to_end.rows import Step
+from benchmarks.parts.end_to_end.rows import Measured
 
 
-class TrlRequest(msgspec.Struct):
+class TrlJob(msgspec.Struct):
     """Sizes of the runs, named as ours are."""
 
     model: str
@@ -22,10 +22,12 @@ class TrlRequest(msgspec.Struct):
     num_threads: int
     micro_batches: list[int]  # sequences; a run for each
     num_steps: int
+    seed: int
+    measure_heldout: bool  # of the trained model
 
 
 class TrlRun(msgspec.Struct):
-    """The steps with one micro-batch."""
+    """A run with one micro-batch."""
 
     micro_batch: int
-    steps: list[Step]
+    measured: Measured

@@ -1,0 +1,49 @@
+"""Orders for single samples, each an HTTP request of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from easyrl.config import SamplingConfig
+from easyrl.inference_client.api_keys import ApiKeys
+from easyrl.inference_client.client import Fetch
+from easyrl.inference_client.fetching.messages import Send
+from easyrl.schema import Completion
+
+# told of orders: the response of one, or the error that ended all of them, and when they were sent
+Answered: TypeAlias = Callable[[Sequence[Send], Completion | Exception, float], None]
+
+
+class SingleRequests:
+    """Those in flight."""
+
+    def __init__(self, fetch: Fetch, api_keys: ApiKeys, answered: Answered) -> None:
+        self._fetch, self._api_keys, self._answered = fetch, api_keys, answered
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by number of the order
+
+    def add(self, order: Send) -> None:
+        self._tasks[order.number] = self._loop.create_task(self._respond(order))
+
+    def cancel(self, number: int) -> None:
+        """Nothing happens if it was answered."""
+        if (task := self._tasks.get(number)) is not None:
+            task.cancel()
+
+    async def _respond(self, order: Send) -> None:
+        start_s = self._loop.time()
+        try:
+            prompt = np.frombuffer(order.prompt, np.int32)
+            sampling = SamplingConfig.model_validate_json(order.sampling)
+            self._api_keys.learn(order.url, order.api_key)
+            result: Completion | Exception
+            result = await self._fetch(order.url, prompt, sampling, order.seed)
+        except Exception as error:
+            result = error
+        finally:
+            del self._tasks[order.number]
+        self._answered([order], result, start_s)

@@ -1,0 +1,157 @@
+"""``inference.max_inflight: auto`` for one endpoint: measures batches, and chooses for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from easyrl.inference_client.pool.decode_speed import (
+    DecodeSpeed,
+    TimedResponse,
+    decode_terms,
+    fit_decode_speed,
+)
+from easyrl.inference_client.pool.step_time import Lengths, batch_s, fastest
+
+FEWEST = 16  # requests in flight: fewer, and a round trip shows
+MIN_GAIN = 0.04  # of the expected time; for less the endpoint is given all that it takes
+NUM_TRIED = 5  # batches until a choice, the first of which is slower than others
+CHANGE = 2.0  # of lengths or of the trainer's speed, in ...
+NUM_CHANGED = 2  # batches in a row, after which all is tried again
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why: as expected of the next batch.
+
+    Attributes:
+        expected_s: by limit, seconds from the first request to the end of training.
+        lengths: of the responses that this was expected of, by group.
+        train_s: seconds of training for a group.
+    """
+
+    max_inflight: int
+    expected_s: dict[int, float]
+    lengths: list[Lengths]
+    speed: DecodeSpeed
+    train_s: float
+
+    def __str__(self) -> str:
+        lengths = [length for group in self.lengths for length in group]
+        mean = sum(lengths) / len(lengths)
+        expected = ", ".join(f"{s:.3g} s with {n}" for n, s in sorted(self.expected_s.items()))
+        return (
+            f"{self.max_inflight} requests in flight: {len(lengths)} responses of {mean:.0f} "
+            f"tokens are expected to take, trained, {expected} (a decoding step "
+            f"{1e3 * self.speed.step_s:.2g} ms and {1e6 * self.speed.sequence_s:.2g} µs a "
+            f"sequence, training {1e3 * self.train_s:.3g} ms a group)"
+        )
+
+
+class _Work(NamedTuple):
+    """Of a batch."""
+
+    mean_tokens: float  # of a response
+    train_s: float  # of a group; 0: not told
+
+
+class _Tried(NamedTuple):
+    """A batch with one limit."""
+
+    terms: np.ndarray  # ``decode_terms``
+    s_per_token: float  # of a response, the mean
+    train_s: float
+
+
+class AdaptiveLimit:
+    """Requests that one endpoint is given at a time.
+
+    Consumes: each response with its times, and the end of each batch. Waits for: nothing. Produces:
+    a limit for each batch: all that the endpoint takes and a quarter of it in turn, then the one
+    with the shortest expected time. What is sampled does not depend on it. Belongs to the pool's
+    loop.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most  # that the endpoint takes
+        self.max_inflight = most
+        self._responses: dict[Hashable, list[TimedResponse]] = {}  # of the open batch, by group
+        self._num_batches = 0  # since trying began
+        self._tried: dict[int, _Tried] = {}  # the faster batch of each limit
+        self._chosen_for: _Work | None = None  # None: still trying
+        self._num_changed = 0  # batches in a row
+
+    def saw(self, group: Hashable, response: TimedResponse) -> None:
+        """A response of the open batch's ``group``."""
+        self._responses.setdefault(group, []).append(response)
+
+    @property
+    def num_responses(self) -> int:
+        """Of the open batch, so far."""
+        return sum(map(len, self._responses.values()))
+
+    def end_batch(self, train_s: float) -> Choice | None:
+        """Finds the next batch's limit; None: as before, or still trying.
+
+        Args:
+            train_s: seconds that the trainer takes for a whole group of this endpoint's, while the
+                other endpoints' groups are trained too; 0: it does not begin before the last group
+                is there, or has said nothing yet.
+        """
+        groups, self._responses = list(self._responses.values()), {}
+        responses = [response for group in groups for response in group]
+        limits = self._limits(len(responses))
+        if len(limits) == 1:
+            return None  # too few for a difference
+        num_tokens = sum(response.num_tokens for response in responses)
+        work = _Work(num_tokens / len(responses), train_s)
+        if self._chosen_for is not None:
+            if not self._has_changed(work, self._chosen_for):
+                return None
+            self._num_batches, self._tried, self._chosen_for = 0, {}, None
+        self._num_batches += 1
+        took_s = sum(response.ended_s - response.began_s for response in responses)
+        self._keep(_Tried(decode_terms(responses), took_s / num_tokens, train_s))
+        if self._num_batches < NUM_TRIED:
+            quarter = max(limits[0], min(len(responses), self.most) // 4)
+            few = max(limit for limit in limits if limit <= quarter)
+            self.max_inflight = few if self.max_inflight == self.most else self.most
+            return None
+        self._chosen_for = work
+        groups.sort(key=lambda group: min(response.began_s for response in group))
+        return self._choose(limits, [[r.num_tokens for r in group] for group in groups])
+
+    def _keep(self, tried: _Tried) -> None:
+        """Of each limit what was fastest: a start, and other work, make a batch slower."""
+        before = self._tried.get(self.max_inflight, tried)
+        faster = min(tried, before, key=lambda each: each.s_per_token)
+        train_s = min(tried.train_s, before.train_s)
+        self._tried[self.max_inflight] = faster._replace(train_s=train_s)
+
+    def _has_changed(self, work: _Work, before: _Work) -> bool:
+        pairs = zip(work, before, strict=True)
+        is_other = any(a and b and not 1 / CHANGE < a / b < CHANGE for a, b in pairs)
+        self._num_changed = self._num_changed + 1 if is_other else 0
+        return self._num_changed == NUM_CHANGED
+
+    def _limits(self, num_responses: int) -> list[int]:
+        """Powers of two, and all that it takes; beyond the number of responses all are alike."""
+        powers = [2**n for n in range(4, 30) if FEWEST <= 2**n < min(self.most, num_responses)]
+        return [*powers, self.most]
+
+    def _choose(self, limits: list[int], lengths: list[Lengths]) -> Choice:
+        speed = fit_decode_speed([tried.terms for tried in self._tried.values()])
+        train_s = self._train_s(limits)
+        expected_s = {n: batch_s(speed.tokens_per_s, lengths, n, train_s[n]) for n in limits}
+        self.max_inflight = fastest(expected_s, self.most, MIN_GAIN)
+        return Choice(self.max_inflight, expected_s, lengths, speed, train_s[self.max_inflight])
+
+    def _train_s(self, limits: list[int]) -> dict[int, float]:
+        """Seconds for a group: beside decoding, which takes longer with few, training is slower."""
+        tried = sorted(self._tried)
+        seconds = [self._tried[limit].train_s for limit in tried]
+        found = np.interp(np.log(limits), np.log(tried), seconds)
+        return dict(zip(limits, map(float, found), strict=True))

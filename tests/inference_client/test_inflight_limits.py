@@ -1,0 +1,149 @@
+"""``inference.max_inflight: auto`` at the pool: what holds when, and what each endpoint takes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from pydantic import ValidationError
+
+from easyrl.config import InferenceConfig
+from easyrl.inference_client.pool.adaptive_limit import NUM_TRIED
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.inference_client.pool.inflight_limits import MOST
+from tests.inference_client.fake_endpoint import FakeEndpoint
+from tests.inference_client.pool_cases import (
+    PROMPT,
+    SAMPLING,
+    V1,
+    ask,
+    open_all,
+    pool_of,
+    seeds,
+    servers,
+    until,
+)
+
+NUM_PROMPTS = 64
+
+
+async def batch(pool: EndpointPool, *group: FakeEndpoint, limit: int) -> None:
+    """A batch of ``NUM_PROMPTS``, of which each endpoint has ``limit`` at a time, and its end."""
+    await until(lambda: all(endpoint.served is not None for endpoint in pool.endpoints))
+    for server in group:
+        server.gated, server.max_open = True, 0
+        server.requests.clear()
+    tasks = [ask(pool, seed) for seed in range(NUM_PROMPTS)]
+    for server in group:
+        await server.until(lambda server=server: server.num_open == limit)
+    await open_all(tasks, *group)
+    assert [server.max_open for server in group] == [limit] * len(group)
+    pool.withdraw_confirmations()
+    for endpoint in pool.endpoints:
+        pool.confirm(endpoint, V1)
+
+
+@pytest.mark.parametrize(
+    "said, num_shares, most",
+    [({}, 1, MOST), ({"max_num_seqs": 40}, 1, 40), ({"max_num_seqs": 999}, 2, MOST // 2),
+     ({"max_num_seqs": 1}, 4, 1)],
+)  # fmt: skip
+async def test_it_begins_with_all_that_the_endpoint_takes(said, num_shares, most):
+    (server,) = servers(1, card=said)
+    async with pool_of(server, num_shares=num_shares) as pool:
+        await until(lambda: pool.endpoints[0].served is not None)
+        assert pool.endpoints[0].max_inflight == most
+        assert pool.capacity(in_batch=True) == pool.capacity(in_batch=False) == most
+
+
+async def test_an_endpoint_that_says_nonsense_is_not_used():
+    (server,) = servers(1, card={"max_num_seqs": -3})
+    async with pool_of(server, confirmed=False) as pool:
+        await until(lambda: pool.endpoints[0].refused is not None)
+        assert not pool.endpoints[0].is_up
+
+
+async def test_each_endpoint_tries_and_then_says_what_it_chose(caplog):
+    group = servers(2, card={"max_num_seqs": 32})
+    chosen = []
+    async with pool_of(*group) as pool:
+        pool.limits.on_choice = lambda endpoint, choice: chosen.append(
+            (endpoint.url, choice.max_inflight)
+        )
+        pool.limits.trained(0.64, num_groups=64)
+        with caplog.at_level(logging.INFO, "easyrl"):
+            for limit in (32, 16, 32, 16):  # a quarter of 32 is fewer than are worth trying
+                await batch(pool, *group, limit=limit)
+            assert chosen == [] and not caplog.text
+            await batch(pool, *group, limit=32)
+    assert NUM_TRIED == 5
+    assert [url for url, _ in chosen] == [server.url for server in group]
+    for server in group:
+        assert f"inference.max_inflight: {server.url}: " in caplog.text
+
+
+async def test_what_is_no_batch_has_all_places_behind_one():
+    (server,) = servers(1, card={"max_num_seqs": 64})
+    async with pool_of(server) as pool:
+        (endpoint,) = pool.endpoints
+        await batch(pool, server, limit=64)
+        assert endpoint.max_inflight == 64, "until a group of the next batch is asked for"
+        assert (pool.capacity(in_batch=True), pool.capacity(in_batch=False)) == (16, 64)
+        server.gated = True
+        training = [ask(pool, seed) for seed in range(20)]
+        await server.until(lambda: server.num_open == 16)
+        assert endpoint.max_inflight == 16
+
+        async def evaluate(seed: int) -> None:
+            async with pool.group(3, 4.0, V1, num_samples=1, is_of_batch=False) as group:
+                await pool.generate(PROMPT, SAMPLING, seed, group)
+
+        beside = [asyncio.ensure_future(evaluate(seed)) for seed in range(100, 140)]
+        await open_all(training, server)
+        server.gated = True
+        pool.limits.lift()  # the batch has all it needs
+        assert endpoint.max_inflight == 64
+        behind = [asyncio.ensure_future(evaluate(seed)) for seed in range(200, 300)]
+        await server.until(lambda: server.num_open == 64)
+        assert endpoint.num_inflight == 64
+        await open_all([*beside, *behind], server)
+
+
+async def test_requests_are_the_same_whatever_the_limit():
+    sent = []
+    for settings in ({"max_inflight": 3}, {"max_inflight": "auto"}):
+        (server,) = servers(1, card={"max_num_seqs": 32})
+        async with pool_of(server, **settings) as pool:
+            for _ in range(2):
+                await asyncio.gather(*[ask(pool, seed) for seed in range(NUM_PROMPTS)])
+                pool.withdraw_confirmations()
+                pool.confirm(pool.endpoints[0], V1)
+            sent.append((sorted(seeds(server)), server.requests[0]["sampling_params"].keys()))
+    assert sent[0] == sent[1]
+
+
+async def test_a_number_stays_what_it_is():
+    (server,) = servers(1, card={"max_num_seqs": 4})
+    async with pool_of(server, max_inflight=24) as pool:
+        for _ in range(4):
+            await batch(pool, server, limit=24)
+
+
+async def test_a_server_that_comes_back_with_fewer_places_is_sent_fewer():
+    (server,) = servers(1, card={"max_num_seqs": 64})
+    async with pool_of(server) as pool:
+        (endpoint,) = pool.endpoints
+        await until(lambda: endpoint.max_inflight == 64)
+        await server.stop()
+        await until(lambda: not endpoint.is_up)
+        server.card = {"max_num_seqs": 20}
+        await server.restart(V1)
+        await until(lambda: endpoint.is_up)
+        assert endpoint.max_inflight == 20
+
+
+@pytest.mark.parametrize("value", [0, -1, "all", 1.5, None])
+def test_other_values_are_refused(value):
+    with pytest.raises(ValidationError, match="max_inflight"):
+        InferenceConfig(endpoints=["http://a:1"], max_inflight=value)
