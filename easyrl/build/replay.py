@@ -35,8 +35,8 @@ class Replayed:
     metrics: dict[str, float]  # of the last batch
     weights: dict[int, str]  # digests by closed batches: before ``first`` ... behind ``last``
     ranks: Ranks
-    metrics_of: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
     in_prompt_order: frozenset[int] = frozenset()  # batches not trained in the run's order
+    metrics_of: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
 
 
 OnWeights = Callable[[int, DeepSpeedEngine], object]  # closed batches, whose weights it has
