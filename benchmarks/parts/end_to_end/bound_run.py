@@ -70,9 +70,16 @@ def train_batches(
 
 
 def generate_batch(
-    server: ServerProcess, config: Config, prompts: Sequence[Prompt], log: Path
+    server: ServerProcess,
+    config: Config,
+    prompts: Sequence[Prompt],
+    others: Sequence[Prompt],
+    log: Path,
 ) -> Generated:
-    """The groups of ``prompts``, from the first request to the last response."""
+    """The groups of ``prompts``, from the first request to the last response.
+
+    Those of ``others`` come before them: what fetches and scores is started and warm then.
+    """
     log.unlink(missing_ok=True)
     with ExitStack() as opened:
         events = EventLog(log)
@@ -85,9 +92,11 @@ def generate_batch(
             servers=StartedServers([server.url], {}),
             record=events.record,
         )
+        rollouts = inference.rollouts()
+        list(rollouts.produce(others, None))
         _forget_prompts(server)
         start, used = time.monotonic(), _processor_s(server)
-        groups = list(inference.rollouts().produce(prompts, None))
+        groups = list(rollouts.produce(prompts, None))
         tokens = [len(c.token_ids) for group in groups for c in group.completions]
     ends = [event["t"] for event in read_events(log) if event["event"] == "response_scored"]
     used = _processor_s(server) - used
@@ -153,16 +162,15 @@ def _generate(
     concurrencies: Sequence[int],
     folder: Path,
 ) -> dict[int, Generated]:
-    """By concurrency; ``others`` warm the server up."""
+    """By concurrency."""
     log = folder / "bound-events.jsonl"
-    generate_batch(server, config, others, log)
     found: dict[int, Generated] = {}
     for inflight in concurrencies:
         limited = config.inference.model_copy(update={"max_inflight": inflight})
         asked = config.model_copy(update={"inference": limited})
         spent_s = 0.0
         while spent_s < LONG_ENOUGH_S:
-            generated = generate_batch(server, asked, prompts, log)
+            generated = generate_batch(server, asked, prompts, others, log)
             spent_s += generated.seconds
             found[inflight] = min(
                 found.get(inflight, generated), generated, key=lambda each: each.seconds
