@@ -158,7 +158,7 @@ def _build_weight_sync(
         config.rollout.temperature,
         # its responses all end at max_tokens; it reads the rows' tokens in their order
         pack_in_order(config),
-        inference.fetchers,
+        inference.pool.ask,
         config.weight_sync.timeout_s,
     )
     try:

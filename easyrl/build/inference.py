@@ -55,7 +55,6 @@ class Inference:
     config: Config
     thread: LoopThread
     workers: WorkerPool
-    fetchers: FetcherPool
     pool: EndpointPool
     api_keys: ApiKeys
     record: Record
@@ -229,7 +228,7 @@ def open_inference(
             f"inference.endpoints: {error}\n(start the servers, or correct their URLs; raise "
             "inference.startup_timeout_s for servers that take longer)"
         ) from error
-    return Inference(config, thread, workers, fetchers, pool, api_keys, record)
+    return Inference(config, thread, workers, pool, api_keys, record)
 
 
 def inference_settings(config: Config) -> InferenceConfig:

@@ -11,11 +11,13 @@ import numpy as np
 from easyrl.config import SamplingConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.runtime.collectives import Collectives
 from easyrl.schema import Completion, MicroBatch, Prompt, RolloutGroup, Score
 
 Pack = Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
-Fetch = Callable[[str, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
+# endpoint, prompt int32 [P], sampling, seed → one response; raises ``EndpointError``
+Ask = Callable[[Endpoint, np.ndarray, SamplingConfig, int], Awaitable[Completion]]
 
 CANARY_TOKENS = 2  # generated per prompt; every sync waits for so many decode steps
 # 16 prompts, so that no single token decides. Several cache blocks each: of 16 tokens as on GPUs,
@@ -142,17 +144,17 @@ class Canary:
 
     Attributes:
         pack: packs groups in the given order, every token trained.
-        fetch: one response of an endpoint: URL, prompt, sampling, seed.
+        ask: one response of an endpoint.
         timeout_s: for all its responses together.
     """
 
     prompts: Sequence[Prompt]
     temperature: float
     pack: Pack
-    fetch: Fetch
+    ask: Ask
     timeout_s: float
 
-    async def sample(self, url: str) -> list[Completion]:
+    async def sample(self, endpoint: Endpoint) -> list[Completion]:
         """One response per canary prompt, of the same seeds every time; ``EndpointError``."""
         sampling = SamplingConfig(
             max_tokens=CANARY_TOKENS, temperature=self.temperature, ignore_eos=True
@@ -160,11 +162,11 @@ class Canary:
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await asyncio.gather(
-                    *(self.fetch(url, p.token_ids, sampling, p.index) for p in self.prompts)
+                    *(self.ask(endpoint, p.token_ids, sampling, p.index) for p in self.prompts)
                 )
         except TimeoutError:
             reason = f"the canary's responses took longer than {self.timeout_s:g} s"
-            raise EndpointUnavailable(url, reason) from None
+            raise EndpointUnavailable(endpoint.url, reason) from None
 
     def ask_trainer(
         self,

@@ -232,7 +232,7 @@ class Prover:
 
     async def sample(self, endpoint: Endpoint, stamp: str) -> list[Completion]:
         """The canary's samples. Raises ``OtherVersionShown`` if not all tokens carry ``stamp``."""
-        samples = await self.canary.sample(endpoint.url)
+        samples = await self.canary.sample(endpoint)
         stamped = {span.version for sample in samples for span in sample.version_spans}
         if stamped != {stamp}:  # made by other weights: it may have restarted
             others = sorted(stamped - {stamp})

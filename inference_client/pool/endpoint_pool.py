@@ -199,7 +199,7 @@ class EndpointPool(Fleet):
         began_s = time.monotonic()
         try:
             try:
-                completion = await self._ask(
+                completion = await self.ask(
                     endpoint, prompt_token_ids, sampling, seed, may_stream=may_stream
                 )
             except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
@@ -225,16 +225,18 @@ class EndpointPool(Fleet):
         # the number of now: a proof that is yet to come judges all since the last good one
         return replace(completion, proof=endpoint.proof)
 
-    async def _ask(
+    async def ask(
         self,
         endpoint: Endpoint,
         prompt_token_ids: np.ndarray,
         sampling: SamplingConfig,
         seed: int,
         *,
-        may_stream: bool,
+        may_stream: bool = True,
     ) -> Completion:
-        """Sends one request: alone, if it may not be part of a stream or there are none after all.
+        """One response of ``endpoint``, whatever it serves; raises ``EndpointError``.
+
+        Sent alone, if it may not be part of a stream or there are none after all.
 
         An endpoint that has refused to stream, whatever the samples were, is not asked again.
         """

@@ -390,6 +390,21 @@ async def test_a_prompt_is_not_excluded_for_a_proxy_that_limits_bodies(process):
         assert pool.num_retries == pool.endpoints[0].num_failures == 0
 
 
+async def test_prompts_outside_of_batches_are_asked_for_together(process):
+    """As the weight sync's canary asks; not of an endpoint that does not stream."""
+    streaming, plain = StreamingEndpoint(), FakeEndpoint()
+    async with pool_of(streaming, plain, fetch=process, streamed=process.streamed) as pool:
+        await until(lambda: all(e.served is not None for e in pool.endpoints))
+        for endpoint in pool.endpoints:
+            asked_for = (
+                pool.ask(endpoint, np.array([3 + i, 1], np.int32), SAMPLING, i) for i in range(6)
+            )
+            made = await asyncio.wait_for(asyncio.gather(*asked_for), 30)
+            assert {m.endpoint for m in made} == {endpoint.url}
+    assert [stream.seeds for stream in streaming.streams] == [list(range(6))]
+    assert not streaming.requests and len(plain.requests) == 6
+
+
 async def never(_: StreamingEndpoint, stream: Stream) -> None:
     await asyncio.Event().wait()
 

@@ -69,7 +69,8 @@ class ScriptedCanary:
         self.clients = {client.url: client for client in clients}
         self.logprob = -1.0
 
-    async def sample(self, url: str) -> list[Completion]:
+    async def sample(self, endpoint: Endpoint) -> list[Completion]:
+        url = endpoint.url
         client = self.clients[url]
         await client._called("sample")
         tokens, spans = np.array([5], np.int32), (VersionSpan(client.version, 0, 1),)

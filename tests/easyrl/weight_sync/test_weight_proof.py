@@ -387,11 +387,11 @@ def canary(mask_truncated: bool = False) -> Canary:
             max_tokens_per_micro_batch=8,
         )
 
-    async def fetch(url, token_ids, sampling, seed):
+    async def ask(endpoint, token_ids, sampling, seed):
         raise AssertionError
 
     prompts = [Prompt(i, np.array([20 + i, 30], dtype=np.int32), "", None) for i in range(2)]
-    return Canary(prompts, 1.0, pack, fetch, 1.0)
+    return Canary(prompts, 1.0, pack, ask, 1.0)
 
 
 def test_the_trainer_is_asked_once_about_equal_samples():
@@ -434,10 +434,10 @@ def test_other_ranks_run_as_many_forwards():
 
 
 def test_a_canary_that_takes_too_long_is_the_endpoints_fault():
-    async def fetch(url, token_ids, sampling, seed):
+    async def ask(endpoint, token_ids, sampling, seed):
         await asyncio.Event().wait()
 
     prompts = [Prompt(0, np.array([20, 30], dtype=np.int32), "", None)]
-    slow = Canary(prompts, 1.0, SimpleNamespace, fetch, 0.01)  # type: ignore[arg-type]
+    slow = Canary(prompts, 1.0, SimpleNamespace, ask, 0.01)  # type: ignore[arg-type]
     with pytest.raises(EndpointUnavailable, match=f"{URL}: the canary's responses took longer"):
-        asyncio.run(slow.sample(URL))
+        asyncio.run(slow.sample(SimpleNamespace(url=URL)))  # type: ignore[arg-type]

@@ -77,7 +77,8 @@ def test_a_mixture_of_two_versions_is_served_as_neither(model_dir, server, tmp_p
             proxy.fails = True
             with pytest.raises(NoEndpointServes, match="out of luck"):
                 rank.sync.publish(V1)
-            for mixed in rank.thread.run(rank.sync.canary.sample(proxy.url)):
+            (endpoint,) = rank.pool.endpoints
+            for mixed in rank.thread.run(rank.sync.canary.sample(endpoint)):
                 assert stamps(mixed) == {f"{V1}:updating"}
 
 

@@ -185,7 +185,7 @@ def weight_sync(
             pool=pool,
             thread=thread,
             collectives=collectives or Collectives(Ranks.data_parallel(0, 1)),
-            canary=Canary(canary_prompts(prompts, None), 1.0, pack, fetch, 60.0),
+            canary=Canary(canary_prompts(prompts, None), 1.0, pack, pool.ask, 60.0),
             dummy=dummy_micro_batch,
             stop=stop,
             startup_timeout_s=startup_timeout_s,
