@@ -1,4 +1,4 @@
-"""Processors that the trainer lends while it waits: taken for what computes, given back for waits."""
+"""Processors that the trainer lends while it waits: taken to compute, given back to wait."""
 
 from __future__ import annotations
 
