@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -314,6 +315,25 @@ def test_prefill_in_pieces_lets_the_others_decode(short_pieces: int) -> None:
     assert len(finished) == 6
     for sequence in finished:
         check(model, sequence)
+
+
+def test_prompts_computed_together_are_of_like_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long prompt among many short ones does not pad them all."""
+    forwards: list[tuple[int, ...]] = []
+    forward = prefill_module.Prefill._forward
+
+    def record(self: prefill_module.Prefill, tokens: np.ndarray, *others: Any) -> None:
+        forwards.append(tokens.shape)
+        forward(self, tokens, *others)
+
+    monkeypatch.setattr(prefill_module.Prefill, "_forward", record)
+    model, batch = new_model(), new_batch(new_model())
+    batch.add([new_sequence(new_prompt(n)) for n in (300, *[50] * 8, 200, 45)], "v")
+    for sequence in run_all(batch):
+        check(model, sequence)
+    assert forwards == [(2, 299), (9, 49)]
+    computed, real = sum(n * length for n, length in forwards), 299 + 8 * 49 + 199 + 44
+    assert computed - real <= 2 * max(prefill_module.FEW_TOKENS, prefill_module.MOST_PADDING * real)
 
 
 @pytest.mark.parametrize("change", ["weights", "removal"])

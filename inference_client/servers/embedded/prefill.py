@@ -19,6 +19,10 @@ from easyrl.inference_client.servers.embedded.cache import Prefilled, StatesOfLa
 from easyrl.inference_client.servers.embedded.requests import Sequence
 
 
+MOST_PADDING = 0.25  # of the tokens of prompts that are computed together
+FEW_TOKENS = 128  # cost no more than a forward of their own would
+
+
 class Prefill:
     """Sequences whose prompts are not computed yet, first come, first served."""
 
@@ -57,10 +61,11 @@ class Prefill:
         if first > max_tokens or self._begun.get_seq_length():
             return self._run_piece(max_tokens)
         chosen: list[bytes] = []
-        longest = 0  # all are padded to it: alike lengths go together
+        longest = total = 0  # all are padded to the longest: alike lengths go together
         for key in sorted(lengths, key=lambda key: abs(lengths[key] - first)):
-            longest = max(longest, lengths[key])
-            if longest * (len(chosen) + 1) > max_tokens:
+            longest, total = max(longest, lengths[key]), total + lengths[key]
+            padded = longest * (len(chosen) + 1)
+            if padded > max_tokens or padded - total > max(FEW_TOKENS, MOST_PADDING * total):
                 break
             chosen.append(key)
         groups = [self._waiting.pop(key) for key in chosen]
