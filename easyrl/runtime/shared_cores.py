@@ -2,7 +2,8 @@
 
 Trainer and embedded server take turns for a good part of each step: while one waits, the other has
 its processors. Who computes holds a lock on a byte of a common file, and has an equal share of the
-processors as threads of torch. A lock ends with its process, however that ends.
+processors as threads of torch; a server half of them at most, since small decoding steps get slower
+with more. A lock ends with its process, however that ends.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from easyrl.runtime.machine import usable_cpus
 
 VARIABLE = "EASYRL_SHARED_CORES"  # the file's path, in the environment of servers
 THREADS_VARIABLE = "OMP_NUM_THREADS"
+MOST_OF_A_SERVER = 0.5  # docs/benchmarks.md, "Cores follow the work"
 SUPPORTED = hasattr(fcntl, "F_OFD_SETLK")  # Linux; elsewhere numbers of threads stay
 _FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
 _END = 2**62  # behind every byte that is locked
@@ -34,19 +36,23 @@ class SharedCores:
         file: the same for all that share. None: there is nobody to share with, and the number of
             threads is left as it is.
         num_cores: that are divided.
+        most: of them, that this process has at a time; a share. At least one core.
     """
 
-    def __init__(self, file: Path | None = None, num_cores: int | None = None) -> None:
+    def __init__(
+        self, file: Path | None = None, num_cores: int | None = None, most: float = 1.0
+    ) -> None:
         self._num_cores = num_cores or min(torch.get_num_threads(), len(usable_cpus()))
+        self._most = max(1, int(most * self._num_cores))
         self._path, self._file = file, None if file is None else _open(file)
         self._byte = os.getpid()  # another process has another one
         self._computes = False
 
     @classmethod
     def of_environment(cls) -> SharedCores:
-        """As ``VARIABLE`` says; with nobody where it is not set. Raises ``OSError``."""
+        """A server's part, as ``VARIABLE`` says; with nobody where it is not set. ``OSError``."""
         path = os.environ.get(VARIABLE)
-        return cls(Path(path) if path and can_share() else None)
+        return cls(Path(path) if path and can_share() else None, most=MOST_OF_A_SERVER)
 
     def __bool__(self) -> bool:
         """Whether there is somebody to share with."""
@@ -64,7 +70,8 @@ class SharedCores:
         if not self._computes:
             self._lock(fcntl.F_WRLCK)
             self._computes = True
-        num_threads = max(1, self._num_cores // (1 + self._count_others(0, _END)))
+        share = self._num_cores // (1 + self._count_others(0, _END))
+        num_threads = max(1, min(share, self._most))
         if num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
 

@@ -18,7 +18,6 @@ from transformers.cache_utils import CacheLayerMixin
 from easyrl.inference_client.servers.embedded.cache import Prefilled, StatesOfLayers
 from easyrl.inference_client.servers.embedded.requests import Sequence
 
-
 MOST_PADDING = 0.25  # of the tokens of prompts that are computed together
 FEW_TOKENS = 128  # cost no more than a forward of their own would
 

@@ -107,6 +107,26 @@ def test_everybody_has_a_thread(file: Path, threads: None) -> None:
         other.kill()
 
 
+@pytest.mark.parametrize(("num_cores", "alone", "beside_two"), [(1, 1, 1), (5, 2, 1), (12, 6, 4)])
+def test_a_server_leaves_half_of_the_cores_alone(
+    file: Path, threads: None, num_cores: int, alone: int, beside_two: int
+) -> None:
+    """Also while nobody else computes."""
+    others = [Other(file), Other(file)]
+    server = SharedCores(file, num_cores, most=0.5)
+    try:
+        server.take()
+        assert torch.get_num_threads() == alone
+        for other in others:
+            other.tell("take")
+        server.take()
+        assert torch.get_num_threads() == beside_two
+    finally:
+        server.close()
+        for other in others:
+            other.kill()
+
+
 def test_with_nobody_threads_stay(threads: None) -> None:
     torch.set_num_threads(3)
     alone = SharedCores(num_cores=7)
