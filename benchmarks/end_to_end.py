@@ -15,6 +15,8 @@ demo's model (``short``, ``no-signal``) something that only training moves, the 
 held-out worked sums: neither side's rises by less than half of the other's. Exit status 3 if they
 did not, or if ours came out faster than its bound; 1 if a run failed, 2 if nothing could start.
 
+With ``--base REV`` ours of an earlier revision takes its turn in each pair, with its own defaults.
+
 What is measured goes to ``OUT/rows.jsonl`` at once; with ``--resume`` what is there of this commit
 is not measured again, with ``--keep-trl`` TRL's rows of other commits neither (then the sides did
 not take turns, which the table says). The last line printed is one JSON object.
@@ -31,11 +33,13 @@ import json
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from benchmarks.parts.end_to_end import bound, ours, trl_side
 from benchmarks.parts.end_to_end.heldout import heldout_logprob
@@ -43,9 +47,17 @@ from benchmarks.parts.end_to_end.report import Comparison, spans
 from benchmarks.parts.end_to_end.revision import revision
 from benchmarks.parts.end_to_end.rows import Key, Measured, Row, Rows
 from benchmarks.parts.end_to_end.workloads import WORKLOADS, Workload, write_model
+from benchmarks.parts.worktree import NoCheckout, worktree
 from easyrl.runtime.machine import usable_cpus
 
 START_S = 85.0  # of a pair's processes, added up
+
+
+class Base(NamedTuple):
+    """An earlier revision that is measured too."""
+
+    name: str
+    checkout: Path
 
 
 @dataclass
@@ -68,6 +80,7 @@ class Measurement:
     with_trl: bool
     revision: str
     keep_trl: bool
+    base: Base | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -86,16 +99,19 @@ class Measurement:
         micro_batches = {n: self._micro_batch(n) for n in self._threads}
         our_rows: list[Row] = []
         bounds: list[Row] = []
+        before: list[Row] = []
         trl: dict[int, list[Row]] = {n: [] for n in self._threads}
         for pair in range(num_pairs):
             for side in (0, *self._threads) if pair % 2 == 0 else (*reversed(self._threads), 0):
                 if side == 0:
                     our_rows.append(self._ours(pair))
                     bounds.append(self._bound(pair, our_rows[-1]))
+                    if self.base is not None:
+                        before.append(self._before(pair, self.base))
                 else:
                     trl[side].append(self._trl(pair, side, micro_batches[side]))
         untrained = heldout_logprob(self.model) if self.work.learns else None
-        return Comparison(self.work, our_rows, trl, bounds, untrained)
+        return Comparison(self.work, our_rows, trl, bounds, before, untrained)
 
     def _micro_batch(self, num_threads: int) -> int:
         """TRL's fastest with so many threads."""
@@ -147,6 +163,27 @@ class Measurement:
 
         return _told(self.rows.get(self._key("ours", pair, self._settings), measure))
 
+    def _before(self, pair: int, base: Base) -> Row:
+        """Our run by an earlier revision, with that one's defaults."""
+
+        def measure() -> Measured:
+            run_dir = self.folder / f"before-{pair}"
+            shutil.rmtree(run_dir, ignore_errors=True)
+            steps = ours.train(
+                self.work,
+                self.model,
+                self._prompts,
+                run_dir,
+                self._num_steps,
+                self.cores,
+                seed=pair,
+                checkout=base.checkout,
+            )
+            shutil.rmtree(run_dir)
+            return Measured(steps[self.work.num_warm_up :])
+
+        return _told(self.rows.get(self._key("before", pair, f"{self.cores} {base.name}"), measure))
+
     def _bound(self, pair: int, run: Row) -> Row:
         def measure() -> Measured:
             return Measured(
@@ -195,6 +232,21 @@ def main() -> int:
         print(f"end_to_end: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: what was started ends too
+    with ExitStack() as opened:
+        base = None
+        if arguments.base is not None:
+            folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="easyrl-base-")))
+            try:
+                checkout = opened.enter_context(worktree(arguments.base, folder / "checkout"))
+            except NoCheckout as error:
+                print(f"end_to_end: --base: {error}", file=sys.stderr)
+                return 2
+            base = Base(arguments.base, checkout)
+        return _measure(arguments, measured, base)
+
+
+def _measure(arguments: argparse.Namespace, measured: str, base: Base | None) -> int:
+    """All workloads; returns the exit status."""
     chosen = [WORKLOADS[name] for name in arguments.workloads]
     if arguments.steps is not None:
         chosen = [replace(work, num_steps=arguments.steps) for work in chosen]
@@ -218,6 +270,7 @@ def main() -> int:
             not arguments.without_trl,
             measured,
             arguments.keep_trl,
+            base,
         )
         try:
             comparison = measurement.compare(arguments.pairs)
@@ -270,6 +323,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/end_to_end"), help="folder")
     parser.add_argument("--without-trl", action="store_true", help="only ours and its bound")
+    parser.add_argument(
+        "--base", metavar="REV", help="an earlier revision of ours, which takes its turn"
+    )
     parser.add_argument(
         "--resume", action="store_true", help="keep what this commit measured in OUT"
     )

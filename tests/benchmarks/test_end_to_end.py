@@ -223,7 +223,7 @@ def compared(
     }
     our_rows = rows("ours", ours_s, 9.0, ours_s / 2, learnt=ours_learnt)
     bounds = rows("bound", bound_s, bound_s, bound_s)
-    return Comparison(SHORT, our_rows, trl, bounds, UNTRAINED)
+    return Comparison(SHORT, our_rows, trl, bounds, untrained=UNTRAINED)
 
 
 def test_ratios_are_of_the_medians() -> None:
@@ -286,6 +286,14 @@ def test_rows_of_an_older_trl_run_are_told() -> None:
     assert "did not take turns" not in compared(1.0, 0.9).table()
     table = compared(1.0, 0.9, trl_revision="abc").table()
     assert "TRL's rows are of abc" in table and "did not take turns" in table
+
+
+def test_an_earlier_revision_stands_beside_ours() -> None:
+    comparison = compared(1.0, 0.9)
+    told = replace(comparison, before=comparison.trl[1])
+    assert told.row()["before_s"] == 1.8 and told.row()["of_before"] == 0.556
+    assert "ours before         1.80" in told.table()
+    assert "before_s" not in comparison.row() and "before" not in comparison.table()
 
 
 def test_only_ours_says_nothing_of_the_same_work() -> None:

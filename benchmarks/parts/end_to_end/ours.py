@@ -14,11 +14,12 @@ from typing import Literal
 from benchmarks.parts.end_to_end.processor_time import ProcessorTime
 from benchmarks.parts.end_to_end.rows import Step
 from benchmarks.parts.end_to_end.workloads import Workload
+from benchmarks.parts.worktree import ROOT
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.machine import usable_cpus
 
-CONFIG = "benchmarks/end_to_end.yaml"
+CONFIG, REWARDS = "benchmarks/end_to_end.yaml", "benchmarks/parts/end_to_end/rewards.py"
 Cores = Literal["default", "halves"]
 SPANS = {  # of a step's metrics
     "wait": "time/wait_s",
@@ -42,6 +43,7 @@ def train(
     cores: Cores,
     overrides: Sequence[str] = (),
     seed: int = 0,
+    checkout: Path = ROOT,
 ) -> list[Step]:
     """A run of ``num_steps`` in an empty folder. Raises ``RuntimeError`` if it fails.
 
@@ -49,18 +51,20 @@ def train(
         cores: ``default``: what the command does by itself; ``halves``: threads for half of the
             machine each, as ``train_policy`` and the demo have it.
         overrides: more of the command line.
+        checkout: whose code trains.
     """
     settings = [
-        f"run.output_dir={run_dir}",
+        f"run.output_dir={run_dir.absolute()}",
         f"run.seed={seed}",
-        f"model.path={model}",
-        f"data.files=[{prompts}]",
+        f"model.path={model.absolute()}",
+        f"data.files=[{prompts.absolute()}]",
         f"data.max_prompt_tokens={work.max_prompt_tokens}",
         f"data.apply_chat_template={str(work.prompt_tokens is None).lower()}",
         f"rollout.num_generations={work.num_generations}",
         f"rollout.max_tokens={work.max_tokens}",
         f"rollout.min_tokens={work.min_tokens}",
         f"rollout.allow_off_policy_sampling={str(work.min_tokens > 0).lower()}",
+        f"rewards.0.file={ROOT / REWARDS}",
         f"rewards.0.kwargs.name={work.reward}",
         f"recipe.kl_coef={work.kl_coef}",
         f"trainer.batch_size={work.batch_size}",
@@ -73,16 +77,22 @@ def train(
         num_threads = max(1, len(usable_cpus()) // 2)
         settings.append(f"inference.launch.options=[--num-threads={num_threads}]")
         environment["OMP_NUM_THREADS"] = str(num_threads)
-    command = [sys.executable, "-m", "easyrl", "train", CONFIG, *settings, *overrides]
-    used = run_command(command, run_dir.with_suffix(".log"), environment)
+    config = str(ROOT / CONFIG)
+    command = [sys.executable, "-m", "easyrl", "train", config, *settings, *overrides]
+    used = run_command(command, run_dir.with_suffix(".log"), environment, checkout)
     return read_steps(run_dir, used.between)
 
 
-def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> ProcessorTime:
-    """Waits for a command; what it has started ends with it. Raises ``RuntimeError``."""
+def run_command(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path | None = None
+) -> ProcessorTime:
+    """Waits for a command in ``folder``, default this one; what it started ends with it.
+
+    Raises ``RuntimeError``.
+    """
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=file, start_new_session=True
+            command, env=environment, stdout=file, stderr=file, start_new_session=True, cwd=folder
         )
         try:
             with ProcessorTime(process.pid) as used:

@@ -45,6 +45,7 @@ class Comparison:
         ours: a run for each pair.
         trl: by threads, a run for each pair; without any where only ours was measured.
         bounds: of each of our runs.
+        before: ours by an earlier revision; without any where that was not asked for.
         untrained: log-probability of the held-out texts before training; None: not measured.
     """
 
@@ -52,6 +53,7 @@ class Comparison:
     ours: Sequence[Row]
     trl: Mapping[int, Sequence[Row]]
     bounds: Sequence[Row]
+    before: Sequence[Row] = ()
     untrained: float | None = None
 
     @property
@@ -82,13 +84,16 @@ class Comparison:
                 "separate_devices": one_thread_s / ours_s,
             }
         ratios |= {"bound_s": bound_s, "efficiency": bound_s / ours_s}
+        if self.before:
+            before_s = _median(self.before)
+            ratios |= {"before_s": before_s, "of_before": ours_s / before_s}
         row: dict[str, str | float | bool] = {"workload": self.work.name}
         row |= {k: round(v, 3) for k, v in ratios.items()}
         return row | ({"same_work": self.is_same_work} if self.trl else {})
 
     def table(self) -> str:
         """Spans of all sides, ratios beside what is expected, and what forbids it."""
-        sides = {"ours": self.ours}
+        sides = {"ours": self.ours} | ({"ours before": self.before} if self.before else {})
         sides |= {_side(n): rows for n, rows in sorted(self.trl.items())}
         sides["bound"] = self.bounds
         lines = [f"{self.work.name}: medians of {len(self.ours)} pair(s), seconds per step"]
