@@ -61,11 +61,20 @@ def versions(completion: Completion) -> list[str]:
 
 async def gauge(http: aiohttp.ClientSession, url: str, name: str) -> float:
     """A figure of ``/metrics``, over all its labels."""
+    (value,) = await gauges(http, url, name)
+    return value
+
+
+async def gauges(http: aiohttp.ClientSession, url: str, *names: str) -> list[float]:
+    """Several at one time."""
     async with http.get(f"{url}/metrics") as answer:
         lines = (await answer.text()).splitlines()
-    found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
-    assert found, f"{name} is not among {lines}"
-    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+    values = []
+    for name in names:
+        found = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
+        assert found, f"{name} is not among {lines}"
+        values.append(sum(float(line.rsplit(" ", 1)[1]) for line in found))
+    return values
 
 
 async def in_flight(
@@ -75,19 +84,17 @@ async def in_flight(
 
     Tried again if a busy machine shows it too late.
     """
-    for _ in range(5):
+    for _ in range(10):
         before = await gauge(http, client.url, GENERATED_TOKENS)
         tasks = [
             asyncio.create_task(sample(client, seed=seed, **long_response(length)))
             for seed in range(count)
         ]
         async with asyncio.timeout(30):
-            while (
-                await gauge(http, client.url, RUNNING_REQUESTS) < count
-                or await gauge(http, client.url, GENERATED_TOKENS) < before + 2 * count
-            ) and not any(task.done() for task in tasks):
-                await asyncio.sleep(0.01)
-        if not any(task.done() for task in tasks):
-            return tasks
+            while not any(task.done() for task in tasks):
+                names = RUNNING_REQUESTS, GENERATED_TOKENS
+                running, generated = await gauges(http, client.url, *names)
+                if running >= count and generated >= before + 2 * count:
+                    return tasks
         await asyncio.gather(*tasks)
     raise AssertionError(f"{length} tokens are too few to be seen in flight on this machine")
