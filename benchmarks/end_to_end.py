@@ -45,9 +45,9 @@ from benchmarks.parts.end_to_end import bound, ours, trl_side
 from benchmarks.parts.end_to_end.heldout import heldout_logprob
 from benchmarks.parts.end_to_end.report import Comparison, spans
 from benchmarks.parts.end_to_end.revision import revision
-from benchmarks.parts.end_to_end.rows import Key, Measured, Row, Rows
+from benchmarks.parts.end_to_end.rows import Key, Measured, Row, Rows, Step
 from benchmarks.parts.end_to_end.workloads import WORKLOADS, Workload, write_model
-from benchmarks.parts.worktree import NoCheckout, worktree
+from benchmarks.parts.worktree import ROOT, NoCheckout, worktree
 from easyrl.runtime.machine import usable_cpus
 
 START_S = 85.0  # of a pair's processes, added up
@@ -146,20 +146,9 @@ class Measurement:
     def _ours(self, pair: int) -> Row:
         def measure() -> Measured:
             run_dir = self._run_dir(pair)
-            shutil.rmtree(run_dir, ignore_errors=True)
-            steps = ours.train(
-                self.work,
-                self.model,
-                self._prompts,
-                run_dir,
-                self._num_steps,
-                self.cores,
-                self.overrides,
-                seed=pair,
-            )
+            steps = self._train(run_dir, pair, self.overrides)
             trained = run_dir / ours.TRAINED_MODEL
-            heldout = heldout_logprob(trained) if self.work.learns else None
-            return Measured(steps[self.work.num_warm_up :], heldout)
+            return Measured(steps, heldout_logprob(trained) if self.work.learns else None)
 
         return _told(self.rows.get(self._key("ours", pair, self._settings), measure))
 
@@ -168,21 +157,29 @@ class Measurement:
 
         def measure() -> Measured:
             run_dir = self.folder / f"before-{pair}"
-            shutil.rmtree(run_dir, ignore_errors=True)
-            steps = ours.train(
-                self.work,
-                self.model,
-                self._prompts,
-                run_dir,
-                self._num_steps,
-                self.cores,
-                seed=pair,
-                checkout=base.checkout,
-            )
+            steps = self._train(run_dir, pair, checkout=base.checkout)
             shutil.rmtree(run_dir)
-            return Measured(steps[self.work.num_warm_up :])
+            return Measured(steps)
 
         return _told(self.rows.get(self._key("before", pair, f"{self.cores} {base.name}"), measure))
+
+    def _train(
+        self, run_dir: Path, pair: int, overrides: Sequence[str] = (), checkout: Path = ROOT
+    ) -> list[Step]:
+        """The steps that count of a run of ours, whose folder is left."""
+        shutil.rmtree(run_dir, ignore_errors=True)
+        steps = ours.train(
+            self.work,
+            self.model,
+            self._prompts,
+            run_dir,
+            self._num_steps,
+            self.cores,
+            overrides,
+            seed=pair,
+            checkout=checkout,
+        )
+        return steps[self.work.num_warm_up :]
 
     def _bound(self, pair: int, run: Row) -> Row:
         def measure() -> Measured:

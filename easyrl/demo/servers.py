@@ -67,8 +67,9 @@ def start_server(
     server does not come up.
     """
     options = ["--max-model-len", str(MAX_MODEL_LEN)]
+    cpus = cores.of_servers
     if engine == "vllm":
-        return VllmServerProcess(
-            model, vllm_python(), options, cpus=cores.of_servers, api_key=api_key, log=log
-        )
-    return EmbeddedServerProcess(model, options, env=cores.environment, api_key=api_key, log=log)
+        return VllmServerProcess(model, vllm_python(), options, cpus=cpus, api_key=api_key, log=log)
+    return EmbeddedServerProcess(
+        model, options, cpus=cpus, env=cores.environment, api_key=api_key, log=log
+    )

@@ -49,7 +49,7 @@ def train(
 
     Args:
         cores: ``default``: what the command does by itself; ``halves``: threads for half of the
-            machine each, as ``train_policy`` and the demo have it.
+            machine each, always.
         overrides: more of the command line.
         checkout: whose code trains.
     """

@@ -19,7 +19,7 @@ from easyrl.inference_client.servers.embedded.cache import Prefilled, StatesOfLa
 from easyrl.inference_client.servers.embedded.requests import Sequence
 
 MOST_PADDING = 0.25  # of the tokens of prompts that are computed together
-FEW_TOKENS = 128  # cost no more than a forward of their own would
+FEW_TOKENS = 128  # about what a forward of their own would cost
 
 
 class Prefill:

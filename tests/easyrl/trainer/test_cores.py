@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-import torch
 
 from easyrl.engines.base import MetricSums
 from easyrl.metrics.event_log import ignore
@@ -15,7 +14,7 @@ from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import MicroBatch, RolloutGroup
 from easyrl.trainer.accumulation import Accumulator
-from tests.easyrl.trainer.test_without_signal import OTHER, group
+from tests.easyrl.trainer.test_without_signal import OTHER, Drains, Engine, group
 from tests.recipes import group_functions, run_settings
 
 
@@ -31,44 +30,32 @@ class RecordedCores(SharedCores):
         self.events.append("rest")
 
 
-class Parts:
-    """Groups that come in two drains and an engine; both say what they do."""
-
-    wait_s = load_s = 0.0
-    first_group_wait_s = None
-    accepted_versions = frozenset({"run:0:0"})
-    recovered: frozenset[Any] = frozenset()
-    discarded: frozenset[Any] = frozenset()
-    device = torch.device("cpu")
-    lockstep = False
-    has_frozen_models = False
-
+class RecordedDrains(Drains):
     def __init__(self, events: list[str]) -> None:
+        super().__init__([group(0, OTHER), group(1, OTHER)], [group(2, OTHER)])
         self.events = events
-        self.drains = [[group(0, OTHER), group(1, OTHER)], [group(2, OTHER)]]
 
     def drain_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
         self.events.append("wait")
-        return self.drains.pop(0) if self.drains else []
+        return super().drain_ready(max_tokens, idle)
 
-    def complete(self) -> None: ...
-    def interrupt(self, error: BaseException) -> None: ...
 
-    def prepare(self, rows: list[MicroBatch]) -> list[MicroBatch]:
-        return rows
+class RecordedEngine(Engine):
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
 
     def forward_backward(self, rows: list[MicroBatch]) -> list[MetricSums]:
         self.events.append("train")
-        tokens = float(sum(row.num_loss_tokens for row in rows))
-        return [MetricSums({"num_loss_tokens": tokens, "loss_sum": 0.0})]
+        return super().forward_backward(rows)
 
 
 @pytest.mark.parametrize("max_tokens", [12, 100])
 def test_taken_for_each_micro_batch_and_lent_for_each_wait(max_tokens: int) -> None:
     events: list[str] = []
-    parts, stop = Parts(events), StopRequest(60.0)
+    stop = StopRequest(60.0)
     accumulator = Accumulator(
-        engine=cast(Any, parts),
+        engine=cast(Any, RecordedEngine(events)),
         collectives=Collectives(Ranks.data_parallel(0, 1)),
         functions=group_functions(None, run_settings(), max_tokens_per_micro_batch=max_tokens),
         stop=stop,
@@ -78,7 +65,7 @@ def test_taken_for_each_micro_batch_and_lent_for_each_wait(max_tokens: int) -> N
         synchronous=False,
         cores=RecordedCores(events),
     )
-    accumulator.accumulate(cast(Any, parts))
+    accumulator.accumulate(cast(Any, RecordedDrains(events)))
     stop.close()
     held = False
     for event in events:

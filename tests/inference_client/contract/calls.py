@@ -95,6 +95,8 @@ async def in_flight(
                 names = RUNNING_REQUESTS, GENERATED_TOKENS
                 running, generated = await gauges(http, client.url, *names)
                 if running >= count and generated >= before + 2 * count:
-                    return tasks
+                    break
+        if not any(task.done() for task in tasks):
+            return tasks
         await asyncio.gather(*tasks)
     raise AssertionError(f"{length} tokens are too few to be seen in flight on this machine")
