@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "runtime.process_guard": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
-    "runtime.shared_cores": "runtime.machine",
+    "runtime.shared_cores": "runtime.contention runtime.machine",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
     "runtime.streams": "",
