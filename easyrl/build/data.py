@@ -57,7 +57,7 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
         held_out = load_data(evaluation.data, tokenizer, "evaluation.data", seed)
     possible = [*every_variant(prompts), *every_variant(held_out)]
     require_known_tokens(config, possible, vocabulary.size)
-    if config.scoring.on_reward_error == "fail":
+    if config.scoring.on_reward_error != "zero":
         on_rank_zero(run.collectives, lambda: check_prompts(config.rewards, possible))
     on_rank_zero(run.collectives, lambda: try_user_code(config, prompts[0], scoring))
     epochs = num_epochs(config)

@@ -71,7 +71,7 @@ def _problem(reward: RewardConfig) -> str | None:
     if reward.name is None:
         return None
     if (problem := keyword_problem(function, keywords(reward))) is not None:
-        return f"kwargs: {reward.label} does not take {redact(reward.kwargs)}: {problem}"
+        return f"kwargs: {reward.label} does not take them: {problem}"
     try:
         # What annotations cannot say, a built-in one checks itself; without responses it does
         # nothing else.

@@ -23,6 +23,14 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 OWN_SHARE = 0.9  # of a call's time, so that its error is heard before its worker is killed
 
 
+def base_url(url: str) -> str:
+    """``url`` if it can be a server's. Raises ``ValueError`` without showing a key in it."""
+    try:
+        return endpoint_url(url)
+    except ValueError as error:
+        raise ValueError(str(error).replace("inference.api_key_env", "api_key_env")) from None
+
+
 def request_url(url: str) -> str:
     """``url`` if a request can go there. Raises ``ValueError`` without showing a key in it."""
     if "@" in url:
@@ -38,7 +46,7 @@ def request_url(url: str) -> str:
 
 
 BaseUrls = Annotated[
-    list[Annotated[str, AfterValidator(endpoint_url)]], Field(min_length=1)
+    list[Annotated[str, AfterValidator(base_url)]], Field(min_length=1)
 ]  # of servers with routes of their own
 Urls = Annotated[list[Annotated[str, AfterValidator(request_url)]], Field(min_length=1)]
 Variable = Annotated[str, AfterValidator(variable_name)]

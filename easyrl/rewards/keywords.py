@@ -45,5 +45,6 @@ def _describe(problem: Any, function: Callable[..., Any]) -> str:
         return f"{path}: is required; add it"
     if problem["type"] == "extra_forbidden":
         return f"{path}: unknown; there are {', '.join(_keywords(function)) or 'none'}"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{path}: {message} (got {problem['input']!r:.100})"
+    if problem["type"] == "value_error":  # of a check of ours, which shows what may be shown
+        return f"{path}: {problem['msg'].removeprefix('Value error, ')}"
+    return f"{path}: {problem['msg']} (got {problem['input']!r:.100})"

@@ -47,7 +47,7 @@ async def reward_model(
         return []
     bodies = _bodies(prompt, texts, token_ids, input)
     common = {"use_activation": False} | ({} if model is None else {"model": model})
-    routes = [url + CLASSIFY for url in urls]
+    routes = [url.rstrip("/") + CLASSIFY for url in urls]
     answers = await asyncio.gather(
         *(
             post_json(

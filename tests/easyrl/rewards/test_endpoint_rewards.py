@@ -257,6 +257,26 @@ def test_wrong_kwargs_are_refused_at_the_start(name, kwargs, message):
         check_rewards([RewardConfig(name=name, kwargs=kwargs)])
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"urls": ["http://me:s3cr3tword@h"]},
+        {"urls": ["http://h"], "api_key_env": "s3cr3tword-x"},
+    ],
+)
+def test_a_refusal_shows_no_key(kwargs):
+    for name in ("remote", "reward_model"):
+        with pytest.raises(ConfigError) as caught:
+            check_rewards([RewardConfig(name=name, kwargs=kwargs)])
+        assert "s3cr3tword" not in str(caught.value)
+
+
+async def test_a_slash_behind_a_base_url_is_none_before_the_route():
+    async with scripted(lambda number, body: (200, classified([1.0]))) as server:
+        await reward_model(prompt(), TEXTS[:1], IDS[:1], urls=[server.url + "/"], timeout_s=5.0)
+    assert server.requests[0][0] == "/classify"
+
+
 def test_the_time_limit_is_the_rewards_own_key():
     reward = RewardConfig(name="remote", timeout_s=7.0, kwargs={"urls": ["http://h/score?v=1"]})
     check_rewards([reward])
