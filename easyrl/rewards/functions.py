@@ -60,22 +60,22 @@ def _problem(reward: RewardConfig) -> str | None:
     try:
         signature.bind(None, [], [], **keywords(reward))
     except TypeError as error:
-        is_users = reward.name is None
-        key = "function" if is_users and not reward.kwargs else "kwargs"
         given = "".join(f", {name}" for name in keywords(reward))
         called = f"is called with (prompt, texts, token_ids{given})"
-        remedy = "remove what it does not take" if reward.kwargs else "add what is missing"
-        if key == "function":
-            remedy = "change its arguments"
+        key, remedy = "kwargs", "give what it takes, and nothing else"
+        if reward.name is None and not reward.kwargs:
+            key, remedy = "function", "change its arguments"
         return f"{key}: {reward.label} takes {signature} but {called}: {error}; {remedy}"
     if reward.name is None:
         return None
     if (problem := keyword_problem(function, keywords(reward))) is not None:
         return f"kwargs: {reward.label} does not take them: {problem}"
+    if reward.asks_endpoints:
+        return None
     try:
         # What annotations cannot say, a built-in one checks itself; without responses it does
         # nothing else.
-        call(function, Prompt(0, np.zeros(1, np.int32), "", "0"), [], [], **keywords(reward))
+        function(Prompt(0, np.zeros(1, np.int32), "", "0"), [], [], **reward.kwargs)
     except Exception as error:
         return f"kwargs: {reward.label} does not take {redact(reward.kwargs)}: {error}"
     return None
@@ -156,9 +156,9 @@ def _load_function(file: Path, name: str) -> RewardFunction:
     return function
 
 
-def call(function: RewardFunction, *args: Any, **kwargs: Any) -> Any:
+def call(function: RewardFunction, *args: Any) -> Any:
     """Calls a plain or an ``async`` function, in this process, to its end."""
-    result = function(*args, **kwargs)
+    result = function(*args)
     return asyncio.run(_await(result)) if inspect.isawaitable(result) else result
 
 

@@ -241,7 +241,7 @@ async def test_a_score_that_is_not_finite_is_said():
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("remote", {}, r"rewards\[0\]\.kwargs: remote takes .*'urls'; add what is missing"),
+        ("remote", {}, r"rewards\[0\]\.kwargs: remote takes .*'urls'; give what it takes"),
         ("remote", {"urls": []}, "urls: List should have at least 1"),
         ("remote", {"urls": "http://h"}, "urls: Input should be a valid list"),
         ("remote", {"urls": ["h:9000"]}, "urls.0: is no http:// or https:// URL; write it"),

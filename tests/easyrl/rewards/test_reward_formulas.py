@@ -136,13 +136,13 @@ def test_a_template_that_opens_the_thought():
         ("length_target", {"alpha": -1.0}, "alpha: .*greater than 0"),
         ("length_target", {"end_of_thought": []}, "end_of_thought: .*at least 1"),
         ("length_target", {"end_of_thought": "</think>"}, "end_of_thought: .*list"),
-        ("overlong", {}, "overlong takes .*missing a required argument: 'max_tokens'; add"),
+        ("overlong", {}, "overlong takes .*missing a required argument: 'max_tokens'; give"),
         ("overlong", {"max_tokens": 0}, "max_tokens: .*greater than 0"),
         ("overlong", {"max_tokens": 10, "buffer": 0.0}, "buffer: .*greater than 0"),
         ("overlong", {"max_tokens": 10, "buffer": 1.5}, "buffer: .*less than or equal to 1"),
         ("repetition", {"ngram_size": 0}, "ngram_size: .*greater than 0"),
         ("repetition", {"ngram_size": "40"}, "ngram_size: .*integer"),
-        ("repetition", {"ngrams": 3}, "repetition takes .*got an unexpected .*'ngrams'; remove"),
+        ("repetition", {"ngrams": 3}, "repetition takes .*got an unexpected .*'ngrams'; give"),
     ],
 )
 def test_wrong_kwargs_are_refused_at_the_start(name, kwargs, message):
