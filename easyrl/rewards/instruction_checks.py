@@ -24,7 +24,9 @@ Texts = Annotated[list[Text], Field(min_length=1)]
 _ABBREVIATIONS = re.compile(
     r"\b(Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|Inc|Ltd|Co|vs|etc|e\.g|i\.e|approx|No|Fig|U\.S|a\.m|p\.m)\."
 )
-_SENTENCE_END = re.compile(r"(?:[.!?…]+[\"'”’)\]*_]*(?=\s|$))|[。！？]+")
+# Every pattern here takes time that grows with the text, not with its square: a response may be a
+# hundred thousand characters of whatever a model falls into. Hence the look behind.
+_SENTENCE_END = re.compile(r"(?:(?<![.!?…])[.!?…]++[\"'”’)\]*_]*+(?=\s|$))|[。！？]+")
 _POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}  # with or without spaces
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
@@ -115,7 +117,7 @@ def _first_word_of_paragraph(
 
 
 def _placeholders(response: str, *, num_placeholders: NonNegativeInt) -> bool:
-    return len(re.findall(r"\[.*?\]", response)) >= num_placeholders
+    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= num_placeholders
 
 
 def _postscript(response: str, *, postscript_marker: Text) -> bool:
@@ -125,7 +127,7 @@ def _postscript(response: str, *, postscript_marker: Text) -> bool:
 
 
 def _bullets(response: str, *, num_bullets: NonNegativeInt) -> bool:
-    return len(re.findall(r"^\s*(?:\*[^*\n]|-)", response, re.MULTILINE)) == num_bullets
+    return len(re.findall(r"^[^\S\n]*(?:\*[^*\n]|-)", response, re.MULTILINE)) == num_bullets
 
 
 def _constrained(response: str) -> bool:
@@ -151,7 +153,11 @@ def _is_json(response: str) -> bool:
 
 
 def _has_title(response: str) -> bool:
-    return any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", response))
+    for line in response.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if 0 <= start < end and line[start:end].strip("<> "):
+            return True
+    return False
 
 
 def _two_responses(response: str) -> bool:

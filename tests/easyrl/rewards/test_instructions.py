@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -164,6 +166,17 @@ def test_what_follows_an_instruction_and_what_does_not(name, arguments, followin
     assert [text for text in following if not follows(name, text, arguments)] == []
     assert [text for text in others if follows(name, text, arguments)] == []
     assert not follows(name, " \n", arguments)
+
+
+@pytest.mark.parametrize(
+    "piece", ["[", "<", "*", ".", "\n", " ", '"', "-", "{", "*a", "<<\n", ". "]
+)
+def test_no_text_takes_long(piece):
+    """Patterns whose time grew with the square would take minutes here."""
+    start_s = time.process_time()
+    for name, arguments, *_ in CASES:
+        follows(name, f"a{piece * (200_000 // len(piece))}b", arguments)
+    assert time.process_time() - start_s < 10.0
 
 
 def test_every_check_has_a_case():
