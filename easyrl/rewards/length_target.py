@@ -19,14 +19,14 @@ def length_target(
     token_ids: Sequence[np.ndarray],
     *,
     alpha: PositiveFloat = 0.0003,
-    key: str = "target_tokens",
+    field: str = "target_tokens",
     end_of_thought: TokenIds | None = None,
 ) -> list[float]:
     r"""How far a response's length is from its target (INTELLECT-2, arXiv 2505.07291, §3.1.2):
 
     .. math:: -\alpha \, |l_{target} - l_y|
 
-    with the target ``prompt.metadata[key]`` and ``l_y`` the tokens of the response, both in tokens;
+    with the target ``prompt.metadata[field]`` and ``l_y`` the tokens of the response, both in tokens;
     ``alpha`` as published (§4.1). With ``end_of_thought``, the token ids of ``</think>``, the
     tokens before their first occurrence are counted instead, all if there is none.
 
@@ -34,22 +34,22 @@ def length_target(
     """
     if not texts:
         return []
-    target = _target(prompt, key)
+    target = _target(prompt, field)
     lengths = [_length(ids, end_of_thought) for ids in token_ids]
     return [-alpha * abs(target - length) for length in lengths]
 
 
-def check_prompt(prompt: Prompt, *, key: str = "target_tokens", **_: Any) -> None:
+def check_prompt(prompt: Prompt, *, field: str = "target_tokens", **_: Any) -> None:
     """Raises ``ValueError`` if the prompt has no target."""
-    _target(prompt, key)
+    _target(prompt, field)
 
 
-def _target(prompt: Prompt, key: str) -> int:
-    target = prompt.metadata.get(key)
+def _target(prompt: Prompt, field: str) -> int:
+    target = prompt.metadata.get(field)
     if isinstance(target, bool) or not isinstance(target, int) or target < 1:
         raise ValueError(
-            f"{key!r} of the prompt is {target!r}; it must be a number of tokens from 1: give "
-            f"data.template_values.{key}, or a field of each record"
+            f"{field!r} of the prompt is {target!r}; it must be a number of tokens from 1: give "
+            f"data.template_values.{field}, or a field of each record"
         )
     return target
 

@@ -19,14 +19,14 @@ def thinking_toggle(
     texts: Sequence[str],
     token_ids: Sequence[np.ndarray],
     *,
-    key: str = "thinking",
+    field: str = "thinking",
     think_in_prompt: bool = False,
 ) -> list[float]:
     """1.0 where a response's tags are those of its prompt's mode, else 0.0 (Llama-Nemotron's format
     rewards, arXiv 2505.00949).
 
     *on*: ``<think>…</think>``, each tag once, the thought and what follows it not empty. *off*:
-    neither tag. The mode is ``prompt.metadata[key]`` where that is there, else what the system
+    neither tag. The mode is ``prompt.metadata[field]`` where that is there, else what the system
     message says, else the question: ``detailed thinking on`` or ``off``, the last one counts.
 
     ``think_in_prompt``: with *on* the chat template already wrote ``<think>``, and the response
@@ -36,29 +36,29 @@ def thinking_toggle(
     """
     if not texts:
         return []
-    if not _is_on(prompt, key):
+    if not _is_on(prompt, field):
         return [float("<think>" not in text and "</think>" not in text) for text in texts]
     opening = "<think>" if think_in_prompt else ""
     return [float(_thinks(opening + text)) for text in texts]
 
 
-def check_prompt(prompt: Prompt, *, key: str = "thinking", **_: Any) -> None:
+def check_prompt(prompt: Prompt, *, field: str = "thinking", **_: Any) -> None:
     """Raises ``ValueError`` if the prompt does not say whether to think."""
-    _is_on(prompt, key)
+    _is_on(prompt, field)
 
 
-def _is_on(prompt: Prompt, key: str) -> bool:
-    if key in prompt.metadata:
-        mode = prompt.metadata[key]
+def _is_on(prompt: Prompt, field: str) -> bool:
+    if field in prompt.metadata:
+        mode = prompt.metadata[field]
         if mode not in ("on", "off"):
-            raise ValueError(f"{key!r} of the prompt is {mode!r}; it must be 'on' or 'off'")
+            raise ValueError(f"{field!r} of the prompt is {mode!r}; it must be 'on' or 'off'")
         return bool(mode == "on")
     for text in (prompt.system, prompt.text):
         if modes := _MODE.findall(text):
             return bool(modes[-1].lower() == "on")
     raise ValueError(
-        f"the prompt says neither 'detailed thinking on' nor 'off', and has no {key!r}; write "
-        f"data.system_prompt='detailed thinking {{{key}}}' with data.template_values.{key}, or "
+        f"the prompt says neither 'detailed thinking on' nor 'off', and has no {field!r}; write "
+        f"data.system_prompt='detailed thinking {{{field}}}' with data.template_values.{field}, or "
         "give each record a system message"
     )
 

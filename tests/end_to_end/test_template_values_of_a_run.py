@@ -89,7 +89,7 @@ def test_every_reward_is_reported_by_itself(runs):
     ("options", "message"),
     [
         (
-            ["rewards=[{name: length_target, kwargs: {key: length}}]"],
+            ["rewards=[{name: length_target, kwargs: {field: length}}]"],
             "rewards[0]: length_target cannot score ",
         ),
         (["rewards=[{name: overlong}]"], "rewards[0].kwargs: overlong takes "),

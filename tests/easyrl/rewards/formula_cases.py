@@ -82,6 +82,7 @@ def check_thinking_toggle(reward: Reward) -> None:
         ("hm</think>72", 0.0, 0.0),
         ("<think>a</think>b<think>c</think>d", 0.0, 0.0),
         ("so <think>hm</think>72", 0.0, 0.0),
+        ("<think><think>a</think>b", 0.0, 0.0),
         ("72", 0.0, 1.0),
         ("I think 72", 0.0, 1.0),
     ]

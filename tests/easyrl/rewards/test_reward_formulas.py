@@ -153,7 +153,7 @@ def test_wrong_kwargs_are_refused_at_the_start(name, kwargs, message):
 def test_kwargs_that_fit_are_accepted():
     check_rewards(
         [
-            RewardConfig(name="thinking_toggle", kwargs={"key": "mode", "think_in_prompt": True}),
+            RewardConfig(name="thinking_toggle", kwargs={"field": "mode", "think_in_prompt": True}),
             RewardConfig(name="length_target", kwargs={"alpha": 1, "end_of_thought": [8, 9]}),
             RewardConfig(name="overlong", kwargs={"max_tokens": 10, "buffer": 1}),
             RewardConfig(name="repetition"),
@@ -178,7 +178,7 @@ def test_a_prompt_that_cannot_be_scored_is_found_at_the_start(name, asked, messa
     rewards = [RewardConfig(name="exact"), RewardConfig(name=name)]
     check_prompts(rewards, [fits])
     with pytest.raises(
-        ConfigError, match=rf"rewards\[1\]: {name} cannot score p.jsonl:6: {message}"
+        ConfigError, match=rf"rewards\[1\]: {name} cannot score p.jsonl:6: .*{message}"
     ):
         check_prompts(rewards, [fits, asked])
     with pytest.raises(ValueError, match=message):
