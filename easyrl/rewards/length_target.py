@@ -26,8 +26,8 @@ def length_target(
 
     .. math:: -\alpha \, |l_{target} - l_y|
 
-    with the target ``prompt.metadata[field]`` and ``l_y`` the tokens of the response, both in tokens;
-    ``alpha`` as published (§4.1). With ``end_of_thought``, the token ids of ``</think>``, the
+    with the target ``prompt.metadata[field]`` and ``l_y`` the response's length, both in tokens,
+    and ``alpha`` as published (§4.1). With ``end_of_thought``, the token ids of ``</think>``, the
     tokens before their first occurrence are counted instead, all if there is none.
 
     Raises ``ValueError`` if the prompt has no target.
