@@ -224,7 +224,11 @@ def test_a_value_that_nobody_would_read_is_refused(tmp_path, tokenizer, record, 
 
 
 def test_the_longest_variant_decides_whether_a_prompt_fits(tmp_path, tokenizer):
-    shortest, longest = (len(rendered("question 0", t, m)) for t, m in ((500, "on"), (2000, "off")))
+    shortest, longest = (
+        len(tokenizer(rendered("question 0", target, mode))["input_ids"])
+        for target, mode in ((500, "on"), (2000, "off"))
+    )
+    assert longest == shortest + 2
     load(tmp_path, tokenizer, questions(1), max_prompt_tokens=longest, on_long_prompt="fail")
     with pytest.raises(BadRecordError, match=f"the prompt has {longest} tokens"):
         load(tmp_path, tokenizer, questions(1), max_prompt_tokens=shortest, on_long_prompt="fail")
