@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "dataloaders.prompts": "schema config",
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
-    "rewards": "schema config runtime.user_code runtime.workers.worker_pool",
+    "rewards": "schema config runtime.user_code runtime.workers.worker_pool"
+    " inference_client.api_keys",
     # the endpoints
     "inference_client": "schema config completion_check runtime.frames",
     "inference_client.fetching": "schema config completion_check runtime.frames runtime.machine"

@@ -12,6 +12,12 @@ import jinja2
 
 from easyrl.config import DatasetConfig
 from easyrl.dataloaders.prompts.records import BadRecordError, Record
+from easyrl.dataloaders.prompts.template_values import (
+    Value,
+    combinations,
+    filled,
+    placeholders,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +33,8 @@ class Question:
     text: str  # the prompt field, or the last user message of a chat
     rendered: str  # what is tokenised
     answer: str | None
-    metadata: Mapping[str, Any]  # the other fields
+    metadata: Mapping[str, Any]  # the other fields, and the values of the templates' placeholders
+    system: str = ""  # the system message, as it was filled; empty without one
 
 
 class QuestionReader:
@@ -65,9 +72,13 @@ class QuestionReader:
                 f"{source_key}.chat_template_kwargs: {clash} are set by EasyRL; remove"
             )
 
-    def __call__(self, record: Record) -> Question:
-        """Raises ``BadRecordError`` if the record is damaged, a field missing, empty or wrongly
-        typed, or if the chat template refuses it.
+        self.combinations = combinations(config.template_values)
+
+    def __call__(self, record: Record) -> list[Question]:
+        """One question for every combination of the values in ``template_values``.
+
+        Raises ``BadRecordError`` if the record is damaged, a field missing, empty or wrongly typed,
+        or if the chat template refuses it.
         """
         if record.problem is not None:
             raise BadRecordError(record.problem)
@@ -96,8 +107,36 @@ class QuestionReader:
         answer = None if fields.answer is None else self._answer(record, fields.answer)
         used = {fields.prompt, fields.answer}
         metadata = {key: value for key, value in record.values.items() if key not in used}
-        rendered = self._render(prompt, messages)
-        return Question(record.location, prompt, rendered, answer, metadata)
+        self._check_placeholders(messages, metadata)
+        questions = []
+        for values in self.combinations:
+            system, rendered = self._render(prompt, messages, values)
+            with_values = {**metadata, **values}
+            questions.append(
+                Question(record.location, prompt, rendered, answer, with_values, system)
+            )
+        return questions
+
+    def _check_placeholders(
+        self, messages: list[dict[str, Any]] | None, metadata: Mapping[str, Any]
+    ) -> None:
+        """Raises ``BadRecordError`` if a drawn value could not be read, or hid a field."""
+        choices, key = self.config.template_values, self.source_key
+        if clash := sorted(choices.keys() & metadata):
+            raise BadRecordError(
+                f"has a field {clash[0]!r}, which {key}.template_values draws; rename one of them"
+            )
+        if not messages:
+            return
+        has_system = messages[0]["role"] == "system"
+        read = "" if has_system else self.config.system_prompt or ""
+        if unread := sorted(choices.keys() - placeholders(read, choices)):
+            why = "has a system message of its own" if has_system else "is a chat"
+            raise BadRecordError(
+                f"the prompt {why}, so that {{{unread[0]}}} of {key}.template_values would not be "
+                f"read: {key}.prompt_template is for plain text, and {key}.system_prompt for chats "
+                "without a system message"
+            )
 
     def _field(self, record: Record, field: str, name: str) -> Any:
         """A field by its name, else by the dotted path ``outer.inner``."""
@@ -141,20 +180,23 @@ class QuestionReader:
             )
         return answer
 
-    def _render(self, prompt: str, messages: list[dict[str, Any]] | None) -> str:
+    def _render(
+        self, prompt: str, messages: list[dict[str, Any]] | None, values: Mapping[str, Value]
+    ) -> tuple[str, str]:
+        """The system message, and the whole text that is tokenised."""
         config = self.config
-        # Not str.format: templates are full of LaTeX braces.
-        user_message = config.prompt_template.replace("{prompt}", prompt)
+        user_message = filled(config.prompt_template, {**values, "prompt": prompt})
         if not config.apply_chat_template:
             if messages is not None:
                 raise BadRecordError(
                     f"the prompt is a chat; set {self.source_key}.apply_chat_template=true or "
                     "give plain text"
                 )
-            return user_message
+            return "", user_message
         messages = messages or [{"role": "user", "content": user_message}]
         if config.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": config.system_prompt}, *messages]
+            system_prompt = filled(config.system_prompt, values)
+            messages = [{"role": "system", "content": system_prompt}, *messages]
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -171,7 +213,7 @@ class QuestionReader:
                 f"{self.source_key}.system_prompt, or correct {self.source_key}.chat_template"
             ) from error
         assert isinstance(text, str)
-        return text
+        return messages[0]["content"] if messages[0]["role"] == "system" else "", text
 
 
 def _messages(name: str, items: list[Any]) -> list[dict[str, Any]]:

@@ -68,6 +68,13 @@ def _contradictions(config: Config, recipe: Recipe) -> list[str]:
             "trainer.old_policy: lagged has no effect with a recipe without a ratio to the old "
             "policy; use auto"
         )
+    if isinstance(recipe, DAPO) and recipe.overlong_buffer > 0:
+        problems += [
+            f"rewards[{index}].name: overlong is in the recipe already (recipe.overlong_buffer is "
+            f"{recipe.overlong_buffer}); remove it, or set recipe.overlong_buffer=0"
+            for index, reward in enumerate(config.rewards)
+            if reward.name == "overlong"
+        ]
     has_frozen_models = needs.reference or (
         needs.old_policy and (trainer.old_policy == "lagged" or trainer.updates_per_batch > 1)
     )

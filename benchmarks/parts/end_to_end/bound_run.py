@@ -156,7 +156,9 @@ def measure(job: BoundJob) -> list[BatchCost]:
     torch.set_num_threads(1)
     pin_process(0, cpus[:1])
     trained = train_batches(run, job.batches, config, weights)
-    by_index = {p.index: p for p in load_data(config.data, load_tokenizer(config), "data")}
+    by_index = {
+        p.index: p for p in load_data(config.data, load_tokenizer(config), "data", config.run.seed)
+    }
     costs: list[BatchCost] = []
     concurrencies = job.concurrencies
     for v in job.batches:

@@ -159,6 +159,14 @@ BAD = {
         ["recipe={name: dapo, overlong_buffer: 0, overlong_penalty: 0.5}"],
         "recipe.overlong_penalty: has no effect without a buffer; remove it, or set",
     ),
+    "punishment twice": (
+        [
+            "recipe.name=dapo",
+            "rewards=[{name: exact}, {name: overlong, kwargs: {max_tokens: 1024}}]",
+        ],
+        "rewards[1].name: overlong is in the recipe already (recipe.overlong_buffer is 0.2); "
+        "remove it, or set recipe.overlong_buffer=0",
+    ),
     "clip that never acts": (
         ["recipe.clip_eps_high=0.28"],
         "recipe.clip_eps_high: never acts with one update per batch (the ratio is 1); remove it, "
@@ -188,6 +196,12 @@ def test_a_bad_value_names_its_key_and_the_remedy(tmp_path: Path, own: Path, nam
         load_recipe(config)
     lines = [line.strip() for line in str(caught.value).splitlines()]
     assert any(line.startswith(message.replace("OWN", str(own))) for line in lines), caught.value
+
+
+def test_the_overlong_reward_goes_with_dapo_without_its_own(tmp_path: Path) -> None:
+    overlong = "rewards=[{name: overlong, kwargs: {max_tokens: 1024}}]"
+    load_recipe(load(tmp_path, overlong))
+    load_recipe(load(tmp_path, overlong, "recipe={name: dapo, overlong_buffer: 0.0}"))
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
