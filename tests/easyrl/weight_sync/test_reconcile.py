@@ -10,9 +10,10 @@ from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
+from easyrl.weight_sync.delivery import FanOut
 from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import MOST_LATE, DamagedCopy, FanOut, Reconciler
+from easyrl.weight_sync.reconcile import MOST_LATE, DamagedCopy, Reconciler
 from easyrl.weight_sync.target import MOST_CHUNKS
 from tests.easyrl.weight_sync.scripted_endpoint import (
     PUSH,
@@ -633,8 +634,8 @@ async def slow() -> None:
 
 @pytest.fixture
 def no_patience(monkeypatch):
-    monkeypatch.setattr("easyrl.weight_sync.reconcile.GIVING_UP_S", 0.0)
-    monkeypatch.setattr("easyrl.weight_sync.reconcile.WATCH_INTERVAL_S", 0.005)
+    monkeypatch.setattr("easyrl.weight_sync.delivery.GIVING_UP_S", 0.0)
+    monkeypatch.setattr("easyrl.weight_sync.delivery.WATCH_INTERVAL_S", 0.005)
 
 
 @pytest.mark.parametrize("late_at", ["push", "stamp"])
