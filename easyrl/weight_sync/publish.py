@@ -149,15 +149,14 @@ class WeightSync:
         owing, self._owing = self._owing, {}
         if not owing:
             return published
-        delivery, failed = Delivery(None), {}
-        fan_out = None
-        if self._canaries is not None:
-            fan_out, running = self._canaries
-            self._answer_questions(fan_out, delivery, canary=True)
+        delivery = Delivery(None)
+        errors: dict[str, EndpointError] = {}
+        fan_out, running = self._canaries or (None, None)
+        self._answer_questions(fan_out, delivery, canary=True)
+        if running is not None:
             delivery.shown, errors = _split(running.result())
-            self._canaries, failed = None, {url: error.reason for url, error in errors.items()}
-        else:
-            self._answer_questions(None, delivery, canary=True)
+        self._canaries = None
+        failed = {url: error.reason for url, error in errors.items()}
         expected = next((shown.expected for shown in delivery.shown.values()), None)
         failed, said = self.collectives.broadcast([failed, expected and expected.to_json()])
         passed = {url: shown for url, shown in owing.items() if url not in failed}
