@@ -48,7 +48,7 @@ class AdvantageInputs:
     """What advantages may depend on beside their own groups."""
 
     # with scope "batch" what ``Recipe.batch_rewards`` says of each group of the optimizer step, of
-    # all data-parallel ranks, in the order of the prompts; else the rewards [G] of the group at hand
+    # all data-parallel ranks, in the order of the prompts; else the rewards [G] of the one group
     rewards: tuple[np.ndarray, ...]
 
 
