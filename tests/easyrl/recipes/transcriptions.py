@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -328,13 +329,14 @@ class Packed:
 
 def packed(recipes: ModuleType, recipe: Any, batches: Batches) -> Packed:
     """What ``recipe``, of the package ``recipes``, makes of ``batches``."""
-    run = recipes.recipe.RunSettings(MAX_TOKENS, NUM_GENERATIONS, 1.0, 0, WEIGHTS)
+    interface, finished = (import_module(f"{recipes.__name__}.{n}") for n in ("recipe", "groups"))
+    run = interface.RunSettings(MAX_TOKENS, NUM_GENERATIONS, 1.0, 0, WEIGHTS)
     advantages, weights, sequence_index, denominators = [], [], [], []
     sequences: list[SampleKey] = []
     places: list[np.ndarray] = []
     for b, groups in enumerate(batches.groups):
         shared = [recipe.batch_rewards(group, run) for group in groups]
-        for p, group in enumerate(recipes.groups.trained_groups(recipe, run, groups, shared)):
+        for p, group in enumerate(finished.trained_groups(recipe, run, groups, shared)):
             for response in group.responses:
                 size = len(response.tokens)
                 own = np.array([b, p, response.sample])[:, None].repeat(size, axis=1)
@@ -345,7 +347,7 @@ def packed(recipes: ModuleType, recipe: Any, batches: Batches) -> Packed:
                 sequences.append(SampleKey(b, p, response.sample))
         denominators.append(recipe.denominator(groups, run))
     at = tuple(torch.from_numpy(each) for each in np.concatenate(places, axis=1))
-    terms = recipes.recipe.Terms(
+    terms = interface.Terms(
         advantages=torch.from_numpy(np.concatenate(advantages)),
         loss_weights=torch.from_numpy(np.concatenate(weights)),
         inference_logprobs=batches.old[at],
@@ -364,7 +366,8 @@ def check_recipe(recipes: ModuleType, case: Case, batches: Batches) -> dict[str,
 
     ``recipes``: the package ``easyrl.recipes``, or a copy of it.
     """
-    recipe = recipes.loading.BUILT_IN[case.recipe](**case.settings)
+    loading = import_module(f"{recipes.__name__}.loading")
+    recipe = loading.BUILT_IN[case.recipe](**case.settings)
     row = packed(recipes, recipe, batches)
     expected = case.advantages(batches)
     got = expected.clone()
