@@ -19,10 +19,10 @@ from torch import Tensor
 
 from easyrl.schema import Completion, Prompt, RolloutGroup, SampleKey, Score, VersionSpan
 
-NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS = 3, 4, 6
+NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS = 2, 4, 6
 WEIGHTS = {"exact": 1.0, "format": 0.25}
 ADVANTAGE_TOLERANCE = 1e-5  # some are float32
-LOSS_TOLERANCE = 1e-12  # of sums of up to 72 terms; an absolute one for what cancels
+LOSS_TOLERANCE = 1e-12  # of sums of up to 48 terms; an absolute one for what cancels
 
 
 @dataclass(frozen=True)
