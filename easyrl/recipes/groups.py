@@ -21,7 +21,7 @@ def trained_groups(
     ``batch_rewards``: ``Recipe.batch_rewards`` of all groups of the optimizer step, for scope
     ``batch``. Raises ``ValueError`` if what the recipe returns does not fit the groups.
     """
-    if recipe.scope == "batch":
+    if recipe.scope == "batch" and groups:  # a rank may have none
         advantages = list(recipe.advantages(groups, run, AdvantageInputs(tuple(batch_rewards))))
     else:
         advantages = []
