@@ -92,7 +92,7 @@ def _contradictions(config: Config, recipe: Recipe) -> list[str]:
         )
     if recipe.rejects and trainer.max_steps is None and trainer.lr_schedule != "constant":
         problems.append(
-            f"name: {config.recipe.name} rejects groups, so that the run's last step is not "
+            f"recipe.name: {config.recipe.name} rejects groups, so that the run's last step is not "
             f"known, which trainer.lr_schedule={trainer.lr_schedule} needs; set trainer.max_steps, "
             "or lr_schedule: constant"
         )
