@@ -204,8 +204,8 @@ class FakeLedger:
         self.events.append(f"certify {account.batch}")
         self.closed.append(account)
 
-    def save(self, progress):
-        self.events.append("save")
+    def save(self, progress, *, kept_for=""):
+        self.events.append(f"save for {kept_for}" if kept_for else "save")
 
     def save_if_due(self, progress):
         pass
