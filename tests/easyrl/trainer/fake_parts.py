@@ -25,6 +25,7 @@ from easyrl.schema import (
     RolloutGroup,
     Score,
     ServedWeights,
+    StoppedByAlarm,
     StopRequested,
     TooManyExcluded,
     VersionSpan,
@@ -284,7 +285,12 @@ def make_trainer(
             stop=stop or StopRequest(grace_s=60.0),
             is_interruption=lambda error: isinstance(
                 error,
-                FakeOutage | StopRequested | BatchWithdrawn | TooManyExcluded | NoEndpointServes,
+                FakeOutage
+                | StopRequested
+                | StoppedByAlarm
+                | BatchWithdrawn
+                | TooManyExcluded
+                | NoEndpointServes,
             ),
             record=record,
             max_tokens=100,
