@@ -22,7 +22,7 @@ class AlarmsConfig(Section):
 
     on_alarm: OnAlarm = "warn"  # checkpoint: writes one that stays; stop: saves and ends, status 2
     warmup_batches: NonNegativeInt = 5  # the first of the run, which are not looked at
-    window: PositiveInt = 10  # batches of a median; what a run began with is the first window
+    window: PositiveInt = 11  # batches of a median; what a run began with is the first window
     entropy_collapse: Remaining | None = 0.1  # of the policy's entropy, with no new best reward
     entropy_rebound: Share | None = 0.5  # of what the entropy has fallen, regained
     length_collapse: Remaining | None = 0.5  # of the mean response length, with no better reward

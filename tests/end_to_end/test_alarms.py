@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.parts.random_model import write_prompts
-from easyrl.commands.verify import main as verify
+from easyrl.metrics.alarms.rules import RULES
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
 from easyrl.schema import NEEDS_CHANGE
 from tests.end_to_end.conftest import ServedModel
-from tests.end_to_end.trainer_run import run_to_end, run_trainer, start_ranks, trainer_command
+from tests.end_to_end.trainer_run import (
+    ROOT,
+    run_to_end,
+    run_trainer,
+    start_ranks,
+    trainer_command,
+    trainer_environment,
+)
 
 BATCH, STEPS = 4, 5
 # Of the first two batches' prompts the responses are told apart, of the others not.
@@ -38,9 +47,7 @@ def command(folder: Path, run: str, served: ServedModel, *options: str) -> list[
         f"weight_sync.directory={folder / 'weights'}",
     ]
     prompts = folder / "prompts.jsonl"
-    return trainer_command(
-        folder / run, served.model, prompts, [served.url], *settings, *options
-    )
+    return trainer_command(folder / run, served.model, prompts, [served.url], *settings, *options)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +74,15 @@ def checkpoints(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
+def assert_on_policy(run: Path) -> None:
+    verify = [sys.executable, "-m", "easyrl", "verify", str(run)]
+    result = subprocess.run(
+        verify, cwd=ROOT, env=trainer_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.runs
 def test_a_checkpoint_of_the_alarm_stays_and_the_run_goes_on(
     folder: Path, served: ServedModel
 ) -> None:
@@ -75,7 +91,7 @@ def test_a_checkpoint_of_the_alarm_stays_and_the_run_goes_on(
     assert alarms(run) == [("no_signal", 3)] and shown(run) == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert "alarm no_signal behind step 3: 1 of the groups have equal rewards" in printed
     assert checkpoints(run) == ["step-3", "step-5"]
-    assert verify([str(run)]) == 0
+    assert_on_policy(run)
 
 
 def test_a_stop_ends_with_status_2_and_a_resume_goes_on(folder: Path, served: ServedModel) -> None:
@@ -88,9 +104,10 @@ def test_a_stop_ends_with_status_2_and_a_resume_goes_on(folder: Path, served: Se
     assert checkpoints(run) == ["step-3"] and shown(run) == [0.0, 0.0, 1.0]
     run_trainer([*stopping, "--resume"])
     assert alarms(run) == [("no_signal", 3)] and shown(run) == [0.0, 0.0, 1.0, 1.0, 1.0]
-    assert verify([str(run)]) == 0
+    assert_on_policy(run)
 
 
+@pytest.mark.runs
 def test_two_ranks_stop_together(folder: Path, served: ServedModel) -> None:
     run, log = folder / "ranks", folder / "ranks.log"
     stopping = command(folder, "ranks", served, "alarms.on_alarm=stop")
@@ -104,3 +121,25 @@ def test_two_ranks_stop_together(folder: Path, served: ServedModel) -> None:
     assert statuses == [NEEDS_CHANGE] * 2, log.read_text()[-3000:]
     assert log.read_text().count("easyrl: alarm no_signal behind step 3") == 2
     assert checkpoints(run) == ["step-3"] and alarms(run) == [("no_signal", 3)]
+
+
+@pytest.mark.runs
+def test_the_demo_which_learns_raises_nothing(tmp_path: Path) -> None:
+    """40 steps of a healthy run, every alarm switched on as it is by default."""
+    demo = [sys.executable, "-m", "easyrl.demo", "--run-dir", str(tmp_path / "demo")]
+    result = subprocess.run(
+        [*demo, "trainer.max_steps=40"],
+        cwd=ROOT,
+        env=trainer_environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    metrics = [m for m in read_metrics(tmp_path / "demo/metrics.jsonl") if "reward/mean" in m]
+    assert len(metrics) == 40
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.1
+    judged = {name for m in metrics for name in m if name.startswith("alarm/")}
+    assert judged == {f"alarm/{rule.name}" for rule in RULES if rule.name != "kl"}
+    assert all(m[name] == 0.0 for m in metrics for name in judged)
+    assert alarms(tmp_path / "demo") == []
