@@ -35,7 +35,8 @@ def open_reporter(
     num_steps: int | None,
 ) -> StepReporter:
     """Figures go on after ``progress``; the trackers are told the ``certificate``'s hash last."""
-    trackers, alarms = [], None
+    trackers: list[Tracker] = []
+    alarms: Alarms | None = None
     if run.ranks.is_first:
         trackers = _open_trackers(run.config, run.output, progress, num_steps)
         alarms = Alarms(run.config.alarms, run.record)
