@@ -89,7 +89,7 @@ def test_a_checkpoint_of_the_alarm_stays_and_the_run_goes_on(
     run = folder / "kept"
     printed = run_trainer(command(folder, "kept", served, "alarms.on_alarm=checkpoint"))
     assert alarms(run) == [("no_signal", 3)] and shown(run) == [0.0, 0.0, 1.0, 1.0, 1.0]
-    assert "alarm no_signal behind step 3: 1 of the groups have equal rewards" in printed
+    assert "alarm no_signal behind step 3: 100% of the groups have equal rewards" in printed
     assert checkpoints(run) == ["step-3", "step-5"]
     assert_on_policy(run)
 

@@ -160,8 +160,8 @@ RULES: tuple[Rule, ...] = (
         side="above",
         when="the share of responses cut off at `rollout.max_tokens` has risen by a quarter",
         says=(
-            "{now:.2g} of the responses are cut off at rollout.max_tokens, {before:.2g} were at "
-            "first (limit {threshold:g} more)"
+            "{now:.0%} of the responses are cut off at rollout.max_tokens, {before:.0%} were at "
+            "first (limit {threshold:.0%} more)"
         ),
         source=(
             "DAPO (arXiv 2503.14476, §3.4): the reward of responses that are cut off is noise; "
@@ -179,8 +179,8 @@ RULES: tuple[Rule, ...] = (
         side="above",
         when="three quarters of the groups or more have equal rewards, or are rejected",
         says=(
-            "{now:.2g} of the groups have equal rewards or are rejected, and teach nothing "
-            "(limit {threshold:g})"
+            "{now:.0%} of the groups have equal rewards or are rejected, and teach nothing "
+            "(limit {threshold:.0%})"
         ),
         source=(
             "DAPO (arXiv 2503.14476, §3.2): groups of equal rewards have no gradient, and become "
@@ -211,8 +211,8 @@ RULES: tuple[Rule, ...] = (
         side="above",
         when="five times its first window, or five times 0.01 where that was less",
         says=(
-            "{now:.2g} of the tokens are clipped, {before:.2g} were at first (limit {threshold:g} "
-            "times as many, and of 0.01 where that is more)"
+            "{now:.1%} of the tokens are clipped, {before:.1%} were at first (limit {threshold:g} "
+            "times as many, and of 1% where that is more)"
         ),
         source=(
             "INTELLECT-2 (arXiv 2505.07291, §3.5, fig. 9b): the share of clipped tokens rises "
@@ -244,8 +244,8 @@ RULES: tuple[Rule, ...] = (
         side="above",
         when="the share of repeated n-grams has risen by a fifth",
         says=(
-            "{now:.2g} of the responses' n-grams are repetitions, {before:.2g} were at first "
-            "(limit {threshold:g} more)"
+            "{now:.0%} of the responses' n-grams are repetitions, {before:.0%} were at first "
+            "(limit {threshold:.0%} more)"
         ),
         source=(
             "Demystifying Long Chain-of-Thought (arXiv 2502.03373): responses repeat themselves "

@@ -67,7 +67,7 @@ def test_a_stop_saves_gives_the_open_batch_up_and_can_be_resumed() -> None:
         trainer.fit()
     assert raised.value.status == NEEDS_CHANGE
     text = str(raised.value)
-    assert text.startswith("alarm no_signal behind step 2: 1 of the groups have equal rewards")
+    assert text.startswith("alarm no_signal behind step 2: 100% of the groups have equal rewards")
     assert text.endswith("\nstep 2 is saved; go on with --resume")
     assert events[-3:] == ["begin [4, 5] run:0:2", "batch closed", "save"]
     assert reported[-1][0] == 2 and reported[-1][1]["alarm/no_signal"] == 1.0
@@ -117,4 +117,4 @@ def test_two_ranks_act_alike_though_only_the_first_judges(on_alarm: Any) -> None
         assert first == [[], [], saved, saved]
     else:
         assert first[:2] == [[], []] and len(first) == 3
-        assert first[2].startswith("3: alarm no_signal behind step 3: 1 of the groups")
+        assert first[2].startswith("3: alarm no_signal behind step 3: 100% of the groups")
