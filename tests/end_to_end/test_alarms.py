@@ -123,7 +123,7 @@ def test_two_ranks_stop_together(folder: Path, served: ServedModel) -> None:
     assert checkpoints(run) == ["step-3"] and alarms(run) == [("no_signal", 3)]
 
 
-@pytest.mark.runs
+@pytest.mark.slow
 def test_the_demo_which_learns_raises_nothing(tmp_path: Path) -> None:
     """40 steps of a healthy run, every alarm switched on as it is by default."""
     demo = [sys.executable, "-m", "easyrl.demo", "--run-dir", str(tmp_path / "demo")]
@@ -133,7 +133,7 @@ def test_the_demo_which_learns_raises_nothing(tmp_path: Path) -> None:
         env=trainer_environment(),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     metrics = [m for m in read_metrics(tmp_path / "demo/metrics.jsonl") if "reward/mean" in m]
