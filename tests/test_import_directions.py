@@ -95,6 +95,7 @@ MAY_IMPORT = {
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
     " ledger.account ledger.exclusions runtime.device_time trainer.accumulation trainer.parts",
     "trainer.parts": "schema ledger.certificate.records trainer.accumulation",
+    "trainer.alarm_actions": "schema config metrics.alarms runtime.collectives trainer.parts",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls

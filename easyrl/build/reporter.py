@@ -10,6 +10,7 @@ from easyrl.build.run import OpenRun
 from easyrl.config import Config
 from easyrl.config.file import public_tree
 from easyrl.ledger.certificate.writer import Certificate
+from easyrl.metrics.alarms.alarms import Alarms
 from easyrl.metrics.console import ConsoleView
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
@@ -19,6 +20,7 @@ from easyrl.metrics.trackers import (
     TensorBoardTracker,
     Tracker,
     WandbTracker,
+    read_metrics,
 )
 from easyrl.runtime.run_files import METRICS_FILE
 from easyrl.schema import Progress
@@ -33,9 +35,12 @@ def open_reporter(
     num_steps: int | None,
 ) -> StepReporter:
     """Figures go on after ``progress``; the trackers are told the ``certificate``'s hash last."""
-    trackers = []
+    trackers: list[Tracker] = []
+    alarms: Alarms | None = None
     if run.ranks.is_first:
         trackers = _open_trackers(run.config, run.output, progress, num_steps)
+        alarms = Alarms(run.config.alarms, run.record)
+        alarms.add_earlier(read_metrics(run.output / METRICS_FILE))
     for tracker in trackers:
         run.opened.callback(tracker.close)
     if certificate is not None:
@@ -45,6 +50,7 @@ def open_reporter(
         run.ranks.world_size + len(inference.pool.endpoints),
         trackers=trackers,
         mismatch=LogprobMismatch(run.config) if run.ranks.is_first else None,
+        alarms=alarms,
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from easyrl.engines.base import LogprobComparison, MetricSums, StepResult
+from easyrl.metrics.repetition import count_ngrams
 from easyrl.runtime.collectives import Collectives
 from easyrl.schema import GroupOutcome, RolloutGroup
 
@@ -53,12 +54,15 @@ class BatchTotals:
             self.arrived_s.append(group.completed_s)
         rewards = group.rewards.astype(np.float64)
         lengths = np.array([len(c.token_ids) for c in group.completions])
+        ngrams = [count_ngrams(c.token_ids) for c in group.completions]
         sums = {
             "groups": 1.0,
             "prompt_tokens": float(len(group.prompt.token_ids)),
             "responses": float(len(rewards)),
             "response_tokens": float(lengths.sum()),
             "truncated": float(sum(c.truncated for c in group.completions)),
+            "ngrams": float(sum(each.num for each in ngrams)),
+            "repeated_ngrams": float(sum(each.num_repeated for each in ngrams)),
             "reward": float(rewards.sum()),
             "reward_std": float(rewards.std()),
             "flat_groups": float(np.ptp(rewards) == 0),
@@ -186,6 +190,7 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "response/mean_tokens": _ratio(sums["response_tokens"], responses),
         "response/max_tokens": totals.metrics.maxima.get("response_length", 0.0),
         "response/truncated": _ratio(sums["truncated"], responses),
+        "response/repetition": _ratio(sums["repeated_ngrams"], sums["ngrams"]),
         "tokens/prompt": sums["prompt_tokens"],
         "tokens/response": sums["response_tokens"],
         "tokens/compared": loss_tokens,  # with the inference server; policy/* are means over them
