@@ -60,6 +60,7 @@ setup(
         "typer>=0.19",
     ],
     extras_require={
+        "adam8bit": ["bitsandbytes>=0.50"],  # the first with 8-bit optimizers on a CPU too
         "megatron": ["megatron-core==0.16.1"],
         "liger": ["liger-kernel>=0.6"],  # fused RMSNorm, rotary embedding and SwiGLU on CUDA
         "npu": ["torch-npu>=2.8"],
