@@ -23,7 +23,7 @@ NUM_STEPS = 4
 STAGES = {"adamw": (0, 1, 2, 3), "adam8bit": (0, 1, 2, 3), "muon": (0, 1, 2)}
 # An eps of the gradients' size and more: AdamW's step is no sign of the gradient, which would be
 # the same at any scale, and rounding is not magnified where the gradient is nearly zero.
-LEARNING_RATE, MUON_LEARNING_RATE, EPS, WEIGHT_DECAY = 0.5, 0.1, 1.0, 0.05
+LEARNING_RATE, MUON_LEARNING_RATE, EPS, WEIGHT_DECAY = 0.5, 0.02, 1.0, 0.05
 MOMENTUM = 0.9
 SETTINGS: dict[str, dict[str, Any]] = {
     name: {
@@ -48,7 +48,7 @@ def installed() -> list[str]:
 def prepare(folder: Path) -> None:
     """Three layers, so that two halves of their matrices are not whole matrices; a head that is
     not tied."""
-    for seed, name in enumerate(("policy", "reference")):
+    for seed, name in enumerate(("policy", "reference", "old")):
         save_tiny_model(folder / name, "qwen3", seed=seed, num_hidden_layers=3)
     (folder / "prompts.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
 
@@ -109,6 +109,24 @@ def plain_muon(policy: PreTrainedModel) -> Optimizers:
         adjust_lr_fn="match_rms_adamw",
     )
     return [muon, torch.optim.AdamW(adam_groups(outer), lr=LEARNING_RATE, eps=EPS)]
+
+
+def exact_newton_schulz(
+    gradient: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> Tensor:
+    """torch's iteration (``torch.optim._muon``) in fp64 where torch rounds to bf16.
+
+    With it on both sides what is compared is the arithmetic before and after it.
+    """
+    a, b, c = coefficients
+    x = gradient.double()
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.T if is_tall else x).to(gradient.dtype)
 
 
 def adam_groups(parameters: Any) -> list[dict[str, Any]]:

@@ -41,9 +41,9 @@ from tests.easyrl.engines.optimizer_cases import (
 from tests.easyrl.engines.test_deepspeed_engine import ROOT, run
 from tests.tiny_models import save_tiny_model
 
-# Of the weights' movement. Muon rounds to bf16 before it orthogonalises; of 8-bit moments some
-# are rounded to the other neighbour.
-MOVED = {"adamw": 3e-5, "adam8bit": 5e-3, "muon": 3e-2}
+# Of the weights' movement, in fp32 against fp64. Of 8-bit moments some are rounded to the other
+# neighbour; Muon magnifies small singular values.
+MOVED = {"adamw": 5e-4, "adam8bit": 5e-3, "muon": 5e-3}
 Results = dict[str, Any]
 
 
@@ -58,11 +58,14 @@ class Launch(NamedTuple):
             if case.startswith(f"{kind}/{name}")
         }
         assert found, (kind, name)
+        for case, ranks in found.items():
+            assert "error" not in ranks[0], f"{kind}/{case}: {ranks[0]['error']}"
         return found
 
 
 @pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.runs)], ids=["alone", "two-ranks"]
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.runs, id=f"ranks-{n}") for n in (1, 2)],
 )
 def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     num_ranks = request.param
@@ -120,6 +123,13 @@ def test_running_means_are_of_divided_and_clipped_gradients(launch: Launch) -> N
         for step in ranks[0]["steps"]:
             assert step["num_averages"] > 30, case
             assert step["averages"] < MOVED["muon"], (case, step)
+
+
+def test_muon_as_torch_rounds_it(launch: Launch) -> None:
+    """To bf16 before it orthogonalises; in the first step, as later ones drift apart."""
+    (ranks,) = launch.cases("rounded").values()
+    first, *_ = ranks[0]["steps"]
+    assert first["averages"] < 2e-5 and first["moved"] < 5e-2, first  # measured 2e-2
 
 
 def test_a_denominator_that_is_left_out_is_seen(launch: Launch, name: str) -> None:
