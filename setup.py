@@ -69,6 +69,7 @@ setup(
         # sides of benchmarks/shared_prompt.py, and TRL of benchmarks/end_to_end
         "bench": ["prefix-grouper==0.0.1.post1", "trl==1.16.0"],
         "dev": [
+            "bitsandbytes>=0.50",
             "build",
             "hypothesis>=6.100",
             "kernels",  # Hugging Face's; tests prove that our folder does not hide it

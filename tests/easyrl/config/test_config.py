@@ -542,6 +542,18 @@ def test_the_key_variable_must_be_set(tmp_path, monkeypatch):
     check_paths(config)
 
 
+def test_bitsandbytes_must_be_installed(tmp_path, monkeypatch):
+    config = load(tmp_path, MINIMAL, *existing(tmp_path), "trainer.optimizer=adam8bit")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    message = re.escape("trainer.optimizer: adam8bit needs bitsandbytes, which is not installed")
+    with pytest.raises(ConfigError, match=message):
+        check_paths(config)
+    (tmp_path / "bitsandbytes.py").write_text("")
+    importlib.invalidate_caches()
+    check_paths(config)
+
+
 def test_wandb_must_be_installed(tmp_path, monkeypatch):
     config = load(tmp_path, MINIMAL, *existing(tmp_path), "run.trackers=[tensorboard, wandb]")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
