@@ -4,8 +4,8 @@ Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) orthogonalises the 
 matrix; the update has AdamW's size (0.2 √max(rows, columns); Liu et al. 2025, Muon is Scalable for
 LLM Training, arXiv 2502.16982), so that learning rate and weight decay are AdamW's too.
 
-Clip and division come before it. DeepSpeed's own Muon is another thing: with ZeRO 2 and 3 it adds
-gradients to the momentum before they are divided, and measures and clips the update.
+Division and clip come before it. In DeepSpeed's own Muon (0.19.8, but for bf16 with ZeRO-1)
+gradients join the momentum before they are divided, and the update is what is measured and clipped.
 """
 
 from __future__ import annotations
