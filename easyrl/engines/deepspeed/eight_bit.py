@@ -60,7 +60,8 @@ def restore_quantised(optimizer: torch.optim.Optimizer, shard: Shard, saved: Sav
     if not saved.numel(key):  # written before the first step
         optimizer.state.pop(shard.tensor, None)
         return
-    made: Any = type(optimizer)([shard.tensor])
+    make: Any = type(optimizer)
+    made = make([shard.tensor])
     made.init_state(made.param_groups[0], shard.tensor, 0, 0)
     state = made.state[shard.tensor]
     for kind in (*CODES, *SCALES):

@@ -31,7 +31,7 @@ def make_optimizer(
         "betas": trainer.adam_betas,
         "eps": trainer.adam_eps,
     }
-    fused = {"fused": fused_adam(device, offload=trainer.offload_optimizer)}
+    fused: dict[str, Any] = {"fused": fused_adam(device, offload=trainer.offload_optimizer)}
     optimizer: torch.optim.Optimizer
     if trainer.optimizer == "muon":
         optimizer = MuonWithAdamW(
