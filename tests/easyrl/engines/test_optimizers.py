@@ -41,9 +41,9 @@ from tests.easyrl.engines.optimizer_cases import (
 from tests.easyrl.engines.test_deepspeed_engine import ROOT, run
 from tests.tiny_models import save_tiny_model
 
-# Of the weights' movement, in fp32 against fp64. Of 8-bit moments some are rounded to the other
-# neighbour; Muon magnifies small singular values.
-MOVED = {"adamw": 5e-4, "adam8bit": 5e-3, "muon": 5e-3}
+# Of the weights' movement, in fp32 against fp64, at worst that of a norm, which moves little;
+# measured 1e-4. Of 8-bit moments some are rounded to the other neighbour; measured 1e-3.
+MOVED = {"adamw": 5e-4, "adam8bit": 5e-3, "muon": 5e-4}
 Results = dict[str, Any]
 
 
@@ -106,27 +106,28 @@ def test_steps_are_those_of_the_plain_optimizer_on_the_mean_loss(launch: Launch,
         for steps in (rank["steps"] for rank in ranks):
             assert len(steps) == NUM_STEPS
             for i, step in enumerate(steps):
-                # later gradients are those of weights that already differ
-                norm = 1e-5 if i == 0 or name == "adamw" else MOVED[name]
+                # in 8 bits later gradients are those of weights that differ a little
+                norm = 1e-3 if i > 0 and name == "adam8bit" else 1e-5  # measured 1e-4, 6e-6
                 assert step["norm"] < norm, (case, i, step)
                 assert step["moved"] < MOVED[name], (case, i, step)
-                if i == 0 or name == "adamw":
-                    assert step["averages"] < 2e-5, (case, i, step)
             assert any(step["clipped"] for step in steps) == case.endswith("/clipped"), case
         if len(launch.ranks) == 1:
             assert len({step["rows"] for step in ranks[0]["steps"]}) > 1, case
 
 
-def test_running_means_are_of_divided_and_clipped_gradients(launch: Launch) -> None:
-    """Muon's momentum and AdamW's first moments beside it, of every weight."""
-    for case, ranks in launch.cases("steps", "muon").items():
-        for step in ranks[0]["steps"]:
+@pytest.mark.parametrize("elementwise", ["adamw", "muon"])
+def test_running_means_are_of_divided_and_clipped_gradients(
+    launch: Launch, elementwise: str
+) -> None:
+    """First moments, Muon's momentum: of every weight, in every step."""
+    for case, ranks in launch.cases("steps", elementwise).items():
+        for step in (step for rank in ranks for step in rank["steps"]):
             assert step["num_averages"] > 30, case
-            assert step["averages"] < MOVED["muon"], (case, step)
+            assert step["averages"] < 3e-5, (case, step)  # measured 1e-5
 
 
 def test_muon_as_torch_rounds_it(launch: Launch) -> None:
-    """To bf16 before it orthogonalises; in the first step, as later ones drift apart."""
+    """In bf16, which the other comparisons leave out on both sides."""
     (ranks,) = launch.cases("rounded").values()
     first, *_ = ranks[0]["steps"]
     assert first["averages"] < 2e-5 and first["moved"] < 0.2, first  # measured 0.08
