@@ -289,7 +289,7 @@ class WeightSync:
         }
         failed |= {url: error.reason for url, error in errors.items()}
         expected = next((shown.expected for shown in delivery.shown.values()), None)
-        return failed, expected and expected.to_json(), stopped_by
+        return failed, None if expected is None else expected.to_json(), stopped_by
 
     # ---- the pool, which belongs to the producer's loop ----------------------------------------
 
