@@ -7,7 +7,8 @@ for the new version, and the digest of the weights that they serve (docs/endpoin
 endpoint that returns in mid-batch is brought to the served version without the trainer. The canary
 of one that is known runs beside the next batch's first requests, whose responses wait for it.
 
-Read ``publish.py`` (all ranks, once per batch) → ``delivery.py`` (many endpoints at once) →
-``reconcile.py`` (an endpoint is brought to the target) → ``push.py``, ``proof.py`` → ``confirm.py``
-(who serves the target, also in mid-batch).
+Read ``publish.py`` (all ranks, once per batch) → ``delivery.py`` (the weights are written, and the
+trainer is asked about samples) → ``fan_out.py`` (many endpoints at once) → ``reconcile.py`` (an
+endpoint is brought to the target) → ``push.py``, ``proof.py`` → ``confirm.py`` (who serves the
+target, also in mid-batch).
 """

@@ -51,6 +51,8 @@ class ConfirmedEndpoints:
         self._settled = asyncio.Event()  # they do not move
         self._work: set[asyncio.Future[Shown]] = set()  # under way for the target
         self._confirmations: dict[str, Confirmation] = {}  # of the target, by URL
+        # that owe the target's canary; also those that the pool has forgotten since
+        self._owing: list[Endpoint] = []
         self._told: dict[str, int] = {}  # by URL, the last good proof of the last failure told of
 
     @property
@@ -75,12 +77,15 @@ class ConfirmedEndpoints:
         target.published()
         self._told = {}
         owing = {url for url, s in shown.items() if s.owes_canary}
+        self._owing = []
         self._confirmations = {
             url: self._confirmation(url, s) for url, s in shown.items() if url not in owing
         }
         for endpoint in self.pool.endpoints:
             if endpoint.url in shown and endpoint.excluded is None and not endpoint.leaving:
                 self.pool.confirm(endpoint, target.version, cleared=endpoint.url not in owing)
+                if endpoint.url in owing:
+                    self._owing.append(endpoint)
         if not owing:
             self._settled.set()
 
@@ -96,10 +101,11 @@ class ConfirmedEndpoints:
         assert self._target is not None
         self._target.expected = self._target.expected or expected
         self._confirmations |= {url: self._confirmation(url, s) for url, s in shown.items()}
-        for endpoint in self.pool.endpoints:
+        owing, self._owing = self._owing, []
+        for endpoint in owing:
             if endpoint.url in shown:
                 self.pool.clear(endpoint)
-            elif endpoint.url in failed and not endpoint.cleared.is_set():
+            else:
                 self.pool.quarantine(endpoint, failed[endpoint.url])
         if self._confirmations:
             self._settled.set()

@@ -1,21 +1,42 @@
-"""Delivery: a version goes to many endpoints at once, and the trainer is asked for them all."""
+"""Delivery: the weights are written and go to many endpoints; the trainer answers for them all."""
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
-from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
-from easyrl.inference_client.pool.endpoint_pool import Endpoint
-from easyrl.schema import Completion
-from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, TensorTee
-from easyrl.weight_sync.canary import Expected
+from easyrl.engines.base import TrainEngine
+from easyrl.inference_client.errors import (
+    EndpointError,
+    EndpointUnavailable,
+    NoEndpointError,
+    Outage,
+)
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.runtime.collectives import Collectives
+from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.stopping import StopRequest
+from easyrl.schema import Completion, MicroBatch, NoEndpointServes, StopRequested
+from easyrl.weight_sync.broadcasting import Broadcaster
+from easyrl.weight_sync.canary import Canary, Expected
+from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.proof import Shown
-from easyrl.weight_sync.push import GIVING_UP_S
-from easyrl.weight_sync.reconcile import Reconciler
+from easyrl.weight_sync.reconcile import DamagedCopy, Reconciler
+from easyrl.weight_sync.store import WeightStore
 from easyrl.weight_sync.target import Target
+
+logger = logging.getLogger(__name__)
+
+MOST_WRITES = 3  # while one version is published, if what was written is damaged each time
+
+RAISED_EVERYWHERE: dict[str, type[Exception]] = {
+    "StopRequested": StopRequested,
+    "Outage": Outage,
+    "NoEndpointError": NoEndpointServes,  # all are excluded
+}
 
 
 @dataclass(slots=True)
@@ -56,145 +77,225 @@ class Delivery:
         return found
 
 
-@dataclass
-class FanOut:
-    """Brings ``target`` to ``endpoints``, each by a coroutine of its own. In the pool's loop.
+@dataclass(kw_only=True)
+class Deliverer:
+    """Writes a version of the weights and brings it to every endpoint that is up.
 
-    The trainer's log-probabilities are a collective of the main threads, so an endpoint's coroutine
-    cannot ask for them itself: it leaves its canary samples here and waits. Whoever is ready, has
-    passed or waits for the trainer, waits for the rest no longer than they may be silent.
+    Methods are called by all ranks, of which the first has ``store``, ``reconciler`` and
+    ``broadcaster`` at work; the trainer's answers to canaries are a collective of all.
 
     Attributes:
-        canary: whether the trainer is asked about their samples.
-        canary_follows: their canary may be owed (``Reconciler.reconcile``).
-        owing: by URL, what those have shown that serve ``target`` and owe their canary, which is
-            all that they are asked for.
-        tee: what is broadcast first; whom that does not reach is pushed to.
-        num_broadcast: how many the broadcast has reached.
+        stop: ends the waiting for an endpoint.
+        max_outage_s: how long all endpoints may be down.
+        broadcaster: of a transport that broadcasts.
     """
 
+    engine: TrainEngine
+    pool: EndpointPool
+    thread: LoopThread
+    collectives: Collectives
+    canary: Canary
+    dummy: Callable[[], MicroBatch]
+    stop: StopRequest
+    max_outage_s: float
+    store: WeightStore
     reconciler: Reconciler
-    endpoints: Sequence[Endpoint]
-    target: Target
-    canary: bool
-    canary_follows: bool = False
-    owing: Mapping[str, Shown] = field(default_factory=dict)
-    tee: TensorTee | None = None
-    num_broadcast: int = 0
+    broadcaster: Broadcaster | None
 
     def __post_init__(self) -> None:
-        self._num_passed = 0
-        self._ready_s: float | None = None  # since when one is ready and waits for others
-        self._num_open = len(self.endpoints)  # coroutines that have not ended
-        self._questions: dict[str, tuple[Sequence[Completion], asyncio.Future[Expected]]] = {}
-        self._changed = asyncio.Event()  # a question has come, or a coroutine has ended
-        self._is_sampling = False  # an endpoint has proved its bits
+        self._num_damaged = 0  # copies, while the present version is published
+        self._foreseen: Sequence[Completion] = ()  # canary samples of the version before
 
-    async def run(self) -> dict[str, Shown | EndpointError]:
-        """What became of each, by URL. Raises what is no ``EndpointError``.
+    def begin_version(self) -> None:
+        """Another version is going to be published: no copy of it has been damaged yet."""
+        self._num_damaged = 0
 
-        ``EndpointUnavailable``: it is gone; another ``EndpointError``: it failed for good. After a
-        cancellation endpoints are told to give up what they were being given.
+    def foresee(self, shown: Mapping[str, Shown]) -> None:
+        """The canary samples in ``shown`` are most often those of the next version, too."""
+        self._foreseen = next((s.samples for s in shown.values() if s.samples), self._foreseen)
+
+    def deliver(
+        self,
+        version: str,
+        *,
+        canary: bool,
+        canary_follows: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Delivery:
+        """Writes the weights and brings them to every live endpoint until at least one has passed.
+
+        Or until one has not because of a damaged copy. The first push goes on while the weights are
+        gathered and written. Collective.
         """
-        tasks: list[asyncio.Task[Shown | EndpointError]] = []
-        watch: asyncio.Task[None] | None = None
-        try:
-            if self.tee is not None:
-                self.num_broadcast = await self.reconciler.broadcast(
-                    self.endpoints, self.target, self.tee
+        is_first = self.collectives.ranks.rank == 0
+        delivery = Delivery(self.store.begin(version) if is_first else None)
+        is_written = False
+        deadline_s = time.monotonic() + self.max_outage_s
+        while not delivery.passed and delivery.damage is None:
+            urls = self._live_urls(deadline_s)
+            excluded: dict[str, str] = {}
+            if delivery.target is not None:
+                excluded = self._fan_out(
+                    urls,
+                    delivery,
+                    canary,
+                    canary_follows=canary_follows,
+                    write=not is_written,
+                    meanwhile=meanwhile,
                 )
-            tasks = [asyncio.create_task(self._bring(endpoint)) for endpoint in self.endpoints]
-            watch = asyncio.create_task(self._leave_late(tasks))
-            outcomes = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            if watch is not None:
-                watch.cancel()
-            if self.tee is not None:
-                self.tee.close()
-            self._num_open = 0
-            self._changed.set()
-        return {e.url: outcome for e, outcome in zip(self.endpoints, outcomes, strict=True)}
+            else:
+                if not is_written:
+                    for _ in self.engine.named_weights():
+                        pass
+                    meanwhile()
+                self.answer_questions(None, delivery, canary)
+            is_written = True
+            owing = [url for url, shown in delivery.shown.items() if shown.owes_canary]
+            agreed = self.collectives.broadcast(
+                [list(delivery.shown), owing, excluded, delivery.damage]
+            )
+            delivery.passed, delivery.owing, excluded, delivery.damage = agreed
+            self.exclude(excluded)
+        return delivery
 
-    async def sampling(self) -> bool:
-        """Waits until an endpoint makes its canary samples; False if all have, or have ended.
+    def is_written_again(self, delivery: Delivery) -> bool:
+        """Whether ``delivery`` met a damaged copy and has to be repeated, on every rank the same.
 
-        Before that the loop has answers to look after, which the trainer's work would hold up.
+        If that does not help, those that passed are used. Raises ``Outage`` if there is none.
         """
-        while not self._is_sampling and self._num_open > len(self._questions):
-            self._changed.clear()
-            await self._changed.wait()
-        return self._num_open > len(self._questions)
-
-    async def questions(self) -> dict[str, Sequence[Completion]]:
-        """Canary samples by URL, when every coroutine has asked or ended; none at the end."""
-        while self._num_open > len(self._questions):
-            self._changed.clear()
-            await self._changed.wait()
-        return {url: samples for url, (samples, _) in self._questions.items()}
-
-    async def answer(self, expected: Mapping[str, Expected]) -> None:
-        """What the trainer says of the samples of ``questions``."""
-        self._ready_s = None  # what they owe after this starts anew
-        asked, self._questions = self._questions, {}
-        for url, (_, answer) in asked.items():
-            if not answer.done():  # it may have gone down while it waited
-                answer.set_result(expected[url])
-
-    def _sampling(self) -> None:
-        self._is_sampling = True
-        self._changed.set()
-
-    async def _bring(self, endpoint: Endpoint) -> Shown | EndpointError:
-        try:
-            shown = await self._shown_by(endpoint)
-            self._num_passed += 1
-            return shown
-        except EndpointError as error:
-            if isinstance(error, EndpointUnavailable) and endpoint.down is None:
-                self.reconciler.pool.set_aside(endpoint, error)
-            return error
-        finally:
-            self._num_open -= 1
-            self._changed.set()
-
-    async def _shown_by(self, endpoint: Endpoint) -> Shown:
-        reconciler, target = self.reconciler, self.target
-        if (shown := self.owing.get(endpoint.url)) is not None:
-            return await reconciler.compare(endpoint, target, self._ask, shown, self._sampling)
-        return await reconciler.reconcile(
-            endpoint,
-            target,
-            self._ask if self.canary else None,
-            self._sampling,
-            canary_follows=self.canary and self.canary_follows,
+        if delivery.damage is None:
+            return False
+        self._num_damaged += 1
+        if self._num_damaged < MOST_WRITES:
+            logger.warning("weight sync: the weights are written again: %s", delivery.damage)
+            return True
+        if delivery.passed:
+            return False
+        raise Outage(
+            f"the weights were damaged on the trainer's host, {MOST_WRITES} times in a row: "
+            f"{delivery.damage}; see what else writes into weight_sync.directory"
         )
 
-    async def _leave_late(self, tasks: Sequence[asyncio.Task[Shown | EndpointError]]) -> None:
-        """Ends the waiting for endpoints that answer each request in time, and slowly.
+    def answer_questions(self, fan_out: FanOut | None, delivery: Delivery, canary: bool) -> None:
+        """Asks the trainer what endpoints want to know, until all have ended. Collective.
 
-        The clock runs over all their answers, from when another is ready. A silent one fails by the
-        limit of a single request before.
+        While they make samples, it is asked about those of the version before: seeds are the
+        same and a step is small, so that most often the new weights give the same tokens.
         """
-        patience_s = self.reconciler.timeout_s + GIVING_UP_S
+        foreseen: Expected | None = None
+        foresees = bool(self._foreseen)
+        if canary and foresees and fan_out is not None:
+            foresees = self.thread.run(fan_out.sampling())
+        if canary and self.collectives.broadcast(foresees):
+            mine = {"": self._foreseen} if fan_out is not None else {}
+            foreseen = next(iter(self.ask_trainer(mine).values()), None)
         while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            if not self._questions and not self._num_passed:
+            samples = {} if fan_out is None else self.thread.run(fan_out.questions())
+            known = {url: foreseen for url, s in samples.items() if foreseen and foreseen.is_of(s)}
+            asked = {url: s for url, s in samples.items() if url not in known}
+            if fan_out is not None and known and not asked:
+                self.thread.run(fan_out.answer(known))
                 continue
-            self._ready_s = self._ready_s or time.monotonic()
-            if time.monotonic() - self._ready_s < patience_s:
-                continue
-            for endpoint, task in zip(self.endpoints, tasks, strict=True):
-                owes = not task.done() and endpoint.url not in self._questions
-                if owes and endpoint.down is None:
-                    self.reconciler.late(endpoint, self.target.version)
+            if not self.collectives.broadcast(bool(asked)):
+                return
+            start_s = time.monotonic()
+            expected = self.ask_trainer(asked)
+            if fan_out is not None:
+                self.thread.run(fan_out.answer({**known, **expected}))
+            delivery.asking_s += time.monotonic() - start_s
 
-    async def _ask(self, url: str, samples: Sequence[Completion]) -> Expected:
-        answer: asyncio.Future[Expected] = asyncio.get_running_loop().create_future()
-        self._questions[url] = samples, answer
-        self._changed.set()
+    def ask_trainer(self, samples: Mapping[str, Sequence[Completion]]) -> dict[str, Expected]:
+        """What the trainer says of rank 0's canary ``samples``, by URL. Collective."""
+        return self.canary.ask_trainer(samples, self.engine, self.collectives, self.dummy)
+
+    def exclude(self, problems: Mapping[str, str]) -> None:
+        """Excludes by URL; a pool may not know an endpoint yet, or no longer."""
+
+        async def exclude() -> None:
+            for endpoint in self.pool.endpoints:
+                if endpoint.url in problems and endpoint.excluded is None:
+                    self.pool.exclude(endpoint, problems[endpoint.url])
+
+        if problems:
+            self.thread.run(exclude())
+
+    def _live_urls(self, deadline_s: float) -> list[str]:
+        """Endpoints that are up, on every rank the same, as soon as there is one.
+
+        Rank 0's reasons to stop are raised on every rank.
+        """
+        urls: list[str] = []
+        stopped_by, reason = "", ""
+        if self.collectives.ranks.rank == 0:
+            limit_s = max(deadline_s - time.monotonic(), 0.0)
+            waiting = self.thread.submit(self.pool.until_live(limit_s))
+            try:
+                with self.stop.wakes(lambda _: waiting.cancel()):
+                    urls = [endpoint.url for endpoint in waiting.result()]
+            except (CancelledError, NoEndpointError) as error:
+                ended = self.stop.error if isinstance(error, CancelledError) else error
+                if ended is None:
+                    raise
+                stopped_by, reason = type(ended).__name__, str(ended)
+        urls, stopped_by, reason = self.collectives.broadcast([urls, stopped_by, reason])
+        if stopped_by:
+            raise RAISED_EVERYWHERE[stopped_by](reason)
+        return urls
+
+    def _fan_out(
+        self,
+        urls: Sequence[str],
+        delivery: Delivery,
+        canary: bool,
+        *,
+        canary_follows: bool,
+        write: bool,
+        meanwhile: Callable[[], object],
+    ) -> dict[str, str]:
+        """Has ``urls`` reconciled, while the weights are written if ``write``. Rank 0.
+
+        Returns who failed for good and why.
+        """
+        live = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
+        endpoints = self.reconciler.waited_for(live)
+        broadcaster, target = self.broadcaster, delivery.target
+        assert target is not None
+        tee = broadcaster.begin() if write and broadcaster is not None else None
+        fan_out = FanOut(
+            self.reconciler,
+            endpoints,
+            target,
+            canary=canary,
+            canary_follows=canary_follows,
+            tee=tee,
+        )
+        running = self.thread.submit(fan_out.run())
         try:
-            return await answer
-        finally:
-            self._questions.pop(url, None)
+            if write:
+                named_weights = self.engine.named_weights()
+                if tee is not None:
+                    named_weights = tee.pass_on(named_weights)
+                elif broadcaster is not None:
+                    named_weights = broadcaster.note(named_weights)
+                self.store.write(target, named_weights, self.thread.loop)
+                meanwhile()
+            self.answer_questions(fan_out, delivery, canary)
+            outcomes = running.result()
+        except BaseException:
+            running.cancel()
+            raise
+        if broadcaster is not None:
+            delivery.num_broadcast = (delivery.num_broadcast or 0) + fan_out.num_broadcast
+        shown, errors = split_outcomes(outcomes)
+        delivery.shown |= shown
+        damages = (e.reason for e in errors.values() if isinstance(e, DamagedCopy))
+        delivery.damage = next(damages, None)
+        return {u: e.reason for u, e in errors.items() if not isinstance(e, EndpointUnavailable)}
+
+
+def split_outcomes(
+    outcomes: Mapping[str, Shown | EndpointError],
+) -> tuple[dict[str, Shown], dict[str, EndpointError]]:
+    """By URL, who has passed and who has not."""
+    shown = {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
+    return shown, {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 
 from easyrl.config import WeightSyncConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.api_keys import ApiKeys
-from easyrl.inference_client.errors import (
-    EndpointError,
-    EndpointUnavailable,
-    NoEndpointError,
-    Outage,
-)
+from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.transfer.artifact import weights_digest
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
-    Completion,
     Confirmation,
     InterruptedRun,
     MicroBatch,
-    NoEndpointServes,
     PolicyVersion,
     Published,
     ServedWeights,
@@ -36,22 +28,13 @@ from easyrl.schema import (
 from easyrl.weight_sync.broadcasting import Broadcaster, OpenGroup, device_broadcast
 from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
-from easyrl.weight_sync.delivery import Delivery, FanOut
+from easyrl.weight_sync.delivery import Deliverer, Delivery, split_outcomes
+from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.proof import Probe, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import DamagedCopy, Reconciler
+from easyrl.weight_sync.reconcile import Reconciler
 from easyrl.weight_sync.store import WeightStore
 from easyrl.weight_sync.target import Target
-
-logger = logging.getLogger(__name__)
-
-MOST_WRITES = 3  # while one version is published, if what was written is damaged each time
-
-RAISED_EVERYWHERE: dict[str, type[Exception]] = {
-    "StopRequested": StopRequested,
-    "Outage": Outage,
-    "NoEndpointError": NoEndpointServes,  # all are excluded
-}
 
 
 @dataclass(kw_only=True)
@@ -87,7 +70,6 @@ class WeightSync:
     def __post_init__(self) -> None:
         config = self.config
         self._prover = Prover(self.canary, self.tolerance, reads_bits=config.prove)
-        self._num_damaged = 0  # copies, while the present version is published
         self._broadcaster: Broadcaster | None = None
         if config.transport in ("nccl", "hccl"):
             open_group = self.open_group or device_broadcast(config, self.api_keys)
@@ -97,7 +79,19 @@ class WeightSync:
         pusher = WeightPusher(self._store, self._broadcaster, proof_follows=config.prove)
         self._reconciler = Reconciler(self.pool, pusher, self._prover, config.timeout_s)
         self._current: Target | None = None  # stays on the host until the next is served
-        self._foreseen: Sequence[Completion] = ()  # canary samples of the version before
+        self._delivery = Deliverer(
+            engine=self.engine,
+            pool=self.pool,
+            thread=self.thread,
+            collectives=self.collectives,
+            canary=self.canary,
+            dummy=self.dummy,
+            stop=self.stop,
+            max_outage_s=self.max_outage_s,
+            store=self._store,
+            reconciler=self._reconciler,
+            broadcaster=self._broadcaster,
+        )
         self._canaries: tuple[FanOut, Future[dict[str, Shown | EndpointError]]] | None = None
         self._owing: dict[str, Shown] = {}  # by URL, what those have shown that owe their canary
         mine = self._reconciler if self.collectives.ranks.rank == 0 else None
@@ -144,29 +138,28 @@ class WeightSync:
         The responses of an endpoint that has passed are handed out from here on. One that has not
         is out of use, what it has answered goes elsewhere, and it is brought back in mid-batch; if
         nobody has passed, the version is published once more, with canaries first. Raises what
-        ``publish`` raises then.
+        ``publish`` raises then, and ``StopRequested`` while it waits for the canaries.
         """
         owing, self._owing = self._owing, {}
         if not owing:
             return published
+        start_s = time.monotonic()
         delivery = Delivery(None)
-        errors: dict[str, EndpointError] = {}
-        fan_out, running = self._canaries or (None, None)
-        self._answer_questions(fan_out, delivery, canary=True)
-        if running is not None:
-            delivery.shown, errors = _split(running.result())
-        self._canaries = None
-        failed = {url: error.reason for url, error in errors.items()}
-        expected = next((shown.expected for shown in delivery.shown.values()), None)
-        failed, said = self.collectives.broadcast([failed, expected and expected.to_json()])
+        failed, expected, stopped_by = self.collectives.broadcast(
+            self._end_canaries(owing, delivery)
+        )
+        if stopped_by:
+            raise StopRequested(stopped_by)
         passed = {url: shown for url, shown in owing.items() if url not in failed}
-        expected = said and Expected.from_json(said)
-        self._foresee(delivery.shown)
+        expected = expected and Expected.from_json(expected)
+        self._delivery.foresee(delivery.shown)
         if self.thread.run(self.confirmed.settle(passed, failed, expected)):
-            metrics = delivery.canary_metrics() | {"sync/endpoints": float(len(self.confirmations))}
-        else:
-            _, metrics = self._bring(published.served.version)
-        return replace(published, metrics={**published.metrics, **metrics})
+            num_endpoints = float(len(self.confirmations))
+            found = delivery.canary_metrics() | {"sync/endpoints": num_endpoints}
+            return replace(published, metrics=_with_canaries(published.metrics, found))
+        _, found = self._bring(published.served.version)
+        found["time/sync_s"] = published.metrics["time/sync_s"] + time.monotonic() - start_s
+        return replace(published, metrics={**published.metrics, **found})
 
     def close(self) -> None:
         """Ends repairs, leaves the broadcast, removes the weights from the shared folder."""
@@ -191,10 +184,10 @@ class WeightSync:
             self._reconciler.probe, self._reconciler.probe_damaged = None, False
         while self.collectives.broadcast(self.config.probe and self._reconciler.probe is None):
             with self.engine.perturbed_weights():
-                delivery = self._deliver(f"{version}:probe", canary=True)
-            if self._is_written_again(delivery):
+                delivery = self._delivery.deliver(f"{version}:probe", canary=True)
+            if self._delivery.is_written_again(delivery):
                 continue
-            true = self._ask_trainer({url: s.samples for url, s in delivery.shown.items()})
+            true = self._delivery.ask_trainer({url: s.samples for url, s in delivery.shown.items()})
             problems: dict[str, str] = {}
             for url, shown in delivery.shown.items():
                 assert delivery.target is not None and shown.expected is not None
@@ -205,7 +198,7 @@ class WeightSync:
                 else:
                     self._reconciler.probe = probe
                     prover.probe_shifts[url] = probe.visible(shown.samples)
-            self._exclude(self.collectives.broadcast(problems))
+            self._delivery.exclude(self.collectives.broadcast(problems))
             if self._reconciler.probe is None:
                 self._store.discard(delivery.target)
             seconds = time.monotonic() - start_s
@@ -221,212 +214,82 @@ class WeightSync:
         canary_follows: bool = False,
     ) -> tuple[Target, dict[str, float]]:
         """Has ``version`` served and confirmed, the canaries that follow begun. Collective."""
-        self._num_damaged, probe_s = 0, 0.0
+        probe_s = 0.0
+        self._delivery.begin_version()
         while True:
             probe_s += self._learn_probe(version)
-            delivery = self._deliver(
+            delivery = self._delivery.deliver(
                 str(version),
                 canary=self.config.canary,
                 canary_follows=canary_follows,
                 meanwhile=meanwhile,
             )
-            if not self._is_written_again(delivery):
+            if not self._delivery.is_written_again(delivery):
                 break
-        target = self._share(delivery)
         shown = {
             url: delivery.shown.get(url, Shown(owes_canary=url in delivery.owing))
             for url in delivery.passed
         }
-        self.thread.run(self.confirmed.confirm(target, shown))
-        before, self._current = self._current, delivery.target
+        self._owing = {url: shown[url] for url in delivery.owing}
+        self._delivery.foresee(shown)
+        metrics = delivery.metrics()  # before canaries that follow change what was shown
+        metrics["time/probe_s"] += probe_s
+        mine = delivery.target
+        if mine is not None:  # of those that owe their canary nothing is expected yet
+            expected = (s.expected for s in shown.values() if s.expected is not None)
+            mine.expected = next(expected, None)
+            self.thread.run(self.confirmed.confirm(mine, shown))
+            self._begin_canaries(mine)
+        # What every rank needs to have endpoints prove the version later. No other rank sends
+        # requests before it: a server would make them before the canary's.
+        record = self.collectives.broadcast(None if mine is None else mine.to_json())
+        target = mine or Target.from_json(record)
+        if mine is None:
+            self.thread.run(self.confirmed.confirm(target, shown))
+        before, self._current = self._current, mine
         if before is not None and before.name != target.name:
             self._store.discard(before)  # it has been served until here
-        self._foresee(shown)
-        self._owing = {url: shown[url] for url in delivery.owing}
-        if self._owing and delivery.target is not None:
-            endpoints = [e for e in self.pool.endpoints if e.url in self._owing]
-            fan_out = FanOut(self._reconciler, endpoints, target, canary=True, owing=self._owing)
-            self._canaries = fan_out, self.thread.submit(fan_out.run())
-        metrics = delivery.metrics()
-        metrics["time/probe_s"] += probe_s
         return target, metrics
 
-    def _foresee(self, shown: Mapping[str, Shown]) -> None:
-        self._foreseen = next((s.samples for s in shown.values() if s.samples), self._foreseen)
+    # ---- canaries that follow ------------------------------------------------------------------
 
-    def _deliver(
-        self,
-        version: str,
-        *,
-        canary: bool,
-        canary_follows: bool = False,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> Delivery:
-        """Writes the weights and brings them to every live endpoint until at least one has passed.
-
-        Or until one has not because of a damaged copy. The first push goes on while the weights are
-        gathered and written. Collective.
-        """
-        is_first = self.collectives.ranks.rank == 0
-        delivery = Delivery(self._store.begin(version) if is_first else None)
-        is_written = False
-        deadline_s = time.monotonic() + self.max_outage_s
-        while not delivery.passed and delivery.damage is None:
-            urls = self._live_urls(deadline_s)
-            excluded: dict[str, str] = {}
-            if delivery.target is not None:
-                excluded = self._fan_out(
-                    urls,
-                    delivery,
-                    canary,
-                    canary_follows=canary_follows,
-                    write=not is_written,
-                    meanwhile=meanwhile,
-                )
-            else:
-                if not is_written:
-                    for _ in self.engine.named_weights():
-                        pass
-                    meanwhile()
-                self._answer_questions(None, delivery, canary)
-            is_written = True
-            owing = [url for url, shown in delivery.shown.items() if shown.owes_canary]
-            agreed = self.collectives.broadcast(
-                [list(delivery.shown), owing, excluded, delivery.damage]
-            )
-            delivery.passed, delivery.owing, excluded, delivery.damage = agreed
-            self._exclude(excluded)
-        return delivery
-
-    def _is_written_again(self, delivery: Delivery) -> bool:
-        """Whether ``delivery`` met a damaged copy and has to be repeated, on every rank the same.
-
-        If that does not help, those that passed are used. Raises ``Outage`` if there is none.
-        """
-        if delivery.damage is None:
-            return False
-        self._num_damaged += 1
-        if self._num_damaged < MOST_WRITES:
-            logger.warning("weight sync: the weights are written again: %s", delivery.damage)
-            return True
-        if delivery.passed:
-            return False
-        raise Outage(
-            f"the weights were damaged on the trainer's host, {MOST_WRITES} times in a row: "
-            f"{delivery.damage}; see what else writes into weight_sync.directory"
-        )
-
-    def _live_urls(self, deadline_s: float) -> list[str]:
-        """Endpoints that are up, on every rank the same, as soon as there is one.
-
-        Rank 0's reasons to stop are raised on every rank.
-        """
-        urls: list[str] = []
-        stopped_by, reason = "", ""
-        if self.collectives.ranks.rank == 0:
-            limit_s = max(deadline_s - time.monotonic(), 0.0)
-            waiting = self.thread.submit(self.pool.until_live(limit_s))
-            try:
-                with self.stop.wakes(lambda _: waiting.cancel()):
-                    urls = [endpoint.url for endpoint in waiting.result()]
-            except (CancelledError, NoEndpointError) as error:
-                ended = self.stop.error if isinstance(error, CancelledError) else error
-                if ended is None:
-                    raise
-                stopped_by, reason = type(ended).__name__, str(ended)
-        urls, stopped_by, reason = self.collectives.broadcast([urls, stopped_by, reason])
-        if stopped_by:
-            raise RAISED_EVERYWHERE[stopped_by](reason)
-        return urls
-
-    def _fan_out(
-        self,
-        urls: Sequence[str],
-        delivery: Delivery,
-        canary: bool,
-        *,
-        canary_follows: bool,
-        write: bool,
-        meanwhile: Callable[[], object],
-    ) -> dict[str, str]:
-        """Has ``urls`` reconciled, while the weights are written if ``write``. Rank 0.
-
-        Returns who failed for good and why.
-        """
-        live = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
-        endpoints = self._reconciler.waited_for(live)
-        broadcaster, target = self._broadcaster, delivery.target
-        assert target is not None
-        tee = broadcaster.begin() if write and broadcaster is not None else None
-        fan_out = FanOut(
-            self._reconciler,
-            endpoints,
-            target,
-            canary=canary,
-            canary_follows=canary_follows,
-            tee=tee,
-        )
+    def _begin_canaries(self, target: Target) -> None:
+        """Of those that owe theirs; on rank 0."""
+        if not self._owing:
+            return
+        endpoints = [e for e in self.pool.endpoints if e.url in self._owing]
+        fan_out = FanOut(self._reconciler, endpoints, target, canary=True, owing=self._owing)
         running = self.thread.submit(fan_out.run())
-        try:
-            if write:
-                named_weights = self.engine.named_weights()
-                if tee is not None:
-                    named_weights = tee.pass_on(named_weights)
-                elif broadcaster is not None:
-                    named_weights = broadcaster.note(named_weights)
-                self._store.write(target, named_weights, self.thread.loop)
-                meanwhile()
-            self._answer_questions(fan_out, delivery, canary)
-            outcomes = running.result()
-        except BaseException:
-            running.cancel()
-            raise
-        if broadcaster is not None:
-            delivery.num_broadcast = (delivery.num_broadcast or 0) + fan_out.num_broadcast
-        shown, errors = _split(outcomes)
-        delivery.shown |= shown
-        damages = (e.reason for e in errors.values() if isinstance(e, DamagedCopy))
-        delivery.damage = next(damages, None)
-        return {u: e.reason for u, e in errors.items() if not isinstance(e, EndpointUnavailable)}
+        running.add_done_callback(lambda _: self.thread.loop.call_soon_threadsafe(fan_out.ended))
+        self._canaries = fan_out, running
 
-    def _answer_questions(self, fan_out: FanOut | None, delivery: Delivery, canary: bool) -> None:
-        """Asks the trainer what endpoints want to know, until all have ended. Collective.
+    def _end_canaries(
+        self, owing: Collection[str], delivery: Delivery
+    ) -> tuple[dict[str, str], list[list[list[float]]] | None, str]:
+        """Waits for them; those that have passed are in ``delivery``. Collective.
 
-        While they make samples, it is asked about those of the version before: seeds are the
-        same and a step is small, so that most often the new weights give the same tokens.
+        On rank 0: by URL, why the others of ``owing`` have not; what the trainer says of their
+        samples; why the run is to stop, if it is.
         """
-        foreseen: Expected | None = None
-        foresees = bool(self._foreseen)
-        if canary and foresees and fan_out is not None:
-            foresees = self.thread.run(fan_out.sampling())
-        if canary and self.collectives.broadcast(foresees):
-            mine = {"": self._foreseen} if fan_out is not None else {}
-            foreseen = next(iter(self._ask_trainer(mine).values()), None)
-        while True:
-            samples = {} if fan_out is None else self.thread.run(fan_out.questions())
-            known = {url: foreseen for url, s in samples.items() if foreseen and foreseen.is_of(s)}
-            asked = {url: s for url, s in samples.items() if url not in known}
-            if fan_out is not None and known and not asked:
-                self.thread.run(fan_out.answer(known))
-                continue
-            if not self.collectives.broadcast(bool(asked)):
-                return
-            start_s = time.monotonic()
-            expected = self._ask_trainer(asked)
-            if fan_out is not None:
-                self.thread.run(fan_out.answer({**known, **expected}))
-            delivery.asking_s += time.monotonic() - start_s
-
-    def _ask_trainer(self, samples: Mapping[str, Sequence[Completion]]) -> dict[str, Expected]:
-        return self.canary.ask_trainer(samples, self.engine, self.collectives, self.dummy)
-
-    def _share(self, delivery: Delivery) -> Target:
-        """What every rank needs to have endpoints prove the version later. Collective."""
-        mine = delivery.target
-        if mine is not None:
-            mine.expected = next(iter(delivery.shown.values()), Shown()).expected
-        record = self.collectives.broadcast(None if mine is None else mine.to_json())
-        return mine or Target.from_json(record)
+        fan_out, running = self._canaries or (None, None)
+        errors: dict[str, EndpointError] = {}
+        stopped_by = ""
+        with self.stop.wakes(lambda _: None if running is None else running.cancel()):
+            self._delivery.answer_questions(fan_out, delivery, canary=True)
+            try:
+                if running is not None:
+                    delivery.shown, errors = split_outcomes(running.result())
+            except CancelledError:
+                if self.stop.error is None:
+                    raise
+                stopped_by = str(self.stop.error)
+        self._canaries = None
+        failed = {
+            url: "was removed before its canary" for url in owing if url not in delivery.shown
+        }
+        failed |= {url: error.reason for url, error in errors.items()}
+        expected = next((shown.expected for shown in delivery.shown.values()), None)
+        return failed, None if expected is None else expected.to_json(), stopped_by
 
     # ---- the pool, which belongs to the producer's loop ----------------------------------------
 
@@ -434,7 +297,7 @@ class WeightSync:
         """No endpoint serves a known version from here on; what rank 0 excluded, all exclude."""
         self.thread.run(self.confirmed.withdraw())
         excluded = {e.url: e.excluded for e in self.pool.endpoints if e.excluded is not None}
-        self._exclude(self.collectives.broadcast(excluded))
+        self._delivery.exclude(self.collectives.broadcast(excluded))
 
     def _refuse_late_doubts(self, version: PolicyVersion) -> None:
         """The batch that was trained must not have responses of an endpoint that failed since.
@@ -450,21 +313,12 @@ class WeightSync:
                 "checkpoint: go on with --resume, which makes it again"
             )
 
-    def _exclude(self, problems: Mapping[str, str]) -> None:
-        """Excludes by URL; a pool may not know an endpoint yet, or no longer."""
 
-        async def exclude() -> None:
-            for endpoint in self.pool.endpoints:
-                if endpoint.url in problems and endpoint.excluded is None:
-                    self.pool.exclude(endpoint, problems[endpoint.url])
-
-        if problems:
-            self.thread.run(exclude())
-
-
-def _split(
-    outcomes: Mapping[str, Shown | EndpointError],
-) -> tuple[dict[str, Shown], dict[str, EndpointError]]:
-    """By URL, who has passed and who has not."""
-    shown = {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
-    return shown, {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
+def _with_canaries(metrics: Mapping[str, float], found: Mapping[str, float]) -> dict[str, float]:
+    """``metrics`` of a version, with what was ``found`` by canaries that came behind its others."""
+    merged = {**metrics, **found}
+    for name in ("sync/canary_mean", "sync/canary_max"):
+        if name in metrics and name in found:
+            merged[name] = max(metrics[name], found[name])
+    merged["time/canary_s"] = metrics["time/canary_s"] + found["time/canary_s"]
+    return merged

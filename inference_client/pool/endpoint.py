@@ -152,11 +152,14 @@ class Endpoint:
         """A response of at most so many tokens is about to be asked for."""
         self._most_tokens = max(self._most_tokens, max_tokens)
 
+    def progressed(self) -> None:
+        """A response came; whether it can be used may be open."""
+        self.last_progress_s = self.last_answer_s = time.monotonic()
+
     def answered(self, num_tokens: int, took_s: float) -> None:
-        """A response came that can be used."""
+        """A response that came can be used."""
         self.num_completed += 1
         self.num_consecutive_failures = 0
-        self.last_progress_s = self.last_answer_s = time.monotonic()
         self._num_tokens_answered += num_tokens
         self._answered_s += took_s
 

@@ -189,7 +189,7 @@ class EndpointPool(Fleet):
         *,
         may_stream: bool,
     ) -> Completion:
-        """Waits for ``endpoint``, at which a place is taken, and gives the place back.
+        """The response of ``endpoint``, at which a place is taken, once it has been cleared.
 
         ``PromptRejected``: it serves the canary prompt and refuses this one.
         """
@@ -199,33 +199,61 @@ class EndpointPool(Fleet):
         endpoint.asked(sampling.max_tokens)
         began_s = time.monotonic()
         try:
-            try:
-                completion = await self.ask(
-                    endpoint, prompt_token_ids, sampling, seed, may_stream=may_stream
-                )
-            except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
-                raise await self._look_into(endpoint, error, sampling) from None
-            self._check_stamps(endpoint, completion, group.version)
-            response = TimedResponse(began_s, time.monotonic(), len(completion.token_ids))
+            answer = await self._answer(
+                endpoint, group, prompt_token_ids, sampling, seed, may_stream=may_stream
+            )
+            ended_s = time.monotonic()
             await endpoint.cleared.wait()  # a quarantine ends it as it ends what is in flight
         except asyncio.CancelledError:
             aborted = endpoint.attempts[task]
             if aborted is None or task.uncancel() > 0:
                 raise  # somebody else's cancellation
             raise aborted from None
-        except (PromptRejected, WrongVersion):
+        finally:
+            del endpoint.attempts[task]
+        if isinstance(answer, PromptRejected):
+            raise answer
+        response = TimedResponse(began_s, ended_s, len(answer.token_ids))
+        endpoint.answered(response.num_tokens, ended_s - began_s)
+        self.limits.answered(endpoint, group, response)
+        # the number of now: a proof that is yet to come judges all since the last good one
+        return replace(answer, proof=endpoint.proof)
+
+    async def _answer(
+        self,
+        endpoint: Endpoint,
+        group: GroupAssignment,
+        prompt_token_ids: np.ndarray,
+        sampling: SamplingConfig,
+        seed: int,
+        *,
+        may_stream: bool,
+    ) -> Completion | PromptRejected:
+        """The response, or the refusal, as it comes; the place is given back then.
+
+        So one that has yet to be cleared is kept busy, and not taken for one that hangs.
+        """
+        try:
+            try:
+                completion = await self.ask(
+                    endpoint, prompt_token_ids, sampling, seed, may_stream=may_stream
+                )
+            except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
+                problem = await self._look_into(endpoint, error, sampling)
+                if isinstance(problem, PromptRejected):
+                    return problem
+                raise problem from None
+            self._check_stamps(endpoint, completion, group.version)
+            endpoint.progressed()
+            return completion
+        except WrongVersion:
             raise
         except EndpointError as error:
             self.set_aside(endpoint, error)  # before its place is given to somebody else
             raise
         finally:
-            del endpoint.attempts[task]
             self._dispatcher.release(endpoint, group.sample_tokens)
             self._forget_if_done(endpoint)
-        endpoint.answered(response.num_tokens, response.ended_s - began_s)
-        self.limits.answered(endpoint, group, response)
-        # the number of now: a proof that is yet to come judges all since the last good one
-        return replace(completion, proof=endpoint.proof)
 
     async def ask(
         self,

@@ -307,10 +307,43 @@ async def test_what_one_answers_before_it_is_cleared_is_held_back():
         tasks = [ask(pool, seed) for seed in range(2)]
         await server.until(lambda: len(server.requests) == 2)
         await asyncio.sleep(0.2)
-        assert not any(task.done() for task in tasks) and endpoint.num_inflight == 2
+        assert not any(task.done() for task in tasks) and endpoint.num_completed == 0
         pool.clear(endpoint)
         await asyncio.wait_for(asyncio.gather(*tasks), 10)
         assert answered(tasks) == [0, 1] and len(server.requests) == 2
+        assert endpoint.num_completed == 2 and not endpoint.attempts
+
+
+async def test_one_whose_answers_are_held_back_is_kept_busy_and_does_not_hang():
+    """Each place is free as soon as its response is there; waiting is the trainer's, not its."""
+    (server,) = servers(1, num_tokens=1)
+    async with pool_of(server, max_inflight=2, progress_timeout_s=0.2) as pool:
+        (endpoint,) = pool.endpoints
+        pool.confirm(endpoint, V1, cleared=False)
+        tasks = [ask(pool, seed) for seed in range(6)]
+        await server.until(lambda: len(server.requests) == 6)
+        await asyncio.sleep(0.6)
+        assert endpoint.is_up and pool.num_retries == 0
+        assert endpoint.num_inflight == endpoint.outstanding_tokens == 0
+        assert endpoint.idle_s() > 0.5 and endpoint.s_per_token is None
+        pool.clear(endpoint)
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert answered(tasks) == list(range(6)) and len(server.requests) == 6
+        assert endpoint.s_per_token < 0.2  # that it was held back is no time of its own
+
+
+async def test_what_was_held_back_when_its_endpoint_was_removed_is_handed_out_when_it_passes():
+    (server,) = servers(1)
+    async with pool_of(server, health_interval_s=60) as pool:
+        (endpoint,) = pool.endpoints
+        pool.confirm(endpoint, V1, cleared=False)
+        task = ask(pool, 0)
+        await server.until(lambda: len(server.requests) == 1)
+        await until(lambda: endpoint.num_inflight == 0)
+        pool.remove(server.url)
+        assert pool.endpoints == [] and not task.done()
+        pool.clear(endpoint)
+        assert (await asyncio.wait_for(task, 10)).endpoint == server.url
 
 
 async def test_what_one_answers_before_it_fails_is_answered_by_another():

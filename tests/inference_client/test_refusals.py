@@ -87,6 +87,27 @@ async def test_an_endpoint_that_refuses_what_another_serves_has_a_fault():
         assert endpoint.excluded is None
 
 
+@pytest.mark.parametrize("passes", [True, False])
+async def test_a_refusal_by_one_that_is_not_cleared_counts_no_more_than_a_response(passes):
+    server, other = servers(2)
+    server.always = refuses()
+    async with pool_of(server, other, health_interval_s=60) as pool:
+        doubted, spare = pool.endpoints
+        pool.confirm(doubted, V1, cleared=False)
+        spare.down = "not up yet"
+        task = ask(pool, 3)
+        await server.until(lambda: len(server.requests) == 2)  # the canary prompt, too
+        await asyncio.sleep(0.1)
+        assert not task.done() and pool.num_retries == 0
+        spare.down = None
+        if passes:
+            pool.clear(doubted)
+        else:
+            pool.quarantine(doubted, "canary: log-probabilities differ")
+        assert (await asyncio.wait_for(task, 10)).endpoint == other.url
+        assert doubted.num_failures == int(passes)  # for refusing what the other served
+
+
 async def test_one_that_does_so_again_and_again_is_excluded():
     picky, good = servers(2)
     picky.always = refuses()

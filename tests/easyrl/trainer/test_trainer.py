@@ -217,6 +217,79 @@ def test_a_version_is_evaluated_beside_its_batch_whose_last_step_waits_and_the_l
     assert reported[2][1]["eval/avg"] == 0.25
 
 
+class Settles(FakeSync):
+    """Each version owes its canaries, which end with ``error`` or their figures."""
+
+    error = None
+
+    def settle(self, published):
+        self.events.append(f"settle {published.served.version}")
+        if self.error is not None:
+            raise self.error
+        return replace(published, metrics={**published.metrics, "sync/canary_mean": 0.5})
+
+
+def test_canaries_are_waited_for_behind_the_first_requests_and_before_all_that_follows():
+    """Before the report, which has their figures, the checkpoint, and anything is trained."""
+    events = []
+    trainer, reported = make_trainer(
+        events, num_batches=1, weight_sync=Settles(events), **telling(events)
+    )
+    trainer.fit()
+    assert events == [
+        "publish run:0:0",
+        "begin [0, 1] run:0:0",
+        "evaluate 0 run:0:0",
+        "settle run:0:0",
+        "report 0 []",
+        "save 0 of 0 batches without its evaluation",
+        "backward",
+        "backward",
+        "evaluated 0",
+        "step /12",
+        "evaluation of 0 closed",
+        "sync",
+        "certify 0",
+        "report 0 ['eval/avg']",
+        "publish run:0:1",
+        "settle run:0:1",  # nothing is begun beside it
+        "evaluate 1 run:0:1",
+        "evaluated 1",
+        "evaluation of 1 closed",
+        "report 1 ['reward/mean', 'eval/avg']",
+        "save 1 of 1 batches",
+        "end weights 1",
+    ]
+    of_steps = [metrics for _, metrics in reported if "time/sync_s" in metrics]
+    assert [metrics["sync/canary_mean"] for metrics in of_steps] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StopRequested("SIGTERM"), 0),
+        (NoEndpointServes("no usable endpoint: http://fake:1: canary"), TEMPORARY_FAILURE),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_ends_the_wait_for_canaries_ends_the_batch_and_saves_the_one_before(error, status):
+    events = []
+
+    class Ends(Settles):
+        def settle(self, published):
+            self.error = error if published.served.version.v else None
+            return super().settle(published)
+
+    trainer, reported = make_trainer(events, weight_sync=Ends(events))
+    with pytest.raises(InterruptedRun, match="step 1 is saved") as raised:
+        trainer.fit()
+    assert raised.value.status == status
+    ended = ["begin [2, 3] run:0:1", "settle run:0:1", "batch closed", "save"]
+    assert events[-len(ended) :] == ended
+    assert [step for step, _ in reported] == [0]
+    assert trainer.progress.unreported["reward/mean"] == 0.5  # goes out with --resume
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

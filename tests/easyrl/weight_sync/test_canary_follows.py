@@ -1,12 +1,14 @@
 """Canaries beside the first requests: no response is handed out before its endpoint has passed."""
 
+import threading
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
 
-from easyrl.schema import NoEndpointServes, PolicyVersion
+from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.schema import NoEndpointServes, PolicyVersion, Published, ServedWeights, StopRequested
 from tests.easyrl.weight_sync.test_weight_repair import on_all, thread_collectives
 from tests.easyrl.weight_sync.weight_sync_parts import (
     PlainEngine,
@@ -126,13 +128,13 @@ def test_where_nobody_passes_the_version_is_published_again_with_canaries_first(
             rank.sync.settle(published)
         assert response.exception(60) is not None and confirmed(rank) == {}
         return
-    deliver = rank.sync._deliver
+    deliver = rank.sync._delivery.deliver
 
     def heal(*arguments, **options):
         proxy.is_wrong = False
         return deliver(*arguments, **options)
 
-    rank.sync._deliver = heal
+    rank.sync._delivery.deliver = heal
     settled = rank.sync.settle(published)
     assert settled.served == published.served
     assert proxy.given[before:] == ["sync:0:0:probe", "sync:0:1"]
@@ -154,6 +156,128 @@ def test_ranks_share_the_verdict(proxy, second_server, open_ranks):
     assert {completion.endpoint for completion in found} == {second_server}
     assert all(confirmed(rank).keys() == {second_server} for rank in ranks)
     assert not ranks[1].pool.endpoints[0].usable(str(V1))
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_one_that_has_failed_has_to_pass_also_where_other_canaries_came_first(
+    passes, proxy, second_server, open_ranks
+):
+    (rank,) = open_ranks([proxy.url, second_server], probe=False)  # which it would fail, too
+    bring(rank, V0)
+    rank.sync._reconciler._canary_first.add(second_server)
+    proxy.is_wrong = not passes
+    first = publish(rank, V1).metrics
+    settled = rank.sync.settle(Published(ServedWeights(V1, ""), first)).metrics
+    assert 1e-5 > settled["sync/canary_mean"] >= first["sync/canary_mean"] > 0
+    assert settled["sync/endpoints"] == 1 + passes and first["time/canary_s"] > 0
+    if passes:  # one behind the other
+        assert settled["time/canary_s"] > first["time/canary_s"]
+        return
+    wait_until(lambda: "could not be given its weights back" in rank.statuses()[proxy.url])
+    assert confirmed(rank).keys() == {second_server}
+
+
+def test_one_that_is_removed_before_its_canary_has_not_passed(proxy, second_server, open_ranks):
+    """The other rank is told of the removal later, and has responses of it."""
+    ranks = open_ranks([proxy.url, second_server], num_ranks=2)
+    on_all(lambda rank: bring(rank, V0), ranks)
+    proxy.is_wrong = True
+    confirm = ranks[0].sync.confirmed.confirm
+
+    async def confirm_and_remove(*arguments):
+        await confirm(*arguments)
+        ranks[0].pool.remove(proxy.url)
+
+    ranks[0].sync.confirmed.confirm = confirm_and_remove
+    published = on_all(lambda rank: publish(rank, V1), ranks)
+    responses = [ranks[1].generate(str(V1), seed) for seed in range(4)]
+    on_all(lambda rank: rank.sync.settle(published[ranks.index(rank)]), ranks)
+    assert {response.result(60).endpoint for response in responses} == {second_server}
+    assert all(confirmed(rank).keys() == {second_server} for rank in ranks)
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_what_was_held_back_is_not_forgotten_with_an_endpoint_that_is_removed_and_added_again(
+    passes, proxy, second_server, open_ranks
+):
+    (rank,) = open_ranks([proxy.url, second_server])
+    bring(rank, V0)
+    proxy.is_wrong, before = not passes, proxy.num_answered
+    published = publish(rank, V1)
+    responses = [rank.generate(str(V1), seed) for seed in range(8)]
+    wait_until(lambda: proxy.num_answered >= before + 17)
+
+    async def remove_and_add():
+        rank.pool.remove(proxy.url)
+        rank.pool.add(proxy.url)
+
+    rank.thread.run(remove_and_add())
+    rank.sync.settle(published)
+    makers = {response.result(60).endpoint for response in responses}
+    assert makers == ({proxy.url, second_server} if passes else {second_server})
+    if passes:
+        wait_until(lambda: rank.statuses()[proxy.url] == f"confirmed {V1}")
+
+
+def test_a_rank_that_has_lost_an_endpoint_meanwhile_has_it_back_when_all_have_settled(
+    proxy, open_ranks
+):
+    ranks = open_ranks([proxy.url], num_ranks=2)
+    on_all(lambda rank: bring(rank, V0), ranks)
+    published = on_all(lambda rank: publish(rank, V1), ranks)
+    before = proxy.num_answered
+    response = ranks[1].generate(str(V1))
+    wait_until(lambda: proxy.num_answered > before)
+    (lost,) = ranks[1].pool.endpoints
+
+    async def lose():
+        ranks[1].pool.set_aside(lost, EndpointUnavailable(lost.url, "connection reset"))
+
+    ranks[1].thread.run(lose())
+    wait_until(lambda: lost.repairing)
+    assert not response.done()
+    on_all(lambda rank: rank.sync.settle(published[ranks.index(rank)]), ranks)
+    assert stamps(response.result(60)) == {str(V1)}
+    wait_until(lambda: lost.usable(str(V1)))
+
+
+def test_canaries_are_asked_for_before_another_rank_may_send_requests(proxy, open_ranks):
+    """A server with all that it can decode at once would make them behind whole responses."""
+    ranks = open_ranks([proxy.url], num_ranks=2)
+    on_all(lambda rank: bring(rank, V0), ranks)
+    before = proxy.num_answered
+    broadcast = ranks[0].sync.collectives.broadcast
+
+    def broadcast_late(value):
+        if isinstance(value, dict) and "tensors" in value:
+            wait_until(lambda: proxy.num_answered == before + 16)
+        return broadcast(value)
+
+    ranks[0].sync.collectives.broadcast = broadcast_late
+    published = on_all(lambda rank: publish(rank, V1), ranks)
+    assert [type(outcome) for outcome in published] == [Published] * 2
+    assert "sync/canary_mean" not in published[0].metrics
+    on_all(lambda rank: rank.sync.settle(published[ranks.index(rank)]), ranks)
+    assert all(confirmed(rank)[proxy.url] < 1e-5 for rank in ranks[:1])
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.5])
+def test_a_stop_ends_the_waiting_for_canaries_on_all_ranks(delay_s, proxy, open_ranks):
+    ranks = open_ranks([proxy.url], num_ranks=2)
+    on_all(lambda rank: bring(rank, V0), ranks)
+    proxy.hangs = True
+    published = on_all(lambda rank: publish(rank, V1), ranks)
+    response = ranks[1].generate(str(V1))
+    timer = threading.Timer(delay_s, ranks[0].sync.stop.request, ["SIGTERM"])
+    timer.start()
+    if not delay_s:
+        timer.join()
+    start_s = time.monotonic()
+    outcomes = on_all(lambda rank: rank.sync.settle(published[ranks.index(rank)]), ranks)
+    assert [type(outcome) for outcome in outcomes] == [StopRequested] * 2
+    assert time.monotonic() - start_s < 10.0 and not response.done()
+    timer.join()
+    response.cancel()
 
 
 def test_ranks_publish_again_together_where_nobody_passes(proxy, open_ranks):

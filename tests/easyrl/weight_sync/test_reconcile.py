@@ -10,7 +10,7 @@ from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
-from easyrl.weight_sync.delivery import FanOut
+from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
 from easyrl.weight_sync.reconcile import MOST_LATE, DamagedCopy, Reconciler
@@ -741,8 +741,8 @@ async def slow() -> None:
 
 @pytest.fixture
 def no_patience(monkeypatch):
-    monkeypatch.setattr("easyrl.weight_sync.delivery.GIVING_UP_S", 0.0)
-    monkeypatch.setattr("easyrl.weight_sync.delivery.WATCH_INTERVAL_S", 0.005)
+    monkeypatch.setattr("easyrl.weight_sync.fan_out.GIVING_UP_S", 0.0)
+    monkeypatch.setattr("easyrl.weight_sync.fan_out.WATCH_INTERVAL_S", 0.005)
 
 
 @pytest.mark.parametrize("late_at", ["push", "stamp"])

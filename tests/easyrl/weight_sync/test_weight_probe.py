@@ -5,8 +5,7 @@ The servers start with the weights that they have to serve: every proof but the 
 
 import pytest
 
-from easyrl.schema import PolicyVersion
-from easyrl.weight_sync.publish import NoEndpointServes
+from easyrl.schema import NoEndpointServes, PolicyVersion
 from tests.easyrl.weight_sync.weight_sync_parts import PlainEngine, serve, wait_until, weight_sync
 from tests.tiny_models import save_tiny_model
 

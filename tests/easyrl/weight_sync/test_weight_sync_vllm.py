@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from easyrl.inference_client.servers.managed.launch import VllmServerProcess
-from easyrl.schema import PolicyVersion
-from easyrl.weight_sync.publish import NoEndpointServes
+from easyrl.schema import NoEndpointServes, PolicyVersion
 from tests.easyrl.weight_sync.weight_sync_parts import (
     FailsHalfWay,
     MissesUpdates,
