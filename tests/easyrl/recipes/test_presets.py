@@ -382,8 +382,10 @@ def documented(name: str) -> str:
     preset = read_preset(name)
 
     def told(published: dict[str, presets.Published]) -> str:
-        values = (f"`{path}: {written(p.value)}` ({p.source})" for path, p in published.items())
-        return ", ".join(values)
+        by_source: dict[str, list[str]] = {}
+        for path, setting in published.items():
+            by_source.setdefault(setting.source, []).append(f"`{path}: {written(setting.value)}`")
+        return "; ".join(f"{', '.join(keys)} ({source})" for source, keys in by_source.items())
 
     open_keys = ", ".join(f"`{path}`" for path in preset.not_stated)
     link = f"{preset.paper}, [{preset.arxiv}](https://arxiv.org/abs/{preset.arxiv})"
