@@ -36,6 +36,7 @@ setup(
     python_requires=">=3.11",
     packages=package_names,
     package_dir=package_dir,
+    package_data={"easyrl.recipes.presets": ["*.yaml"]},
     install_requires=[
         "aiohttp>=3.10",
         "blake3>=1.0",

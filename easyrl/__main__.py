@@ -24,6 +24,7 @@ def command_line() -> typer.Typer:
 
     from easyrl.commands.endpoints import endpoints_commands
     from easyrl.commands.evaluate import eval_command
+    from easyrl.commands.recipes import recipes_command
     from easyrl.commands.replay import replay_command
     from easyrl.commands.serve import serve_command
     from easyrl.commands.train import train_command
@@ -40,6 +41,7 @@ def command_line() -> typer.Typer:
     commands.command("eval")(eval_command)
     commands.command("verify")(verify_command)
     commands.command("replay", context_settings=READS_ITS_ARGUMENTS)(replay_command)
+    commands.command("recipes")(recipes_command)
     commands.add_typer(endpoints_commands, name="endpoints")
     return commands
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from easyrl.config.inference import endpoint_url, variable_name
@@ -24,11 +23,11 @@ from easyrl.inference_client.pool.endpoint_list import (
     read_state,
     read_wanted,
 )
+from easyrl.runtime.terminal import print_plain
 
 endpoints_commands = typer.Typer(
     help="The inference endpoints of a run, while it goes on.", no_args_is_help=True
 )
-UNBROKEN = 10_000  # columns
 RunDir = Annotated[Path, typer.Argument(help="the run's run.output_dir", metavar="RUN_DIR")]
 Url = Annotated[str, typer.Argument(help="base URL, such as http://host:8000", metavar="URL")]
 
@@ -103,8 +102,8 @@ def list_command(run_dir: RunDir) -> None:
         table.add_column(name, justify="right")
     for url in dict.fromkeys([*wanted.added, *seen]):
         table.add_row(url, *_row(seen.get(url), is_wanted=url in wanted.added))
-    _print(f"{run_dir}: {_describe_run(state)}")
-    _print(table)
+    print_plain(f"{run_dir}: {_describe_run(state)}")
+    print_plain(table)
 
 
 @contextmanager
@@ -115,12 +114,6 @@ def _refusals() -> Iterator[None]:
     except (ValueError, OSError) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
-
-
-def _print(shown: str | Table) -> None:
-    # what is shown are names: a bracket or a colon in them is no markup
-    width = None if sys.stdout.isatty() else UNBROKEN  # another program reads a line per endpoint
-    Console(width=width, markup=False, emoji=False).print(shown)
 
 
 def _row(endpoint: EndpointState | None, *, is_wanted: bool) -> tuple[str, ...]:
@@ -147,7 +140,7 @@ def _change(run_dir: Path, change: Callable[[Wanted], Wanted], what: str) -> Non
     state = _state(run_dir)
     if state is not None and not state.is_alive:
         what += "; but the run is not running, and its next start takes inference.endpoints"
-    _print(what)
+    print_plain(what)
 
 
 def _wanted(run_dir: Path) -> Wanted:

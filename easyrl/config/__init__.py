@@ -44,6 +44,7 @@ class Config(Section):
     alarms: AlarmsConfig = AlarmsConfig()
     # by path of the value: what the file says instead of it, ${oc.env:NAME}
     _expressions: dict[KeyPath, str] = PrivateAttr(default_factory=dict)
+    _preset: str | None = PrivateAttr(default=None)  # that recipe.name named
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

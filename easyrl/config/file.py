@@ -25,6 +25,7 @@ from easyrl.config.environment import (
     without_defaults,
 )
 from easyrl.config.file_errors import describe_interpolation, describe_yaml, why_not_there
+from easyrl.config.presets import with_preset
 from easyrl.config.recipe import MOVED, moved_keys
 from easyrl.config.secrets import (
     REDACTED,
@@ -116,7 +117,7 @@ def _apply(tree: Any, override: str) -> None:
 
 
 def validate_config(values: Any, source: str = "config") -> Config:
-    """Validates a plain nested dict. Raises ``ConfigError``."""
+    """Validates a plain nested dict, with the preset that it names. Raises ``ConfigError``."""
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: expected a mapping of sections, got {type(values).__name__}")
     if values and not set(values) & {*Config.model_fields, *MOVED}:
@@ -127,8 +128,9 @@ def validate_config(values: Any, source: str = "config") -> Config:
         )
     if moved := moved_keys(values):
         raise ConfigError("\n".join([f"{source}: keys that have another name now", *moved]))
+    values, preset = with_preset(values)
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
         lines = [_describe(problem) for problem in error.errors()]
         if any(problem["type"] == "missing" for problem in error.errors()):
@@ -136,6 +138,8 @@ def validate_config(values: Any, source: str = "config") -> Config:
         raise ConfigError(
             f"{source}: {error.error_count()} problem(s)\n" + "\n".join(lines)
         ) from None
+    config._preset = preset
+    return config
 
 
 def dump_config(config: Config) -> str:

@@ -20,8 +20,8 @@ class DrGRPO(GRPO):
             \mathrm{clip}(\rho_{i,t}, 1 - \epsilon, 1 + \epsilon) A_i), \quad
         A_i = r_i - \mathrm{mean}(r)
 
-    with ``T_max = rollout.max_tokens``. The paper trains without KL (its §2.1); 0.2 is the
-    default clip of oat, the trainer of its authors.
+    with ``T_max = rollout.max_tokens``. The paper trains without KL, with a clip of 0.2 (its
+    appendix G, table 6).
     """
 
     advantage: Literal["group_std", "group_mean"] = "group_mean"

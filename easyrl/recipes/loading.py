@@ -13,6 +13,7 @@ from pydantic import ValidationError, create_model
 
 from easyrl.config import Config, ConfigError, RecipeConfig
 from easyrl.config.base import Section
+from easyrl.config.presets import preset_names, preset_notices
 from easyrl.config.trainer import no_look_ahead
 from easyrl.recipes.cispo import CISPO
 from easyrl.recipes.dapo import DAPO
@@ -68,6 +69,17 @@ def with_whole_recipe(config: Config) -> Config:
     return config.model_copy(update={"recipe": whole})
 
 
+def no_such_recipe(name: str) -> str:
+    """That no built-in recipe or preset has this ``name``, and which there are."""
+    presets = [preset for preset in preset_names() if preset not in BUILT_IN]
+    close = difflib.get_close_matches(name, [*BUILT_IN, *presets], n=2)
+    meant = f"did you mean {' or '.join(map(repr, close))}? There" if close else "there"
+    return (
+        f"no built-in recipe is called {name!r}; {meant} are {', '.join(BUILT_IN)}, as presets "
+        f"{', '.join(presets)}, or name the file of your own in recipe.file"
+    )
+
+
 def run_settings(config: Config) -> RunSettings:
     """What a recipe is told of the run."""
     rollout = config.rollout
@@ -113,7 +125,8 @@ def _ratio_is_one(config: Config) -> bool:
 
 def notices(config: Config, recipe: Recipe) -> list[str]:
     """What a run says once at its start: what of the recipe cannot act, and what it waits for."""
-    said = [f"recipe.{notice}" for notice in recipe.notices()]
+    said = preset_notices(config)
+    said += [f"recipe.{notice}" for notice in recipe.notices()]
     said += _keys_without_effect(config, recipe.needs)
     if _ratio_is_one(config) and recipe.ratio_keys:
         said.append(
@@ -202,10 +215,7 @@ def _class(section: RecipeConfig) -> type[Recipe]:
     """Raises ``ConfigError``."""
     if section.file is None:
         if section.name not in BUILT_IN:
-            raise ConfigError(
-                f"recipe.name: no built-in recipe is called {section.name!r}; there are "
-                f"{', '.join(BUILT_IN)}, or name the file of your own in recipe.file"
-            )
+            raise ConfigError(f"recipe.name: {no_such_recipe(section.name)}")
         return BUILT_IN[section.name]
     if not section.file.is_file():
         raise ConfigError(f"recipe.file: {section.file} does not exist; correct the path")

@@ -64,6 +64,14 @@ def test_wheel(wheel_install, tmp_path):
     imported_from(output, wheel_install)
 
 
+def test_the_wheel_has_the_presets(wheel_install, tmp_path):
+    code = "from easyrl.config import presets; print(presets.__file__, *presets.preset_names())"
+    output = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(wheel_install))
+    file, *names = output.split()
+    assert Path(file).is_relative_to(wheel_install)
+    assert names == sorted(p.stem for p in (ROOT / "easyrl/recipes/presets").glob("*.yaml"))
+
+
 def test_editable_install(tmp_path):
     imported_from(run(sys.executable, "-c", SHOW_FILES, cwd=tmp_path), ROOT)
 

@@ -184,7 +184,7 @@ def test_a_users_file_is_a_recipe(tmp_path: Path, own: Path) -> None:
 BAD = {
     "no such recipe": (
         ["recipe.name=gpro"],
-        "recipe.name: no built-in recipe is called 'gpro'; there are grpo, dr_grpo, dapo, gspo",
+        "recipe.name: no built-in recipe is called 'gpro'; did you mean 'gspo' or 'grpo'?",
     ),
     "no such file": (["recipe.file=no/r.py"], "recipe.file: no/r.py does not exist"),
     "no such class": (
@@ -377,10 +377,10 @@ def test_a_dump_of_all_keys_contradicts_nothing(tmp_path: Path, name: str) -> No
 
 
 def test_what_cannot_act_by_default_is_said_and_no_error(tmp_path: Path) -> None:
-    config = load(tmp_path, "recipe.name=dapo")
+    config = load(tmp_path, "recipe.name=cispo")
     (notice,) = notices(config, load_recipe(config))
     assert notice.startswith("recipe.clip_eps_low and clip_eps_high cannot act: with one update")
-    config = load(tmp_path, "recipe.name=dapo", "trainer.updates_per_batch=2")
+    config = load(tmp_path, "recipe.name=cispo", "trainer.updates_per_batch=2")
     assert notices(config, load_recipe(config)) == []
 
 
@@ -420,7 +420,7 @@ def test_each_old_key_is_named_and_no_other(tmp_path: Path) -> None:
 
 def test_another_recipe_leaves_no_key_of_the_file_s(tmp_path: Path) -> None:
     text = MINIMAL + "recipe: {name: grpo, aggregation: token, kl_coef: 0.0}\n"
-    config = load(tmp_path, "recipe={name: dapo}", text=text)
+    config = load(tmp_path, "recipe={name: cispo}", text=text)
     assert config.recipe.settings == {}
     assert load(tmp_path, "recipe.kl_coef=1", text=text).recipe.settings["aggregation"] == "token"
 
