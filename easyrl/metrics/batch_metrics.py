@@ -43,26 +43,29 @@ class BatchTotals:
     interruption: Exception | None = None  # why this rank's groups have ended early
 
     def add_group(self, group: RolloutGroup, *, recovered: bool = False) -> None:
-        """Counts a group's rewards and lengths."""
+        """Counts a group's lengths and, where it was scored, its rewards."""
         self.groups.append(GroupOutcome.of(group, recovered=recovered))
         if recovered:
             self.metrics.add(MetricSums({"groups_recovered": 1.0}))
         else:
             self.dispatched_s.append(group.dispatched_s)
             self.arrived_s.append(group.completed_s)
-        rewards = group.rewards.astype(np.float64)
         lengths = np.array([len(c.token_ids) for c in group.completions])
         sums = {
             "groups": 1.0,
             "prompt_tokens": float(len(group.prompt.token_ids)),
-            "responses": float(len(rewards)),
+            "responses": float(len(lengths)),
             "response_tokens": float(lengths.sum()),
             "truncated": float(sum(c.truncated for c in group.completions)),
-            "reward": float(rewards.sum()),
-            "reward_std": float(rewards.std()),
-            "flat_groups": float(np.ptp(rewards) == 0),
-            "reward_failures": float(sum(s.failed for s in group.scores)),
         }
+        if group.scores:
+            rewards = group.rewards.astype(np.float64)
+            sums |= {
+                "reward": float(rewards.sum()),
+                "reward_std": float(rewards.std()),
+                "flat_groups": float(np.ptp(rewards) == 0),
+                "reward_failures": float(sum(s.failed for s in group.scores)),
+            }
         for score in group.scores:
             for name, value in score.components.items():
                 sums[f"rewards/{name}"] = sums.get(f"rewards/{name}", 0.0) + value
@@ -176,11 +179,15 @@ def _update_metrics(update: Update) -> dict[str, float]:
     totals, step = update.totals, update.result
     sums = defaultdict(float, totals.metrics.sums)  # zero for what was not counted
     groups, responses, loss_tokens = sums["groups"], sums["responses"], sums["num_loss_tokens"]
-    metrics: dict[str, float] = {
-        "reward/mean": _ratio(sums["reward"], responses),
-        "reward/group_std": _ratio(sums["reward_std"], groups),
-        "reward/flat_groups": _ratio(sums["flat_groups"], groups),
-        "reward/failures": sums["reward_failures"],
+    metrics: dict[str, float] = {}
+    if "reward" in sums:
+        metrics = {
+            "reward/mean": _ratio(sums["reward"], responses),
+            "reward/group_std": _ratio(sums["reward_std"], groups),
+            "reward/flat_groups": _ratio(sums["flat_groups"], groups),
+            "reward/failures": sums["reward_failures"],
+        }
+    metrics |= {
         "response/mean_tokens": _ratio(sums["response_tokens"], responses),
         "response/max_tokens": totals.metrics.maxima.get("response_length", 0.0),
         "response/truncated": _ratio(sums["truncated"], responses),
@@ -206,8 +213,10 @@ def _update_metrics(update: Update) -> dict[str, float]:
         if name.startswith("rewards/"):
             metrics[f"reward/{name.removeprefix('rewards/')}"] = _ratio(value, responses)
         elif name.endswith("_sum") and name != "loss_sum":
-            # what the recipe counted: means over the tokens that went through the model
-            metrics[f"policy/{name.removesuffix('_sum')}"] = _ratio(value, loss_tokens)
+            # what the recipe counted: means over the tokens that went through the model, or over
+            # what it says
+            own = name.removesuffix("_sum")
+            metrics[f"policy/{own}"] = _ratio(value, sums.get(f"{own}_num", loss_tokens))
     for name, value in totals.metrics.maxima.items():
         if name != "response_length":
             metrics[f"policy/{name}"] = value

@@ -5,6 +5,7 @@ for: nothing. Unblocked by: nothing. Produces: advantages per response, loss ter
 """
 
 from easyrl.recipes.dapo import DAPO
+from easyrl.recipes.dpo import DPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.estimators import (
     aggregation_weights,
@@ -17,10 +18,13 @@ from easyrl.recipes.estimators import (
 )
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import AdvantageInputs, Models, Recipe, RunSettings, Terms
+from easyrl.recipes.sft import SFT
 
 __all__ = [
     "DAPO",
+    "DPO",
     "GRPO",
+    "SFT",
     "AdvantageInputs",
     "DrGRPO",
     "Models",

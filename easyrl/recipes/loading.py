@@ -13,14 +13,23 @@ from pydantic import ValidationError, create_model
 
 from easyrl.config import Config, ConfigError, RecipeConfig
 from easyrl.config.base import Section
+from easyrl.config.records import RecordsConfig
 from easyrl.config.trainer import no_look_ahead
 from easyrl.recipes.dapo import DAPO
+from easyrl.recipes.dpo import DPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import Recipe, RunSettings
+from easyrl.recipes.sft import SFT
 from easyrl.runtime.user_code import FileRaises, NoPythonFile, describe, raised_at, run_file
 
-BUILT_IN: dict[str, type[Recipe]] = {"grpo": GRPO, "dr_grpo": DrGRPO, "dapo": DAPO}
+BUILT_IN: dict[str, type[Recipe]] = {
+    "grpo": GRPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "sft": SFT,
+    "dpo": DPO,
+}
 
 
 def load_recipe(config: Config) -> Recipe:
@@ -48,6 +57,9 @@ def with_whole_recipe(config: Config) -> Config:
 
 def run_settings(config: Config) -> RunSettings:
     """What a recipe is told of the run."""
+    if isinstance(config, RecordsConfig):
+        num_completions = 2 if _class(config.recipe).pairs else 1
+        return RunSettings(config.data.max_tokens, num_completions, 1.0, config.run.seed)
     rollout = config.rollout
     return RunSettings(
         rollout.max_tokens, rollout.num_generations, rollout.temperature, config.run.seed
@@ -58,6 +70,12 @@ def _contradictions(config: Config, recipe: Recipe) -> list[str]:
     """Values that do not go with the recipe, each with its key and the remedy."""
     trainer, needs = config.trainer, recipe.needs
     problems = []
+    if recipe.source != config.source:
+        others = [name for name, cls in BUILT_IN.items() if cls.source == config.source]
+        problems.append(
+            f"recipe.name: {config.recipe.name} trains on {recipe.source}, the run is one on "
+            f"{config.source}; set source: {recipe.source}, or use {' or '.join(others)}"
+        )
     if trainer.offload_reference and not needs.reference:
         problems.append(
             "trainer.offload_reference: has no effect without a reference model; remove it, or "
