@@ -207,23 +207,31 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "time/look_ahead_s": totals.look_ahead_s,
         "time/train_s": totals.train_s,
         "time/optimizer_s": update.optimizer_s,
-        "loss": _ratio(sums["loss_sum"], totals.denominator),
     }
     for name, value in sums.items():
         if name.startswith("rewards/"):
             metrics[f"reward/{name.removeprefix('rewards/')}"] = _ratio(value, responses)
-        elif name.endswith("_sum") and name != "loss_sum":
-            # what the recipe counted: means over the tokens that went through the model, or over
-            # what it says
-            own = name.removesuffix("_sum")
-            metrics[f"policy/{own}"] = _ratio(value, sums.get(f"{own}_num", loss_tokens))
-    for name, value in totals.metrics.maxima.items():
-        if name != "response_length":
-            metrics[f"policy/{name}"] = value
+    metrics |= recipe_metrics(totals, "policy/")
     if step is not None:
         metrics |= {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
     metrics["step_skipped"] = update.skipped
     return {name: float(value) for name, value in metrics.items()}
+
+
+def recipe_metrics(totals: BatchTotals, prefix: str) -> dict[str, float]:
+    """What the recipe counted, under ``prefix``, and the loss.
+
+    Means are over the tokens that went through the model, or over what the recipe says.
+    """
+    sums, maxima = totals.metrics.sums, totals.metrics.maxima
+    num_tokens = sums.get("num_loss_tokens", 0.0)
+    loss = _ratio(sums.get("loss_sum", 0.0), totals.denominator)
+    metrics = {"loss" if prefix == "policy/" else f"{prefix}loss": loss}
+    for name, value in sums.items():
+        if name.endswith("_sum") and name != "loss_sum":
+            own = name.removesuffix("_sum")
+            metrics[prefix + own] = _ratio(value, sums.get(f"{own}_num", num_tokens))
+    return metrics | {prefix + n: value for n, value in maxima.items() if n != "response_length"}
 
 
 def _arrivals(arrived_s: Sequence[float]) -> dict[str, float]:
