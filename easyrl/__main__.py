@@ -26,6 +26,7 @@ def command_line() -> typer.Typer:
     from easyrl.commands.evaluate import eval_command
     from easyrl.commands.replay import replay_command
     from easyrl.commands.serve import serve_command
+    from easyrl.commands.supervised import dpo_command, sft_command
     from easyrl.commands.train import train_command
     from easyrl.commands.verify import verify_command
 
@@ -36,6 +37,8 @@ def command_line() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     commands.command("train", context_settings=READS_ITS_ARGUMENTS)(train_command)
+    commands.command("sft", context_settings=READS_ITS_ARGUMENTS)(sft_command)
+    commands.command("dpo", context_settings=READS_ITS_ARGUMENTS)(dpo_command)
     commands.command("serve", context_settings=READS_ITS_ARGUMENTS)(serve_command)
     commands.command("eval")(eval_command)
     commands.command("verify")(verify_command)

@@ -172,7 +172,7 @@ class TrainEngine(Protocol):
         """
 
     def evaluate(self, micro_batch: MicroBatch) -> MetricSums:
-        """The recipe's loss and metrics of a micro-batch, without gradient. Collective if sharded."""
+        """The recipe's loss and metrics, without gradient. Collective if sharded."""
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """Policy log-probabilities, no gradient, float32 [N], on the CPU. Collective if sharded."""

@@ -211,27 +211,25 @@ def _update_metrics(update: Update) -> dict[str, float]:
     for name, value in sums.items():
         if name.startswith("rewards/"):
             metrics[f"reward/{name.removeprefix('rewards/')}"] = _ratio(value, responses)
-    metrics |= recipe_metrics(totals, "policy/")
+    for name, value in recipe_metrics(totals).items():
+        metrics[name if name == "loss" else f"policy/{name}"] = value
     if step is not None:
         metrics |= {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
     metrics["step_skipped"] = update.skipped
     return {name: float(value) for name, value in metrics.items()}
 
 
-def recipe_metrics(totals: BatchTotals, prefix: str) -> dict[str, float]:
-    """What the recipe counted, under ``prefix``, and the loss.
-
-    Means are over the tokens that went through the model, or over what the recipe says.
-    """
+def recipe_metrics(totals: BatchTotals) -> dict[str, float]:
+    """``loss``, and what the recipe counted: means over the tokens that went through the model, or
+    over what the recipe says, and maxima."""
     sums, maxima = totals.metrics.sums, totals.metrics.maxima
     num_tokens = sums.get("num_loss_tokens", 0.0)
-    loss = _ratio(sums.get("loss_sum", 0.0), totals.denominator)
-    metrics = {"loss" if prefix == "policy/" else f"{prefix}loss": loss}
+    metrics = {"loss": _ratio(sums.get("loss_sum", 0.0), totals.denominator)}
     for name, value in sums.items():
         if name.endswith("_sum") and name != "loss_sum":
             own = name.removesuffix("_sum")
-            metrics[prefix + own] = _ratio(value, sums.get(f"{own}_num", num_tokens))
-    return metrics | {prefix + n: value for n, value in maxima.items() if n != "response_length"}
+            metrics[own] = _ratio(value, sums.get(f"{own}_num", num_tokens))
+    return metrics | {n: value for n, value in maxima.items() if n != "response_length"}
 
 
 def _arrivals(arrived_s: Sequence[float]) -> dict[str, float]:

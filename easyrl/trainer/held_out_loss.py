@@ -58,7 +58,8 @@ class HeldOutLoss:
         for row in work:
             totals.metrics.add(self._engine.evaluate(row))
         self._collectives.end_together(totals.interruption)
-        return recipe_metrics(totals.merge(self._collectives), "eval/")
+        told = recipe_metrics(totals.merge(self._collectives))
+        return {f"eval/{name}": value for name, value in told.items()}
 
     def _rows(self, totals: BatchTotals) -> Iterator[MicroBatch]:
         """Packed rows; ends early, noting it in ``totals``, when the run is asked to stop."""
