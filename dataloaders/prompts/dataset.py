@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -12,14 +11,13 @@ import numpy as np
 from blake3 import blake3
 
 from easyrl.config import DatasetConfig
+from easyrl.dataloaders.prompts.left_out import LeftOut
 from easyrl.dataloaders.prompts.questions import Question, QuestionReader
 from easyrl.dataloaders.prompts.records import BadRecordError, read_records
 from easyrl.schema import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 
 def load_prompts(
@@ -32,7 +30,13 @@ def load_prompts(
     is left, ``BadRecordError`` for a record unless ``on_bad_record`` or ``on_long_prompt`` is skip.
     """
     read_question = QuestionReader(config, tokenizer, source_key)
-    left_out = _LeftOut(config, source_key)
+    left_out = LeftOut(
+        source_key,
+        "prompt",
+        on_bad_record=config.on_bad_record,
+        on_long=("on_long_prompt", config.on_long_prompt),
+        limit=("max_prompt_tokens", config.max_prompt_tokens),
+    )
     records = chain.from_iterable(read_records(path) for path in config.files)
     questions: list[Question] = []
     for record in islice(records, config.max_records):
@@ -70,47 +74,6 @@ def load_prompts(
             )
     left_out.report(len(prompts))
     return tuple(prompts)
-
-
-class _LeftOut:
-    """The records that do not become prompts; raises where the configuration wants it."""
-
-    def __init__(self, config: DatasetConfig, source_key: str) -> None:
-        self.config, self.source_key = config, source_key
-        self.problems: dict[str, list[str]] = {"bad_record": [], "too_long": []}
-
-    def bad_record(self, location: str, problem: str) -> None:
-        if self.config.on_bad_record == "fail":
-            hint = f"({self.source_key}.on_bad_record=skip leaves such records out)"
-            raise BadRecordError(f"{location}: {problem}\n{hint}")
-        self.problems["bad_record"].append(f"{location}: {problem}")
-
-    def too_long(self, location: str, num_tokens: int) -> None:
-        key = self.source_key
-        problem = (
-            f"{location}: the prompt has {num_tokens} tokens, "
-            f"{key}.max_prompt_tokens is {self.config.max_prompt_tokens}"
-        )
-        if self.config.on_long_prompt == "fail":
-            raise BadRecordError(f"{problem}; raise it or set {key}.on_long_prompt=skip")
-        self.problems["too_long"].append(problem)
-
-    def report(self, num_prompts: int) -> None:
-        """One warning per reason. Raises ``ValueError`` if no prompt is left."""
-        for reason, problems in self.problems.items():
-            if not problems:
-                continue
-            if num_prompts == 0:
-                key = self.source_key
-                remedy = f"raise {key}.max_prompt_tokens" if reason == "too_long" else "repair them"
-                raise ValueError(
-                    f"{key}: no usable prompt is left, {len(problems)} are {reason}; the first: "
-                    f"{problems[0]}; {remedy}, or give other {key}.files"
-                )
-            message = "%s: left out %d records (%s), kept %d; the first: %s"
-            logger.warning(
-                message, self.source_key, len(problems), reason, num_prompts, problems[0]
-            )
 
 
 class PromptOrder:

@@ -12,6 +12,7 @@ import numpy as np
 from blake3 import blake3
 
 from easyrl.config.records import RecordDatasetConfig, RecordFormat
+from easyrl.dataloaders.prompts.left_out import LeftOut
 from easyrl.dataloaders.prompts.records import BadRecordError, read_records
 from easyrl.dataloaders.supervised.conversations import Conversation, ConversationReader
 from easyrl.schema import GivenCompletion, Prompt, SupervisedRecord
@@ -70,7 +71,13 @@ def load_records(
     left, ``BadRecordError`` for a record unless ``on_bad_record`` or ``on_long_record`` is skip.
     """
     read = ConversationReader(config, tokenizer, source_key)
-    left_out = _LeftOut(config, source_key)
+    left_out = LeftOut(
+        source_key,
+        "record",
+        on_bad_record=config.on_bad_record,
+        on_long=("on_long_record", config.on_long_record),
+        limit=("max_tokens", config.max_tokens),
+    )
     conversations: list[Conversation] = []
     lines = chain.from_iterable(read_records(path) for path in config.files)
     for line in islice(lines, config.max_records):
@@ -197,44 +204,3 @@ class _Tokeniser:
             verbose=False,
         )["input_ids"]
         return encoded
-
-
-class _LeftOut:
-    """The records that are not trained; raises where the configuration wants it."""
-
-    def __init__(self, config: RecordDatasetConfig, source_key: str) -> None:
-        self.config, self.source_key = config, source_key
-        self.problems: dict[str, list[str]] = {"bad": [], "too long": []}
-
-    def bad_record(self, location: str, problem: str) -> None:
-        if self.config.on_bad_record == "fail":
-            hint = f"({self.source_key}.on_bad_record=skip leaves such records out)"
-            raise BadRecordError(f"{location}: {problem}\n{hint}")
-        self.problems["bad"].append(f"{location}: {problem}")
-
-    def too_long(self, location: str, num_tokens: int) -> None:
-        key = self.source_key
-        problem = (
-            f"{location}: prompt and completion have {num_tokens} tokens, {key}.max_tokens is "
-            f"{self.config.max_tokens}"
-        )
-        if self.config.on_long_record == "fail":
-            raise BadRecordError(f"{problem}; raise it or set {key}.on_long_record=skip")
-        self.problems["too long"].append(problem)
-
-    def report(self, num_records: int) -> None:
-        """One warning per reason. Raises ``ValueError`` if no record is left."""
-        for reason, problems in self.problems.items():
-            if not problems:
-                continue
-            if num_records == 0:
-                key = self.source_key
-                remedy = f"raise {key}.max_tokens" if reason == "too long" else "repair them"
-                raise ValueError(
-                    f"{key}: no usable record is left, {len(problems)} are {reason}; the first: "
-                    f"{problems[0]}; {remedy}, or give other {key}.files"
-                )
-            message = "%s: left out %d records (%s), kept %d; the first: %s"
-            logger.warning(
-                message, self.source_key, len(problems), reason, num_records, problems[0]
-            )
