@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from easyrl.build.accumulation import build_accumulator
 from easyrl.build.checkpoints import open_checkpoints, resumed_progress
@@ -19,10 +21,11 @@ from easyrl.build.steps import num_epochs
 from easyrl.build.watchdog import watch_records
 from easyrl.build.weights_digest import digest_of_weights
 from easyrl.config import ConfigError
+from easyrl.config.file import load_config
 from easyrl.config.records import RecordDatasetConfig, RecordsConfig
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.dataloaders.supervised.batches import RecordBatches, group_of
-from easyrl.dataloaders.supervised.dataset import RecordDataset, load_records
+from easyrl.dataloaders.supervised.dataset import RecordDataset, load_records, record_digest
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.ledger.certificate.seal import SealKey
 from easyrl.ledger.supervised import RecordsLedger
@@ -31,6 +34,7 @@ from easyrl.recipes.loading import load_recipe, run_settings
 from easyrl.recipes.trial import try_recipe
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.determinism import remember_arithmetic
+from easyrl.runtime.run_files import CONFIG_FILE
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
 from easyrl.schema import Confirmation, PolicyVersion, Published, ServedWeights
@@ -164,6 +168,21 @@ def load_dataset(config: RecordsConfig, section: RecordDatasetConfig, key: str) 
         parts = [record.prompt.token_ids, *(each.token_ids for each in record.completions)]
         require_known_tokens(config, parts, vocabulary.size)
     return data
+
+
+def record_digests(run_dir: Path) -> list[str] | None:
+    """Of a run's records as its files give them now, by index.
+
+    None, which is said, where they cannot be read.
+    """
+    try:
+        config = load_config(run_dir / CONFIG_FILE, to_look_back=True)
+        assert isinstance(config, RecordsConfig)
+        data = load_dataset(config, config.data, "data")
+    except (ConfigError, OSError) as error:
+        print(f"easyrl: the records are not compared: {error}", file=sys.stderr)
+        return None
+    return [record_digest(record) for record in data.records]
 
 
 def _read_records(run: OpenRun, config: RecordsConfig) -> TrainingRecords:

@@ -70,31 +70,13 @@ def _verify_rollouts(
 
 def _verify_records(run_dir: Path, key: SealKey | None, chain: str | None) -> tuple[bool, str, str]:
     """Whether each record was trained once, what to say of it, and of its certificate."""
+    from easyrl.build.records import record_digests
     from easyrl.ledger.verify_records import verify_records
 
-    verdict = verify_records(run_dir, partial(_digests_of, run_dir), key=key, chain=chain)
+    verdict = verify_records(run_dir, partial(record_digests, run_dir), key=key, chain=chain)
     file = run_dir / CERTIFICATE_FILE
     told = f"certificate {verdict.chain} {file} ({verdict.seal_told})"
     return verdict.is_sound, str(verdict), told
-
-
-def _digests_of(run_dir: Path) -> list[str] | None:
-    """Of the run's records as its files give them now; None where they cannot be read."""
-    from easyrl.build.records import load_dataset
-    from easyrl.config import ConfigError
-    from easyrl.config.file import load_config
-    from easyrl.config.records import RecordsConfig
-    from easyrl.dataloaders.supervised.dataset import record_digest
-    from easyrl.runtime.run_files import CONFIG_FILE
-
-    try:
-        config = load_config(run_dir / CONFIG_FILE, to_look_back=True)
-        assert isinstance(config, RecordsConfig)
-        data = load_dataset(config, config.data, "data")
-    except (ConfigError, OSError) as error:
-        print(f"easyrl: the records are not compared: {error}", file=sys.stderr)
-        return None
-    return [record_digest(record) for record in data.records]
 
 
 def _accept_of(

@@ -12,7 +12,7 @@ from easyrl.config.file import dump_config, load_config
 from easyrl.config.machine import check_paths
 from easyrl.config.run import MOST_CHARACTERS, RunConfig
 
-CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").rglob("*.yaml"))
 MINIMAL = """
 model: {path: models/tiny}
 data: {files: [train.jsonl]}
