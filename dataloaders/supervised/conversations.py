@@ -209,8 +209,11 @@ class ConversationReader:
             asked = messages or [{"role": "user", "content": text}]
             if answer[: len(asked)] == asked:  # the whole conversation
                 answer = answer[len(asked) :]
-            if not answer:
-                raise BadRecordError(f"field {name!r} has no message behind the prompt's; add it")
+            if not answer or answer[0]["role"] != "assistant":
+                raise BadRecordError(
+                    f"field {name!r} has no message of the assistant behind the prompt; it must "
+                    "begin with one, or with all of the prompt's messages"
+                )
         else:
             needed = "text or a list of messages"
             if not self._config.apply_chat_template:

@@ -148,7 +148,7 @@ def load_dataset(config: RecordsConfig, section: RecordDatasetConfig, key: str) 
     tokenizer = load_tokenizer(config)
     vocabulary = policy_vocabulary(config, tokenizer)
     try:
-        data = load_records(section, tokenizer, vocabulary.end_ids, source_key=key)
+        data = load_records(section, tokenizer, vocabulary.end_ids or (), source_key=key)
     except ValueError as error:
         said = str(error)
         raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from error

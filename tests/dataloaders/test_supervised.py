@@ -191,6 +191,11 @@ BAD: dict[str, tuple[Sequence[Any], dict[str, Any], str]] = {
     ),
     "nothing to answer": ([GOOD | {"prompt": CHAT[:2]}], {}, r":1: .* leaves nothing to answer"),
     "half a surrogate pair": ([GOOD | {"completion": "\ud800"}], {}, r":1: .* half a surrogate"),
+    "other prompt in front": (
+        [GOOD | {"completion": CHAT[2:]}],
+        {},
+        r":1: field 'completion' has no message of the assistant behind the prompt",
+    ),
     "the same twice": ([PAIR, PAIR | {"rejected": "2"}], {}, r":2: .* are the same"),
     "pair without prompt": ([{"chosen": "1", "rejected": "2"}], {}, r":1: has no field 'prompt'"),
     "other prompts": (

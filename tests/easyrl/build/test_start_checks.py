@@ -53,10 +53,10 @@ def test_a_tokenizer_that_is_cut_off(tmp_path):
 
 
 def test_token_ids_beyond_the_embedding(tmp_path):
-    prompts = [Prompt(0, np.array([1, 7], np.int32), "", None)]
-    require_known_tokens(config(tmp_path), prompts, 8)
+    token_ids = [np.array([1, 7], np.int32)]
+    require_known_tokens(config(tmp_path), token_ids, 8)
     with pytest.raises(ConfigError, match=r"gives token id 7, but model\.path .* of 7 ids; use"):
-        require_known_tokens(config(tmp_path), prompts, 7)
+        require_known_tokens(config(tmp_path), token_ids, 7)
 
 
 @pytest.mark.parametrize("name", ["auto", "reference", "merged"])
