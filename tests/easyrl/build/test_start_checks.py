@@ -21,7 +21,6 @@ from easyrl.config.file import validate_config
 from easyrl.inference_client.errors import EndpointUnavailable, RequestRejected
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.workers.worker_pool import WorkerPool
-from easyrl.schema import Prompt
 from tests.inference_client.test_launch import fake_vllm
 from tests.tiny_tokenizer import tiny_tokenizer
 
