@@ -10,7 +10,6 @@ from pathlib import Path
 
 from easyrl.build.accumulation import build_accumulator
 from easyrl.build.checkpoints import open_checkpoints, resumed_progress
-from easyrl.build.cores import share_cores
 from easyrl.build.data import load_tokenizer, policy_vocabulary, require_known_tokens
 from easyrl.build.ledger import open_certificate, open_earlier_run, reference_identity
 from easyrl.build.model import load_model
@@ -77,7 +76,6 @@ def build_record_parts(
     records = _read_records(run, config)
     order = records.order
     earlier = open_earlier_run(run, order) if resume else None
-    cores = share_cores(config, opened)
     model = load_model(run, len(records.data.records), earlier)
     engine = model.engine
     checkpoints = open_checkpoints(run, engine)
@@ -115,7 +113,6 @@ def build_record_parts(
             run.signals.stop,
             record=run.record,
             synchronous=False,
-            cores=cores,
         ),
         weight_sync=NotPublished(),
         ledger=RecordsLedger(
