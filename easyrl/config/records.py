@@ -60,7 +60,8 @@ class RecordDatasetConfig(DatasetConfig):
     }
 
     fields: RecordFieldsConfig = RecordFieldsConfig()
-    format: Literal["auto"] | RecordFormat = "auto"  # auto: by the fields of the first record
+    # auto: by the fields of the first record
+    format: Literal["auto", "messages", "completion", "question", "preference"] = "auto"
     max_tokens: PositiveInt = 4096  # of a prompt with one completion
     on_long_record: Literal["skip", "fail"] = "skip"
     answer_pattern: None = Field(None, exclude=True)

@@ -75,7 +75,7 @@ REFUSED = {
         "evaluation.num_samples: has no effect",
     ),
     "mistyped": ("data.max_tokn=9", "data.max_tokn: unknown key; did you mean 'max_tokens'?"),
-    "format": ("data.format=chat", "data.format"),
+    "format": ("data.format=chat", "data.format: Input should be 'auto', 'messages'"),
     "a recipe of rollouts": (
         "recipe.name=grpo",
         "recipe.name: grpo trains on rollouts, the run is",

@@ -224,7 +224,7 @@ def test_the_writer_refuses_what_verify_would(tmp_path: Path) -> None:
     )
     with pytest.raises(CertificateError, match="it would be trained twice"):
         certificate.check(wrong, whole=True)
-    with pytest.raises(CertificateError, match="8 of 10|4 of 10"):
+    with pytest.raises(CertificateError, match="4 of 10 records were trained"):
         certificate.end("e" * 64)
     certificate.close()
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import easyrl.recipes
+import easyrl.recipes.groups
+import easyrl.recipes.losses
 from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.recipes import DPO, SFT, Recipe, RunSettings
@@ -90,7 +92,9 @@ def packed_loss(recipes: ModuleType, recipe: Any, batch: Padded, weight: float =
 
 def assert_same(batch: Padded, got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-12)  # weights are float32
-    gradients = [torch.autograd.grad(loss, batch.policy)[0] for loss in (got, expected)]
+    gradients = [
+        torch.autograd.grad(loss, batch.policy, retain_graph=True)[0] for loss in (got, expected)
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-12)
 
 
