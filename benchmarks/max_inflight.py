@@ -5,10 +5,12 @@
 ``easyrl train`` with a server that it starts itself, TRL left out; with ``--engine vllm`` a real
 vLLM, whose environment's interpreter is named by EASYRL_VLLM_PYTHON. Each repeat runs every fixed
 number and ``auto`` once, in an order that turns. The first five batches of a run do not count;
-medians over a run's steps, then over repeats. Numbers above a batch's responses are one and the
-same: 256 stands for them. Rows go to ``OUT/ENGINE/rows.jsonl``; with ``--resume`` what is there is
-not measured again. The last line printed is one JSON object: for each workload what ``auto`` took,
-the best fixed number and what that took, their ratio, and what ``auto`` had chosen in the end.
+medians over a run's steps, then over repeats. From the third repeat on a fixed number is left out
+whose fastest run took over 1.15 times the best median: it cannot become the best. Numbers above a
+batch's responses are one and the same: 256 stands for them. Rows go to ``OUT/ENGINE/rows.jsonl``;
+with ``--resume`` what is there is not measured again. The last line printed is one JSON object: for
+each workload what ``auto`` took, the best fixed number and what that took, their ratio, and what
+``auto`` had chosen in the end.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,8 @@ from easyrl.metrics.event_log import read_events
 NUM_UNCOUNTED = 5  # batches in which ``auto`` may try
 FIXED = (16, 32, 64, 128, 256)
 AUTO = "auto"
+NUM_BEFORE_OUT = 2  # repeats that every number has
+OUT_RATIO = 1.15  # fastest run over the best median; runs of one number differ by less
 START_S = {"embedded": 25.0, "vllm": 60.0}  # of a run's processes
 STEP_S = {"short": 0.6, "no-signal": 0.5, "long prompt": 4.0, "long tail": 2.5, "KL": 5.0}
 QUICK_WORKLOADS, QUICK_FIXED = ["short", "long tail"], (32, 256)
@@ -71,10 +75,12 @@ class Measurement:
         sides = [*map(str, self.limits), AUTO]
         taken: dict[str, list[Row]] = {side: [] for side in sides}
         for repeat in range(num_repeats):
+            if repeat >= NUM_BEFORE_OUT:
+                sides = still_in({side: [row.step_s for row in taken[side]] for side in sides})
             turn = repeat % len(sides)
             for side in sides[turn:] + sides[:turn]:
                 taken[side].append(self._run(side, repeat))
-        seconds = {side: statistics.median(row.step_s for row in taken[side]) for side in sides}
+        seconds = {side: statistics.median(r.step_s for r in rows) for side, rows in taken.items()}
         auto_s = seconds.pop(AUTO)
         best = min(seconds, key=seconds.__getitem__)
         return {
@@ -85,6 +91,7 @@ class Measurement:
             "ratio": round(auto_s / seconds[best], 3),
             "chose": self.chose,
             "fixed_s": {side: round(each, 4) for side, each in seconds.items()},
+            "runs": {side: len(rows) for side, rows in taken.items()},
         }
 
     def _run(self, side: str, repeat: int) -> Row:
@@ -120,6 +127,16 @@ def chosen(run_dir: Path) -> int:
     events = read_events(run_dir / ours.EVENTS_FILE)
     choices = [e["max_inflight"] for e in events if e["event"] == "max_inflight_chosen"]
     return choices[-1] if choices else FIXED[-1]
+
+
+def still_in(taken: Mapping[str, Sequence[float]]) -> list[str]:
+    """``auto``, and the numbers that may still be the best.
+
+    Args:
+        taken: each one's runs, seconds a step.
+    """
+    best = min(statistics.median(runs) for side, runs in taken.items() if side != AUTO)
+    return [side for side, runs in taken.items() if side == AUTO or min(runs) <= OUT_RATIO * best]
 
 
 def limits_of(work: Workload, wanted: Sequence[int]) -> list[int]:
@@ -172,7 +189,7 @@ def main() -> int:
 
 
 def _estimate(arguments: argparse.Namespace, works: Sequence[Workload]) -> None:
-    """On a quiet machine of two cores, with the embedded server."""
+    """On a quiet machine of two cores, with the embedded server, if no number is left out."""
     num_batches = NUM_UNCOUNTED + arguments.steps
     seconds = sum(
         arguments.repeats
@@ -181,8 +198,8 @@ def _estimate(arguments: argparse.Namespace, works: Sequence[Workload]) -> None:
         for work in works
     )
     print(
-        f"about {seconds / 60:.0f} minutes on two cores, more with vLLM, and one for the demo's "
-        "model if it is not there",
+        f"at most about {seconds / 60:.0f} minutes on two cores, more with vLLM, and one for the "
+        "demo's model if it is not there",
         flush=True,
     )
 

@@ -232,11 +232,12 @@ class Prompt:
     epoch: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the other fields of the record
     location: str = ""  # of its record, file and line
+    system: str = ""  # the system message; empty without one
 
     def __reduce__(self) -> tuple[type[Prompt], tuple[Any, ...]]:
         """Pickled for each response that is scored: the dataclass's own way takes three times."""
         fields = self.index, self.token_ids, self.text, self.answer, self.epoch, self.metadata
-        return Prompt, (*fields, self.location)
+        return Prompt, (*fields, self.location, self.system)
 
     @property
     def key(self) -> Key:

@@ -65,5 +65,6 @@ def group_functions(
         ),
         dummy=dummy_micro_batch,
         scope=recipe.scope,
+        batch_rewards=partial(recipe.batch_rewards, run=run),
         advantage_only=recipe.advantage_only,
     )

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "runtime.process_guard": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
-    "runtime.shared_cores": "runtime.machine",
+    "runtime.shared_cores": "runtime.contention runtime.machine",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
     "runtime.streams": "",
@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
     "dataloaders.supervised": "schema config dataloaders.prompts dataloaders.producer",
-    "rewards": "schema config runtime.user_code runtime.workers.worker_pool",
+    "rewards": "schema config runtime.user_code runtime.workers.worker_pool"
+    " inference_client.api_keys",
     # the endpoints
     "inference_client": "schema config completion_check runtime.frames",
     "inference_client.fetching": "schema config completion_check runtime.frames runtime.machine"

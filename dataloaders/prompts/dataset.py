@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from easyrl.config import DatasetConfig
 from easyrl.dataloaders.prompts.left_out import LeftOut
 from easyrl.dataloaders.prompts.questions import Question, QuestionReader
 from easyrl.dataloaders.prompts.records import BadRecordError, read_records
+from easyrl.dataloaders.prompts.template_values import TemplatedPrompts, every_variant, prompt_of
 from easyrl.schema import Prompt
 
 if TYPE_CHECKING:
@@ -21,11 +22,16 @@ if TYPE_CHECKING:
 
 
 def load_prompts(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, *, source_key: str = "data"
-) -> tuple[Prompt, ...]:
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    source_key: str = "data",
+    seed: int = 0,
+) -> Sequence[Prompt]:
     """Reads, maps and tokenises the first ``max_records`` records; ``prompts[i].index == i``.
 
     ``source_key`` is where ``config`` sits in the configuration; messages name keys below it.
+    ``seed`` draws the values of ``template_values``; a record with all of them is tokenised here.
     Raises ``ValueError`` for a file that cannot be read (see ``read_records``) or when no prompt
     is left, ``BadRecordError`` for a record unless ``on_bad_record`` or ``on_long_prompt`` is skip.
     """
@@ -38,42 +44,56 @@ def load_prompts(
         limit=("max_prompt_tokens", config.max_prompt_tokens),
     )
     records = chain.from_iterable(read_records(path) for path in config.files)
-    questions: list[Question] = []
+    asked: list[list[Question]] = []  # a record's, one for each of the values of its templates
     for record in islice(records, config.max_records):
         try:
-            questions.append(read_question(record))
+            asked.append(read_question(record))
         except BadRecordError as error:
             left_out.bad_record(record.location, str(error))
 
-    prompts: list[Prompt] = []
-    token_ids: list[list[int]] = []
-    if questions:  # at once: fast tokenizers work on a batch in parallel
-        token_ids = tokenizer(
-            [question.rendered for question in questions],
-            # a chat template writes its own beginning-of-text token
-            add_special_tokens=not config.apply_chat_template,
-            return_attention_mask=False,
-            verbose=False,
-        )["input_ids"]
-    for question, ids in zip(questions, token_ids, strict=True):
-        if not ids:
+    tokenised: Iterator[list[int]] = iter(())
+    if asked:  # at once: fast tokenizers work on a batch in parallel
+        tokenised = iter(
+            tokenizer(
+                [question.rendered for questions in asked for question in questions],
+                # a chat template writes its own beginning-of-text token
+                add_special_tokens=not config.apply_chat_template,
+                return_attention_mask=False,
+                verbose=False,
+            )["input_ids"]
+        )
+    variants: list[list[Prompt]] = []
+    for questions in asked:
+        token_ids = list(islice(tokenised, len(questions)))
+        location, longest = questions[0].location, max(map(len, token_ids))
+        if not all(token_ids):
             problem = "the prompt has no tokens; does the tokenizer know its characters?"
-            left_out.bad_record(question.location, problem)
-        elif len(ids) > config.max_prompt_tokens:
-            left_out.too_long(question.location, len(ids))
+            left_out.bad_record(location, problem)
+        elif longest > config.max_prompt_tokens:
+            left_out.too_long(location, longest)
         else:
-            prompts.append(
-                Prompt(
-                    index=len(prompts),
-                    token_ids=np.array(ids, dtype=np.int32),
-                    text=question.text,
-                    answer=question.answer,
-                    metadata=question.metadata,
-                    location=question.location,
-                )
+            variants.append(
+                [
+                    _prompt(len(variants), question, ids)
+                    for question, ids in zip(questions, token_ids, strict=True)
+                ]
             )
-    left_out.report(len(prompts))
-    return tuple(prompts)
+    left_out.report(len(variants))
+    if config.template_values:
+        return TemplatedPrompts(config.template_values, variants, seed=seed)
+    return tuple(prompt for (prompt,) in variants)
+
+
+def _prompt(index: int, question: Question, token_ids: list[int]) -> Prompt:
+    return Prompt(
+        index=index,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        text=question.text,
+        answer=question.answer,
+        metadata=question.metadata,
+        location=question.location,
+        system=question.system,
+    )
 
 
 class PromptOrder:
@@ -115,7 +135,7 @@ class PromptOrder:
         epoch, place = divmod(position, len(self.dataset))
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self._epoch_order(epoch))
-        return replace(self.dataset[int(self._order[1][place])], epoch=epoch)
+        return replace(prompt_of(self.dataset, int(self._order[1][place]), epoch), epoch=epoch)
 
     def cursor(self, position: int) -> dict[str, int | bool | str]:
         """``position`` and what it is a position of, JSON-able."""
@@ -147,9 +167,10 @@ class PromptOrder:
 
 
 def _fingerprint(dataset: Sequence[Prompt]) -> str:
-    """Of token ids and answers, in order: what an edited file or another tokenizer changes."""
+    """Of token ids and answers, in order: what an edited file, another tokenizer or other values of
+    a template change."""
     digest = blake3()
-    for prompt in dataset:
+    for prompt in every_variant(dataset):
         digest.update(np.int64(len(prompt.token_ids)).tobytes())
         digest.update(prompt.token_ids.tobytes())
         digest.update(repr(prompt.answer).encode(errors="backslashreplace"))

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from easyrl.config import DatasetConfig
 from easyrl.dataloaders.prompts.records import BadRecordError, Record
+from easyrl.dataloaders.prompts.template_values import combinations, placeholders
 from easyrl.dataloaders.prompts.templates import (
     Message,
     Templates,
-    chat_messages,
     field_of,
+    prompt_messages,
     require_encodable,
 )
 
@@ -30,7 +31,8 @@ class Question:
     text: str  # the prompt field, or the last user message of a chat
     rendered: str  # what is tokenised
     answer: str | None
-    metadata: Mapping[str, Any]  # the other fields
+    metadata: Mapping[str, Any]  # the other fields, and the values of the templates' placeholders
+    system: str = ""  # the system message, as it was filled; empty without one
 
 
 class QuestionReader:
@@ -45,10 +47,13 @@ class QuestionReader:
     ) -> None:
         self.config, self.source_key = config, source_key
         self._templates = Templates(config, tokenizer, source_key)
+        self.combinations = combinations(config.template_values)
 
-    def __call__(self, record: Record) -> Question:
-        """Raises ``BadRecordError`` if the record is damaged, a field missing, empty or wrongly
-        typed, or if the chat template refuses it.
+    def __call__(self, record: Record) -> list[Question]:
+        """One question for every combination of the values in ``template_values``.
+
+        Raises ``BadRecordError`` if the record is damaged, a field missing, empty or wrongly typed,
+        or if the chat template refuses it.
         """
         if record.problem is not None:
             raise BadRecordError(record.problem)
@@ -56,7 +61,7 @@ class QuestionReader:
         prompt = self._field(record, "prompt", fields.prompt)
         messages = None
         if isinstance(prompt, list):
-            messages = _messages(fields.prompt, prompt)
+            messages = prompt_messages(fields.prompt, prompt)
             prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
         if not isinstance(prompt, str):
             raise BadRecordError(
@@ -70,8 +75,36 @@ class QuestionReader:
         answer = None if fields.answer is None else self._answer(record, fields.answer)
         used = {fields.prompt, fields.answer}
         metadata = {key: value for key, value in record.values.items() if key not in used}
-        rendered = self._templates.prompt(prompt, messages)
-        return Question(record.location, prompt, rendered, answer, metadata)
+        self._check_placeholders(messages, metadata)
+        questions = []
+        for values in self.combinations:
+            system, rendered = self._templates.prompt(prompt, messages, values)
+            with_values = {**metadata, **values}
+            questions.append(
+                Question(record.location, prompt, rendered, answer, with_values, system)
+            )
+        return questions
+
+    def _check_placeholders(
+        self, messages: list[Message] | None, metadata: Mapping[str, Any]
+    ) -> None:
+        """Raises ``BadRecordError`` if a drawn value could not be read, or hid a field."""
+        choices, key = self.config.template_values, self.source_key
+        if clash := sorted(choices.keys() & metadata):
+            raise BadRecordError(
+                f"has a field {clash[0]!r}, which {key}.template_values draws; rename one of them"
+            )
+        if not messages:
+            return
+        has_system = messages[0]["role"] == "system"
+        read = "" if has_system else self.config.system_prompt or ""
+        if unread := sorted(choices.keys() - placeholders(read, choices)):
+            why = "has a system message of its own" if has_system else "is a chat"
+            raise BadRecordError(
+                f"the prompt {why}, so that {{{unread[0]}}} of {key}.template_values would not be "
+                f"read: {key}.prompt_template is for plain text, and {key}.system_prompt for chats "
+                "without a system message"
+            )
 
     def _field(self, record: Record, field: str, name: str) -> Any:
         return field_of(record, name, f"{self.source_key}.fields.{field}")
@@ -102,13 +135,3 @@ class QuestionReader:
                 f"field {name!r} gives an empty answer; repair or remove the record"
             )
         return answer
-
-
-def _messages(name: str, items: list[Any]) -> list[Message]:
-    messages = chat_messages(name, items)
-    if not messages or messages[-1]["role"] == "assistant":
-        raise BadRecordError(
-            f"the chat in field {name!r} leaves nothing to answer; it must end with a message "
-            "that is not the assistant's"
-        )
-    return messages

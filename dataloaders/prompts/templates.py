@@ -9,6 +9,7 @@ import jinja2
 
 from easyrl.config import DatasetConfig
 from easyrl.dataloaders.prompts.records import BadRecordError, Record
+from easyrl.dataloaders.prompts.template_values import Value, filled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,10 +58,13 @@ class Templates:
         """The Jinja text that chats are rendered with."""
         return self._own or self.tokenizer.get_chat_template()
 
-    def prompt(self, text: str, messages: Sequence[Message] | None) -> str:
-        """What is tokenised of a prompt, ``text`` or ``messages``, up to where a response begins.
+    def prompt(
+        self, text: str, messages: Sequence[Message] | None, values: Mapping[str, Value]
+    ) -> tuple[str, str]:
+        """The system message, empty without one, and what is tokenised of a prompt.
 
-        Raises ``BadRecordError`` if the chat template refuses it.
+        The prompt is ``text`` or ``messages``, ``values`` those of the templates' placeholders; it
+        ends where a response begins. Raises ``BadRecordError`` if the chat template refuses it.
         """
         if not self.config.apply_chat_template:
             if messages is not None:
@@ -68,14 +72,19 @@ class Templates:
                     f"the prompt is a chat; set {self.source_key}.apply_chat_template=true or "
                     "give plain text"
                 )
-            return self._user_message(text)
-        return self.chat(self.messages(text, messages), add_generation_prompt=True)
+            return "", self._user_message(text, values)
+        chat = self.messages(text, messages, values)
+        system = chat[0]["content"] if chat[0]["role"] == "system" else ""
+        return system, self.chat(chat, add_generation_prompt=True)
 
-    def messages(self, text: str, messages: Sequence[Message] | None) -> list[Message]:
+    def messages(
+        self, text: str, messages: Sequence[Message] | None, values: Mapping[str, Value]
+    ) -> list[Message]:
         """The chat of a prompt, with the system prompt where it has none of its own."""
-        chat = list(messages or [{"role": "user", "content": self._user_message(text)}])
+        chat = list(messages or [{"role": "user", "content": self._user_message(text, values)}])
         if self.config.system_prompt is not None and chat[0]["role"] != "system":
-            chat = [{"role": "system", "content": self.config.system_prompt}, *chat]
+            system_prompt = filled(self.config.system_prompt, values)
+            chat = [{"role": "system", "content": system_prompt}, *chat]
         return chat
 
     def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
@@ -102,9 +111,8 @@ class Templates:
             f"{self.source_key}.system_prompt, or correct {self.source_key}.chat_template"
         )
 
-    def _user_message(self, text: str) -> str:
-        # Not str.format: templates are full of LaTeX braces.
-        return self.config.prompt_template.replace("{prompt}", text)
+    def _user_message(self, text: str, values: Mapping[str, Value]) -> str:
+        return filled(self.config.prompt_template, {**values, "prompt": text})
 
 
 def field_of(record: Record, name: str, key: str) -> Any:
@@ -137,6 +145,17 @@ def chat_messages(name: str, items: Sequence[Any]) -> list[Message]:
             )
     # A parquet struct has every key in every row, None where a message lacks it.
     return [{k: v for k, v in item.items() if v is not None} for item in items]
+
+
+def prompt_messages(name: str, items: Sequence[Any]) -> list[Message]:
+    """As ``chat_messages``, of a prompt: the last one is not the assistant's."""
+    messages = chat_messages(name, items)
+    if not messages or messages[-1]["role"] == "assistant":
+        raise BadRecordError(
+            f"the chat in field {name!r} leaves nothing to answer; it must end with a message "
+            "that is not the assistant's"
+        )
+    return messages
 
 
 def require_encodable(name: str, texts: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from easyrl.dataloaders.prompts.templates import (
     Templates,
     chat_messages,
     field_of,
+    prompt_messages,
     require_encodable,
 )
 
@@ -117,7 +118,7 @@ class ConversationReader:
         messages = chat_messages(name, value)
         if not messages:
             raise BadRecordError(f"the chat in field {name!r} is empty; remove the record")
-        messages = self._templates.messages("", messages)
+        messages = self._templates.messages("", messages, {})
         prompt, spans = self._chat(messages, 0, name)
         return Conversation(record.location, prompt, (spans,))
 
@@ -174,12 +175,7 @@ class ConversationReader:
         """Text, or messages of which the last is not the assistant's."""
         name = self._name(field)
         if isinstance(value, list):
-            messages = chat_messages(name, value)
-            if not messages or messages[-1]["role"] == "assistant":
-                raise BadRecordError(
-                    f"the chat in field {name!r} leaves nothing to answer; it must end with a "
-                    "message that is not the assistant's"
-                )
+            messages = prompt_messages(name, value)
             texts = [message["content"] for message in messages]
             require_encodable(name, texts)
             if not texts[-1].strip():
@@ -221,8 +217,9 @@ class ConversationReader:
             self._require_text(name, value, "there is nothing to train", needed)
             answer = [{"role": "assistant", "content": value}]
         if not self._config.apply_chat_template:
-            return self._templates.prompt(text, messages), (TextSpan(value, True),)
-        chat = self._templates.messages(text, messages)
+            _, rendered = self._templates.prompt(text, messages, {})
+            return rendered, (TextSpan(value, True),)
+        chat = self._templates.messages(text, messages, {})
         return self._chat([*chat, *answer], len(chat), name)
 
     def _chat(

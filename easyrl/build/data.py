@@ -18,7 +18,9 @@ from easyrl.build.trial import try_user_code
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError, DatasetConfig
 from easyrl.dataloaders.prompts.dataset import PromptOrder, load_prompts
+from easyrl.dataloaders.prompts.template_values import every_variant
 from easyrl.models.supported import end_ids_of, vocabulary_size
+from easyrl.rewards.functions import check_prompts
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.user_code import describe
 from easyrl.schema import Prompt
@@ -50,13 +52,18 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     config, evaluation = run.config, run.config.evaluation
     tokenizer = load_tokenizer(config)
     vocabulary = policy_vocabulary(config, tokenizer)
-    prompts = load_data(config.data, tokenizer, "data")
-    held_out = load_data(evaluation.data, tokenizer, "evaluation.data") if evaluation else []
-    token_ids = [prompt.token_ids for prompt in [*prompts, *held_out]]
-    require_known_tokens(config, token_ids, vocabulary.size)
+    seed = config.run.seed
+    prompts = load_data(config.data, tokenizer, "data", seed)
+    held_out: Sequence[Prompt] = []
+    if evaluation is not None:
+        held_out = load_data(evaluation.data, tokenizer, "evaluation.data", seed)
+    possible = [*every_variant(prompts), *every_variant(held_out)]
+    require_known_tokens(config, [prompt.token_ids for prompt in possible], vocabulary.size)
+    if config.scoring.on_reward_error != "zero":
+        on_rank_zero(run.collectives, lambda: check_prompts(config.rewards, possible))
     on_rank_zero(run.collectives, lambda: try_user_code(config, prompts[0], scoring))
     epochs = num_epochs(config)
-    order = PromptOrder(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=epochs)
+    order = PromptOrder(prompts, seed=seed, shuffle=config.data.shuffle, epochs=epochs)
     if epochs is None and run.ranks.is_first and config.data.epochs > 1:
         logger.warning(
             "data.epochs=%d is not used: trainer.max_steps ends the run", config.data.epochs
@@ -112,11 +119,14 @@ def require_known_tokens(config: Config, texts: Sequence[np.ndarray], vocab_size
 
 
 def load_data(
-    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str
+    config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, key: str, seed: int
 ) -> Sequence[Prompt]:
-    """The prompts of one section. Raises ``ConfigError`` naming file, line and remedy."""
+    """The prompts of one section, ``seed`` the run's.
+
+    Raises ``ConfigError`` naming file, line and remedy.
+    """
     try:
-        return load_prompts(config, tokenizer, source_key=key)
+        return load_prompts(config, tokenizer, source_key=key, seed=seed)
     except ValueError as error:
         said = str(error)
         raise ConfigError(said if said.startswith(key) else f"{key}: {said}") from error

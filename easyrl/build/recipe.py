@@ -42,6 +42,7 @@ def group_functions(config: Config) -> GroupFunctions:
         pack_finished=_pack_finished(pack, partial(recipe.trained_tokens, run=run)),
         dummy=dummy_micro_batch,
         scope=recipe.scope,
+        batch_rewards=partial(recipe.batch_rewards, run=run),
         advantage_only=recipe.advantage_only,
     )
 

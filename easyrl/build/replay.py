@@ -55,8 +55,15 @@ class HashedWeights:
         self._on_weights = on_weights
         self.digests: dict[int, str] = {}  # by closed batches
 
+    def settle(self, published: Published) -> Published:
+        return published
+
     def publish(
-        self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
+        self,
+        version: PolicyVersion,
+        meanwhile: Callable[[], object] = lambda: None,
+        *,
+        canary_follows: bool = False,
     ) -> Published:
         """Collective."""
         meanwhile()

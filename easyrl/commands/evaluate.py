@@ -51,7 +51,7 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
     from easyrl.runtime.stopping import StopRequest
 
     tokenizer = load_tokenizer(config)
-    prompts = load_data(evaluation.data, tokenizer, "evaluation.data")
+    prompts = load_data(evaluation.data, tokenizer, "evaluation.data", config.run.seed)
     with ExitStack() as opened:
         # not into run.output_dir, which may be a run's
         log_dir = Path(opened.enter_context(TemporaryDirectory(prefix="easyrl-eval-")))

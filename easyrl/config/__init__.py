@@ -57,7 +57,7 @@ class Config(Section):
         problems += trainer_contradictions(self.trainer, self.model, self.run)
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) != len(labels):
-            problems.append(f"rewards: two are called the same ({labels}); rename a function")
+            problems.append(f"rewards: two are called the same ({labels}); set log_as of one")
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -25,6 +25,9 @@ class DatasetConfig(Section):
     answer_pattern: str | None = None  # regular expression; its first group is the answer
     system_prompt: str | None = None
     prompt_template: str = "{prompt}"  # the user message
+    # further placeholders {name} of the two above: each prompt gets one value of the name's list,
+    # drawn by run.seed, its place in the files and the epoch, and has it in its metadata
+    template_values: dict[str, list[str | int | float]] = {}
     apply_chat_template: bool = True
     chat_template: FilePath | None = None  # a Jinja file; default: the tokenizer's own
     chat_template_kwargs: dict[str, Any] = {}  # e.g. enable_thinking
@@ -38,6 +41,26 @@ class DatasetConfig(Section):
     def _has_placeholder(cls, value: str) -> str:
         if "{prompt}" not in value:
             raise ValueError("must contain {prompt}")
+        return value
+
+    @field_validator("template_values", mode="before")
+    @classmethod
+    def _are_lists_of_values(cls, value: Any) -> Any:
+        for name, choices in value.items() if isinstance(value, dict) else ():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)) or name == "prompt":
+                raise ValueError(
+                    f"{name!r} cannot be a placeholder; use letters, digits and _, not prompt"
+                )
+            if not isinstance(choices, list) or not choices:
+                raise ValueError(f"{name} has no values; give a list with one at least")
+            for choice in choices:
+                if isinstance(choice, bool) or not isinstance(choice, str | int | float):
+                    raise ValueError(
+                        f"{name} has the value {choice!r}; give text or numbers (YAML reads on, "
+                        "off, yes and no as true and false unless they stand in quotes)"
+                    )
+            if len(set(map(str, choices))) < len(choices):
+                raise ValueError(f"{name} has a value twice ({choices}); remove one of the two")
         return value
 
     @field_validator("answer_pattern")
@@ -58,6 +81,16 @@ class DatasetConfig(Section):
         for key in ("system_prompt", "chat_template", "chat_template_kwargs"):
             if not self.apply_chat_template and getattr(self, key):
                 raise ValueError(f"{key}: has no effect without a chat template; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _values_have_a_place(self) -> Self:
+        for name in self.template_values:
+            if f"{{{name}}}" not in self.prompt_template + (self.system_prompt or ""):
+                raise ValueError(
+                    f"template_values: {{{name}}} is in neither prompt_template nor "
+                    "system_prompt; write it where the model has to read it, or remove it"
+                )
         return self
 
 

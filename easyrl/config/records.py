@@ -57,6 +57,7 @@ class RecordDatasetConfig(DatasetConfig):
         "answer_pattern": "an answer is trained as it is",
         "max_prompt_tokens": "use max_tokens, of prompt and completion",
         "on_long_prompt": "use on_long_record",
+        "template_values": "a record is the same in every epoch",
     }
 
     fields: RecordFieldsConfig = RecordFieldsConfig()
@@ -67,6 +68,7 @@ class RecordDatasetConfig(DatasetConfig):
     answer_pattern: None = Field(None, exclude=True)
     max_prompt_tokens: PositiveInt = Field(1024, exclude=True)
     on_long_prompt: Literal["skip", "fail"] = Field("skip", exclude=True)
+    template_values: dict[str, list[str | int | float]] = Field({}, exclude=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import re
+from typing import Any, Literal, Self, get_args
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from easyrl.config.base import FilePath, Section
+
+BuiltIn = Literal[
+    "exact",
+    "math",
+    "format",
+    "thinking_toggle",
+    "length_target",
+    "overlong",
+    "repetition",
+    "instructions",
+    "reward_model",
+    "remote",
+]
+OF_ENDPOINTS = ("reward_model", "remote")  # asked over HTTP, a request for a whole group
 
 
 class RewardConfig(Section):
@@ -16,25 +31,43 @@ class RewardConfig(Section):
     time, and those behind one that takes long are given to another worker as well.
     """
 
-    name: Literal["exact", "math", "format"] | None = None
+    name: BuiltIn | None = None
     file: FilePath | None = None
     function: str = "reward_func"
     weight: float = 1.0
-    scope: Literal["sample", "group"] | None = None  # built-ins: sample; files: group
+    # which responses a call is given; default: group for files, reward_model and remote
+    scope: Literal["sample", "group"] | None = None
     timeout_s: PositiveFloat = 30.0  # of each call, from when a worker begins it
     kwargs: dict[str, Any] = {}  # passed to the function
+    log_as: str | None = None  # its name in metrics and records; default: name, or function
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.name is None) == (self.file is None):
-            raise ValueError("give either name (exact, math, format) or file")
+            raise ValueError(f"give either name ({', '.join(get_args(BuiltIn))}) or file")
         if self.file is not None and not self.file.is_file():
             raise ValueError(f"file: {self.file} does not exist; correct the path")
+        if "timeout_s" in self.kwargs and self.asks_endpoints:
+            raise ValueError("kwargs: timeout_s is a key of the reward itself; move it there")
+        if self.log_as is not None and not re.fullmatch(r"[\w.-]+", self.log_as):
+            raise ValueError("log_as: only letters, digits, _, . and - can be in a metric's name")
         return self
 
     @property
     def label(self) -> str:
-        return self.name or self.function
+        """Its name in metrics and records."""
+        return self.log_as or self.name or self.function
+
+    @property
+    def asks_endpoints(self) -> bool:
+        return self.name in OF_ENDPOINTS
+
+    @property
+    def of_group(self) -> bool:
+        """Whether a call is given all responses of a prompt, not one."""
+        if self.scope is not None:
+            return self.scope == "group"
+        return self.file is not None or self.asks_endpoints
 
 
 class ScoringConfig(Section):

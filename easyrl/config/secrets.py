@@ -20,7 +20,7 @@ FORM = frozenset("b base pem raw string text value".split())
 # in front of the word above: tokens of a vocabulary, fields of a record
 HARMLESS = frozenset(
     "bos eos pad unk sep cls mask stop think answer prompt question label field"
-    " added allowed bad extra forbidden max min new num special total".split()
+    " added allowed bad extra forbidden max min new num special target total".split()
 )
 # in front of keys, which are those of a record otherwise
 OF_KEYS = frozenset("access api auth private secret service signing ssh".split())

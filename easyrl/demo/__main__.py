@@ -1,5 +1,6 @@
 """``make demo``: builds a small model, serves it, trains it with GRPO, and measures what it learnt.
 
+``--config`` names another run on the same task: ``configs/recipes`` has one for each recipe.
 ``--engine vllm`` serves it with real vLLM, whose environment's interpreter is named by the
 environment variable EASYRL_VLLM_PYTHON. The last line printed is one JSON object.
 """
@@ -64,7 +65,7 @@ def main() -> int:
                 raise ValueError(f"{override}: the demo sets this key itself")
         if arguments.engine == "vllm":
             vllm_python()  # before the minute of the warm start
-        config = load_config(CONFIG, overrides)
+        config = load_config(arguments.config, overrides)
         load_recipe(config)
     except ValueError as error:  # ConfigError is one
         print(f"easyrl demo: {error}", file=sys.stderr)
@@ -99,7 +100,7 @@ def _measure(
     sampling = {"seed": config.run.seed, "max_tokens": config.rollout.max_tokens}
     before = held_out_accuracy(model, heldout, **sampling)
     print(f"accuracy before: {before:.3f}")
-    _train(run_dir, model, overrides, arguments.engine, arguments.num_servers, held)
+    _train(run_dir, model, overrides, arguments, held)
     after = held_out_accuracy(run_dir / "model", heldout, **sampling)
     seconds = time.monotonic() - start
 
@@ -215,8 +216,7 @@ def _train(
     run_dir: Path,
     model: Path,
     overrides: list[str],
-    engine: Engine,
-    num_servers: int,
+    arguments: argparse.Namespace,
     held: ExitStack,
 ) -> None:
     """Servers as processes of their own, then the trainer through the ``deepspeed`` launcher.
@@ -224,20 +224,21 @@ def _train(
     It locks the run's folder itself: what is ``held`` of it is given up then.
     """
     deepspeed = Path(sys.executable).with_name("deepspeed")
+    engine: Engine = arguments.engine
     with ExitStack() as servers:
         urls, api_key = [], new_api_key()
         cores = servers.enter_context(divided_cores(engine, run_dir))
-        for number in range(num_servers):
+        for number in range(arguments.num_servers):
             log = run_dir / f"server-{number}.log"
             try:
                 server = start_server(engine, model, cores, api_key, log)
             except (ValueError, ServerStartError) as error:
                 sys.exit(f"easyrl demo: {error}")
             urls.append(servers.enter_context(server).url)
-        print(f"{num_servers} {engine} server(s): {', '.join(urls)}")
+        print(f"{arguments.num_servers} {engine} server(s): {', '.join(urls)}")
         command = [
             *(sys.executable, str(deepspeed), "--quiet", "--num_accelerators", "1"),
-            *("--module", "easyrl.train", CONFIG),
+            *("--module", "easyrl.train", str(arguments.config)),
             *(f"inference.endpoints=[{','.join(urls)}]", f"inference.api_key_env={SERVER_KEY}"),
             *overrides,
         ]
@@ -264,6 +265,7 @@ def _train(
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="easyrl.demo", description=__doc__)
+    parser.add_argument("--config", type=Path, default=Path(CONFIG))
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--engine", choices=get_args(Engine), default="embedded")
     parser.add_argument("--num-servers", type=int, default=1)

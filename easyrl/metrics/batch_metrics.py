@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
@@ -68,7 +69,8 @@ class BatchTotals:
             }
         for score in group.scores:
             for name, value in score.components.items():
-                sums[f"rewards/{name}"] = sums.get(f"rewards/{name}", 0.0) + value
+                for key, term in ((f"rewards/{name}", value), (f"squares/{name}", value**2)):
+                    sums[key] = sums.get(key, 0.0) + term
         self.metrics.add(MetricSums(sums, {"response_length": float(lengths.max())}))
 
     def add(self, other: BatchTotals) -> None:
@@ -210,7 +212,10 @@ def _update_metrics(update: Update) -> dict[str, float]:
     }
     for name, value in sums.items():
         if name.startswith("rewards/"):
-            metrics[f"reward/{name.removeprefix('rewards/')}"] = _ratio(value, responses)
+            reward, mean = name.removeprefix("rewards/"), _ratio(value, responses)
+            variance = _ratio(sums[f"squares/{reward}"], responses) - mean**2
+            metrics[f"reward/{reward}/mean"] = mean
+            metrics[f"reward/{reward}/std"] = math.sqrt(max(variance, 0.0))  # of all responses
     for name, value in recipe_metrics(totals).items():
         metrics[name if name == "loss" else f"policy/{name}"] = value
     if step is not None:

@@ -39,23 +39,14 @@ class DAPO(GRPO):
     overlong_penalty: NonNegativeFloat = 1.0  # of a response of L_max tokens
     dynamic_sampling: bool = True
 
-    @property
-    def rejects(self) -> bool:
-        return self.dynamic_sampling or type(self).accepts is not DAPO.accepts
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
+    def notices(self) -> list[str]:
+        said = super().notices()
         if self.is_set("overlong_penalty") and self.overlong_buffer == 0:
-            problems.append(
+            said.append(
                 "overlong_penalty: has no effect without a buffer; remove it, or set "
                 "recipe.overlong_buffer above 0"
             )
-        return problems
-
-    def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
-        if self.dynamic_sampling and np.ptp(group.rewards) == 0:
-            return "all rewards are equal"
-        return None
+        return said
 
     def rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
         cache = self.overlong_buffer * run.max_tokens

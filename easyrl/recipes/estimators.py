@@ -148,3 +148,61 @@ def reward_to_go(values: Tensor, sequence_index: Tensor) -> Tensor:
     after = exact.sum() - exact.cumsum(0)  # what follows each token, to the end of the row
     last = torch.searchsorted(sequence_index, sequence_index, right=True) - 1
     return (exact + after - after[last]).to(values)
+
+
+def sequence_sums(values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """[Q], the sum of ``values`` [n] over the tokens of each of ``num_sequences`` Q sequences.
+
+    ``sequence_index`` int64 [n]. Carries gradient.
+    """
+    return values.new_zeros(num_sequences).index_add(0, sequence_index, values)
+
+
+def sequence_ratio(log_ratio: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
+    """[n], at each token the ratio of its sequence per token: ``exp(mean of log_ratio)``.
+
+    The geometric mean of the tokens' ratios (GSPO, arXiv 2507.18071, eq. 7). Carries gradient.
+
+    Args:
+        log_ratio: [n] log policy - log old policy
+        sequence_index: int64 [n], below ``num_sequences``
+    """
+    sums = sequence_sums(log_ratio, sequence_index, num_sequences)
+    lengths = sequence_sums(torch.ones_like(log_ratio), sequence_index, num_sequences)
+    return torch.exp(sums / lengths.clamp(min=1))[sequence_index]
+
+
+def leave_one_out_advantages(rewards: np.ndarray) -> np.ndarray:
+    """Each reward less the mean of its group's other rewards (RLOO, arXiv 2402.14740).
+
+    Args:
+        rewards: float [G]
+    Returns:
+        float [G], of the dtype of ``rewards``; exactly zero where all rewards are equal.
+    Raises:
+        ValueError: fewer than two rewards, or one that is not finite.
+    """
+    # r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1)
+    centred = group_advantages(rewards.astype(np.float64), "group_mean")
+    return (centred * len(rewards) / (len(rewards) - 1)).astype(rewards.dtype)
+
+
+def normalised(
+    values: np.ndarray, batch: np.ndarray, weights: np.ndarray, eps: float
+) -> np.ndarray:
+    """``(values - mean) / (std + eps)`` with weighted mean and deviation of ``batch``.
+
+    The deviation is of the population, ``sqrt(sum w (b - mean)² / sum w)``.
+
+    Args:
+        values: float [G]
+        batch, weights: float [M]
+    Returns:
+        float64 [G]; exactly zero where all of ``batch`` that has a weight is equal.
+    """
+    own, total = batch[weights > 0], weights.sum()
+    if len(own) == 0 or np.ptp(own) == 0:
+        return np.zeros(len(values))
+    mean = (weights * batch).sum() / total
+    deviation = np.sqrt((weights * np.square(batch - mean)).sum() / total)
+    return (values - mean) / (deviation + eps)

@@ -18,10 +18,10 @@ def trained_groups(
 ) -> list[TrainedGroup]:
     """Advantages and loss weights of the tokens of ``groups`` that ``recipe`` trains.
 
-    ``batch_rewards``: float32 [G] of all groups of the optimizer step, for scope ``batch``. Raises
-    ``ValueError`` if what the recipe returns does not fit the groups.
+    ``batch_rewards``: ``Recipe.batch_rewards`` of all groups of the optimizer step, for scope
+    ``batch``. Raises ``ValueError`` if what the recipe returns does not fit the groups.
     """
-    if recipe.scope == "batch":
+    if recipe.scope == "batch" and groups:  # a rank may have none
         advantages = list(recipe.advantages(groups, run, AdvantageInputs(tuple(batch_rewards))))
     else:
         advantages = []

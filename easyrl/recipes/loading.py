@@ -15,18 +15,36 @@ from easyrl.config import Config, ConfigError, RecipeConfig
 from easyrl.config.base import Section
 from easyrl.config.records import RecordsConfig
 from easyrl.config.trainer import no_look_ahead
+from easyrl.recipes.cispo import CISPO
 from easyrl.recipes.dapo import DAPO
 from easyrl.recipes.dpo import DPO
 from easyrl.recipes.dr_grpo import DrGRPO
+from easyrl.recipes.dual_clip import DualClip
+from easyrl.recipes.gdpo import GDPO
 from easyrl.recipes.grpo import GRPO
-from easyrl.recipes.recipe import Recipe, RunSettings
+from easyrl.recipes.gspo import GSPO
+from easyrl.recipes.gspo_token import GSPOToken
+from easyrl.recipes.recipe import Models, Recipe, RunSettings
+from easyrl.recipes.reinforce_pp import ReinforcePP
+from easyrl.recipes.reinforce_pp_baseline import ReinforcePPBaseline
+from easyrl.recipes.rloo import RLOO
 from easyrl.recipes.sft import SFT
+from easyrl.recipes.two_sided import TwoSided
 from easyrl.runtime.user_code import FileRaises, NoPythonFile, describe, raised_at, run_file
 
 BUILT_IN: dict[str, type[Recipe]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
     "dapo": DAPO,
+    "gspo": GSPO,
+    "gspo_token": GSPOToken,
+    "cispo": CISPO,
+    "rloo": RLOO,
+    "reinforce_pp": ReinforcePP,
+    "reinforce_pp_baseline": ReinforcePPBaseline,
+    "two_sided": TwoSided,
+    "dual_clip": DualClip,
+    "gdpo": GDPO,
     "sft": SFT,
     "dpo": DPO,
 }
@@ -62,13 +80,17 @@ def run_settings(config: Config) -> RunSettings:
         return RunSettings(config.data.max_tokens, num_completions, 1.0, config.run.seed)
     rollout = config.rollout
     return RunSettings(
-        rollout.max_tokens, rollout.num_generations, rollout.temperature, config.run.seed
+        rollout.max_tokens,
+        rollout.num_generations,
+        rollout.temperature,
+        config.run.seed,
+        {reward.label: reward.weight for reward in config.rewards},
     )
 
 
 def _contradictions(config: Config, recipe: Recipe) -> list[str]:
     """Values that do not go with the recipe, each with its key and the remedy."""
-    trainer, needs = config.trainer, recipe.needs
+    trainer = config.trainer
     problems = []
     if recipe.source != config.source:
         others = [name for name, cls in BUILT_IN.items() if cls.source == config.source]
@@ -76,43 +98,25 @@ def _contradictions(config: Config, recipe: Recipe) -> list[str]:
             f"recipe.name: {config.recipe.name} trains on {recipe.source}, the run is one on "
             f"{config.source}; set source: {recipe.source}, or use {' or '.join(others)}"
         )
-    if trainer.offload_reference and not needs.reference:
-        problems.append(
-            "trainer.offload_reference: has no effect without a reference model; remove it, or "
-            "use a recipe that needs one (recipe.kl_coef above 0)"
-        )
-    if trainer.old_policy == "lagged" and not needs.old_policy:
-        problems.append(
-            "trainer.old_policy: lagged has no effect with a recipe without a ratio to the old "
-            "policy; use auto"
-        )
-    has_frozen_models = needs.reference or (
-        needs.old_policy and (trainer.old_policy == "lagged" or trainer.updates_per_batch > 1)
-    )
-    could_look_ahead = has_frozen_models or no_look_ahead(trainer, config.run) is not None
-    if not trainer.look_ahead and not could_look_ahead:
-        problems.append(
-            "trainer.look_ahead: has no effect without a reference, a lagged old policy or several "
-            "updates per batch; remove it"
-        )
+    if isinstance(recipe, DAPO) and recipe.overlong_buffer > 0:
+        problems += [
+            f"rewards[{index}].name: overlong is in the recipe already (recipe.overlong_buffer is "
+            f"{recipe.overlong_buffer}); remove it, or set recipe.overlong_buffer=0"
+            for index, reward in enumerate(config.rewards)
+            if reward.name == "overlong"
+        ]
     if config.model.logprob_backward == "same_pass" and recipe.span != "token":
         problems.append(
             "model.logprob_backward: same_pass needs a loss that is a sum over tokens, which "
-            f"couples those of a {recipe.span} here (recipe.kl_in_reward_coef does); use auto"
+            f"couples those of a {recipe.span} in recipe {config.recipe.name} as it is set; use "
+            "auto"
         )
     if recipe.rejects and trainer.max_steps is None and trainer.lr_schedule != "constant":
         problems.append(
-            f"name: {config.recipe.name} rejects groups, so that the run's last step is not "
+            f"recipe.name: {config.recipe.name} rejects groups, so that the run's last step is not "
             f"known, which trainer.lr_schedule={trainer.lr_schedule} needs; set trainer.max_steps, "
             "or lr_schedule: constant"
         )
-    if _ratio_is_one(config):
-        problems += [
-            f"recipe.{key}: never acts with one update per batch (the ratio is 1); "
-            "remove it, or set trainer.old_policy=lagged or trainer.updates_per_batch above 1"
-            for key in recipe.ratio_keys
-            if recipe.is_set(key)
-        ]
     return problems
 
 
@@ -123,16 +127,44 @@ def _ratio_is_one(config: Config) -> bool:
 
 def notices(config: Config, recipe: Recipe) -> list[str]:
     """What a run says once at its start: what of the recipe cannot act, and what it waits for."""
-    said = []
+    said = [f"recipe.{notice}" for notice in recipe.notices()]
+    said += _keys_without_effect(config, recipe.needs)
     if _ratio_is_one(config) and recipe.ratio_keys:
         said.append(
             f"recipe.{' and '.join(recipe.ratio_keys)} cannot act: with one update per batch "
-            "(trainer.updates_per_batch=1, trainer.old_policy=auto) the ratio is 1"
+            "(trainer.updates_per_batch=1, trainer.old_policy=auto) the ratio is 1; they act with "
+            "trainer.updates_per_batch above 1 or trainer.old_policy=lagged"
         )
     if recipe.scope == "batch":
         said.append(
             f"the run does not stream: the advantages of recipe {config.recipe.name} are of all "
             "groups of an optimizer step, training begins when the last one is complete"
+        )
+    return said
+
+
+def _keys_without_effect(config: Config, needs: Models) -> list[str]:
+    """Keys of section ``trainer`` that cannot act with the models that the recipe needs."""
+    trainer = config.trainer
+    said = []
+    if trainer.offload_reference and not needs.reference:
+        said.append(
+            "trainer.offload_reference: has no effect without a reference model; remove it, or "
+            "use a recipe that needs one (recipe.kl_coef above 0)"
+        )
+    if trainer.old_policy == "lagged" and not needs.old_policy:
+        said.append(
+            "trainer.old_policy: lagged has no effect with a recipe without a ratio to the old "
+            "policy; use auto"
+        )
+    has_frozen_models = needs.reference or (
+        needs.old_policy and (trainer.old_policy == "lagged" or trainer.updates_per_batch > 1)
+    )
+    could_look_ahead = has_frozen_models or no_look_ahead(trainer, config.run) is not None
+    if not trainer.look_ahead and not could_look_ahead:
+        said.append(
+            "trainer.look_ahead: has no effect without a reference, a lagged old policy or several "
+            "updates per batch; remove it"
         )
     return said
 

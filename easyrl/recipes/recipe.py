@@ -9,8 +9,8 @@ Shape legend: G responses of a group, R tokens of a response, n trained tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -40,14 +40,15 @@ class RunSettings:
     num_generations: int  # G, responses of a group
     temperature: float
     seed: int
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # by reward name
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
     """What advantages may depend on beside their own groups."""
 
-    # float32 [G] of each group: with scope "batch" of all groups of the optimizer step, of all
-    # data-parallel ranks, in the order of the prompts; else of the one group at hand
+    # with scope "batch" what ``Recipe.batch_rewards`` says of each group of the optimizer step, of
+    # all data-parallel ranks, in the order of the prompts; else the rewards [G] of the one group
     rewards: tuple[np.ndarray, ...]
 
 
@@ -70,9 +71,14 @@ class Terms:
     @property
     def group_index(self) -> Tensor:
         """int64 [n], which of the row's groups."""
+        return self.group_of_sequence[self.sequence_index]
+
+    @property
+    def group_of_sequence(self) -> Tensor:
+        """int64 [Q], which of the row's groups each of its sequences belongs to."""
         groups: dict[tuple[int, int], int] = {}
         numbers = [groups.setdefault(key[:2], len(groups)) for key in self.sequences]
-        return torch.tensor(numbers, device=self.sequence_index.device)[self.sequence_index]
+        return torch.tensor(numbers, device=self.sequence_index.device)
 
     def __getitem__(self, rows: slice) -> Terms:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -89,7 +95,7 @@ class Recipe(ABC):
     """
 
     # Fields without effect while the ratio policy / old policy is 1, as it is in the first update
-    # of each batch; setting one where that is always so is refused.
+    # of each batch; a run in which that is always so says it.
     ratio_keys: ClassVar[tuple[str, ...]] = ()
 
     # What it trains on: groups that endpoints sample, or records whose completions are given; and
@@ -140,6 +146,10 @@ class Recipe(ABC):
         """Values that contradict each other, as ``key: what is wrong; what would be right``."""
         return []
 
+    def notices(self) -> list[str]:
+        """Keys that cannot act, in the same form: the run says them and goes on."""
+        return []
+
     # ---- groups: numpy, on raw scores ----
 
     def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
@@ -163,6 +173,14 @@ class Recipe(ABC):
         With scope ``group`` called with one group at a time, so that nothing depends on which
         groups arrive together; with scope ``batch`` once, with all of this data-parallel rank.
         """
+
+    def batch_rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
+        """float [G] or [G, m]: what statistics of the whole batch are made of.
+
+        Called with scope ``batch`` alone; the ranks exchange it, and ``advantages`` is given that
+        of all groups as ``inputs.rewards``.
+        """
+        return group.rewards
 
     def token_weights(self, group: RolloutGroup, run: RunSettings) -> Sequence[np.ndarray]:
         """For each response float [R], the weights of its tokens' losses (``loss_weights``).

@@ -35,8 +35,8 @@ def try_recipe(
         reason = recipe.accepts(group, run=run)
     if reason is not None and not isinstance(reason, str):
         trial.refuse("accepts", f"returned {reason!r:.40}", "None or the reason as a text")
-    with trial.calling("advantages", "token_weights", "select", "trained_tokens"):
-        trained = trained_groups(recipe, run, [group], [group.rewards])
+    with trial.calling("advantages", "token_weights", "select", "trained_tokens", "batch_rewards"):
+        trained = trained_groups(recipe, run, [group], [recipe.batch_rewards(group, run)])
     for response in trained[0].responses:
         for method, values in (
             ("advantages", response.advantages),

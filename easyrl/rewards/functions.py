@@ -8,14 +8,17 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from easyrl.config import ConfigError, RewardConfig
+from easyrl.config.secrets import redact
+from easyrl.rewards.keywords import keyword_problem
 from easyrl.runtime.user_code import FileRaises, NoPythonFile, run_file
 from easyrl.schema import Prompt
 
@@ -55,21 +58,57 @@ def _problem(reward: RewardConfig) -> str | None:
         return f"function: {error}"
     signature = inspect.signature(function)
     try:
-        signature.bind(None, [], [], **reward.kwargs)
+        signature.bind(None, [], [], **keywords(reward))
     except TypeError as error:
-        key = "kwargs" if reward.kwargs else "function"
-        keywords = "".join(f", {name}" for name in reward.kwargs)
-        called = f"is called with (prompt, texts, token_ids{keywords})"
-        remedy = "remove what it does not take" if reward.kwargs else "change its arguments"
+        given = "".join(f", {name}" for name in keywords(reward))
+        called = f"is called with (prompt, texts, token_ids{given})"
+        key, remedy = "kwargs", "give what it takes, and nothing else"
+        if reward.name is None and not reward.kwargs:
+            key, remedy = "function", "change its arguments"
         return f"{key}: {reward.label} takes {signature} but {called}: {error}; {remedy}"
     if reward.name is None:
         return None
+    if (problem := keyword_problem(function, keywords(reward))) is not None:
+        return f"kwargs: {reward.label} does not take them: {problem}"
+    if reward.asks_endpoints:
+        return None
     try:
-        # The built-in ones check their own kwargs; without responses they do nothing else.
+        # What annotations cannot say, a built-in one checks itself; without responses it does
+        # nothing else.
         function(Prompt(0, np.zeros(1, np.int32), "", "0"), [], [], **reward.kwargs)
     except Exception as error:
-        return f"kwargs: {reward.label} does not take {reward.kwargs}: {error}"
+        return f"kwargs: {reward.label} does not take {redact(reward.kwargs)}: {error}"
     return None
+
+
+def check_prompts(rewards: Sequence[RewardConfig], prompts: Iterable[Prompt]) -> None:
+    """Checks that each prompt has what built-in rewards need of it, before a model loads.
+
+    Raises ``ConfigError`` naming the reward, and file and line of the prompt.
+    """
+    checks = [
+        (f"rewards[{index}]", reward, check)
+        for index, reward in enumerate(rewards)
+        if reward.name is not None
+        and (check := vars(_module(reward.name)).get("check_prompt")) is not None
+    ]
+    for prompt in prompts if checks else ():
+        for key, reward, check in checks:
+            try:
+                check(prompt, **reward.kwargs)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{key}: {reward.label} cannot score {prompt.location or prompt.index}: {error}"
+                ) from error
+
+
+def keywords(reward: RewardConfig) -> dict[str, Any]:
+    """The keyword arguments that the function is called with.
+
+    A reward that asks endpoints is told its time limit: it tries again until then.
+    """
+    own = {"timeout_s": reward.timeout_s} if reward.asks_endpoints else {}
+    return {**reward.kwargs, **own}
 
 
 def load_reward(reward: RewardConfig) -> RewardFunction:
@@ -77,8 +116,13 @@ def load_reward(reward: RewardConfig) -> RewardFunction:
     if reward.file is not None:
         return _load_function(reward.file, reward.function)
     assert reward.name is not None
-    module = importlib.import_module(f"easyrl.rewards.{reward.name}")
-    return vars(module)[reward.name]
+    function: RewardFunction = vars(_module(reward.name))[reward.name]
+    return function
+
+
+def _module(name: str) -> ModuleType:
+    """The file of a built-in reward; only those of the run are imported."""
+    return importlib.import_module(f"easyrl.rewards.{name}")
 
 
 def _load_function(file: Path, name: str) -> RewardFunction:

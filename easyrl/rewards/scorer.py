@@ -71,8 +71,7 @@ class Scorer:
         failed = False
         token_ids = [completion.token_ids for completion in completions]
         for index, reward in enumerate(self.rewards):
-            # users' functions see the group unless told otherwise
-            if scope == (reward.scope or ("sample" if reward.file is None else "group")):
+            if reward.of_group == (scope == "group"):
                 values = await self._call(index, prompt, token_ids)
                 failed |= values is None
                 for own, value in zip(components, values or [0.0] * len(completions), strict=True):

@@ -1,4 +1,4 @@
-"""A trial call of the user's reward functions, before the run's model is loaded."""
+"""A trial call of the user's reward functions and endpoints, before the run's model is loaded."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ async def try_rewards(
     prompt: Prompt,
     completions: Sequence[Completion],
 ) -> None:
-    """Calls every function of a user's file once, as the run will.
+    """Calls every function of a user's file, and every reward that asks endpoints, as the run will.
 
     Raises ``ConfigError`` naming file and line for one that raises, hangs, ends its process, or
     returns something else than a finite number for each response.
     """
     group = [completion.token_ids for completion in completions]
     for index, reward in enumerate(rewards):
-        if reward.file is None:
+        if reward.file is None and not reward.asks_endpoints:
             continue
-        token_ids = group[:1] if reward.scope == "sample" else group
-        key, where = f"rewards[{index}]", definition(load_reward(reward)) or str(reward.file)
+        token_ids = group if reward.of_group else group[:1]
+        key = f"rewards[{index}]"
+        where, mend = "kwargs.urls", "start its servers, or correct what is wrong"
+        if reward.file is not None:
+            where = definition(load_reward(reward)) or str(reward.file)
+            mend = f"correct it, it is called with (prompt, {len(token_ids)} texts, token_ids)"
         try:
             await workers.call(
                 worker.score_reward, index, prompt, token_ids, timeout_s=reward.timeout_s
             )
         except RewardFunctionError as error:
             problem = f"{error.where or where}: {reward.label} {error.what}"
-            remedy = f"correct it, it is called with (prompt, {len(token_ids)} texts, token_ids)"
+            remedy = mend
         except WorkerTimeout:
             problem = (
                 f"{where}: {reward.label} had no result after {key}.timeout_s={reward.timeout_s:g}"

@@ -18,6 +18,7 @@ from easyrl.rewards.functions import (
     RewardFunction,
     RewardFunctionError,
     call,
+    keywords,
     load_reward,
     validated,
 )
@@ -39,7 +40,7 @@ def initialize(
     """Prepares this process for ``score_reward``. Raises what ``load_reward`` raises."""
     global _functions, _files, _decode
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core already
-    _functions = [partial(load_reward(reward), **reward.kwargs) for reward in rewards]
+    _functions = [partial(load_reward(reward), **keywords(reward)) for reward in rewards]
     _files = [reward.file for reward in rewards]
     _decode = _load_decoder(tokenizer_dir, skip_special_tokens)
 
@@ -60,8 +61,10 @@ def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) ->
     except BaseException as error:
         frames = "".join(traceback.format_tb(error.__traceback__)[1:])
         message = f"{type(error).__name__}: {error}\n{frames}".rstrip()
-        if returned or (file := _files[index]) is None:
+        if returned:
             raise RewardFunctionError(message, str(error)) from None
+        if (file := _files[index]) is None:
+            raise RewardFunctionError(message, f"failed: {error}") from None
         what = f"raised {describe(error)}"
         raise RewardFunctionError(message, what, raised_at(error, file)) from None
 

@@ -3,7 +3,8 @@
 Trainer and embedded server take turns for a good part of each step: while one waits, the other has
 its processors. Who computes holds a lock on a byte of a common file, and has an equal share of the
 processors as threads of torch; a server half of them at most, since small decoding steps get slower
-with more. A lock ends with its process, however that ends.
+with more. One thread while processes that do not share are in the way (``contention.py``). A lock
+ends with its process, however that ends.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from easyrl.runtime.contention import Contention
 from easyrl.runtime.machine import usable_cpus
 
 VARIABLE = "EASYRL_SHARED_CORES"  # the file's path, in the environment of servers
@@ -47,6 +49,7 @@ class SharedCores:
         self._path, self._file = file, None if file is None else _open(file)
         self._byte = os.getpid()  # another process has another one
         self._computes = False
+        self._contention = Contention()
 
     @classmethod
     def of_environment(cls) -> SharedCores:
@@ -70,14 +73,16 @@ class SharedCores:
         if not self._computes:
             self._lock(fcntl.F_WRLCK)
             self._computes = True
-        share = self._num_cores // (1 + self._count_others(0, _END))
-        num_threads = max(1, min(share, self._most))
+        num_others = self._end_stretch()
+        share = self._num_cores // (1 + num_others)
+        num_threads = self._contention.begin(max(1, min(share, self._most)))
         if num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
 
     def rest(self) -> None:
         """It does not, until it takes again."""
         if self._file is not None and self._computes:
+            self._end_stretch()
             self._lock(fcntl.F_UNLCK)
             self._computes = False
 
@@ -86,6 +91,12 @@ class SharedCores:
         if self._file is not None:
             os.close(self._file)
         self._file, self._computes = None, False
+
+    def _end_stretch(self) -> int:
+        """How many others compute; who began in the middle of a stretch is no contention."""
+        num_others = self._count_others(0, _END)
+        self._contention.end(tells=num_others == 0)
+        return num_others
 
     def _lock(self, kind: int) -> None:
         assert self._file is not None

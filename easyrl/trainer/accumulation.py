@@ -71,7 +71,7 @@ class GroupSource(Protocol):
 class GroupFunctions:
     """The recipe's pure functions of finished groups."""
 
-    # of this rank's groups and, for scope "batch", rewards of all of the step, of all ranks
+    # of this rank's groups and, for scope "batch", ``batch_rewards`` of all ranks' in the step
     trained: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[TrainedGroup]]
     denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, docs/recipes.md
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
@@ -79,6 +79,7 @@ class GroupFunctions:
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
     scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # scores to train with
     scope: Literal["group", "batch"] = "group"
+    batch_rewards: Callable[[RolloutGroup], np.ndarray] = lambda group: group.rewards
     advantage_only: bool = False  # advantages of exactly zero: no loss, no gradient
 
 
@@ -201,14 +202,16 @@ class Accumulator:
                 raise
             interruption = error  # told below, the other ranks wait there
         usable = [group for drain in drains for group in drain]
-        mine = [(group.prompt.key, group.rewards.tolist()) for group in usable]
+        mine = [
+            (group.prompt.key, self.functions.batch_rewards(group).tolist()) for group in usable
+        ]
         told = self.collectives.all_gather(None if interruption else mine)
         if interruption is not None:
             raise interruption
         if None in told:  # another rank's interruption ends the batch for all
             return
         pairs = sorted(pair for rank in told for pair in rank)
-        rewards = [np.array(own, dtype=np.float32) for _, own in pairs]
+        rewards = [np.array(own, dtype=np.float64) for _, own in pairs]
         trained = iter(self.functions.trained(usable, rewards))
         for drain in drains:
             yield list(islice(trained, len(drain)))

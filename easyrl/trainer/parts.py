@@ -70,10 +70,18 @@ class Publisher(Protocol):
     @property
     def confirmations(self) -> tuple[Confirmation, ...]: ...
     def publish(
-        self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
+        self,
+        version: PolicyVersion,
+        meanwhile: Callable[[], object] = lambda: None,
+        *,
+        canary_follows: bool = False,
     ) -> Published:
         """Calls ``meanwhile`` on every rank when the weights are on their way, and again if they
-        have to be written again."""
+        have to be written again. ``canary_follows``: requests may go out before all is proved, and
+        no response is handed out before ``settle``."""
+
+    def settle(self, published: Published) -> Published:
+        """Waits for the rest of the proof, if one is owed; adds its figures. Collective."""
 
 
 class RunningEvaluation(Protocol):

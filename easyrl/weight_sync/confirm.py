@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
 from easyrl.schema import Confirmation, other_run
-from easyrl.weight_sync.canary import Expect
+from easyrl.weight_sync.canary import Expect, Expected
 from easyrl.weight_sync.proof import ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import ANSWER_TIMEOUT_S, while_up
 from easyrl.weight_sync.reconcile import Reconciler
@@ -67,15 +67,43 @@ class ConfirmedEndpoints:
         self.pool.withdraw_confirmations()
 
     async def confirm(self, target: Target, shown: Mapping[str, Shown]) -> None:
-        """``target`` is published; the URLs of ``shown`` have proved it."""
+        """``target`` is published; the URLs of ``shown`` have proved it.
+
+        Those that owe their canary get requests, and have not confirmed it before ``settle``.
+        """
         self._target = target
         target.published()
         self._told = {}
-        self._confirmations = {url: self._confirmation(url, s) for url, s in shown.items()}
+        owing = {url for url, s in shown.items() if s.owes_canary}
+        self._confirmations = {
+            url: self._confirmation(url, s) for url, s in shown.items() if url not in owing
+        }
         for endpoint in self.pool.endpoints:
             if endpoint.url in shown and endpoint.excluded is None and not endpoint.leaving:
-                self.pool.confirm(endpoint, target.version)
-        self._settled.set()
+                self.pool.confirm(endpoint, target.version, cleared=endpoint.url not in owing)
+        if not owing:
+            self._settled.set()
+
+    async def settle(
+        self, shown: Mapping[str, Shown], failed: Mapping[str, str], expected: Expected | None
+    ) -> bool:
+        """Of those that owed it, the URLs of ``shown`` have passed their canary, ``failed`` not.
+
+        ``failed``: by URL, why; what they have answered was held back and goes elsewhere.
+        ``expected``: of the canary, for endpoints that return. Whether anyone has confirmed the
+        target; where nobody has it has to be published again.
+        """
+        assert self._target is not None
+        self._target.expected = self._target.expected or expected
+        self._confirmations |= {url: self._confirmation(url, s) for url, s in shown.items()}
+        for endpoint in self.pool.endpoints:
+            if endpoint.url in shown:
+                self.pool.clear(endpoint)
+            elif endpoint.url in failed and not endpoint.cleared.is_set():
+                self.pool.quarantine(endpoint, failed[endpoint.url])
+        if self._confirmations:
+            self._settled.set()
+        return bool(self._confirmations)
 
     async def end(self) -> None:
         """Nothing is served any more, and no endpoint stays paused, as far as they answer."""

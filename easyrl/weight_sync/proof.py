@@ -89,6 +89,7 @@ class Shown:
     expected: Expected | None = None  # of ``samples``; None: without a canary
     reading: CanaryReading | None = None
     proof: WeightProof | None = None  # None: no bits were asked for
+    owes_canary: bool = False  # it serves the version, and has yet to pass its canary
     probe_s: float = 0.0
     proof_s: float = 0.0  # version and checksums
     canary_s: float = 0.0
@@ -161,12 +162,15 @@ class Prover:
         probe_shifts: by URL, of those that have shown the probe's change since they started: the
             nats by which it moved their samples; infinite once they have shown the true weights
             again.
+        passed: URLs of those that have passed a canary since they started or failed last; also
+            with the probe's weights.
     """
 
     canary: Canary
     tolerance: float
     reads_bits: bool
     probe_shifts: dict[str, float] = field(default_factory=dict)
+    passed: set[str] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set, init=False)  # URLs
 
     @property
@@ -216,8 +220,19 @@ class Prover:
         if problem := shown.reading.problem(limit):
             raise ProofFailed(endpoint.url, problem)
         self._warn(endpoint.url, shown.reading)
+        self.passed.add(endpoint.url)
+        shown.owes_canary = False
         if shift is not None:
             self.probe_shifts[endpoint.url] = np.inf
+
+    def has_passed(self, url: str) -> bool:
+        """Whether it has since it started or failed last, and since it was given the probe."""
+        return url in self.passed and self.probe_shifts.get(url, np.inf) == np.inf
+
+    def forget(self, url: str) -> None:
+        """The endpoint at ``url`` has restarted or failed: it has to show all of it again."""
+        self.probe_shifts.pop(url, None)
+        self.passed.discard(url)
 
     def _warn(self, url: str, reading: CanaryReading) -> None:
         problem = reading.problem(self.tolerance)

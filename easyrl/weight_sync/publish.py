@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field, replace
 
 from easyrl.config import WeightSyncConfig
 from easyrl.engines.base import TrainEngine
@@ -36,9 +36,10 @@ from easyrl.schema import (
 from easyrl.weight_sync.broadcasting import Broadcaster, OpenGroup, device_broadcast
 from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
+from easyrl.weight_sync.delivery import Delivery, FanOut
 from easyrl.weight_sync.proof import Probe, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import DamagedCopy, FanOut, Reconciler
+from easyrl.weight_sync.reconcile import DamagedCopy, Reconciler
 from easyrl.weight_sync.store import WeightStore
 from easyrl.weight_sync.target import Target
 
@@ -51,38 +52,6 @@ RAISED_EVERYWHERE: dict[str, type[Exception]] = {
     "Outage": Outage,
     "NoEndpointError": NoEndpointServes,  # all are excluded
 }
-
-
-@dataclass(slots=True)
-class Delivery:
-    """How one version reached the endpoints: rank 0's, but all have ``passed`` and ``damage``."""
-
-    target: Target | None
-    passed: list[str] = field(default_factory=list)  # URLs
-    damage: str | None = None  # of the copy on rank 0's host, which cost an endpoint the version
-    shown: dict[str, Shown] = field(default_factory=dict)  # by URL, by those that passed
-    num_broadcast: int | None = None  # endpoints that a broadcast reached; None: never asked for
-    asking_s: float = 0.0  # seconds of the trainer's own forwards for the canary
-
-    def metrics(self) -> dict[str, float]:
-        """Seconds are those of the endpoint that took longest."""
-        slowest = max(
-            self.shown.values(), key=lambda s: s.probe_s + s.proof_s + s.canary_s, default=Shown()
-        )
-        found = {
-            "time/probe_s": slowest.probe_s,
-            "time/proof_s": slowest.proof_s,
-            "time/canary_s": slowest.canary_s + self.asking_s,
-            "sync/endpoints": float(len(self.passed)),
-        }
-        if self.target is not None:
-            found["sync/bytes"] = float(sum(chunk.num_bytes for chunk in self.target.chunks))
-        if self.num_broadcast is not None:
-            found["sync/broadcast"] = float(self.num_broadcast)
-        if readings := [s.reading for s in self.shown.values() if s.reading is not None]:
-            found["sync/canary_mean"] = max(reading.mean for reading in readings)
-            found["sync/canary_max"] = max(reading.maximum for reading in readings)
-        return found
 
 
 @dataclass(kw_only=True)
@@ -129,6 +98,8 @@ class WeightSync:
         self._reconciler = Reconciler(self.pool, pusher, self._prover, config.timeout_s)
         self._current: Target | None = None  # stays on the host until the next is served
         self._foreseen: Sequence[Completion] = ()  # canary samples of the version before
+        self._canaries: tuple[FanOut, Future[dict[str, Shown | EndpointError]]] | None = None
+        self._owing: dict[str, Shown] = {}  # by URL, what those have shown that owe their canary
         mine = self._reconciler if self.collectives.ranks.rank == 0 else None
         self.confirmed = ConfirmedEndpoints(self.pool, self._prover, mine, self.startup_timeout_s)
 
@@ -138,9 +109,17 @@ class WeightSync:
         return self.confirmed.confirmations
 
     def publish(
-        self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
+        self,
+        version: PolicyVersion,
+        meanwhile: Callable[[], object] = lambda: None,
+        *,
+        canary_follows: bool = False,
     ) -> Published:
         """Brings ``version`` to the endpoints that are up and confirms it. Collective.
+
+        With ``canary_follows``, ``settle`` has to be called before a response of this version is
+        waited for: the canary of endpoints that have proved their bits, and passed canaries before,
+        runs beside their first requests, and their responses are held back until they have passed.
 
         ``meanwhile`` is called on every rank while endpoints load and prove the weights: each time
         these are written, which damage on rank 0's host may bring about again. Not before they
@@ -155,24 +134,44 @@ class WeightSync:
         start_s = time.monotonic()
         self._withdraw()
         self._refuse_late_doubts(version)
-        self._num_damaged, probe_s = 0, 0.0
-        while True:
-            probe_s += self._learn_probe(version)
-            delivery = self._deliver(str(version), canary=self.config.canary, meanwhile=meanwhile)
-            if not self._is_written_again(delivery):
-                break
-        target = self._share(delivery)
-        shown = {url: delivery.shown.get(url, Shown()) for url in delivery.passed}
-        self.thread.run(self.confirmed.confirm(target, shown))
-        self._store.discard(self._current)  # the version before has been served until here
-        self._current = delivery.target
-        self._foreseen = next((s.samples for s in shown.values() if s.samples), self._foreseen)
-        metrics = {"time/sync_s": time.monotonic() - start_s} | delivery.metrics()
-        metrics["time/probe_s"] += probe_s
+        target, metrics = self._bring(version, meanwhile, canary_follows=canary_follows)
+        metrics["time/sync_s"] = time.monotonic() - start_s
         return Published(ServedWeights(version, weights_digest(target.chunks)), metrics)
+
+    def settle(self, published: Published) -> Published:
+        """Waits for the canaries that follow; ``published`` with their figures. Collective.
+
+        The responses of an endpoint that has passed are handed out from here on. One that has not
+        is out of use, what it has answered goes elsewhere, and it is brought back in mid-batch; if
+        nobody has passed, the version is published once more, with canaries first. Raises what
+        ``publish`` raises then.
+        """
+        owing, self._owing = self._owing, {}
+        if not owing:
+            return published
+        delivery = Delivery(None)
+        errors: dict[str, EndpointError] = {}
+        fan_out, running = self._canaries or (None, None)
+        self._answer_questions(fan_out, delivery, canary=True)
+        if running is not None:
+            delivery.shown, errors = _split(running.result())
+        self._canaries = None
+        failed = {url: error.reason for url, error in errors.items()}
+        expected = next((shown.expected for shown in delivery.shown.values()), None)
+        failed, said = self.collectives.broadcast([failed, expected and expected.to_json()])
+        passed = {url: shown for url, shown in owing.items() if url not in failed}
+        expected = said and Expected.from_json(said)
+        self._foresee(delivery.shown)
+        if self.thread.run(self.confirmed.settle(passed, failed, expected)):
+            metrics = delivery.canary_metrics() | {"sync/endpoints": float(len(self.confirmations))}
+        else:
+            _, metrics = self._bring(published.served.version)
+        return replace(published, metrics={**published.metrics, **metrics})
 
     def close(self) -> None:
         """Ends repairs, leaves the broadcast, removes the weights from the shared folder."""
+        if self._canaries is not None:
+            self._canaries[1].cancel()
         self.thread.run(self.confirmed.end())
         if self._broadcaster is not None:
             self._broadcaster.close()
@@ -214,8 +213,54 @@ class WeightSync:
 
     # ---- delivery ------------------------------------------------------------------------------
 
+    def _bring(
+        self,
+        version: PolicyVersion,
+        meanwhile: Callable[[], object] = lambda: None,
+        *,
+        canary_follows: bool = False,
+    ) -> tuple[Target, dict[str, float]]:
+        """Has ``version`` served and confirmed, the canaries that follow begun. Collective."""
+        self._num_damaged, probe_s = 0, 0.0
+        while True:
+            probe_s += self._learn_probe(version)
+            delivery = self._deliver(
+                str(version),
+                canary=self.config.canary,
+                canary_follows=canary_follows,
+                meanwhile=meanwhile,
+            )
+            if not self._is_written_again(delivery):
+                break
+        target = self._share(delivery)
+        shown = {
+            url: delivery.shown.get(url, Shown(owes_canary=url in delivery.owing))
+            for url in delivery.passed
+        }
+        self.thread.run(self.confirmed.confirm(target, shown))
+        before, self._current = self._current, delivery.target
+        if before is not None and before.name != target.name:
+            self._store.discard(before)  # it has been served until here
+        self._foresee(shown)
+        self._owing = {url: shown[url] for url in delivery.owing}
+        if self._owing and delivery.target is not None:
+            endpoints = [e for e in self.pool.endpoints if e.url in self._owing]
+            fan_out = FanOut(self._reconciler, endpoints, target, canary=True, owing=self._owing)
+            self._canaries = fan_out, self.thread.submit(fan_out.run())
+        metrics = delivery.metrics()
+        metrics["time/probe_s"] += probe_s
+        return target, metrics
+
+    def _foresee(self, shown: Mapping[str, Shown]) -> None:
+        self._foreseen = next((s.samples for s in shown.values() if s.samples), self._foreseen)
+
     def _deliver(
-        self, version: str, *, canary: bool, meanwhile: Callable[[], object] = lambda: None
+        self,
+        version: str,
+        *,
+        canary: bool,
+        canary_follows: bool = False,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Delivery:
         """Writes the weights and brings them to every live endpoint until at least one has passed.
 
@@ -231,7 +276,12 @@ class WeightSync:
             excluded: dict[str, str] = {}
             if delivery.target is not None:
                 excluded = self._fan_out(
-                    urls, delivery, canary, write=not is_written, meanwhile=meanwhile
+                    urls,
+                    delivery,
+                    canary,
+                    canary_follows=canary_follows,
+                    write=not is_written,
+                    meanwhile=meanwhile,
                 )
             else:
                 if not is_written:
@@ -240,8 +290,11 @@ class WeightSync:
                     meanwhile()
                 self._answer_questions(None, delivery, canary)
             is_written = True
-            agreed = self.collectives.broadcast([list(delivery.shown), excluded, delivery.damage])
-            delivery.passed, excluded, delivery.damage = agreed
+            owing = [url for url, shown in delivery.shown.items() if shown.owes_canary]
+            agreed = self.collectives.broadcast(
+                [list(delivery.shown), owing, excluded, delivery.damage]
+            )
+            delivery.passed, delivery.owing, excluded, delivery.damage = agreed
             self._exclude(excluded)
         return delivery
 
@@ -292,6 +345,7 @@ class WeightSync:
         delivery: Delivery,
         canary: bool,
         *,
+        canary_follows: bool,
         write: bool,
         meanwhile: Callable[[], object],
     ) -> dict[str, str]:
@@ -304,7 +358,14 @@ class WeightSync:
         broadcaster, target = self._broadcaster, delivery.target
         assert target is not None
         tee = broadcaster.begin() if write and broadcaster is not None else None
-        fan_out = FanOut(self._reconciler, endpoints, target, canary=canary, tee=tee)
+        fan_out = FanOut(
+            self._reconciler,
+            endpoints,
+            target,
+            canary=canary,
+            canary_follows=canary_follows,
+            tee=tee,
+        )
         running = self.thread.submit(fan_out.run())
         try:
             if write:
@@ -322,8 +383,8 @@ class WeightSync:
             raise
         if broadcaster is not None:
             delivery.num_broadcast = (delivery.num_broadcast or 0) + fan_out.num_broadcast
-        delivery.shown |= {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
-        errors = {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}
+        shown, errors = _split(outcomes)
+        delivery.shown |= shown
         damages = (e.reason for e in errors.values() if isinstance(e, DamagedCopy))
         delivery.damage = next(damages, None)
         return {u: e.reason for u, e in errors.items() if not isinstance(e, EndpointUnavailable)}
@@ -399,3 +460,11 @@ class WeightSync:
 
         if problems:
             self.thread.run(exclude())
+
+
+def _split(
+    outcomes: Mapping[str, Shown | EndpointError],
+) -> tuple[dict[str, Shown], dict[str, EndpointError]]:
+    """By URL, who has passed and who has not."""
+    shown = {url: o for url, o in outcomes.items() if isinstance(o, Shown)}
+    return shown, {url: o for url, o in outcomes.items() if isinstance(o, EndpointError)}

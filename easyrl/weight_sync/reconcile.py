@@ -1,12 +1,17 @@
 """Reconciliation: the one coroutine that brings an endpoint to a version and has it prove it.
 
     pause → stamp "updating" → push → prove the bits → resume → canary → stamp the version
+                                                             or → stamp the version, then canary
 
 No token is made of bits that are not proved, where bits are proved at all. What fails is taken out
 of use (*quarantine*), pushed again, proved again, then excluded, unless this host's copy of the
 weights turns out to be damaged: that is to be written again first. One that still has the weights
 (it was only away, or a broadcast brought them) is not pushed to, it proves them. The stamp of the
 version comes last, so no other process takes for served what has not been proved.
+
+The canary of an endpoint that has proved its bits, and passed canaries before, may follow the stamp
+and run beside the first requests; their responses are held back in every process until it has
+passed (``Fleet.confirm``).
 """
 
 from __future__ import annotations
@@ -16,14 +21,13 @@ import contextlib
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint_pool import Endpoint, EndpointPool
-from easyrl.schema import Completion
-from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, BroadcastFailed, TensorTee
-from easyrl.weight_sync.canary import Expect, Expected
+from easyrl.weight_sync.broadcasting import BroadcastFailed, TensorTee
+from easyrl.weight_sync.canary import Expect
 from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import GIVING_UP_S, WeightPusher, still_answers, while_up
 from easyrl.weight_sync.target import Target
@@ -62,6 +66,7 @@ class Reconciler:
 
     def __post_init__(self) -> None:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by URL
+        self._canary_first: set[str] = set()  # URLs that have failed a canary that followed
         self._late: set[str] = set()  # URLs; see ``waited_for``
         self._num_late: Counter[str] = Counter()  # by URL
 
@@ -90,10 +95,13 @@ class Reconciler:
         weights: Target,
         expect: Expect | None,
         on_sampling: Callable[[], object] = lambda: None,
+        *,
+        canary_follows: bool = False,
     ) -> Shown:
         """Has ``endpoint`` serve ``weights``, proved, under their version.
 
-        ``on_sampling`` is told when it has proved their bits and makes the canary's samples.
+        ``on_sampling`` is told when it has proved their bits and makes the canary's samples. With
+        ``canary_follows`` it may yet owe the canary (``Shown.owes_canary``), for ``compare``.
         Consumes: their chunks. Waits for: an earlier call for this endpoint to give up, the
         endpoint, what ``expect`` waits for. Is unblocked by: answers, the pool finding it down, a
         cancellation. Raises ``EndpointUnavailable`` if it is gone, ``DamagedCopy``, ``ProofFailed``
@@ -103,12 +111,47 @@ class Reconciler:
         published, until the next push, or ``end``.
         """
         start_s = time.monotonic()
-        bringing = self._until_proved(endpoint, weights, expect, on_sampling)
+        bringing = self._until_proved(endpoint, weights, expect, on_sampling, canary_follows)
         shown = await while_up(endpoint, bringing)
         in_time = time.monotonic() - start_s < self.timeout_s
         if in_time and self._num_late[endpoint.url] < MOST_LATE:
             self._late.discard(endpoint.url)
         return shown
+
+    async def compare(
+        self,
+        endpoint: Endpoint,
+        weights: Target,
+        expect: Expect,
+        shown: Shown,
+        on_sampling: Callable[[], object] = lambda: None,
+    ) -> Shown:
+        """The canary that ``endpoint``, which serves ``weights``, owes; into ``shown``.
+
+        Waits for and is unblocked by: as ``reconcile``. Raises ``EndpointUnavailable`` if it has
+        not passed, for whatever reason: its requests, answered or in flight, go elsewhere, and it
+        has to prove itself anew; if its log-probabilities were wrong, canaries come first from then
+        on.
+        """
+
+        async def compare_samples() -> None:
+            async with self._locks[endpoint.url]:
+                on_sampling()
+                await self.prover.compare_samples(endpoint, weights.version, expect, shown)
+
+        try:
+            await while_up(endpoint, compare_samples())
+            return shown
+        except EndpointError as error:
+            self.pool.quarantine(endpoint, error.reason)
+            if isinstance(error, EndpointUnavailable) and not await still_answers(endpoint):
+                raise
+            logger.warning("weight sync: %s", error)
+            if isinstance(error, ProofFailed):
+                self._canary_first.add(endpoint.url)
+            async with self._locks[endpoint.url]:
+                await self._quarantine(endpoint, weights, error)
+            raise EndpointUnavailable(endpoint.url, error.reason) from error
 
     async def end(self) -> None:
         """No endpoint that was pushed to stays paused, as far as it answers.
@@ -165,10 +208,13 @@ class Reconciler:
         weights: Target,
         expect: Expect | None,
         on_sampling: Callable[[], object],
+        canary_follows: bool,
     ) -> Shown:
         async with self._locks[endpoint.url]:
             try:
-                return await self._push_and_prove(endpoint, weights, expect, on_sampling)
+                return await self._push_and_prove(
+                    endpoint, weights, expect, on_sampling, canary_follows
+                )
             except EndpointUnavailable as error:
                 # It does not answer, or its weights are written again at once: the next push.
                 if isinstance(error, DamagedCopy) and weights.is_published:
@@ -184,6 +230,7 @@ class Reconciler:
         weights: Target,
         expect: Expect | None,
         on_sampling: Callable[[], object],
+        canary_follows: bool,
     ) -> Shown:
         """As ``reconcile``, but leaves an endpoint paused that fails between push and resume."""
         shown = Shown()
@@ -199,7 +246,8 @@ class Reconciler:
                 await self.prover.prove_bits(endpoint, weights, stamp, shown)
                 if stamp != weights.version:
                     await self.pusher.resume(endpoint)
-                if expect is not None:
+                shown.owes_canary = canary_follows and self._may_owe_canary(endpoint)
+                if expect is not None and not shown.owes_canary:
                     on_sampling()
                     await self.prover.compare_samples(endpoint, stamp, expect, shown)
                 if stamp != weights.version:
@@ -220,6 +268,11 @@ class Reconciler:
                 if not pushes_left or waited_s >= self.timeout_s:
                     raise ProofFailed(endpoint.url, error.reason) from error
 
+    def _may_owe_canary(self, endpoint: Endpoint) -> bool:
+        """Whether it may be sent requests before its canary: its bits are right, as before."""
+        has_passed = self.prover.reads_bits and self.prover.has_passed(endpoint.url)
+        return has_passed and endpoint.url not in self._canary_first
+
     async def _damage(self, weights: Target) -> str | None:
         """What is wrong with this host's copy of ``weights``, or of the probe's."""
         if self.probe is not None and (damage := await self.probe.weights.damage()) is not None:
@@ -229,7 +282,7 @@ class Reconciler:
 
     async def _quarantine(self, endpoint: Endpoint, weights: Target, error: EndpointError) -> None:
         """It gets no request, and what it has in flight goes elsewhere, until it is confirmed."""
-        self.prover.probe_shifts.pop(endpoint.url, None)  # it has to show the probe again
+        self.prover.forget(endpoint.url)
         self.pool.quarantine(endpoint, error.reason)
         if isinstance(error, ProofFailed):
             self.on_failed_proof(endpoint)
@@ -241,7 +294,7 @@ class Reconciler:
         The true weights follow, and their canary: what it forgot to forget shows in either.
         """
         if await self.pusher.has_restarted(endpoint):
-            self.prover.probe_shifts.pop(endpoint.url, None)
+            self.prover.forget(endpoint.url)
         probe = self.probe
         if probe is None or endpoint.url in self.prover.probe_shifts:
             return
@@ -255,131 +308,3 @@ class Reconciler:
             raise ProofFailed(endpoint.url, problem)
         self.prover.probe_shifts[endpoint.url] = probe.visible(samples)
         shown.probe_s += time.monotonic() - start_s
-
-
-@dataclass
-class FanOut:
-    """Brings ``target`` to ``endpoints``, each by a coroutine of its own. In the pool's loop.
-
-    The trainer's log-probabilities are a collective of the main threads, so an endpoint's coroutine
-    cannot ask for them itself: it leaves its canary samples here and waits. Whoever is ready, has
-    passed or waits for the trainer, waits for the rest no longer than they may be silent.
-
-    Attributes:
-        canary: whether the trainer is asked about their samples.
-        tee: what is broadcast first; whom that does not reach is pushed to.
-        num_broadcast: how many the broadcast has reached.
-    """
-
-    reconciler: Reconciler
-    endpoints: Sequence[Endpoint]
-    target: Target
-    canary: bool
-    tee: TensorTee | None = None
-    num_broadcast: int = 0
-
-    def __post_init__(self) -> None:
-        self._num_passed = 0
-        self._ready_s: float | None = None  # since when one is ready and waits for others
-        self._num_open = len(self.endpoints)  # coroutines that have not ended
-        self._questions: dict[str, tuple[Sequence[Completion], asyncio.Future[Expected]]] = {}
-        self._changed = asyncio.Event()  # a question has come, or a coroutine has ended
-        self._is_sampling = False  # an endpoint has proved its bits
-
-    async def run(self) -> dict[str, Shown | EndpointError]:
-        """What became of each, by URL. Raises what is no ``EndpointError``.
-
-        ``EndpointUnavailable``: it is gone; another ``EndpointError``: it failed for good. After a
-        cancellation endpoints are told to give up what they were being given.
-        """
-        tasks: list[asyncio.Task[Shown | EndpointError]] = []
-        watch: asyncio.Task[None] | None = None
-        try:
-            if self.tee is not None:
-                self.num_broadcast = await self.reconciler.broadcast(
-                    self.endpoints, self.target, self.tee
-                )
-            tasks = [asyncio.create_task(self._bring(endpoint)) for endpoint in self.endpoints]
-            watch = asyncio.create_task(self._leave_late(tasks))
-            outcomes = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            if watch is not None:
-                watch.cancel()
-            if self.tee is not None:
-                self.tee.close()
-            self._num_open = 0
-            self._changed.set()
-        return {e.url: outcome for e, outcome in zip(self.endpoints, outcomes, strict=True)}
-
-    async def sampling(self) -> bool:
-        """Waits until an endpoint makes its canary samples; False if all have, or have ended.
-
-        Before that the loop has answers to look after, which the trainer's work would hold up.
-        """
-        while not self._is_sampling and self._num_open > len(self._questions):
-            self._changed.clear()
-            await self._changed.wait()
-        return self._num_open > len(self._questions)
-
-    async def questions(self) -> dict[str, Sequence[Completion]]:
-        """Canary samples by URL, when every coroutine has asked or ended; none at the end."""
-        while self._num_open > len(self._questions):
-            self._changed.clear()
-            await self._changed.wait()
-        return {url: samples for url, (samples, _) in self._questions.items()}
-
-    async def answer(self, expected: Mapping[str, Expected]) -> None:
-        """What the trainer says of the samples of ``questions``."""
-        self._ready_s = None  # what they owe after this starts anew
-        asked, self._questions = self._questions, {}
-        for url, (_, answer) in asked.items():
-            if not answer.done():  # it may have gone down while it waited
-                answer.set_result(expected[url])
-
-    def _sampling(self) -> None:
-        self._is_sampling = True
-        self._changed.set()
-
-    async def _bring(self, endpoint: Endpoint) -> Shown | EndpointError:
-        try:
-            expect = self._ask if self.canary else None
-            shown = await self.reconciler.reconcile(endpoint, self.target, expect, self._sampling)
-            self._num_passed += 1
-            return shown
-        except EndpointError as error:
-            if isinstance(error, EndpointUnavailable) and endpoint.down is None:
-                self.reconciler.pool.set_aside(endpoint, error)
-            return error
-        finally:
-            self._num_open -= 1
-            self._changed.set()
-
-    async def _leave_late(self, tasks: Sequence[asyncio.Task[Shown | EndpointError]]) -> None:
-        """Ends the waiting for endpoints that answer each request in time, and slowly.
-
-        The clock runs over all their answers, from when another is ready. A silent one fails by the
-        limit of a single request before.
-        """
-        patience_s = self.reconciler.timeout_s + GIVING_UP_S
-        while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            if not self._questions and not self._num_passed:
-                continue
-            self._ready_s = self._ready_s or time.monotonic()
-            if time.monotonic() - self._ready_s < patience_s:
-                continue
-            for endpoint, task in zip(self.endpoints, tasks, strict=True):
-                owes = not task.done() and endpoint.url not in self._questions
-                if owes and endpoint.down is None:
-                    self.reconciler.late(endpoint, self.target.version)
-
-    async def _ask(self, url: str, samples: Sequence[Completion]) -> Expected:
-        answer: asyncio.Future[Expected] = asyncio.get_running_loop().create_future()
-        self._questions[url] = samples, answer
-        self._changed.set()
-        try:
-            return await answer
-        finally:
-            self._questions.pop(url, None)

@@ -38,6 +38,9 @@ class Endpoint:
         self.max_inflight = max_inflight
         self.served: ServedModel | None = None  # known once healthy
         self.confirmed_version: str | None = None
+        # Unset while it may answer and has yet to pass its canary: what it answers is held back.
+        self.cleared = asyncio.Event()
+        self.cleared.set()
         self.proof = 0  # number of its last good proof in this attempt of the run, by URL
         self.excluded: str | None = None  # why it gets no more requests
         self.down: str | None = None  # why it is set aside for now

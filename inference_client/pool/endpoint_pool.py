@@ -130,7 +130,8 @@ class EndpointPool(Fleet):
     ) -> Completion:
         """One response to the prompt, int32 [P], as a sample of ``group``.
 
-        Every token is stamped with the group's version (unless that is None). The finish_reason is
+        Every token is stamped with the group's version (unless that is None), and its endpoint has
+        been cleared (``Fleet.confirm``). The finish_reason is
         "length" also where the endpoints' context ends before ``max_tokens``.
 
         What fails is sent to another endpoint, with the same seed, ``max_retries`` times, and not
@@ -205,6 +206,8 @@ class EndpointPool(Fleet):
             except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
                 raise await self._look_into(endpoint, error, sampling) from None
             self._check_stamps(endpoint, completion, group.version)
+            response = TimedResponse(began_s, time.monotonic(), len(completion.token_ids))
+            await endpoint.cleared.wait()  # a quarantine ends it as it ends what is in flight
         except asyncio.CancelledError:
             aborted = endpoint.attempts[task]
             if aborted is None or task.uncancel() > 0:
@@ -219,7 +222,6 @@ class EndpointPool(Fleet):
             del endpoint.attempts[task]
             self._dispatcher.release(endpoint, group.sample_tokens)
             self._forget_if_done(endpoint)
-        response = TimedResponse(began_s, time.monotonic(), len(completion.token_ids))
         endpoint.answered(response.num_tokens, response.ended_s - began_s)
         self.limits.answered(endpoint, group, response)
         # the number of now: a proof that is yet to come judges all since the last good one

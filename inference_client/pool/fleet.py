@@ -230,11 +230,17 @@ class Fleet:
 
     # ---- what others find out --------------------------------------------------------------------
 
-    def confirm(self, endpoint: Endpoint, version: str) -> None:
+    def confirm(self, endpoint: Endpoint, version: str, *, cleared: bool = True) -> None:
         """``endpoint`` has proved that it serves ``version`` (docs/endpoints.md), the current one.
 
-        Each call is a good proof and gives ``endpoint.proof`` the next number.
+        Each call is a good proof and gives ``endpoint.proof`` the next number. Without ``cleared``
+        it is sent requests, and what it answers is held back until ``clear``; a ``quarantine``
+        instead has them answered elsewhere.
         """
+        if cleared:
+            endpoint.cleared.set()
+        else:
+            endpoint.cleared.clear()
         self._current_version = version
         self._num_proofs[endpoint.url] += 1
         endpoint.proof = self._num_proofs[endpoint.url]
@@ -244,6 +250,10 @@ class Fleet:
         endpoint.num_unanswered = endpoint.num_consecutive_failures = 0
         endpoint.last_usable_s = time.monotonic()
         self._dispatcher.changed(endpoint)
+
+    def clear(self, endpoint: Endpoint) -> None:
+        """``endpoint``, confirmed before, has proved all it had to: its answers count."""
+        endpoint.cleared.set()
 
     def withdraw_confirmations(self) -> None:
         """The weights are about to move: no endpoint serves a known version."""

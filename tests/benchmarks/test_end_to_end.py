@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
-from msgspec.structs import replace as replace_key
+from msgspec.structs import replace as replace_struct
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import end_to_end
@@ -147,7 +147,7 @@ def test_what_is_in_the_file_is_not_measured_again(tmp_path: Path) -> None:
     rows = Rows(path)
     assert rows.get(key, never).step_s == 3.0
     assert rows.get(key, never).measured.heldout == -0.5
-    for other in (replace_key(key, pair=1), replace_key(key, num_steps=4)):
+    for other in (replace_struct(key, pair=1), replace_struct(key, num_steps=4)):
         assert rows.find(other, of_any_revision=True) is None
 
 
@@ -246,6 +246,31 @@ def test_the_bound_that_forbids_a_ratio_stands_beside_it() -> None:
     assert "expected 1.8\n" in table  # is reached
     assert "at most 1.33 by the bound\n" in compared(1.0, 0.9).table()  # 1.2 of 1.3: could be
     assert "busier" in compared(1.0, 1.1).table()
+
+
+def test_nothing_is_trained_before_it_is_complete() -> None:
+    def ended(*groups: tuple[float, int]) -> float:
+        return bound.as_they_arrive([bound.Group(*group) for group in groups], training_s=6.0)
+
+    assert ended((1.0, 10), (1.0, 20)) == 7.0  # together: generation, then training
+    assert ended((1.0, 10), (9.0, 20)) == 13.0  # the last one's share follows it
+    assert ended((9.0, 20), (1.0, 10)) == 13.0  # in order of completion
+    assert ended((1.0, 10), (2.0, 10), (3.0, 10)) == 7.0  # hidden, but for the first
+    assert ended((1.0, 30), (9.0, 0)) == 9.0  # nothing of the last one is trained
+    assert ended((4.0, 0)) == 4.0
+
+
+def test_what_arrival_allows_stands_beside_the_efficiency() -> None:
+    comparison = compared(1.0, 0.5)
+    assert "arrival_bound_s" not in comparison.row()
+    spans = {bound.AS_THEY_ARRIVE: 0.6, "optimizer": 0.1, "sync": 0.1}
+    bounds = [
+        Row(row.key, Measured([replace_struct(step, spans=spans) for step in row.steps]))
+        for row in comparison.bounds
+    ]
+    told = replace(comparison, bounds=bounds)
+    assert told.row()["arrival_bound_s"] == 0.8
+    assert "expected 0.8, at most 0.62 if no group is trained before it is complete" in told.table()
 
 
 def test_a_side_that_does_less_is_seen() -> None:
@@ -404,6 +429,8 @@ def test_the_bound_answers_the_batchs_own_requests(tmp_path: Path) -> None:
     assert [step.reward for step in cost] == [step.reward for step in trained[1:]]
     for found in cost:
         assert min(found.spans.values()) > 0
+        alone = found.spans[bound.GENERATE], found.spans[bound.TRAIN]
+        assert alone[1] < found.spans[bound.AS_THEY_ARRIVE] <= 1.5 * sum(alone)
         assert found.seconds == pytest.approx(
             max(found.spans[bound.GENERATE], found.spans[bound.TRAIN])
             + sorted(step.spans["optimizer"] for step in trained)[1]

@@ -299,6 +299,40 @@ async def test_who_fails_a_proof_is_out_of_use_and_its_requests_go_elsewhere():
         assert doubted.usable(V1)
 
 
+async def test_what_one_answers_before_it_is_cleared_is_held_back():
+    (server,) = servers(1)
+    async with pool_of(server, health_interval_s=60) as pool:
+        (endpoint,) = pool.endpoints
+        pool.confirm(endpoint, V1, cleared=False)
+        tasks = [ask(pool, seed) for seed in range(2)]
+        await server.until(lambda: len(server.requests) == 2)
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in tasks) and endpoint.num_inflight == 2
+        pool.clear(endpoint)
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert answered(tasks) == [0, 1] and len(server.requests) == 2
+
+
+async def test_what_one_answers_before_it_fails_is_answered_by_another():
+    first, second = servers(2)
+    async with pool_of(first, second, health_interval_s=60) as pool:
+        doubted = pool.endpoints[0]
+        pool.confirm(doubted, V1, cleared=False)
+        tasks = [ask(pool, seed) for seed in range(4)]
+        await first.until(lambda: len(first.requests) == 2)
+        await until(lambda: sum(task.done() for task in tasks) == 2)
+        await asyncio.sleep(0.1)  # the first has answered, too
+        pool.quarantine(doubted, "canary: log-probabilities differ")
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert {task.result().endpoint for task in tasks} == {second.url}
+        assert answered(tasks) == list(range(4))
+        pool.confirm(doubted, V1)
+        assert {(await ask(pool, 9)).endpoint, (await ask(pool, 9)).endpoint} <= {
+            first.url,
+            second.url,
+        }
+
+
 async def test_responses_carry_the_number_of_their_endpoints_proof():
     """Of the last good one when they came; numbers go on when an endpoint leaves and comes back."""
     (server,) = servers(1, gated=True)

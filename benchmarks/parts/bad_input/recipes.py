@@ -59,7 +59,7 @@ MISTAKES = [
     Mistake("text for a number", "recipe.kl_coef", ("recipe.kl_coef=small",)),
     Mistake("a negative coefficient", "recipe.kl_coef", ("recipe.kl_coef=-0.1",)),
     Mistake("a choice that is none", "recipe.aggregation", ("recipe.aggregation=tokens",)),
-    Mistake("a clip that never acts", "recipe.clip_eps_high", ("recipe.clip_eps_high=0.3",)),
+    Mistake("a bound below the clip", "recipe.delta", ("recipe={name: two_sided, delta: 1.1}",)),
     Mistake("an estimator without gradient", "recipe.kl_estimator", ("recipe.kl_estimator=k1",)),
     Mistake("a file that is missing", "recipe.file", ("recipe.file={folder}/recpe.py",)),
     _own(

@@ -6,6 +6,11 @@ seeds, groups and rows are those of the run: in order of what the run spent on t
 at the quartiles. The first of a run is none of them, it is trained by a process that has not warmed
 up. Generation is that of the fastest fixed concurrency; training leaves out the groups without
 signal, as the run does.
+
+Where all groups end at about the same time no schedule comes near that. So a second figure says
+what these requests allow if nothing is trained before it is generated: the batch's training in the
+order in which its groups were complete, none of it before its group was, with the best of the fixed
+concurrencies (``as they arrive``).
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from benchmarks.parts.end_to_end.processor_time import SERVER_PROCESSOR, TRAINER
 from benchmarks.parts.end_to_end.rows import Step
 from benchmarks.parts.end_to_end.workloads import Workload
 
-GENERATE, TRAIN = "generate alone", "train alone"
+GENERATE, TRAIN, AS_THEY_ARRIVE = "generate alone", "train alone", "as they arrive"
 CONCURRENCIES = (32, 64, 128, 256)
 
 
@@ -36,12 +41,20 @@ class BoundJob(msgspec.Struct):
     concurrencies: list[int]  # requests in flight, to be tried
 
 
+class Group(msgspec.Struct):
+    """A finished group."""
+
+    complete_s: float  # after the batch's first request
+    row_tokens: int  # its share of the training: of its packed row; 0 if it is not run
+
+
 class Generated(msgspec.Struct):
     """A batch's responses, with the trainer stopped."""
 
     seconds: float
     processor_s: float  # of the server
     response_tokens: float  # mean
+    groups: list[Group]
 
 
 class BatchCost(msgspec.Struct):
@@ -50,6 +63,7 @@ class BatchCost(msgspec.Struct):
     training_s: float  # forward and backward
     training_processor_s: float  # with loading, packing and the optimizer step
     generation: Generated  # with the fastest concurrency
+    as_they_arrive_s: float  # both, with the concurrency that ends first
 
 
 def measure(work: Workload, run_dir: Path, steps: Sequence[Step], folder: Path) -> Sequence[Step]:
@@ -87,6 +101,7 @@ def _as_step(cost: BatchCost, steps: Sequence[Step], reward: float) -> Step:
     spans = {
         GENERATE: cost.generation.seconds,
         TRAIN: cost.training_s,
+        AS_THEY_ARRIVE: cost.as_they_arrive_s,
         "optimizer": _median(steps, "optimizer"),
         "sync": _median(steps, "sync"),
         SERVER_PROCESSOR: cost.generation.processor_s,
@@ -94,6 +109,20 @@ def _as_step(cost: BatchCost, steps: Sequence[Step], reward: float) -> Step:
     }
     seconds = max(spans[GENERATE], spans[TRAIN]) + spans["optimizer"] + spans["sync"]
     return Step(seconds, spans, reward, cost.generation.response_tokens)
+
+
+def as_they_arrive(groups: Sequence[Group], training_s: float) -> float:
+    """Seconds from the first request to the last gradient of groups trained one after the other.
+
+    Each costs its share of ``training_s`` by the tokens of its row, and none begins before it is
+    complete.
+    """
+    total = sum(group.row_tokens for group in groups)
+    ended_s = 0.0
+    for group in sorted(groups, key=lambda group: group.complete_s):
+        cost_s = training_s * group.row_tokens / total if total else 0.0
+        ended_s = max(ended_s, group.complete_s) + cost_s
+    return ended_s
 
 
 def typical(steps: Sequence[Step], first: int) -> list[int]:

@@ -17,11 +17,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.parts.end_to_end.bound import BatchCost, BoundJob, Generated
+from benchmarks.parts.end_to_end.bound import (
+    BatchCost,
+    BoundJob,
+    Generated,
+    Group,
+    as_they_arrive,
+)
 from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
 from easyrl.build.inference import open_inference, open_scoring
 from easyrl.build.replay import replay_batch
@@ -33,9 +40,9 @@ from easyrl.inference_client.servers.managed.launch import EmbeddedServerProcess
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from easyrl.ledger.recorded_run import RecordedRun
 from easyrl.metrics.event_log import EventLog, read_events
-from easyrl.recipes.loading import with_whole_recipe
+from easyrl.recipes.loading import load_recipe, with_whole_recipe
 from easyrl.runtime.machine import pin_process, usable_cpus
-from easyrl.schema import Prompt
+from easyrl.schema import Prompt, RolloutGroup
 
 LONG_ENOUGH_S = 3.0  # of one concurrency: a batch that takes less is repeated, and the best counts
 
@@ -98,9 +105,21 @@ def generate_batch(
         start, used = time.monotonic(), _processor_s(server)
         groups = list(rollouts.produce(prompts, None))
         tokens = [len(c.token_ids) for group in groups for c in group.completions]
-    ends = [event["t"] for event in read_events(log) if event["event"] == "response_scored"]
     used = _processor_s(server) - used
-    return Generated(max(ends) - start, used, sum(tokens) / len(tokens))
+    complete: dict[int, float] = {}  # by prompt
+    for event in read_events(log):
+        if event["event"] == "response_scored":
+            complete[event["index"]] = event["t"] - start  # the last one's
+    advantage_only = load_recipe(config).advantage_only
+    ended = [Group(complete[g.prompt.index], row_tokens(g, advantage_only)) for g in groups]
+    return Generated(max(complete.values()), used, sum(tokens) / len(tokens), ended)
+
+
+def row_tokens(group: RolloutGroup, advantage_only: bool) -> int:
+    """Of its packed row; none of a group without signal, where that is all that is trained."""
+    if advantage_only and np.ptp(group.rewards) == 0:
+        return 0
+    return len(group.prompt.token_ids) + sum(len(c.token_ids) for c in group.completions)
 
 
 def _processor_s(server: ServerProcess) -> float:
@@ -137,7 +156,9 @@ def measure(job: BoundJob) -> list[BatchCost]:
     torch.set_num_threads(1)
     pin_process(0, cpus[:1])
     trained = train_batches(run, job.batches, config, weights)
-    by_index = {p.index: p for p in load_data(config.data, load_tokenizer(config), "data")}
+    by_index = {
+        p.index: p for p in load_data(config.data, load_tokenizer(config), "data", config.run.seed)
+    }
     costs: list[BatchCost] = []
     concurrencies = job.concurrencies
     for v in job.batches:
@@ -148,8 +169,11 @@ def measure(job: BoundJob) -> list[BatchCost]:
             pin_process(0, cpus[:1])
             generated = _generate(server, config, prompts, others, concurrencies, folder)
         fastest = min(generated, key=lambda inflight: generated[inflight].seconds)
-        concurrencies = [fastest]
-        costs.append(BatchCost(*trained[v], generated[fastest]))
+        training_s = trained[v][0]
+        ended = {n: as_they_arrive(each.groups, training_s) for n, each in generated.items()}
+        first = min(ended, key=ended.__getitem__)
+        concurrencies = sorted({fastest, first})
+        costs.append(BatchCost(*trained[v], generated[fastest], ended[first]))
         shutil.rmtree(weights(v))
     return costs
 

@@ -68,7 +68,7 @@ class EmbeddedEngine:
     ) -> None:
         self._cores = cores or SharedCores()
         self._model = _load_model(model, dtype, device)
-        self.tokenizer = _load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model)
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self.max_model_len = _context_length(self._model, max_model_len)
         _refuse_sliding_window(self._model, self.max_model_len)
@@ -400,7 +400,8 @@ def _load_model(path: Path, dtype: str, device: str) -> PreTrainedModel:
     return model.to(torch.device(device))  # type: ignore[arg-type]
 
 
-def _load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside a model; None if there is none."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     return AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -18,11 +17,14 @@ from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
-from aiohttp.typedefs import Handler
-from pydantic import BaseModel, ValidationError
 
 from easyrl.inference_client.sample_stream import SAMPLES
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
+from easyrl.inference_client.servers.embedded.http_parts import (
+    guarded_application,
+    json_response,
+    parse,
+)
 from easyrl.inference_client.servers.embedded.protocol import (
     AbortBody,
     CheckerBody,
@@ -39,17 +41,12 @@ from easyrl.inference_client.servers.embedded.protocol import (
     generate_response,
 )
 from easyrl.inference_client.servers.embedded.requests import (
-    BadRequestError,
     GenerationRequest,
     Sequence,
     UnavailableError,
 )
 from easyrl.inference_client.servers.embedded.streaming import SampleStream
-from easyrl.inference_client.vllm_plugin.easyrl_vllm.access import OPEN_ROUTES
 
-MAX_BODY_BYTES = 64 * 2**20
-
-Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
 
 
@@ -64,9 +61,7 @@ class EmbeddedServer:
 
     def app(self, api_key: str | None = None) -> web.Application:
         """The application; with ``api_key`` every route but the open ones asks for it."""
-        middlewares: list[Any] = [] if api_key is None else [_authentication(api_key)]
-        middlewares.append(_errors)
-        app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
+        app = guarded_application(api_key)
         app.add_routes(
             [
                 web.post("/inference/v1/generate", self._generate),
@@ -98,23 +93,23 @@ class EmbeddedServer:
     # --- generation ---
 
     async def _generate(self, http: web.Request) -> web.Response:
-        body = await _parse(http, GenerateBody)
+        body = await parse(http, GenerateBody)
         self._check_model(body.model)
         (samples,) = await self._run([body.request(self._engine)])
-        return _json(generate_response(body, samples, self._engine, self._model))
+        return json_response(generate_response(body, samples, self._engine, self._model))
 
     async def _samples(self, http: web.Request) -> web.StreamResponse:
         """Our own: what a trainer asks for at once, streamed sample by sample, as arrays."""
         # no name holds what was asked for: a sample's part of it goes when that has been sent
-        stream = SampleStream(self._engine, (await _parse(http, SamplesBody)).requests())
+        stream = SampleStream(self._engine, (await parse(http, SamplesBody)).requests())
         return await stream.send(http)
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
-        body = await _parse(http, CompletionBody)
+        body = await parse(http, CompletionBody)
         self._check_model(body.model)
         results = await self._run(body.requests(self._engine))
         whole = completion_response(body, results, self._engine, self._model)
-        return await self._stream(http, body, whole) if body.stream else _json(whole)
+        return await self._stream(http, body, whole) if body.stream else json_response(whole)
 
     async def _stream(
         self, http: web.Request, body: CompletionBody, whole: dict[str, Any]
@@ -151,25 +146,25 @@ class EmbeddedServer:
             raise web.HTTPNotFound(text=message)
 
     async def _abort_requests(self, http: web.Request) -> web.Response:
-        body = await _parse(http, AbortBody)
+        body = await parse(http, AbortBody)
         count = await _done(self._engine.abort_ids(body.request_ids or []))
-        return _json({"status": "aborted", "aborted": count})
+        return json_response({"status": "aborted", "aborted": count})
 
     async def _pause(self, http: web.Request) -> web.Response:
         query = PauseQuery.model_validate(dict(http.query))
         await _done(self._engine.pause(query.mode))  # type: ignore[arg-type]
-        return _json({"status": "paused"})
+        return json_response({"status": "paused"})
 
     async def _resume(self, http: web.Request) -> web.Response:
         await _done(self._engine.resume())
-        return _json({"status": "resumed"})
+        return json_response({"status": "resumed"})
 
     async def _is_paused(self, http: web.Request) -> web.Response:
-        return _json({"is_paused": await _done(self._engine.is_paused())})
+        return json_response({"is_paused": await _done(self._engine.is_paused())})
 
     async def _reset_prefix_cache(self, http: web.Request) -> web.Response:
         await _done(self._engine.reset_prefix_cache())
-        return _json({"success": True})
+        return json_response({"success": True})
 
     # --- what the server is ---
 
@@ -187,16 +182,16 @@ class EmbeddedServer:
             "streams_samples": True,
             "max_num_seqs": self._engine.max_num_seqs,
         }
-        return _json({"object": "list", "data": [card]})
+        return json_response({"object": "list", "data": [card]})
 
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response(status=200 if self._engine.is_alive else 503)
 
     async def _version(self, http: web.Request) -> web.Response:
-        return _json({"version": "easyrl"})
+        return json_response({"version": "easyrl"})
 
     async def _get_world_size(self, http: web.Request) -> web.Response:
-        return _json({"world_size": 1})
+        return json_response({"world_size": 1})
 
     async def _metrics(self, http: web.Request) -> web.Response:
         engine, stats = self._engine, self._engine.stats
@@ -214,60 +209,50 @@ class EmbeddedServer:
     # --- weights ---
 
     async def _init_weight_transfer(self, http: web.Request) -> web.Response:
-        body = await _parse(http, InitBody)
+        body = await parse(http, InitBody)
         await _done(self._weights.announce(body.init_info))
-        return _json({"message": "Weight transfer initialized"})
+        return json_response({"message": "Weight transfer initialized"})
 
     async def _start_weight_update(self, http: web.Request) -> web.Response:
         await _done(self._weights.start())
-        return _json({"message": "Weight update started"})
+        return json_response({"message": "Weight update started"})
 
     async def _update_weights(self, http: web.Request) -> web.Response:
-        info = (await _parse(http, UpdateBody)).update_info
+        info = (await parse(http, UpdateBody)).update_info
         if info.abandon:
             await _done(self._weights.abandon())
             raise web.HTTPBadRequest(text="the weight update was abandoned, as asked for")
         await _done(self._weights.load(info.artifact, info.chunks))
-        return _json({"message": "Weights updated"})
+        return json_response({"message": "Weights updated"})
 
     async def _finish_weight_update(self, http: web.Request) -> web.Response:
-        body = await _parse(http, FinishBody)
+        body = await parse(http, FinishBody)
         await _done(self._weights.finish(body.weight_version))
-        return _json({"message": "Weight update finished"})
+        return json_response({"message": "Weight update finished"})
 
     async def _collective_rpc(self, http: web.Request) -> web.Response:
         """The one method that the vLLM plugin adds to vLLM's workers."""
-        body = await _parse(http, RpcBody)
+        body = await parse(http, RpcBody)
         asked = body.kwargs
         proof = await _done(self._weights.prove(asked.nonce, asked.tensors.keys()))
-        return _json({"results": [asdict(proof)]})
+        return json_response({"results": [asdict(proof)]})
 
     async def _update_weight_version(self, http: web.Request) -> web.Response:
-        body = await _parse(http, VersionBody)
+        body = await parse(http, VersionBody)
         await _done(self._engine.set_weight_version(body.new_version))
-        return _json({"success": True, "new_version": body.new_version})
+        return json_response({"success": True, "new_version": body.new_version})
 
     async def _weight_info(self, http: web.Request) -> web.Response:
-        return _json({"weight_version": await _done(self._engine.weight_version())})
+        return json_response({"weight_version": await _done(self._engine.weight_version())})
 
     async def _weight_checker(self, http: web.Request) -> web.Response:
-        body = await _parse(http, CheckerBody)
+        body = await parse(http, CheckerBody)
         served = await _done(self._weights.checksums())
         if body.action == "checksum":
-            return _json({"checksums": served})
+            return json_response({"checksums": served})
         differing = served.items() ^ (body.baseline or {}).items()
         mismatches = sorted({name for name, _ in differing})
-        return _json({"match": not mismatches, "mismatches": mismatches})
-
-
-async def _parse(http: web.Request, body: type[Body]) -> Body:
-    """The validated body; an empty one counts as ``{}``. Raises ``ValidationError``."""
-    raw = await http.read()
-    try:
-        data = orjson.loads(raw) if raw else {}
-    except orjson.JSONDecodeError as error:
-        raise BadRequestError("body", f"is not JSON ({error})") from None
-    return body.model_validate(data)
+        return json_response({"match": not mismatches, "mismatches": mismatches})
 
 
 async def _done(future: Future[T]) -> T:
@@ -276,53 +261,3 @@ async def _done(future: Future[T]) -> T:
         return await asyncio.wrap_future(future)
     except ValueError as error:
         raise web.HTTPBadRequest(text=str(error)) from None
-
-
-def _json(content: dict[str, Any], status: int = 200) -> web.Response:
-    body = orjson.dumps(content)
-    return web.Response(body=body, status=status, content_type="application/json")
-
-
-@web.middleware
-async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors as OpenAI's clients expect them."""
-    param = None
-    try:
-        return await handler(http)
-    except ValidationError as error:
-        status, kind = 400, "BadRequestError"
-        message, param = _validation_problem(error)
-    except BadRequestError as error:
-        status, kind, message, param = 400, "BadRequestError", str(error), error.param
-    except UnavailableError as error:
-        status, kind, message = 503, "ServiceUnavailableError", str(error)
-    except web.HTTPException as error:
-        status, kind = error.status, type(error).__name__[4:] + "Error"
-        message = error.text or error.reason
-    content = {"message": message, "type": kind, "param": param, "code": status}
-    return _json({"error": content}, status)
-
-
-def _validation_problem(error: ValidationError) -> tuple[str, str | None]:
-    """Message and field of a bad body; a field with alternatives is named once."""
-    problems: dict[str, str] = {}
-    for item in error.errors(include_url=False, include_input=False):
-        path = [str(part) for part in item["loc"] if "[" not in str(part)]
-        path = [part for part in path if part not in ("str", "int")]
-        problems.setdefault(".".join(path), item["msg"].removeprefix("Value error, "))
-    shown = list(problems.items())[:10]
-    message = "; ".join(f"{field}: {text}" if field else text for field, text in shown)
-    return message, next(iter(problems)) or None
-
-
-def _authentication(api_key: str) -> Any:
-    expected = f"Bearer {api_key}".encode()
-
-    @web.middleware
-    async def check(http: web.Request, handler: Handler) -> web.StreamResponse:
-        given = http.headers.get("Authorization", "").encode()
-        if http.path in OPEN_ROUTES or hmac.compare_digest(given, expected):
-            return await handler(http)
-        return _json({"error": "Unauthorized"}, 401)
-
-    return check

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,8 @@ import torch
 import typer
 from aiohttp import web
 
+from easyrl.inference_client.servers.embedded.classifier import Classifier, is_classifier
+from easyrl.inference_client.servers.embedded.classifier_routes import ClassifierServer
 from easyrl.inference_client.servers.embedded.engine import DTYPES, EmbeddedEngine
 from easyrl.inference_client.servers.embedded.requests import UnavailableError
 from easyrl.inference_client.servers.embedded.routes import EmbeddedServer
@@ -38,7 +40,9 @@ async def start_site(app: web.Application, host: str, port: int) -> tuple[web.Ap
 
 
 def serve(
-    model: Annotated[Path, typer.Argument(help="directory of a Hugging Face causal LM")],
+    model: Annotated[
+        Path, typer.Argument(help="directory of a Hugging Face causal LM, or sequence classifier")
+    ],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="0: a free one, see the ready line")
@@ -72,6 +76,7 @@ def serve(
 ) -> None:
     """Serve MODEL with vLLM's rollout and weight-update routes until SIGINT or SIGTERM.
 
+    A sequence classifier, such as a reward model, is served with vLLM's route /classify instead.
     Prints one line with the URL when it is ready. Flags are vLLM's where vLLM has them.
     """
     if api_key is None:
@@ -89,6 +94,16 @@ def serve(
         torch.set_num_threads(num_threads)
     elif device == "cpu":
         cores = SharedCores.of_environment()
+    name = served_model_name or str(model)
+    if is_classifier(model):
+        classifier = ClassifierServer(
+            Classifier(model, dtype=dtype, device=device, max_model_len=max_model_len), name
+        )
+        try:
+            asyncio.run(_serve_until_signal(classifier.app(api_key), model, host, port))
+        finally:
+            classifier.close()
+        return
     engine = EmbeddedEngine(
         model,
         dtype=dtype,
@@ -101,26 +116,37 @@ def serve(
         batch_invariant=batch_invariant,
         cores=cores,
     )
-    app = EmbeddedServer(engine, served_model_name or str(model)).app(api_key)
 
-    async def serve_until_signal() -> None:
-        stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopped.set)
-        runner, url = await start_site(app, host, port)
-        gc.collect()
-        gc.freeze()  # what imports left behind; walking it held every request up for 0.2 s
-        print(f"easyrl serve: {model} ready at {url}", flush=True)
-        await stopped.wait()
+    async def abort() -> None:
         with contextlib.suppress(UnavailableError):  # then there is nothing to abort
             await asyncio.wrap_future(engine.pause("abort"))
-        await runner.cleanup()
 
     try:
-        asyncio.run(serve_until_signal())
+        app = EmbeddedServer(engine, name).app(api_key)
+        asyncio.run(_serve_until_signal(app, model, host, port, abort))
     finally:
         engine.close()
+
+
+async def _serve_until_signal(
+    app: web.Application,
+    model: Path,
+    host: str,
+    port: int,
+    before_closing: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    runner, url = await start_site(app, host, port)
+    gc.collect()
+    gc.freeze()  # what imports left behind; walking it held every request up for 0.2 s
+    print(f"easyrl serve: {model} ready at {url}", flush=True)
+    await stopped.wait()
+    if before_closing is not None:
+        await before_closing()
+    await runner.cleanup()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

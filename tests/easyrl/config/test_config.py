@@ -228,7 +228,7 @@ BAD_VALUES = {
     "no reward": (["rewards=[]"], "rewards: List should have at least 1 item"),
     "reward with name and file": (
         ["rewards[0].file=x.py"],
-        "rewards[0]: give either name (exact, math, format) or file",
+        "rewards[0]: give either name (exact, math, format, thinking_toggle, length_target, ",
     ),
     "reward with neither": (
         ["rewards=[{weight: 1.0}]"],
@@ -236,7 +236,7 @@ BAD_VALUES = {
     ),
     "unknown reward": (
         ["rewards[0].name=exakt"],
-        "rewards[0].name: Input should be 'exact', 'math' or ",
+        "rewards[0].name: Input should be 'exact', 'math', 'format', 'thinking_toggle', ",
     ),
     "missing reward file": (
         ["rewards=[{file: no/r.py}]"],
@@ -244,7 +244,7 @@ BAD_VALUES = {
     ),
     "two rewards of one name": (
         ["rewards=[{name: exact}, {name: exact}]"],
-        "rewards: two are called the same (['exact', 'exact']); rename a function",
+        "rewards: two are called the same (['exact', 'exact']); set log_as of one",
     ),
     "ZeRO 0 in bf16": (
         ["trainer.zero_stage=0"],

@@ -5,15 +5,39 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import dump_config, load_config, validate_config
-from easyrl.recipes import DAPO, GRPO, DrGRPO
-from easyrl.recipes.loading import BUILT_IN, load_recipe, notices, with_whole_recipe
+from easyrl.recipes import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    RLOO,
+    ClippedSurrogate,
+    DrGRPO,
+    DualClip,
+    GSPOToken,
+    ReinforcePP,
+    ReinforcePPBaseline,
+    TwoSided,
+)
+from easyrl.recipes.loading import (
+    BUILT_IN,
+    load_recipe,
+    notices,
+    run_settings,
+    with_whole_recipe,
+)
+from tests.easyrl.recipes.transcriptions import CASES
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPE_FILES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+OF_ROLLOUTS = [name for name, cls in BUILT_IN.items() if cls.source == "rollouts"]
 
 MINIMAL = """
 model: {path: models/tiny}
@@ -67,10 +91,27 @@ def own(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("name", "cls"), [("grpo", GRPO), ("dr_grpo", DrGRPO), ("dapo", DAPO)])
-def test_a_built_in_has_its_paper_s_defaults(tmp_path: Path, name: str, cls: type[GRPO]) -> None:
+@pytest.mark.parametrize("name", OF_ROLLOUTS)
+def test_a_built_in_has_its_paper_s_defaults(tmp_path: Path, name: str) -> None:
+    cls = BUILT_IN[name]
     recipe = load_recipe(load(tmp_path, f"recipe.name={name}"))
     assert type(recipe) is cls and recipe == cls()
+
+
+@pytest.mark.parametrize("file", RECIPE_FILES, ids=lambda file: file.stem)
+def test_a_ready_file_runs_its_recipe_and_has_no_key_that_cannot_act(file: Path) -> None:
+    """But for the clip of a paper that trains with one update per batch."""
+    config = load_config(file)
+    assert config.recipe.name == file.stem and config.run.name == file.stem
+    said = notices(config, load_recipe(config))
+    assert not [notice for notice in said if "has no effect" in notice]
+    if config.trainer.updates_per_batch > 1:
+        assert not [notice for notice in said if "cannot act" in notice]
+
+
+def test_the_published_objectives_have_ready_files() -> None:
+    published = {case.recipe for case in CASES.values()}
+    assert published <= {file.stem for file in RECIPE_FILES}
 
 
 def test_published_values() -> None:
@@ -85,6 +126,54 @@ def test_published_values() -> None:
     assert dapo.overlong_buffer == 4096 / 20480 and dapo.dynamic_sampling
 
 
+def test_published_values_of_grpo_s_relatives() -> None:
+    """GSPO §5.1, INTELLECT-2 §4.1, dual-clip PPO's c."""
+    gspo, two_sided, cispo = GSPO(), TwoSided(), CISPO()
+    assert (gspo.clip_eps_low, gspo.clip_eps_high, gspo.kl_coef) == (3e-4, 4e-4, 0.0)
+    assert GSPOToken().clip_eps_high == 4e-4
+    assert (two_sided.delta, two_sided.clip_eps_low, two_sided.clip_eps_high) == (4.0, 0.2, 0.2)
+    assert (two_sided.kl_coef, two_sided.entropy_coef) == (0.001, 1e-4)
+    assert two_sided.aggregation == cispo.aggregation == "token" and two_sided.dynamic_sampling
+    assert cispo.clip_eps_low >= 1 and cispo.kl_coef == 0  # no lower bound in effect
+    assert DualClip().clip_ratio_c == 3.0
+    assert ReinforcePPBaseline().kl_estimator == "k2" and ReinforcePP().kl_coef == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "scope", "span"),
+    [
+        ("grpo", "group", "token"),
+        ("cispo", "group", "token"),
+        ("two_sided", "group", "token"),
+        ("dual_clip", "group", "token"),
+        ("gspo", "group", "sequence"),
+        ("gspo_token", "group", "sequence"),
+        ("rloo", "group", "group"),
+        ("reinforce_pp", "batch", "token"),
+        ("reinforce_pp_baseline", "batch", "token"),
+        ("gdpo", "batch", "token"),
+    ],
+)
+def test_scope_and_span(tmp_path: Path, name: str, scope: str, span: str) -> None:
+    config = load(tmp_path, f"recipe.name={name}")
+    recipe = load_recipe(config)
+    assert (recipe.scope, recipe.span) == (scope, span)
+    waits = [said for said in notices(config, recipe) if "does not stream" in said]
+    assert len(waits) == (scope == "batch")
+
+
+def test_a_recipe_without_a_kl_couples_no_tokens() -> None:
+    assert (
+        RLOO(kl_in_reward_coef=0.0).span == "token" and RLOO(kl_in_reward_coef=0.0).advantage_only
+    )
+    assert RLOO().needs.reference and not RLOO(kl_in_reward_coef=0.0).needs.reference
+
+
+def test_the_recipe_is_told_the_weights_of_the_rewards(tmp_path: Path) -> None:
+    config = load(tmp_path, "rewards=[{name: exact, weight: 2.0}, {name: format}]")
+    assert run_settings(config).reward_weights == {"exact": 2.0, "format": 1.0}
+
+
 def test_a_users_file_is_a_recipe(tmp_path: Path, own: Path) -> None:
     config = load(tmp_path, f"recipe={{file: {own}, name: Own, sharpness: 2}}")
     recipe = load_recipe(config)
@@ -96,7 +185,7 @@ def test_a_users_file_is_a_recipe(tmp_path: Path, own: Path) -> None:
 BAD = {
     "no such recipe": (
         ["recipe.name=gpro"],
-        "recipe.name: no built-in recipe is called 'gpro'; there are grpo, dr_grpo, dapo",
+        "recipe.name: no built-in recipe is called 'gpro'; there are grpo, dr_grpo, dapo, gspo",
     ),
     "no such file": (["recipe.file=no/r.py"], "recipe.file: no/r.py does not exist"),
     "no such class": (
@@ -126,7 +215,7 @@ BAD = {
     "unknown key": (["recipe.kl_ceof=1"], "recipe.kl_ceof: unknown key of recipe grpo; did you"),
     "unknown key like no other": (
         ["recipe.xyzzy=1"],
-        "recipe.xyzzy: unknown key of recipe grpo; known keys: advantage, aggregation, clip_eps",
+        "recipe.xyzzy: unknown key of recipe grpo; known keys: aggregation, clip_eps_low",
     ),
     "another recipe's key": (
         ["recipe.overlong_buffer=0.1"],
@@ -146,6 +235,54 @@ BAD = {
         ["recipe.kl_estimator=k1"],
         "recipe.kl_estimator: k1 has a zero expected gradient as a loss; use k3 or k2",
     ),
+    "a KL inside of normalised rewards": (
+        ["recipe={name: reinforce_pp, kl_in_reward_coef: 0.01}"],
+        "recipe.kl_in_reward_coef: the normalised reward would have to contain the KL, and the "
+        "reference's log-probabilities come after the advantages; set recipe.kl_coef",
+    ),
+    "an advantage per token for a ratio per response": (
+        ["recipe={name: gspo, kl_in_reward_coef: 0.01}"],
+        "recipe.kl_in_reward_coef: gives each token an advantage of its own, and gspo has one for "
+        "a response; use recipe.name: gspo_token",
+    ),
+    "a bound inside of the clip": (
+        ["recipe={name: two_sided, delta: 1.1}", "trainer.max_steps=3"],
+        "recipe.delta: 1.1 is not above 1 + recipe.clip_eps_high = 1.2",
+    ),
+    "a second bound below 1": (
+        ["recipe={name: dual_clip, clip_ratio_c: 1.0}"],
+        "recipe.clip_ratio_c: Input should be greater than 1 (got 1.0)",
+    ),
+    "a schedule to a step that is not known": (
+        ["recipe={name: grpo, dynamic_sampling: true}", "trainer.lr_schedule=cosine"],
+        "recipe.name: grpo rejects groups, so that the run's last step is not known",
+    ),
+    "gradient at once of no sum over tokens": (
+        ["model.logprob_backward=same_pass", "recipe.kl_in_reward_coef=0.1"],
+        "model.logprob_backward: same_pass needs a loss that is a sum over tokens",
+    ),
+    "punishment twice": (
+        [
+            "recipe.name=dapo",
+            "rewards=[{name: exact}, {name: overlong, kwargs: {max_tokens: 1024}}]",
+        ],
+        "rewards[1].name: overlong is in the recipe already (recipe.overlong_buffer is 0.2); "
+        "remove it, or set recipe.overlong_buffer=0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_value_names_its_key_and_the_remedy(tmp_path: Path, own: Path, name: str) -> None:
+    overrides, message = BAD[name]
+    config = load(tmp_path, *(override.replace("OWN", str(own)) for override in overrides))
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(config)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert any(line.startswith(message.replace("OWN", str(own))) for line in lines), caught.value
+
+
+NO_EFFECT = {
     "KL estimator without a KL": (
         ["recipe.kl_estimator=k2", "recipe.kl_coef=0.0"],
         "recipe.kl_estimator: has no effect without a KL term in the loss; remove it, or set "
@@ -159,19 +296,22 @@ BAD = {
         ["recipe={name: dapo, overlong_buffer: 0, overlong_penalty: 0.5}"],
         "recipe.overlong_penalty: has no effect without a buffer; remove it, or set",
     ),
-    "clip that never acts": (
+    "clip with one update": (
         ["recipe.clip_eps_high=0.28"],
-        "recipe.clip_eps_high: never acts with one update per batch (the ratio is 1); remove it, "
-        "or set trainer.old_policy=lagged",
+        "recipe.clip_eps_low and clip_eps_high cannot act: with one update per batch",
+    ),
+    "bound with one update": (
+        ["recipe={name: dual_clip, clip_ratio_c: 5.0}"],
+        "recipe.clip_eps_low and clip_eps_high and clip_ratio_c cannot act",
     ),
     "offloading no reference": (
         ["trainer.offload_reference=true", "recipe.kl_coef=0.0"],
         "trainer.offload_reference: has no effect without a reference model; remove it, or use a "
         "recipe that needs one (recipe.kl_coef above 0)",
     ),
-    "gradient at once of no sum over tokens": (
-        ["model.logprob_backward=same_pass", "recipe.kl_in_reward_coef=0.1"],
-        "model.logprob_backward: same_pass needs a loss that is a sum over tokens",
+    "an old policy that nothing is compared with": (
+        ["recipe={name: rloo, kl_in_reward_coef: 0.0}", "trainer.old_policy=lagged"],
+        "trainer.old_policy: lagged has no effect with a recipe without a ratio",
     ),
     "not looking ahead without frozen models": (
         ["trainer.look_ahead=false", "recipe.kl_coef=0.0"],
@@ -180,14 +320,21 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_value_names_its_key_and_the_remedy(tmp_path: Path, own: Path, name: str) -> None:
-    overrides, message = BAD[name]
-    config = load(tmp_path, *(override.replace("OWN", str(own)) for override in overrides))
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(config)
-    lines = [line.strip() for line in str(caught.value).splitlines()]
-    assert any(line.startswith(message.replace("OWN", str(own))) for line in lines), caught.value
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_a_key_that_cannot_act_is_said_and_no_error(tmp_path: Path, name: str) -> None:
+    overrides, message = NO_EFFECT[name]
+    config = load(tmp_path, *overrides)
+    said = notices(config, load_recipe(config))
+    assert any(notice.startswith(message) for notice in said), said
+    default = load(tmp_path, f"recipe.name={config.recipe.name}")
+    told_anyway = notices(default, load_recipe(default))
+    assert not any(message.partition(":")[0] + ": has no effect" in each for each in told_anyway)
+
+
+def test_the_overlong_reward_goes_with_dapo_without_its_own(tmp_path: Path) -> None:
+    overlong = "rewards=[{name: overlong, kwargs: {max_tokens: 1024}}]"
+    load_recipe(load(tmp_path, overlong))
+    load_recipe(load(tmp_path, overlong, "recipe={name: dapo, overlong_buffer: 0.0}"))
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
@@ -222,10 +369,10 @@ def test_the_remedies_are_accepted(tmp_path: Path, overrides: list[str]) -> None
     load_recipe(load(tmp_path, *overrides))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("name", OF_ROLLOUTS)
 def test_a_dump_of_all_keys_contradicts_nothing(tmp_path: Path, name: str) -> None:
     config = with_whole_recipe(load(tmp_path, f"recipe.name={name}"))
-    assert "clip_eps_high" in config.recipe.settings
+    assert set(config.recipe.settings) == {f.name for f in fields(BUILT_IN[name])}
     again = load(tmp_path, text=dump_config(config))
     assert again == config == with_whole_recipe(again)
 
@@ -314,18 +461,21 @@ def test_a_recipe_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
 # ---- the documentation ---------------------------------------------------------------------------
 
 
-def test_the_documented_defaults_are_those_of_the_code() -> None:
-    docs = Path(__file__).parents[3] / "docs"
-    pages = {"rollouts": docs / "recipes.md", "records": docs / "supervised.md"}
-    for name, cls in BUILT_IN.items():
-        rows = pages[cls.source].read_text().splitlines()
-        (row,) = [row for row in rows if row.startswith(f"| `{name}` |")]
-        told = dict(re.findall(r"`(\w+): ([\w.]+)`", row.split("|")[-2]))
-        own = {key: str(value).lower() for key, value in asdict(cls()).items()}
-        assert told == {key: own[key] for key in told}
-        if cls.source == "records":
-            assert told.keys() == own.keys()
-            continue
-        assert len(told) >= 5
-        others = {key for key in own.keys() - told.keys() if own[key] not in ("0.0", "none")}
-        assert others == {"kl_estimator", "importance_cap", "mask_truncated"}
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_documented_defaults_are_those_of_the_code(name: str) -> None:
+    """A recipe's row names each key of its own, and each that it shares with the others and sets
+    otherwise."""
+    page = {"rollouts": "recipes.md", "records": "supervised.md"}[BUILT_IN[name].source]
+    rows = (ROOT / "docs" / page).read_text().splitlines()
+    named = [row for row in rows if row.startswith(f"| `{name}` |")]
+    (row,) = [row for row in named if row.endswith("` |")]  # of the table with defaults
+    told = dict(re.findall(r"`(\w+): ([-\w.]+)`", row.split("|")[-2]))
+    own = {key: _written(value) for key, value in asdict(BUILT_IN[name]()).items()}
+    assert told == {key: own[key] for key in told}
+    shared = {f.name: _written(f.default) for f in fields(ClippedSurrogate)}
+    assert {key for key in own if own[key] != shared.get(key)} <= told.keys()
+
+
+def _written(value: object) -> str:
+    """As YAML has it."""
+    return str(value).lower() if not isinstance(value, float) else repr(value)

@@ -172,3 +172,29 @@ def test_the_file_is_the_runs_and_this_users_alone(
     monkeypatch.setattr(os, "getuid", lambda: os.stat(first).st_uid + 1)
     with pytest.raises(PermissionError, match="another user"):
         SharedCores(first)
+
+
+def test_one_thread_beside_foreign_processes_but_not_beside_who_shares(
+    file: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0, 0.0]
+    monkeypatch.setattr("easyrl.runtime.contention._clock_and_delay", lambda: (clock[0], clock[1]))
+    mine, other = SharedCores(file, num_cores=4), Other(file)
+
+    def taken(share: float) -> int:
+        """Threads; then a second of computing, of which ``share`` is waiting for a processor."""
+        mine.take()
+        clock[0], clock[1] = clock[0] + 1, clock[1] + share
+        return torch.get_num_threads()
+
+    try:
+        assert taken(0.0) == 4
+        assert taken(0.5) == 4
+        other.tell("take")  # in the middle of the stretch
+        assert taken(0.0) == 2
+        other.tell("rest")
+        assert taken(0.5) == 4
+        assert taken(0.0) == 1  # nobody shares, and a processor was waited for
+    finally:
+        other.kill()
+        mine.close()

@@ -183,10 +183,13 @@ class FakeSync:
 
     confirmations = (Confirmation("http://fake:1", "any", True, None),)
 
-    def publish(self, version, meanwhile):
+    def publish(self, version, meanwhile, *, canary_follows=False):
         meanwhile()
         self.events.append(f"publish {version}")
         return Published(ServedWeights(version, f"weights {version.v}"), {"time/sync_s": 0.1})
+
+    def settle(self, published):
+        return published
 
 
 class FakeLedger:

@@ -405,7 +405,7 @@ def test_a_batch_that_takes_the_rest_of_the_order_is_the_last():
 
 def test_a_run_that_is_interrupted_before_its_last_report_makes_it_when_it_is_resumed():
     class Gone(FakeSync):
-        def publish(self, version, meanwhile):
+        def publish(self, version, meanwhile, *, canary_follows):
             if version.v == 1:
                 raise FakeOutage("all endpoints are gone")
             return super().publish(version, meanwhile)

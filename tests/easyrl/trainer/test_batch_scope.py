@@ -14,7 +14,7 @@ import torch
 
 from easyrl.engines.base import MetricSums
 from easyrl.metrics.batch_metrics import BatchTotals
-from easyrl.recipes import Recipe
+from easyrl.recipes import Recipe, ReinforcePP
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Key, MicroBatch, RolloutGroup
 from easyrl.trainer.accumulation import Accumulator
@@ -172,6 +172,25 @@ def test_statistics_are_those_of_all_ranks_in_any_order() -> None:
         for s, r in enumerate(g.rewards)
     }
     assert own != expected  # a mean of the group's own is another number
+
+
+def test_ranks_exchange_what_the_recipe_asks_for() -> None:
+    """REINFORCE++ wants lengths too: mean and deviation over the tokens of all ranks."""
+    groups = [random_group(np.random.default_rng(i), 2, [2 + i, 5, 3], index=i) for i in range(3)]
+    lengths = [[len(c.token_ids) for c in g.completions] for g in groups]
+    tokens = np.concatenate(
+        [np.repeat(g.rewards.astype(np.float64), n) for g, n in zip(groups, lengths, strict=True)]
+    )
+    expected = {
+        (g.prompt.index, s): (float(reward) - tokens.mean()) / tokens.std()
+        for g in groups
+        for s, reward in enumerate(g.rewards)
+    }
+    for ranks in ([[groups]], [[[groups[2]]], [groups[:2]]]):
+        rows, _, _ = run(cast(Any, ranks), ReinforcePP())
+        got = {k: v for of_rank in rows for k, v in advantages_of(of_rank).items()}
+        assert got == pytest.approx(expected, rel=1e-6)
+    assert abs(tokens.mean() - np.concatenate([g.rewards for g in groups]).mean()) > 1e-3
 
 
 def test_rows_are_those_of_the_takes() -> None:

@@ -301,7 +301,7 @@ def test_a_proof_that_fails_behind_the_last_step_certifies_and_reports_nothing()
     events = []
 
     class Doubts(FakeSync):
-        def publish(self, version, meanwhile):
+        def publish(self, version, meanwhile, *, canary_follows):
             if version.v == 1:
                 raise InterruptedRun("batch 0 was trained when an endpoint failed its proof")
             return super().publish(version, meanwhile)
@@ -372,7 +372,7 @@ def test_the_seconds_of_all_steps_are_those_of_the_run_but_for_its_ends(monkeypa
     trainer.rollouts.__class__ = Begins
     published = Published(ServedWeights(VERSION, "weights"), {})
 
-    def publish(self, version, meanwhile):
+    def publish(self, version, meanwhile, *, canary_follows):
         meanwhile()
         return take(2.0, published)
 
@@ -402,7 +402,7 @@ def test_the_journal_is_on_the_disk_before_the_line_while_the_weights_are_on_the
     monkeypatch.setattr(record_file.RecordWriter, "append", append)
 
     class Moves(FakeSync):
-        def publish(self, version, meanwhile):
+        def publish(self, version, meanwhile, *, canary_follows):
             trainer.rollouts.end_batch()
             events.append("the weights move")
             return super().publish(version, meanwhile)
@@ -470,7 +470,7 @@ def test_an_outage_while_publishing_saves_too():
     events = []
 
     class Gone(FakeSync):
-        def publish(self, version, meanwhile):
+        def publish(self, version, meanwhile, *, canary_follows):
             if version.v == 1:
                 raise FakeOutage("all endpoints are gone")
             return super().publish(version, meanwhile)
@@ -501,7 +501,7 @@ def test_throughput_does_not_hide_an_interruption_after_a_batch(ends):
     """Its figures are of whole steps; what ends the run before one is complete goes through it."""
 
     class Gone(FakeSync):
-        def publish(self, version, meanwhile):
+        def publish(self, version, meanwhile, *, canary_follows):
             if version.v == 1 and ends == "publish":
                 raise StopRequested("SIGTERM")
             return super().publish(version, meanwhile)
@@ -527,7 +527,7 @@ def test_any_other_error_does_not_save(error):
     events = []
 
     class Broken(FakeSync):
-        def publish(self, version, meanwhile):
+        def publish(self, version, meanwhile, *, canary_follows):
             if version.v == 1:
                 meanwhile()
                 raise error
@@ -566,7 +566,7 @@ def test_nobody_takes_the_weights_is_one_sentence(num_published, status):
     """Before the first batch the servers are not what they should be; later they may come back."""
 
     class NobodyTakes(FakeSync):
-        def publish(self, version, meanwhile):
+        def publish(self, version, meanwhile, *, canary_follows):
             if version.v == num_published:
                 raise NoEndpointServes("no usable endpoint: http://fake:1: another model")
             return super().publish(version, meanwhile)

@@ -10,9 +10,10 @@ from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.schema import Completion, VersionSpan
 from easyrl.weight_sync.canary import CanaryReading, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
+from easyrl.weight_sync.delivery import FanOut
 from easyrl.weight_sync.proof import Probe, ProofFailed, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
-from easyrl.weight_sync.reconcile import MOST_LATE, DamagedCopy, FanOut, Reconciler
+from easyrl.weight_sync.reconcile import MOST_LATE, DamagedCopy, Reconciler
 from easyrl.weight_sync.target import MOST_CHUNKS
 from tests.easyrl.weight_sync.scripted_endpoint import (
     PUSH,
@@ -52,8 +53,9 @@ class FakePool:
         self.events.append("set aside")
         endpoint.down = error.reason
 
-    def confirm(self, endpoint: Endpoint, version: str) -> None:
+    def confirm(self, endpoint: Endpoint, version: str, *, cleared: bool = True) -> None:
         self.events.append("confirm")
+        assert cleared
         endpoint.confirmed_version = version
         endpoint.proof += 1
 
@@ -431,6 +433,112 @@ def test_a_publication_that_an_error_ends_leaves_nobody_paused(at):
     asyncio.run(story())
 
 
+# ---- canaries that follow the stamp --------------------------------------------------------------
+
+
+class Following(Parts):
+    def reconcile(self, **options):
+        self.target.expected = SAID
+        known = self.target.known
+        return self.reconciler.reconcile(
+            self.endpoint, self.target, known, canary_follows=True, **options
+        )
+
+    def compare(self, shown: Shown):
+        known = self.target.known
+        return self.reconciler.compare(self.endpoint, self.target, known, shown)
+
+    async def next(self) -> Shown:
+        """The version behind the present one."""
+        self.client.version = "run:0:0"  # so that it is pushed to again
+        self.reconciler.pusher._given[URL].stamp = "run:0:0"
+        self.reconciler.pusher._given[URL].artifact = None
+        self.client.calls.clear()
+        return await self.reconcile()
+
+
+def test_a_canary_follows_the_stamp_of_one_that_has_passed_canaries_since_it_started():
+    async def story():
+        parts = Following()
+        assert not (await parts.reconcile()).owes_canary
+        assert parts.client.calls == [*PUSH, *PROVED, *STAMPED]
+        shown = await parts.next()
+        assert shown.owes_canary and shown.reading is None
+        assert parts.client.calls == [*PUSH[1:], *PROVED[:-1], *STAMPED]
+        assert parts.client.version == VERSION
+        parts.client.calls.clear()
+        assert await parts.compare(shown) is shown
+        assert parts.client.calls == ["sample"]
+        assert not shown.owes_canary and shown.reading == CanaryReading(0.0, 0.0, 0.0, 1)
+        await parts.next()
+        parts.client.version = "default"  # it restarts
+        parts.client.calls.clear()
+        assert not (await parts.reconcile()).owes_canary
+        assert parts.client.calls == [*PUSH, *PROVED, *STAMPED]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("case", ["bits are not proved", "the probe's weights were last"])
+def test_a_canary_comes_first_where_nothing_else_shows_what_is_served(case):
+    async def story():
+        parts = Following()
+        parts.prover.reads_bits = case != "bits are not proved"
+        await parts.reconcile()
+        if case != "bits are not proved":
+            parts.prover.probe_shifts[URL] = 1.0
+        assert not (await parts.next()).owes_canary
+        assert parts.client.calls.index("sample") < parts.client.calls.index("stamp", 3)
+
+    asyncio.run(story())
+
+
+def test_one_whose_canary_fails_behind_its_stamp_loses_both_and_is_trusted_no_more():
+    async def story():
+        parts = Following()
+        told = []
+        parts.reconciler.on_failed_proof = told.append
+        await parts.reconcile()
+        shown = await parts.next()
+        parts.endpoint.confirmed_version = VERSION
+        parts.canary.logprob = -9.0
+        with pytest.raises(EndpointUnavailable, match="canary: log-probabilities differ"):
+            await parts.compare(shown)
+        assert shown.owes_canary
+        assert parts.endpoint.confirmed_version is None and "quarantine" in parts.pool.events
+        assert parts.client.version == UPDATING  # no rank takes its tokens for the version's
+        parts.canary.logprob = -1.0
+        assert not (await parts.reconcile()).owes_canary
+        assert not (await parts.next()).owes_canary
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("event", ["restart", "no answer", "down"])
+def test_one_that_is_gone_before_its_canary_has_passed_is_out_of_use_and_not_to_blame(event):
+    async def story():
+        parts = Following()
+        await parts.reconcile()
+        shown = await parts.next()
+        parts.endpoint.confirmed_version = VERSION
+        if event == "restart":
+            parts.client.version = "default"
+        elif event == "no answer":
+            parts.client.script["sample"] = failing(NotAnswered(URL, "no answer", 60.0))
+        else:
+            parts.client.script["sample"] = asyncio.Event().wait
+            parts.endpoint.down = "it hangs"
+        with pytest.raises(EndpointUnavailable):
+            await parts.compare(shown)
+        assert parts.endpoint.confirmed_version is None and "quarantine" in parts.pool.events
+        parts.endpoint.down = None
+        parts.client.script.clear()
+        await parts.reconcile()
+        assert (await parts.next()).owes_canary
+
+    asyncio.run(story())
+
+
 # ---- proofs that fail in mid-batch ---------------------------------------------------------------
 
 
@@ -633,8 +741,8 @@ async def slow() -> None:
 
 @pytest.fixture
 def no_patience(monkeypatch):
-    monkeypatch.setattr("easyrl.weight_sync.reconcile.GIVING_UP_S", 0.0)
-    monkeypatch.setattr("easyrl.weight_sync.reconcile.WATCH_INTERVAL_S", 0.005)
+    monkeypatch.setattr("easyrl.weight_sync.delivery.GIVING_UP_S", 0.0)
+    monkeypatch.setattr("easyrl.weight_sync.delivery.WATCH_INTERVAL_S", 0.005)
 
 
 @pytest.mark.parametrize("late_at", ["push", "stamp"])

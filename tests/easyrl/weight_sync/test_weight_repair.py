@@ -212,7 +212,7 @@ def test_an_endpoint_that_never_answers_one_route_costs_one_time_out(
 def test_an_endpoint_that_is_slow_with_every_answer_is_left_to_mid_batch(
     model_dir, server, second_server, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("easyrl.weight_sync.reconcile.GIVING_UP_S", 0.0)
+    monkeypatch.setattr("easyrl.weight_sync.delivery.GIVING_UP_S", 0.0)
     options = {"probe": False}
     with closing(Dripping(second_server)) as proxy:
         with weight_sync(PlainEngine(model_dir), [server, proxy.url], tmp_path, **options) as rank:

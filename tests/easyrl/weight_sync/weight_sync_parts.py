@@ -29,7 +29,7 @@ from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, Prompt
-from easyrl.weight_sync.canary import Canary, canary_prompts
+from easyrl.weight_sync.canary import CANARY_PROMPT_TOKENS, Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
 from tests.end_to_end.proxy import GENERATE, Proxy, reply
 from tests.inference_client.served_tensors import whole
@@ -292,6 +292,33 @@ class MissesUpdates(Watched):
 
     def _artefact(self) -> dict[str, torch.Tensor]:
         return {name: w for file in self.pushed for name, w in load_file(file).items()}
+
+
+class WrongSamples(Watched):
+    """Its bits are right, and its log-probabilities off by a nat while it ``is_wrong``.
+
+    If it ``hangs``, it answers requests of the canary's length not at all.
+    """
+
+    def __init__(self, upstream: str) -> None:
+        self.is_wrong = self.hangs = False
+        self.num_answered = 0  # responses, wrong or right
+        super().__init__(upstream)
+
+    async def answer(self, request, body):
+        await super().answer(request, body)
+        if request.path != GENERATE:
+            return None
+        if self.hangs and len(orjson.loads(body)["token_ids"]) in CANARY_PROMPT_TOKENS:
+            await asyncio.Event().wait()
+        response = await self.forward(request.method, request.path_qs, body)
+        said = orjson.loads(response.body)
+        if self.is_wrong:
+            for choice in said["choices"]:
+                for token in choice["logprobs"]["content"]:
+                    token["logprob"] -= 1.0
+        self.num_answered += 1
+        return reply(said)
 
 
 class ForgetsItsVersion(Proxy):

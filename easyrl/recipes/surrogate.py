@@ -1,0 +1,186 @@
+"""The clipped surrogate of PPO per token, and the terms that GRPO and its relatives add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
+
+from easyrl.recipes.estimators import (
+    Aggregation,
+    aggregation_weights,
+    clipped_surrogate,
+    importance_ratio,
+    importance_weights,
+    is_inside,
+    kl_estimate,
+    reward_to_go,
+)
+from easyrl.recipes.recipe import Models, Recipe, RunSettings, Span, Terms
+from easyrl.schema import Completion, RolloutGroup
+
+
+def no_k1(value: object) -> object:
+    """For a field's validator. Raises ``ValueError`` for ``k1``."""
+    if value == "k1":
+        raise ValueError("k1 has a zero expected gradient as a loss; use k3 or k2")
+    return value
+
+
+@dataclass(frozen=True)
+class ClippedSurrogate(Recipe):
+    r"""A sum over tokens of PPO's clipped surrogate (Schulman et al. 2017, eq. 7), with KL, entropy
+    and importance correction.
+
+    .. math::
+        L = -\sum_{i,t} w_{i,t} \big[ \min(\rho_{i,t} A_{i,t},
+            \mathrm{clip}(\rho_{i,t}, 1 - \epsilon_{low}, 1 + \epsilon_{high}) A_{i,t})
+            - \beta\, \mathrm{KL} + \alpha H \big] \Big/ \text{denominator}, \quad
+        \rho = \pi / \pi_{old}
+
+    A subclass says what the advantages are, and may have another ``ratio`` or ``surrogate``.
+    """
+
+    aggregation: Aggregation = "token"  # weights of the tokens (``estimators.py``)
+    clip_eps_low: PositiveFloat = 0.2
+    clip_eps_high: PositiveFloat = 0.2  # DAPO §3.1 has it larger than the lower one
+    kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference in the loss; 0: without one
+    kl_estimator: Annotated[Literal["k3", "k2"], BeforeValidator(no_k1)] = "k3"
+    kl_in_reward_coef: NonNegativeFloat = 0.0  # of the KL as a reward of each token (PPO's way)
+    entropy_coef: float = 0.0
+    importance_correction: Literal["none", "truncated", "masked"] = "none"  # of the trainer's over
+    # the inference engine's probability: TIS caps the ratio, masked IS drops tokens outside
+    importance_cap: Annotated[float, Field(gt=1)] = 2.0  # masked also drops below 1 / cap
+    mask_truncated: bool = False  # cut off at max_tokens: not trained, though its reward counts
+    dynamic_sampling: bool = False  # a group of equal rewards is replaced (DAPO, eq. 11)
+
+    ratio_keys: ClassVar[tuple[str, ...]] = ("clip_eps_low", "clip_eps_high")
+
+    @property
+    def needs(self) -> Models:
+        return Models(reference=self.kl_coef > 0 or self.kl_in_reward_coef > 0, old_policy=True)
+
+    @property
+    def span(self) -> Span:
+        """A token is credited with the penalties of later ones where the KL is in the reward."""
+        return "token" if self.kl_in_reward_coef == 0 else "sequence"
+
+    @property
+    def advantage_only(self) -> bool:
+        """Also False for a class that changes the loss: what it adds is not known."""
+        cls = type(self)
+        own_loss = cls.loss is ClippedSurrogate.loss
+        own_loss = own_loss and cls._credited is ClippedSurrogate._credited
+        return own_loss and self.kl_coef == self.kl_in_reward_coef == self.entropy_coef == 0
+
+    @property
+    def rejects(self) -> bool:
+        return self.dynamic_sampling or type(self).accepts is not ClippedSurrogate.accepts
+
+    def notices(self) -> list[str]:
+        said = []
+        if self.is_set("importance_cap") and self.importance_correction == "none":
+            said.append(
+                "importance_cap: has no effect without a correction; remove it, or set "
+                "recipe.importance_correction to truncated or masked"
+            )
+        if self.is_set("kl_estimator") and self.kl_coef == 0:
+            said.append(
+                "kl_estimator: has no effect without a KL term in the loss; remove it, or set "
+                "recipe.kl_coef above 0"
+            )
+        return said
+
+    # ---- groups ----
+
+    def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
+        if self.dynamic_sampling and np.ptp(group.rewards) == 0:
+            return "all rewards are equal"
+        return None
+
+    def rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
+        """float32 [G], what the advantages are made of."""
+        return group.rewards
+
+    def trained_tokens(self, completion: Completion, run: RunSettings) -> np.ndarray:
+        if self.mask_truncated and completion.truncated:
+            return np.zeros_like(completion.loss_mask)
+        return completion.loss_mask
+
+    def token_weights(self, group: RolloutGroup, run: RunSettings) -> Sequence[np.ndarray]:
+        return [
+            aggregation_weights(self.trained_tokens(c, run), self.aggregation, run.max_tokens)
+            for c in group.completions
+        ]
+
+    def denominator(self, groups: Sequence[RolloutGroup], run: RunSettings) -> float:
+        """Trained tokens for ``token``; else responses, those without a trained token too."""
+        if self.aggregation == "token":
+            return super().denominator(groups, run)
+        return float(sum(len(self.select(group, run)) for group in groups))
+
+    # ---- tokens ----
+
+    def ratio(self, logprobs: Tensor, terms: Terms) -> Tensor:
+        """[n] policy / old policy of the sampled token; carries gradient."""
+        return torch.exp(logprobs - terms.old_logprobs)
+
+    def surrogate(self, logprobs: Tensor, advantages: Tensor, terms: Terms) -> Tensor:
+        """[n], what is maximised; zero and without gradient where ``advantages`` [n] are zero."""
+        ratio = self.ratio(logprobs, terms)
+        return clipped_surrogate(ratio, advantages, self.clip_eps_low, self.clip_eps_high)
+
+    def clipped(self, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+        """bool [n] each: tokens at which a bound acts, by the metric's name."""
+        return {
+            "clip_low": (advantages < 0) & (ratio < 1 - self.clip_eps_low),
+            "clip_high": (advantages > 0) & (ratio > 1 + self.clip_eps_high),
+        }
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> Tensor:
+        losses = -self.surrogate(logprobs, self._credited(logprobs, terms), terms)
+        if self.importance_correction != "none":
+            ratio = importance_ratio(terms.old_logprobs, terms.inference_logprobs)
+            losses = losses * importance_weights(
+                ratio, self.importance_correction, self.importance_cap
+            )
+        if terms.reference_logprobs is not None and self.kl_coef > 0:
+            kl = kl_estimate(logprobs, terms.reference_logprobs, self.kl_estimator)
+            losses = losses + self.kl_coef * kl
+        if self.entropy_coef != 0:
+            losses = losses - self.entropy_coef * entropy
+        return terms.loss_weights * losses
+
+    def metrics(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> dict[str, Tensor]:
+        """Means of ratio, clipped shares, KL (k3) and importance ratio; the largest ratio."""
+        ratio = self.ratio(logprobs, terms)
+        advantages = self._credited(logprobs, terms)
+        counted = {"ratio_sum": ratio.sum()}
+        for name, clipped in self.clipped(ratio, advantages).items():
+            counted[f"{name}_sum"] = clipped.sum()
+        if self.importance_correction != "none":
+            importance = importance_ratio(terms.old_logprobs, terms.inference_logprobs)
+            counted["importance_ratio_sum"] = importance.sum()
+            if self.importance_correction == "truncated":
+                counted["importance_capped_sum"] = (importance > self.importance_cap).sum()
+            else:
+                outside = ~is_inside(importance, self.importance_cap)
+                counted["importance_masked_sum"] = outside.sum()
+        if terms.reference_logprobs is not None:
+            counted["kl_sum"] = kl_estimate(logprobs, terms.reference_logprobs, "k3").sum()
+        if len(ratio):
+            counted["ratio_max"] = ratio.max()
+        return counted
+
+    def _credited(self, logprobs: Tensor, terms: Terms) -> Tensor:
+        """Advantages [n], less the penalties on a token and all that follow it."""
+        if terms.reference_logprobs is None or self.kl_in_reward_coef == 0:
+            return terms.advantages
+        k1 = logprobs.detach() - terms.reference_logprobs
+        penalty = reward_to_go(k1, terms.sequence_index)
+        return terms.advantages - self.kl_in_reward_coef * penalty

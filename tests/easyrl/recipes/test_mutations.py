@@ -1,0 +1,205 @@
+"""Each sign, bound and denominator of a recipe matters: changed, it fails its transcription."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from types import ModuleType
+
+import pytest
+
+from tests.easyrl.recipes.mutations import Mutation, assert_killed, copied_package
+from tests.easyrl.recipes.transcriptions import CASES, Batches, check_recipe, random_batches
+
+# By the case whose formula has to notice; what recipes share is under the one that shows it best.
+MUTATIONS = {
+    "grpo": [
+        Mutation("surrogate.py", "losses = -self.surrogate(", "losses = self.surrogate("),
+        Mutation(
+            "surrogate.py",
+            "torch.exp(logprobs - terms.old_logprobs)",
+            "torch.exp(terms.old_logprobs - logprobs)",
+        ),
+        Mutation("surrogate.py", "losses + self.kl_coef * kl", "losses - self.kl_coef * kl"),
+        Mutation("surrogate.py", "return terms.loss_weights * losses", "return losses"),
+        Mutation(
+            "surrogate.py",
+            "float(sum(len(self.select(group, run)) for group in groups))",
+            "float(len(groups))",
+        ),
+        Mutation("grpo.py", "kl_coef: NonNegativeFloat = 0.04", "kl_coef: NonNegativeFloat = 0.0"),
+        Mutation("grpo.py", 'aggregation: Aggregation = "sequence"', "aggregation = 'token'"),
+        Mutation("grpo.py", '= "group_std"  #', '= "group_mean"  #'),
+        Mutation("estimators.py", "torch.minimum(ratio", "torch.maximum(ratio"),
+        Mutation("estimators.py", "1.0 / max(1, int(trained.sum()))", "1.0 / len(trained)"),
+        Mutation("estimators.py", "exact - exact.mean()", "exact + exact.mean()"),
+        Mutation("estimators.py", "exact.std(ddof=1) + eps", "exact.std(ddof=0) + eps"),
+        Mutation("estimators.py", "centred / (exact", "centred * (exact"),
+        Mutation(
+            "estimators.py",
+            "torch.exp(-difference) - 1 + difference",
+            "torch.exp(difference) - 1 - difference",
+        ),
+    ],
+    "grpo, truncated masked": [
+        Mutation("surrogate.py", "if self.mask_truncated and", "if not self.mask_truncated and")
+    ],
+    "dr_grpo": [
+        Mutation("dr_grpo.py", '= "group_mean"', '= "group_std"'),
+        Mutation("dr_grpo.py", '= "constant"', '= "sequence"'),
+        Mutation("dr_grpo.py", "NonNegativeFloat = 0.0", "NonNegativeFloat = 0.04"),
+        Mutation("estimators.py", "1.0 / max_tokens", "1.0 / len(trained)"),
+    ],
+    "dapo": [
+        Mutation("dapo.py", "PositiveFloat = 0.28", "PositiveFloat = 0.2"),
+        Mutation("dapo.py", '= "token"', '= "sequence"'),
+        Mutation("dapo.py", "kl_coef: NonNegativeFloat = 0.0", "kl_coef: NonNegativeFloat = 0.04"),
+        Mutation("dapo.py", "run.max_tokens - cache - lengths", "run.max_tokens - lengths"),
+        Mutation("dapo.py", "- lengths) / cache", "- lengths) / run.max_tokens"),
+        Mutation("dapo.py", "group.rewards + (self", "group.rewards - (self"),
+        Mutation(
+            "estimators.py", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 - high, 1 + low)"
+        ),
+        Mutation(
+            "estimators.py", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 + low, 1 + high)"
+        ),
+        Mutation("estimators.py", '"token": 1.0,', '"token": 1.0 / len(trained),'),
+        Mutation("surrogate.py", 'self.aggregation == "token"', 'self.aggregation != "token"'),
+        Mutation(
+            "recipe.py",
+            "self.trained_tokens(completion, run).sum() for completion",
+            "len(completion.token_ids) for completion",
+        ),
+    ],
+    "gspo": [
+        Mutation("gspo.py", "PositiveFloat = 3e-4", "PositiveFloat = 4e-4"),
+        Mutation("gspo.py", "PositiveFloat = 4e-4", "PositiveFloat = 3e-4"),
+        Mutation("gspo.py", "NonNegativeFloat = 0.0", "NonNegativeFloat = 0.04"),
+        Mutation("gspo.py", "logprobs - terms.old_logprobs\n", "terms.old_logprobs - logprobs\n"),
+        Mutation(
+            "estimators.py",
+            "torch.exp(sums / lengths.clamp(min=1))",
+            "torch.exp(sums / (lengths + 1))",
+        ),
+        Mutation("estimators.py", "torch.exp(sums / lengths.clamp(min=1))", "torch.exp(sums)"),
+    ],
+    "gspo_token": [
+        Mutation("gspo_token.py", "terms).detach()", "terms)"),
+        Mutation(
+            "gspo_token.py",
+            "torch.exp(logprobs - logprobs.detach())",
+            "torch.exp(logprobs.detach() - logprobs)",
+        ),
+        Mutation("gspo_token.py", "return sequence * torch", "return torch"),
+        Mutation(
+            "surrogate.py",
+            "terms.advantages - self.kl_in_reward_coef",
+            "terms.advantages + self.kl_in_reward_coef",
+        ),
+        Mutation("estimators.py", "(exact + after - after[last])", "(after - after[last])"),
+    ],
+    "cispo": [
+        Mutation("cispo.py", "self.ratio(logprobs, terms).detach()", "self.ratio(logprobs, terms)"),
+        Mutation("cispo.py", "return weight * advantages", "return -weight * advantages"),
+        Mutation("cispo.py", "return weight * advantages", "return advantages"),
+        Mutation("cispo.py", "PositiveFloat = 4.0", "PositiveFloat = 5.0"),
+        Mutation("cispo.py", "PositiveFloat = 1.0", "PositiveFloat = 0.9"),
+        Mutation("cispo.py", '= "token"', '= "sequence"'),
+        Mutation("cispo.py", "NonNegativeFloat = 0.0", "NonNegativeFloat = 0.04"),
+    ],
+    "cispo, lower bound": [
+        Mutation("cispo.py", "ratio.clamp(1 - self.clip", "ratio.clamp(1 + self.clip"),
+        Mutation("cispo.py", "eps_low, 1 + self.clip_eps_high)", "eps_low, self.clip_eps_high)"),
+    ],
+    "rloo": [
+        Mutation("estimators.py", "centred * len(rewards) / (len(rewards) - 1)", "centred"),
+        Mutation("rloo.py", "return -terms.loss_weights", "return terms.loss_weights"),
+        Mutation(
+            "rloo.py", "advantages - self.kl_in_reward_coef", "advantages + self.kl_in_reward_coef"
+        ),
+        Mutation("rloo.py", "NonNegativeFloat = 0.05", "NonNegativeFloat = 0.04"),
+        Mutation("rloo.py", "(in_group - kl)", "(in_group + kl)"),
+        Mutation("rloo.py", "(size - 1).clamp", "size.clamp"),
+        Mutation("rloo.py", "(kl - others)", "(kl + others)"),
+        Mutation("rloo.py", "(kl - others)", "kl"),
+        Mutation(
+            "rloo.py",
+            "terms.old_logprobs - terms.reference_logprobs",
+            "terms.reference_logprobs - terms.old_logprobs",
+        ),
+        Mutation("rloo.py", "float(sum(len(self.select(group, run))", "float(sum(1"),
+    ],
+    "reinforce_pp": [
+        Mutation("estimators.py", "(values - mean) / (dev", "(values + mean) / (dev"),
+        Mutation("estimators.py", "(values - mean) / (dev", "(values - mean) * (dev"),
+        Mutation("estimators.py", "(weights * batch).sum() / total", "batch.mean()"),
+        Mutation("estimators.py", "np.square(batch - mean)).sum() / total", "1).sum() / total"),
+        Mutation("reinforce_pp.py", "self.trained_tokens(completion, run).sum() if", "1 if"),
+        Mutation("surrogate.py", '= "token"  #', '= "sequence"  #'),
+        Mutation("surrogate.py", "clip_eps_low: PositiveFloat = 0.2", "clip_eps_low: float = 0.3"),
+        Mutation(
+            "surrogate.py", "clip_eps_high: PositiveFloat = 0.2", "clip_eps_high: float = 0.3"
+        ),
+    ],
+    "reinforce_pp_baseline": [
+        Mutation("reinforce_pp_baseline.py", ', "group_mean")', ', "group_std")'),
+        Mutation("reinforce_pp_baseline.py", "NonNegativeFloat = 1e-3", "NonNegativeFloat = 1e-2"),
+        Mutation("reinforce_pp_baseline.py", '] = "k2"', '] = "k3"'),
+        Mutation("estimators.py", "0.5 * difference.square()", "difference.square()"),
+    ],
+    "two_sided": [
+        Mutation("two_sided.py", "ratio.clamp(max=self.delta)", "ratio"),
+        Mutation("two_sided.py", "ratio.clamp(max=self.delta)", "ratio.clamp(min=self.delta)"),
+        Mutation("two_sided.py", "PositiveFloat = 4.0", "PositiveFloat = 3.0"),
+        Mutation("two_sided.py", "torch.minimum(", "torch.maximum("),
+        Mutation("two_sided.py", "ratio.clamp(1 - self", "ratio.clamp(1 + self"),
+        Mutation("two_sided.py", "1 + self.clip_eps_high)\n        return", "2)\n        return"),
+        Mutation("two_sided.py", '= "token"', '= "sequence"'),
+        Mutation("two_sided.py", "NonNegativeFloat = 0.001", "NonNegativeFloat = 0.0"),
+        Mutation("two_sided.py", "float = 1e-4", "float = -1e-4"),
+        Mutation("surrogate.py", "losses - self.entropy_coef", "losses + self.entropy_coef"),
+    ],
+    "dual_clip": [
+        Mutation("dual_clip.py", "torch.maximum(plain", "torch.minimum(plain"),
+        Mutation("dual_clip.py", "plain, self.clip_ratio_c", "plain, -self.clip_ratio_c"),
+        Mutation("dual_clip.py", "where(advantages < 0", "where(advantages > 0"),
+        Mutation("dual_clip.py", "] = 3.0", "] = 4.0"),
+        Mutation("dual_clip.py", '= "token"', '= "sequence"'),
+        Mutation("dual_clip.py", "NonNegativeFloat = 0.0", "NonNegativeFloat = 0.04"),
+    ],
+    # its batch mean is 0, as each group's is: a changed sign of it is the same recipe
+    "gdpo": [
+        Mutation("gdpo.py", "run.reward_weights[name] * group", "group"),
+        Mutation("gdpo.py", "total += ", "total -= "),
+        Mutation("gdpo.py", '"group_std", EPS', '"group_mean", EPS'),
+        Mutation("gdpo.py", "batch.std(ddof=1)", "batch.std(ddof=0)"),
+        Mutation("gdpo.py", "- mean) / (dev", "- mean) * (dev"),
+        Mutation("gdpo.py", '= "sequence"', '= "token"'),
+        Mutation("gdpo.py", "NonNegativeFloat = 0.0", "NonNegativeFloat = 0.04"),
+    ],
+}
+
+
+@cache
+def batches() -> Batches:
+    return random_batches(30, seed=1)
+
+
+def check(recipes: ModuleType, name: str) -> None:
+    check_recipe(recipes, CASES[name], batches())
+
+
+def test_a_copy_without_a_mutation_passes() -> None:
+    with copied_package() as copy:
+        for name in CASES:
+            check(copy, name)
+
+
+def test_every_case_has_mutations() -> None:
+    assert set(MUTATIONS) == set(CASES)
+
+
+@pytest.mark.parametrize(
+    ("name", "mutation"), [(name, m) for name, rows in MUTATIONS.items() for m in rows], ids=str
+)
+def test_a_mutation_is_found(name: str, mutation: Mutation) -> None:
+    assert_killed(mutation, partial(check, name=name))
