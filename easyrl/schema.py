@@ -60,6 +60,10 @@ class TooManyExcluded(RuntimeError):
     """Endpoints refuse more prompts than ``data.max_excluded`` allows; a restart would stop too."""
 
 
+class StoppedByAlarm(RuntimeError):
+    """A collapse alarm was raised and ``alarms.on_alarm`` is ``stop``."""
+
+
 class NoEndpointServes(RuntimeError):
     """No endpoint proved that it serves the weights of the next batch."""
 

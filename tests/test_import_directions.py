@@ -98,6 +98,7 @@ MAY_IMPORT = {
     "trainer.parts": "schema ledger.certificate.records trainer.accumulation",
     "trainer.held_out_loss": "schema config engines.base metrics.batch_metrics runtime.collectives"
     " runtime.schedule runtime.stopping trainer.accumulation",
+    "trainer.alarm_actions": "schema config metrics.alarms runtime.collectives trainer.parts",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls

@@ -18,6 +18,7 @@ from easyrl.schema import (
     BatchWithdrawn,
     NoEndpointServes,
     PeerOutage,
+    StoppedByAlarm,
     StopRequested,
     TooManyExcluded,
 )
@@ -62,8 +63,9 @@ def build_accumulator(
 
 def is_interruption(error: Exception) -> bool:
     """Whether the run ends for now with sound weights."""
-    ends = StopRequested | PeerOutage | BatchWithdrawn | TooManyExcluded | NoEndpointServes
-    return is_outage(error) or isinstance(error, ends)
+    ends = StopRequested | PeerOutage | BatchWithdrawn | NoEndpointServes
+    rules = TooManyExcluded | StoppedByAlarm
+    return is_outage(error) or isinstance(error, ends | rules)
 
 
 def looks_ahead(config: Config, engine: TrainEngine) -> bool:

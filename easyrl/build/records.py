@@ -56,10 +56,17 @@ class NotPublished:
     confirmations: tuple[Confirmation, ...] = ()
 
     def publish(
-        self, version: PolicyVersion, meanwhile: Callable[[], object] = lambda: None
+        self,
+        version: PolicyVersion,
+        meanwhile: Callable[[], object] = lambda: None,
+        *,
+        canary_follows: bool = False,
     ) -> Published:
         meanwhile()
         return Published(ServedWeights(version, ""), {})
+
+    def settle(self, published: Published) -> Published:
+        return published
 
 
 def build_record_parts(

@@ -10,6 +10,7 @@ from easyrl.build.run import OpenRun
 from easyrl.config import Config
 from easyrl.config.file import public_tree
 from easyrl.ledger.certificate.writer import Certificate
+from easyrl.metrics.alarms.alarms import Alarms
 from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
@@ -19,6 +20,7 @@ from easyrl.metrics.trackers import (
     TensorBoardTracker,
     Tracker,
     WandbTracker,
+    read_metrics,
 )
 from easyrl.runtime.run_files import METRICS_FILE
 from easyrl.schema import Progress
@@ -34,11 +36,18 @@ def open_reporter(
 ) -> StepReporter:
     """Figures go on after ``progress``; the trackers are told the ``certificate``'s hash last."""
     trackers = open_trackers(run, certificate, progress, num_steps)
+    mismatch: LogprobMismatch | None = None
+    alarms: Alarms | None = None
+    if run.ranks.is_first:
+        mismatch = LogprobMismatch(run.config)
+        alarms = Alarms(run.config.alarms, run.record)
+        alarms.add_earlier(read_metrics(run.output / METRICS_FILE))
     return StepReporter(
         inference.pool.idle_s,
         run.ranks.world_size + len(inference.pool.endpoints),
         trackers=trackers,
-        mismatch=LogprobMismatch(run.config) if run.ranks.is_first else None,
+        mismatch=mismatch,
+        alarms=alarms,
     )
 
 
@@ -46,7 +55,7 @@ def open_trackers(
     run: OpenRun, certificate: Certificate | None, progress: Progress, num_steps: int | None
 ) -> list[Tracker]:
     """On the first rank, as for ``open_reporter``."""
-    trackers = []
+    trackers: list[Tracker] = []
     if run.ranks.is_first:
         trackers = _open_trackers(run.config, run.output, progress, num_steps)
     for tracker in trackers:

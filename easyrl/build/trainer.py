@@ -14,6 +14,7 @@ from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.logprob_agreement import agreement_limit
 from easyrl.metrics.reporter import StepReporter
 from easyrl.runtime.shared_cores import SharedCores
+from easyrl.trainer.alarm_actions import AlarmActions
 from easyrl.trainer.loop import Trainer
 from easyrl.trainer.parts import Evaluation
 from easyrl.weight_sync.publish import WeightSync
@@ -61,6 +62,7 @@ def build_trainer(
         ),
         reporter=reporter,
         evaluation=evaluation,
+        alarms=AlarmActions(config.alarms.on_alarm, reporter.alarms, run.collectives),
         first_version=run.version,
         groups_per_update=config.trainer.batch_size // config.trainer.updates_per_batch,
         updates_per_batch=config.trainer.updates_per_batch,

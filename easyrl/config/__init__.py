@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from easyrl.config.alarms import AlarmsConfig
 from easyrl.config.base import ConfigError, Section
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
 from easyrl.config.evaluation import EvaluationConfig
@@ -43,6 +44,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     journal: JournalConfig = JournalConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     # by path of the value: what the file says instead of it, ${oc.env:NAME}
     _expressions: dict[KeyPath, str] = PrivateAttr(default_factory=dict)
 

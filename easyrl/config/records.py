@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from easyrl.config import (
+    AlarmsConfig,
     Config,
     DataConfig,
     DatasetConfig,
@@ -35,6 +36,7 @@ OF_ROLLOUTS = {
     "rewards": "nothing is scored",
     "scoring": "nothing is scored",
     "weight_sync": "no endpoint is given weights",
+    "alarms": "there are no rewards and responses to look at",
     "journal": "the records themselves are what a run is resumed from",
 }
 
@@ -128,6 +130,7 @@ class RecordsConfig(Config):
     scoring: ScoringConfig = Field(ScoringConfig(), exclude=True)
     weight_sync: WeightSyncConfig = Field(WeightSyncConfig(), exclude=True)
     journal: JournalConfig = Field(JournalConfig(), exclude=True)
+    alarms: AlarmsConfig = Field(AlarmsConfig(), exclude=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
+from easyrl.ledger.checkpoints.folder import KEPT_FOR
 from easyrl.ledger.journal.batch import Journal
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.run_files import CERTIFICATE_FILE
@@ -79,17 +80,21 @@ class Ledger:
             self.certificate.close_batch(account)
         self.collectives.all_gather(None)
 
-    def save(self, progress: Progress) -> None:
-        """Returns when there is a checkpoint of ``progress``."""
-        if self._saved_step != progress.step:
-            self._save(progress)
+    def save(self, progress: Progress, *, kept_for: str = "") -> None:
+        """Returns when there is a checkpoint of ``progress``.
+
+        ``kept_for``: why it stays, however many are written behind it.
+        """
+        if self._saved_step != progress.step or kept_for:
+            self._save(progress, kept_for)
         self.checkpoints.wait()
 
     def save_if_due(self, progress: Progress) -> None:
         """Every ``every_steps`` steps; lets go what is not needed any more of the journal."""
         if not self._due.passes(progress.step):
             return
-        self._save(progress)
+        if self._saved_step != progress.step:
+            self._save(progress)
         oldest = next(self.checkpoints.folder.readable(), None)
         if self.journal is not None and oldest is not None:
             self.journal.prune(int(oldest[1]["state"]["journal"]["batch"]))
@@ -104,7 +109,7 @@ class Ledger:
         if self.certificate is not None:
             self.certificate.end(weights)
 
-    def _save(self, progress: Progress) -> None:
+    def _save(self, progress: Progress, kept_for: str = "") -> None:
         """Returns when the state is copied, it may still be being written."""
         state = {
             "progress": asdict(progress),
@@ -112,6 +117,8 @@ class Ledger:
             "reference": self.reference,
             "journal": {"batch": progress.closed_batches},  # the first that it needs
         }
+        if kept_for:
+            state[KEPT_FOR] = kept_for
         self.checkpoints.save(progress.step, state)
         self._saved_step = progress.step
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from easyrl.engines.base import LogprobComparison, MetricSums, StepResult
+from easyrl.metrics.repetition import count_ngrams
 from easyrl.runtime.collectives import Collectives
 from easyrl.schema import GroupOutcome, RolloutGroup
 
@@ -52,12 +53,15 @@ class BatchTotals:
             self.dispatched_s.append(group.dispatched_s)
             self.arrived_s.append(group.completed_s)
         lengths = np.array([len(c.token_ids) for c in group.completions])
+        ngrams = [count_ngrams(c.token_ids) for c in group.completions]
         sums = {
             "groups": 1.0,
             "prompt_tokens": float(len(group.prompt.token_ids)),
             "responses": float(len(lengths)),
             "response_tokens": float(lengths.sum()),
             "truncated": float(sum(c.truncated for c in group.completions)),
+            "ngrams": float(sum(each.num for each in ngrams)),
+            "repeated_ngrams": float(sum(each.num_repeated for each in ngrams)),
         }
         if group.scores:
             rewards = group.rewards.astype(np.float64)
@@ -193,6 +197,7 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "response/mean_tokens": _ratio(sums["response_tokens"], responses),
         "response/max_tokens": totals.metrics.maxima.get("response_length", 0.0),
         "response/truncated": _ratio(sums["truncated"], responses),
+        "response/repetition": _ratio(sums["repeated_ngrams"], sums["ngrams"]),
         "tokens/prompt": sums["prompt_tokens"],
         "tokens/response": sums["response_tokens"],
         "tokens/compared": loss_tokens,  # with the inference server; policy/* are means over them
@@ -230,8 +235,9 @@ def recipe_metrics(totals: BatchTotals) -> dict[str, float]:
     sums, maxima = totals.metrics.sums, totals.metrics.maxima
     num_tokens = sums.get("num_loss_tokens", 0.0)
     metrics = {"loss": _ratio(sums.get("loss_sum", 0.0), totals.denominator)}
+    of_rewards = ("rewards/", "squares/")
     for name, value in sums.items():
-        if name.endswith("_sum") and name != "loss_sum":
+        if name.endswith("_sum") and name != "loss_sum" and not name.startswith(of_rewards):
             own = name.removesuffix("_sum")
             metrics[own] = _ratio(value, sums.get(f"{own}_num", num_tokens))
     return metrics | {n: value for n, value in maxima.items() if n != "response_length"}

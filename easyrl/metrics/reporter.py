@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from easyrl.metrics.alarms.alarms import Alarms
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.trackers import Tracker
@@ -22,6 +23,7 @@ class StepReporter:
     num_devices: int  # the trainer's and the inference endpoints' together
     trackers: Sequence[Tracker] = ()  # on the first rank
     mismatch: LogprobMismatch | None = None  # on the first rank
+    alarms: Alarms | None = None  # on the first rank
 
     def __post_init__(self) -> None:
         self._idle_before_s = self.idle_s()
@@ -40,6 +42,8 @@ class StepReporter:
             tokens_per_s = metrics["tokens/packed"] / metrics["time/step_s"]
             metrics["throughput/tokens_per_s"] = tokens_per_s
             metrics["throughput/tokens_per_s_per_device"] = tokens_per_s / self.num_devices
+        if self.alarms is not None:
+            metrics |= self.alarms.look(step, metrics)
         for tracker in self.trackers:
             tracker.log(step, metrics)
 

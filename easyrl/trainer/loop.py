@@ -30,11 +30,13 @@ from easyrl.schema import (
     Progress,
     Published,
     ServedWeights,
+    StoppedByAlarm,
     StopRequested,
     TooManyExcluded,
 )
 from easyrl.trainer.accumulation import Accumulator, GroupSource
 from easyrl.trainer.parts import (
+    AlarmActions,
     Evaluation,
     Ledger,
     OpenBatch,
@@ -87,6 +89,7 @@ class Trainer:
     max_bad_steps: int = 3
     progress: Progress = field(default_factory=Progress)
     evaluation: Evaluation | None = None  # of held-out prompts, beside the batches
+    alarms: AlarmActions | None = None
 
     def __post_init__(self) -> None:
         self._engine = self.accumulator.engine
@@ -103,8 +106,8 @@ class Trainer:
     def fit(self) -> None:
         """Trains until the prompts or ``max_steps`` end.
 
-        Raises ``InterruptedRun`` in an outage, when a stop was asked for, when endpoints refuse too
-        many prompts, and when none takes the weights.
+        Raises ``InterruptedRun`` in an outage, when a stop was asked for, by an alarm too, when
+        endpoints refuse too many prompts, and when none takes the weights.
         """
         try:
             self._fit()
@@ -121,10 +124,10 @@ class Trainer:
             saved = self._save_if_whole()
             if isinstance(error, TooManyExcluded):
                 raise InterruptedRun(f"{error}\n{saved}", status=NEEDS_CHANGE) from error
-            raise InterruptedRun(
-                f"{error}\n{saved}; go on with --resume",
-                status=0 if isinstance(error, StopRequested) else TEMPORARY_FAILURE,
-            ) from error
+            status = 0 if isinstance(error, StopRequested) else TEMPORARY_FAILURE
+            if isinstance(error, StoppedByAlarm):
+                status = NEEDS_CHANGE
+            raise InterruptedRun(f"{error}\n{saved}; go on with --resume", status=status) from error
 
     def _fit(self) -> None:
         published = self._publish()
@@ -149,6 +152,8 @@ class Trainer:
                 on_error.callback(evaluation.close)
             published = self.weight_sync.settle(published)
             self._report(published)
+            if self.alarms is not None:
+                self.alarms.act(self.ledger, progress)
             self.ledger.save_if_due(progress)
             on_error.pop_all()
         with closing(evaluation) if evaluation is not None else nullcontext():

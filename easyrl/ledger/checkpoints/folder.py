@@ -22,6 +22,7 @@ from easyrl.ledger.format import FORMAT, other_format
 from easyrl.runtime.durable_files import fsync, fsync_folder
 
 MANIFEST = "checkpoint.json"
+KEPT_FOR = "kept_for"  # in a manifest's state: why the checkpoint is not pruned
 UNFINISHED, REPLACED, REMOVED = ".tmp", ".old", ".gone"  # suffixes of what is no checkpoint
 
 logger = logging.getLogger(__name__)
@@ -92,13 +93,14 @@ class CheckpointFolder:
         shutil.rmtree(self.unfinished(step), ignore_errors=True)
 
     def prune(self, newest: int, keep: int) -> None:
-        """Keeps the last ``keep`` up to ``newest``.
+        """Keeps the last ``keep`` up to ``newest``, and those that say ``KEPT_FOR``.
 
         Later ones are of an earlier attempt that this one, which could not use them, has left
         behind. One that cannot be removed stays; the log tells.
         """
         steps = self.steps()
-        kept = [step for step in steps if step <= newest][-keep:]
+        earlier = [step for step in steps if step <= newest]
+        kept = earlier[-keep:] + [step for step in earlier[:-keep] if self._is_kept(step)]
         for step in sorted(set(steps) - set(kept)):
             gone = self.directory / f"step-{step}{REMOVED}"
             try:
@@ -106,6 +108,12 @@ class CheckpointFolder:
             except OSError as error:
                 logger.warning("step %d is not to be kept and cannot be removed: %s", step, error)
             shutil.rmtree(gone, ignore_errors=True)
+
+    def _is_kept(self, step: int) -> bool:
+        try:
+            return KEPT_FOR in read_manifest(self.path(step))["state"]
+        except Damaged:
+            return False
 
 
 def write_manifest(file: Path, record: dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ SECTIONS = {
     "scoring": "scoring={num_workers: 1}",
     "weight_sync": "weight_sync={prove: false}",
     "journal": "journal={keep: all}",
+    "alarms": "alarms={window: 3}",
 }
 REFUSED = {
     **{

@@ -25,6 +25,7 @@ from easyrl.schema import (
     RolloutGroup,
     Score,
     ServedWeights,
+    StoppedByAlarm,
     StopRequested,
     TooManyExcluded,
     VersionSpan,
@@ -207,8 +208,8 @@ class FakeLedger:
         self.events.append(f"certify {account.batch}")
         self.closed.append(account)
 
-    def save(self, progress):
-        self.events.append("save")
+    def save(self, progress, *, kept_for=""):
+        self.events.append(f"save for {kept_for}" if kept_for else "save")
 
     def save_if_due(self, progress):
         pass
@@ -287,7 +288,12 @@ def make_trainer(
             stop=stop or StopRequest(grace_s=60.0),
             is_interruption=lambda error: isinstance(
                 error,
-                FakeOutage | StopRequested | BatchWithdrawn | TooManyExcluded | NoEndpointServes,
+                FakeOutage
+                | StopRequested
+                | StoppedByAlarm
+                | BatchWithdrawn
+                | TooManyExcluded
+                | NoEndpointServes,
             ),
             record=record,
             max_tokens=100,
