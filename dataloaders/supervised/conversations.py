@@ -273,7 +273,7 @@ class ConversationReader:
 
         special = self._tokenizer.special_tokens_map
         try:
-            rendered, marks = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[list(messages)],
                 chat_template=self._templates.chat_template,
                 return_assistant_tokens_mask=True,
@@ -281,7 +281,8 @@ class ConversationReader:
             )
         except jinja2.TemplateError as error:
             raise self._templates.refused(error) from error
-        text, bounds = rendered[0], [(int(start), int(end)) for start, end in marks[0]]
+        (text,), (marks,) = rendered
+        bounds = [(int(start), int(end)) for start, end in marks]
         if len(bounds) != len(turns) or any(start >= end for start, end in bounds):
             raise BadRecordError(
                 f"the chat template marks {len(bounds)} turns with {{% generation %}}, the chat "

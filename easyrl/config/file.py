@@ -59,7 +59,7 @@ def load_config(
     if not path.is_file():
         raise ConfigError(f"config file {path} {why_not_there(path)}")
     try:
-        tree = OmegaConf.load(path)
+        tree: Any = OmegaConf.load(path)
         if defaults and OmegaConf.is_dict(tree):
             tree = OmegaConf.merge(defaults, tree)
         for override in overrides:
