@@ -60,6 +60,7 @@ setup(
         "typer>=0.19",
     ],
     extras_require={
+        "adam8bit": ["bitsandbytes>=0.50"],  # the first with 8-bit optimizers on a CPU too
         "megatron": ["megatron-core==0.16.1"],
         "liger": ["liger-kernel>=0.6"],  # fused RMSNorm, rotary embedding and SwiGLU on CUDA
         "npu": ["torch-npu>=2.8"],
@@ -68,6 +69,7 @@ setup(
         # sides of benchmarks/shared_prompt.py, and TRL of benchmarks/end_to_end
         "bench": ["prefix-grouper==0.0.1.post1", "trl==1.16.0"],
         "dev": [
+            "bitsandbytes>=0.50",
             "build",
             "hypothesis>=6.100",
             "kernels",  # Hugging Face's; tests prove that our folder does not hide it

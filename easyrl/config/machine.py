@@ -36,6 +36,11 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
         found = importlib.util.find_spec("wandb")
         if found is None or found.origin is None:  # the latter is a folder of wandb's runs
             yield "run.trackers: wandb is not installed; pip install 'easyrl[wandb]'"
+    if config.trainer.optimizer == "adam8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        yield (
+            "trainer.optimizer: adam8bit needs bitsandbytes, which is not installed; pip install "
+            "'easyrl[adam8bit]', or use adamw"
+        )
     if not model.path.is_dir():
         yield (
             f"model.path: {model.path} is not a directory; models are read from disk, download it "

@@ -31,9 +31,14 @@ class TrainerConfig(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"  # adam8bit: moments in 8 bits (needs
+    # bitsandbytes); muon: of hidden matrices, AdamW of all else
     weight_decay: NonNegativeFloat = 0.0
     adam_betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
     adam_eps: PositiveFloat = 1e-8
+    muon_momentum: Annotated[float, Field(gt=0, lt=1)] | None = None  # default: 0.95
+    muon_learning_rate: PositiveFloat | None = None  # of muon's matrices, scaled to AdamW's size of
+    # an update; default: learning_rate
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no clipping
     zero_stage: Literal[0, 1, 2, 3] = 2  # what data-parallel ranks share: nothing, the optimizer's
     # state, gradients too, weights too; bytes of each: docs/memory.md
@@ -50,6 +55,7 @@ def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig, run: RunC
         problems.append(
             "trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3; remove it or set one"
         )
+    problems += _optimizer_contradictions(trainer)
     if trainer.batch_size % trainer.updates_per_batch:
         problems.append(
             f"trainer.updates_per_batch: {trainer.updates_per_batch} slices of "
@@ -87,6 +93,31 @@ def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig, run: RunC
         problems.append(
             "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses "
             "it); use 1, 2 or 3, or model.dtype=fp32"
+        )
+    return problems
+
+
+def _optimizer_contradictions(trainer: TrainerConfig) -> list[str]:
+    problems = []
+    if trainer.optimizer != "muon":
+        problems += [
+            f"{key}: has no effect with trainer.optimizer={trainer.optimizer}; remove it"
+            for key, value in (
+                ("trainer.muon_momentum", trainer.muon_momentum),
+                ("trainer.muon_learning_rate", trainer.muon_learning_rate),
+            )
+            if value is not None
+        ]
+    elif trainer.zero_stage == 3:
+        problems.append(
+            "trainer.optimizer: muon needs whole matrices, of which trainer.zero_stage=3 leaves "
+            "each rank a shard; use 1 or 2 (0 in fp32), or trainer.optimizer=adamw"
+        )
+    if trainer.offload_optimizer and trainer.optimizer != "adamw":
+        work = "its matrix products" if trainer.optimizer == "muon" else "its quantisation"
+        problems.append(
+            f"trainer.offload_optimizer: {trainer.optimizer} would do {work} on the host; remove "
+            "it, or use trainer.optimizer=adamw"
         )
     return problems
 

@@ -1,13 +1,10 @@
-"""Our configuration as DeepSpeed's, parameter groups, and the learning-rate schedule."""
+"""Our configuration as DeepSpeed's, and the learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from typing import Any
-
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
-from torch import nn
 
 from easyrl.config import Config, ConfigError, TrainerConfig
 
@@ -32,7 +29,9 @@ def training_config(config: Config) -> dict[str, Any]:
     settings = _common(config) | {
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW needs no compiler
-        # Stage 0 is clipped by LateScalarAdamW, after the division.
+        # Those that its list lacks are tested here, for each stage (test_optimizers.py).
+        "zero_allow_untested_optimizer": trainer.optimizer != "adamw",
+        # Stage 0 is clipped by LateScalarOptimizer, after the division.
         "gradient_clipping": trainer.max_grad_norm if trainer.zero_stage > 0 else 0.0,
         "managed_gradient_accumulation": False,
     }
@@ -71,36 +70,6 @@ def _common(config: Config) -> dict[str, Any]:
         },
         "steps_per_print": 10**9,
     }
-
-
-def fused_adam(device: str, *, offload: bool) -> bool | None:
-    """Whether AdamW steps with torch's fused kernel; None is torch's own choice.
-
-    On CUDA: one kernel reads and writes each number once and has no temporaries, whereas torch's
-    choice there has some of the size of a moment. DeepSpeed's own fused Adam is compiled with nvcc
-    when it is first used, which many machines do not have. With the optimizer's state in host
-    memory: on the CPU, for speed. Elsewhere the bits stay those of torch's choice.
-    """
-    return True if device == "cuda" or offload else None
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Of what is trained: matrices decay, norms and biases do not; no group is empty."""
-    matrices = [p for p in model.parameters() if p.requires_grad and _num_dimensions(p) >= 2]
-    others = [p for p in model.parameters() if p.requires_grad and _num_dimensions(p) < 2]
-    if weight_decay == 0:
-        return [{"params": matrices + others, "weight_decay": 0.0}]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def _num_dimensions(parameter: nn.Parameter) -> int:
-    """Of the whole parameter: ZeRO-3 leaves an empty vector in its place."""
-    shape = parameter.ds_shape if is_zero_param(parameter) else parameter.shape  # type: ignore[attr-defined]
-    return len(shape)
 
 
 def schedule_factor(trainer: TrainerConfig, total_steps: int | None) -> Callable[[int], float]:

@@ -20,32 +20,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from easyrl.config import Config
 from easyrl.engines.base import EngineState, MetricSums, NonFiniteLossError, SavedState, StepResult
-from easyrl.engines.deepspeed.config import (
-    frozen_config,
-    fused_adam,
-    parameter_groups,
-    schedule_factor,
-    training_config,
-)
-from easyrl.engines.deepspeed.late_denominator import (
-    LateScalarAdamW,
-    require_late_scalar,
-    step_divided,
-)
+from easyrl.engines.deepspeed.config import frozen_config, schedule_factor, training_config
+from easyrl.engines.deepspeed.eight_bit import partitions_of
+from easyrl.engines.deepspeed.late_denominator import require_late_scalar, step_divided
+from easyrl.engines.deepspeed.muon import MuonWithAdamW
+from easyrl.engines.deepspeed.optimizers import make_optimizer
+from easyrl.engines.deepspeed.pieces import MASTER, copy_pieces, key_of, read_pieces
 from easyrl.engines.deepspeed.sharded_loading import sharded_loading
+from easyrl.engines.deepspeed.shards import Fragment, own_part, shards_of, zero_3_fragment
 from easyrl.engines.deepspeed.state import (
-    MASTER,
-    Fragment,
     copy_of,
-    copy_pieces,
-    key_of,
     optimizer_pieces,
-    own_part,
-    read_pieces,
     restore,
     restore_optimizer,
     restore_schedule,
-    zero_3_fragment,
 )
 from easyrl.engines.process_group import quiet, start_process_group
 from easyrl.engines.weight_names import adapter_weights, saved_weights
@@ -102,6 +90,10 @@ class DeepSpeedEngine:
         if config.model.lora is not None and with_old_policy:
             add_old_policy(self._policy.model)
         self._engine = _initialize(config, self._policy, factor)
+        inner = self._engine.optimizer.optimizer
+        if isinstance(inner, MuonWithAdamW) and self._stage > 0:
+            parameters = self._parameters()
+            inner.take_partitions(shards_of(self._engine.optimizer, parameters), parameters)
         self._old_parameters: dict[str, nn.Parameter] = {}  # by the trained one's name
         self._tri_model = TriModel(
             self._engine,
@@ -293,10 +285,10 @@ class DeepSpeedEngine:
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def snapshot(self) -> EngineState:
-        """Masters, moments, step counts and, if lagged, the old policy.
+        """Masters, the optimizer's state, step counts and, if lagged, the old policy.
 
-        Host memory: 12 bytes per trained parameter, divided by the number of ranks; with a lagged
-        old policy its own size more.
+        Host memory: 12 bytes per trained parameter (Muon 8, 8-bit Adam 6), divided by the number of
+        ranks; with a lagged old policy its own size more.
         """
         pieces = list(optimizer_pieces(self._engine.optimizer, self._parameters()))
         if self._is_lagged:
@@ -307,9 +299,13 @@ class DeepSpeedEngine:
         return EngineState(pieces, self._description() | position)
 
     def restore(self, saved: SavedState) -> None:
-        """Also from another ZeRO stage; not of another model, dtype or kind of old policy."""
+        """Also from another ZeRO stage, but for 8-bit moments; not of another model, dtype,
+        optimizer or kind of old policy.
+        """
         mine = self._description()
-        theirs = {key: saved.description.get(key) for key in mine}
+        # checkpoints without the key are AdamW's
+        found = {"trainer.optimizer": "adamw"} | dict(saved.description)
+        theirs = {key: found.get(key) for key in mine}
         wrong = [f"{k} is {theirs[k]}, now {mine[k]}" for k in mine if theirs[k] != mine[k]]
         for name, parameter in self._parameters().items():
             numel = saved.numel(key_of(MASTER, name))
@@ -344,14 +340,19 @@ class DeepSpeedEngine:
                 yield tensor, held, own
 
     def _description(self) -> dict[str, Any]:
-        lora = self._config.model.lora
-        return {
+        lora, trainer = self._config.model.lora, self._config.trainer
+        description = {
             "engine": "deepspeed",
             "model.dtype": self._config.model.dtype,
             "model.lora": None if lora is None else lora.model_dump(),
-            "trainer.old_policy": self._config.trainer.old_policy,
+            "trainer.old_policy": trainer.old_policy,
+            "trainer.optimizer": trainer.optimizer,
             "number of parameters": sum(_numel(p) for p in self._parameters().values()),
         }
+        if trainer.optimizer == "adam8bit":
+            partitions = partitions_of(trainer.zero_stage, self.ranks.dp_size)
+            description["blocks of 8-bit moments"] = partitions
+        return description
 
 
 def perturbation(name: str) -> float:
@@ -363,21 +364,9 @@ def perturbation(name: str) -> float:
 
 
 def _initialize(
-    config: Config, policy: nn.Module, factor: Callable[[int], float]
+    config: Config, policy: PolicyModel, factor: Callable[[int], float]
 ) -> deepspeed.DeepSpeedEngine:
-    trainer = config.trainer
-    settings: dict[str, Any] = {
-        "lr": trainer.learning_rate,
-        "betas": trainer.adam_betas,
-        "eps": trainer.adam_eps,
-        "fused": fused_adam(get_accelerator().device_name(), offload=trainer.offload_optimizer),
-    }
-    groups = parameter_groups(policy, trainer.weight_decay)
-    optimizer: torch.optim.Optimizer
-    if trainer.zero_stage == 0:
-        optimizer = LateScalarAdamW(groups, max_norm=trainer.max_grad_norm, **settings)
-    else:
-        optimizer = torch.optim.AdamW(groups, **settings)
+    optimizer = make_optimizer(config.trainer, policy, get_accelerator().device_name())
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=policy,

@@ -18,15 +18,19 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from easyrl.config import ConfigError
 
 
-class LateScalarAdamW(torch.optim.AdamW):
-    """AdamW for ZeRO-0, where DeepSpeed has no optimizer of its own.
+class LateScalarOptimizer(torch.optim.Optimizer):
+    """An optimizer for ZeRO-0, where DeepSpeed has none of its own, behind the late scalar.
 
-    ``step`` divides the reduced gradients by ``divisor``, measures, clips, and does nothing where
-    the norm is not finite. DeepSpeed's engine then reads ``overflow`` and ``_global_grad_norm``.
+    ``step`` divides the reduced gradients by ``divisor``, measures, clips, and lets ``optimizer``
+    step; it does nothing more where the norm is not finite. DeepSpeed's engine then reads
+    ``overflow`` and ``_global_grad_norm``. Parameter groups and state are ``optimizer``'s.
     """
 
-    def __init__(self, params: Any, *, max_norm: float, **settings: Any) -> None:
-        super().__init__(params, **settings)
+    def __init__(self, optimizer: torch.optim.Optimizer, *, max_norm: float) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+        self.optimizer = optimizer  # by the name that DeepSpeed's have it
         self.max_norm = max_norm  # 0: no clipping
         self.divisor = 1.0
         self.overflow = False
@@ -44,12 +48,12 @@ class LateScalarAdamW(torch.optim.AdamW):
             return
         if self.max_norm > 0:
             clip_grads_with_norm_(params, self.max_norm, norm)
-        super().step()
+        self.optimizer.step()
 
 
 # In each of them the gradients of a step are divided, and a test has seen it.
 DIVIDED = (
-    LateScalarAdamW,
+    LateScalarOptimizer,
     BF16_Optimizer,
     DeepSpeedZeroOptimizer,
     DeepSpeedZeroOptimizer_Stage3,
@@ -76,7 +80,7 @@ def step_divided(engine: deepspeed.DeepSpeedEngine, divisor: float) -> tuple[flo
         finite, and then weights, optimizer state and schedule are as before.
     """
     optimizer = engine.optimizer
-    if isinstance(optimizer, LateScalarAdamW):
+    if isinstance(optimizer, LateScalarOptimizer):
         optimizer.divisor = divisor
         engine.step()
     elif isinstance(optimizer, BF16_Optimizer):

@@ -23,7 +23,12 @@ from easyrl.engines.base import StatePiece
 from easyrl.runtime.durable_files import fsync
 
 BLOCK_BYTES = 8 * 2**20  # written and hashed at a time, the interpreter free meanwhile
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
 SHARDING = "DCP_SHARDING_INFO"
 
 

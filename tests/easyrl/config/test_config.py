@@ -251,6 +251,30 @@ BAD_VALUES = {
         "trainer.zero_stage: 0 cannot accumulate bf16 gradients in fp32 (DeepSpeed refuses it); "
         "use 1,",
     ),
+    "muon's shards": (
+        ["trainer.optimizer=muon", "trainer.zero_stage=3"],
+        "trainer.optimizer: muon needs whole matrices, of which trainer.zero_stage=3 leaves each",
+    ),
+    "muon on the host": (
+        ["trainer.optimizer=muon", "trainer.offload_optimizer=true"],
+        "trainer.offload_optimizer: muon would do its matrix products on the host; remove it, or",
+    ),
+    "8-bit moments on the host": (
+        ["trainer.optimizer=adam8bit", "trainer.offload_optimizer=true"],
+        "trainer.offload_optimizer: adam8bit would do its quantisation on the host; remove it, or",
+    ),
+    "muon's momentum for another": (
+        ["trainer.muon_momentum=0.9"],
+        "trainer.muon_momentum: has no effect with trainer.optimizer=adamw; remove it",
+    ),
+    "muon's rate for another": (
+        ["trainer.optimizer=adam8bit", "trainer.muon_learning_rate=1e-3"],
+        "trainer.muon_learning_rate: has no effect with trainer.optimizer=adam8bit; remove it",
+    ),
+    "unknown optimizer": (
+        ["trainer.optimizer=adam"],
+        "trainer.optimizer: Input should be 'adamw', 'adam8bit' or 'muon' (got 'adam')",
+    ),
     "warm-up longer than the run": (
         ["trainer.warmup_steps=10", "trainer.max_steps=10"],
         "trainer.warmup_steps: must be below trainer.max_steps",
@@ -515,6 +539,18 @@ def test_the_key_variable_must_be_set(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=message):
         check_paths(config)
     monkeypatch.setenv("EASYRL_TEST_KEY", "secret")
+    check_paths(config)
+
+
+def test_bitsandbytes_must_be_installed(tmp_path, monkeypatch):
+    config = load(tmp_path, MINIMAL, *existing(tmp_path), "trainer.optimizer=adam8bit")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    message = re.escape("trainer.optimizer: adam8bit needs bitsandbytes, which is not installed")
+    with pytest.raises(ConfigError, match=message):
+        check_paths(config)
+    (tmp_path / "bitsandbytes.py").write_text("")
+    importlib.invalidate_caches()
     check_paths(config)
 
 

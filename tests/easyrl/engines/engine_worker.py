@@ -369,7 +369,8 @@ def check_discard(session: Session, stage: int, dtype: str, **settings: Any) -> 
 
 def check_resume(session: Session, stage: int, dtype: str, **settings: Any) -> Results:
     """Saved after two steps and loaded into a new engine, the third step is the same to the bit."""
-    folder = session.folder / f"checkpoint-{stage}-{dtype}-{bool(settings)}"
+    special = "-".join(f"{key}-{value}" for key, value in settings.items())
+    folder = session.folder / f"checkpoint-{stage}-{dtype}-{special}"
     collectives = Collectives(Ranks.data_parallel(session.rank, session.size))
     engine = session.engine(stage, dtype, **settings, **ADAM)
     for seed in (0, 1):

@@ -1,9 +1,9 @@
 """Measures what engines hold, in one or several processes; see ``test_engine_memory.py``.
 
-Arguments: a folder with ``model`` and ``large``, and by case ``ZERO_STAGE-DTYPE[-offload]`` or
-``load``. Rank 0 leaves ``held.json``: of an engine, bytes per parameter between the backward and
-the step; of ``load``, each rank's largest private memory while an engine with ZeRO-3 and a
-reference is made, in bytes per parameter of one model.
+Arguments: a folder with ``model`` and ``large``, and by case ``ZERO_STAGE-DTYPE[-offload]``,
+``ZERO_STAGE-DTYPE-OPTIMIZER`` or ``load``. Rank 0 leaves ``held.json``: of an engine, bytes per
+parameter between the backward and the step; of ``load``, each rank's largest private memory while
+an engine with ZeRO-3 and a reference is made, in bytes per parameter of one model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from tests.easyrl.engines.held_memory import held_bytes, held_storages
 
 
 def config(
-    folder: Path, stage: int, dtype: str, offload: bool, model: str = "model", kl_coef: float = 0.0
+    folder: Path, stage: int, dtype: str, special: str, model: str = "model", kl_coef: float = 0.0
 ) -> Config:
+    """``special``: empty, ``offload`` or an optimizer."""
+    optimizer = special if special in ("adam8bit", "muon") else "adamw"
     return validate_config(
         {
             "model": {"path": str(folder / model), "dtype": dtype},
@@ -41,16 +43,20 @@ def config(
             "inference": {"endpoints": ["http://127.0.0.1:1"]},
             "rewards": [{"name": "exact"}],
             "recipe": {"aggregation": "token", "kl_coef": kl_coef},
-            "trainer": {"zero_stage": stage, "offload_optimizer": offload},
+            "trainer": {
+                "zero_stage": stage,
+                "offload_optimizer": special == "offload",
+                "optimizer": optimizer,
+            },
         }
     )
 
 
 def measure(folder: Path, case: str) -> float:
     """Bytes per parameter of the engine ``case``, in the second step: moments are there."""
-    stage, dtype, *offload = case.split("-")
+    stage, dtype, *special = case.split("-")
     before = held_storages()
-    engine = DeepSpeedEngine(config(folder, int(stage), dtype, bool(offload)))
+    engine = DeepSpeedEngine(config(folder, int(stage), dtype, "".join(special)))
     row = streamed("token")[0]
     engine.forward_backward([row])
     engine.optimizer_step(denominator("token"))
@@ -93,7 +99,7 @@ def largest_private() -> Iterator[list[int]]:
 
 def load(folder: Path) -> list[list[float]]:
     """By rank, for policy and reference."""
-    settings = config(folder, 3, "fp32", False, "large", kl_coef=0.1)
+    settings = config(folder, 3, "fp32", "", "large", kl_coef=0.1)
     growths: list[int] = []
 
     def load_model() -> PolicyModel:

@@ -1,4 +1,4 @@
-"""The learning-rate schedule, parameter groups, refusals and the probe's factors."""
+"""The learning-rate schedule, refusals and the probe's factors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from transformers import get_scheduler
 
 from easyrl.config import Config, ConfigError, TrainerConfig
 from easyrl.config.file import validate_config
-from easyrl.engines.deepspeed.config import (
-    fused_adam,
-    parameter_groups,
-    schedule_factor,
-    training_config,
-)
+from easyrl.engines.deepspeed.config import schedule_factor, training_config
 from easyrl.engines.deepspeed.engine import perturbation
 from easyrl.engines.deepspeed.late_denominator import require_late_scalar
 
@@ -62,25 +57,6 @@ def test_decaying_schedule_needs_an_end() -> None:
         schedule_factor(TrainerConfig(lr_schedule="cosine"), None)
 
 
-def test_only_matrices_decay() -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    decaying, others = parameter_groups(model, 0.1)
-    assert decaying["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
-    assert [p.ndim for p in decaying["params"]] == [2]
-    assert [p.ndim for p in others["params"]] == [1, 1, 1]
-
-
-def test_a_matrix_decays_where_zero_3_holds_its_shards() -> None:
-    """Of a partitioned parameter an empty vector is left (``zero.Init``)."""
-    model = nn.Sequential(nn.Linear(3, 2))
-    for number, parameter in enumerate(model.parameters()):
-        parameter.ds_id, parameter.ds_shape = number, parameter.shape
-        parameter.data = torch.empty(0)
-    decaying, others = parameter_groups(model, 0.1)
-    assert [p.ds_shape for p in decaying["params"]] == [(2, 3)]
-    assert [p.ds_shape for p in others["params"]] == [(2,)]
-
-
 def config(tmp_path: Path, dtype: str = "fp32", **trainer: object) -> Config:
     return validate_config(
         {
@@ -121,16 +97,6 @@ def test_bf16_gradients_do_not_wait_for_the_step(tmp_path: Path) -> None:
 
 def test_default_shares_gradients_between_ranks(tmp_path: Path) -> None:
     assert config(tmp_path).trainer.zero_stage == 2
-
-
-@pytest.mark.parametrize(
-    ("device", "offload", "fused"),
-    [("cuda", False, True), ("cuda", True, True), ("cpu", True, True), ("cpu", False, None)],
-)
-def test_adam_is_fused_where_that_saves_memory_or_time(
-    device: str, offload: bool, fused: bool | None
-) -> None:
-    assert fused_adam(device, offload=offload) is fused
 
 
 def test_optimizer_that_ignores_the_late_scalar_is_refused() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from easyrl.engines.deepspeed.memory import bytes_per_parameter
+from easyrl.engines.deepspeed.memory import MOMENTS, bytes_per_parameter
 from easyrl.runtime.machine import free_port
 from tests.easyrl.engines.test_deepspeed_engine import ROOT, run
 from tests.tiny_models import save_tiny_model
@@ -18,10 +19,14 @@ from tests.tiny_models import save_tiny_model
 # parameter whole on each rank.
 # 31 million parameters, 124 MB, of which the largest is a twentieth.
 LARGE = {"hidden_size": 512, "intermediate_size": 3072, "num_hidden_layers": 6, "head_dim": 64}
+OTHERS = ("muon", "adam8bit") if find_spec("bitsandbytes") else ("muon",)
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_key_value_heads": 4}
+NOT_MATRICES = 0.02  # at most: the share of embeddings and norms in that model
 CASES = {
-    1: ("0-fp32", "1-fp32", "1-bf16", "2-fp32", "2-bf16", "3-bf16", "2-bf16-offload"),
+    1: ("0-fp32", "1-fp32", "1-bf16", "2-fp32", "2-bf16", "3-bf16", "2-bf16-offload")
+    + tuple(f"{each}-{optimizer}" for optimizer in OTHERS for each in ("0-fp32", "2-bf16")),
     2: ("0-fp32", "1-bf16", "2-fp32", "2-bf16", "3-fp32", "3-bf16", "load")
+    + tuple(f"1-bf16-{optimizer}" for optimizer in OTHERS)
     + tuple(f"{stage}-{dtype}-offload" for stage in (2, 3) for dtype in ("bf16", "fp32")),
 }
 
@@ -58,9 +63,15 @@ def test_engines_hold_what_is_documented(held: tuple[int, dict[str, Any]]) -> No
     for name, got in measured.items():
         if name == "load":
             continue
-        stage, dtype, *offload = name.split("-")
-        use = bytes_per_parameter(int(stage), dtype, num_ranks, offload_optimizer=bool(offload))
+        stage, dtype, *special = name.split("-")
+        offload = special == ["offload"]
+        optimizer = special[0] if special and not offload else "adamw"
+        use = bytes_per_parameter(
+            int(stage), dtype, num_ranks, offload_optimizer=offload, optimizer=optimizer
+        )
         slack = 0.6 if offload else 0.2  # what ZeRO-3 keeps whole, alignment
+        if optimizer == "muon":
+            slack += 4 * NOT_MATRICES  # where AdamW has 8 bytes
         assert use.device + use.host <= got * 1.001, name
         assert got <= use.device + use.host + slack, (name, got, use)
 
@@ -86,7 +97,7 @@ def test_default_stage_needs_no_more_than_the_others(num_ranks: int) -> None:
 def test_documented_table_is_the_functions() -> None:
     header, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "docs/memory.md").read_text().splitlines()
+        for line in (ROOT / "docs/memory.md").read_text().partition("### ")[0].splitlines()
         if line.startswith("|")
     ]
     ranks = [int(name.split()[0]) for name in header[3:]]
@@ -99,3 +110,11 @@ def test_documented_table_is_the_functions() -> None:
             figures = [use.device, use.host] if offload == "yes" else [use.device]
             assert written == pytest.approx(figures, abs=0.006), (stage, dtype, num_ranks)
     assert len(rows) == 10
+
+
+def test_documented_sizes_of_the_optimizers_states_are_the_functions() -> None:
+    written = (ROOT / "docs/memory.md").read_text()
+    for name, nbytes in MOMENTS.items():
+        assert f"| `{name}` | {nbytes:.3g} |" in written, name
+    use = bytes_per_parameter(2, "bf16", 8, optimizer="adam8bit")
+    assert use.device == pytest.approx(2 + (4 + 4 + 2.03125) / 8)

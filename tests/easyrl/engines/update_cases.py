@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from easyrl.recipes.estimators import group_advantages
 from easyrl.schema import MicroBatch, RolloutGroup
@@ -96,26 +96,38 @@ def dense_updates(folder: Path, num_updates: int, *, clip: float = CLIP) -> list
     updates = []
     for i, groups in enumerate(slices(num_updates)):
         optimizer.param_groups[0]["lr"] = learning_rate(i, num_updates)
-        losses, num_clipped = [], 0
-        for group in groups:
-            advantages = group_advantages(group.rewards, "group_std")
-            for completion, advantage in zip(group.completions, advantages.tolist(), strict=True):
-                ids = group.prompt.token_ids, completion.token_ids
-                logp, entropy = dense_logprobs(policy, *ids)
-                with torch.no_grad():
-                    old_logp, ref_logp = (dense_logprobs(m, *ids)[0] for m in (old, reference))
-                ratio = (logp - old_logp).exp()
-                outside = ratio > 1 + clip if advantage > 0 else ratio < 1 - clip
-                bound = 1 + clip if advantage > 0 else 1 - clip
-                surrogate = torch.where(outside, torch.full_like(ratio, bound), ratio) * advantage
-                kl = (ref_logp - logp).exp() - (ref_logp - logp) - 1
-                losses.append((-surrogate + KL_COEF * kl - ENTROPY_COEF * entropy).sum())
-                num_clipped += int(outside.sum())
-        num_tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+        loss, num_clipped = dense_loss(groups, policy, old, reference, clip)
         optimizer.zero_grad()
-        (torch.stack(losses).sum() / num_tokens).backward()
+        loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM))
         optimizer.step()
         moved = {name: p.detach() - start[name] for name, p in policy.named_parameters()}
         updates.append(Update(moved, norm, num_clipped))
     return updates
+
+
+def dense_loss(
+    groups: list[RolloutGroup],
+    policy: PreTrainedModel,
+    old: PreTrainedModel,
+    reference: PreTrainedModel,
+    clip: float = CLIP,
+) -> tuple[Tensor, int]:
+    """The mean over tokens, and the tokens whose surrogate has no gradient."""
+    losses, num_clipped = [], 0
+    for group in groups:
+        advantages = group_advantages(group.rewards, "group_std")
+        for completion, advantage in zip(group.completions, advantages.tolist(), strict=True):
+            ids = group.prompt.token_ids, completion.token_ids
+            logp, entropy = dense_logprobs(policy, *ids)
+            with torch.no_grad():
+                old_logp, ref_logp = (dense_logprobs(m, *ids)[0] for m in (old, reference))
+            ratio = (logp - old_logp).exp()
+            outside = ratio > 1 + clip if advantage > 0 else ratio < 1 - clip
+            bound = 1 + clip if advantage > 0 else 1 - clip
+            surrogate = torch.where(outside, torch.full_like(ratio, bound), ratio) * advantage
+            kl = (ref_logp - logp).exp() - (ref_logp - logp) - 1
+            losses.append((-surrogate + KL_COEF * kl - ENTROPY_COEF * entropy).sum())
+            num_clipped += int(outside.sum())
+    num_tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+    return torch.stack(losses).sum() / num_tokens, num_clipped
