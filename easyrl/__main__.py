@@ -22,11 +22,12 @@ def command_line() -> typer.Typer:
     """All sub-commands. Imported in here: worker processes import the main module again."""
     import typer
 
+    from easyrl.commands.dpo import dpo_command
     from easyrl.commands.endpoints import endpoints_commands
     from easyrl.commands.evaluate import eval_command
     from easyrl.commands.replay import replay_command
     from easyrl.commands.serve import serve_command
-    from easyrl.commands.supervised import dpo_command, sft_command
+    from easyrl.commands.sft import sft_command
     from easyrl.commands.train import train_command
     from easyrl.commands.verify import verify_command
 

@@ -275,7 +275,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(inputs: Path) -> None:
     assert again.returncode == 0 and "is finished after 6 steps" in again.stdout
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks_train_what_one_does(inputs: Path, sft: Path, stage: int) -> None:
     run_dir = inputs / "runs" / f"two-{stage}"
     started = command(inputs, run_dir, "sft", "data.shuffle=false", f"trainer.zero_stage={stage}")
