@@ -122,7 +122,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
 LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
-    commands.replay commands.supervised
+    commands.replay commands.sft commands.dpo
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
