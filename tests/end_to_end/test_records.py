@@ -26,7 +26,7 @@ from tests.end_to_end.trainer_run import ROOT, run_to_end, start_ranks
 BATCH, STEPS, RATE = 8, 6, 1e-3
 TOLERANCE = 1e-5  # fp32, whose sums are taken in another order
 
-# Kills its process when it is asked about a record, the number of which the environment gives.
+# Sends its process a signal when it is asked about a record; the environment says which of both.
 DEADLY = """
 import os, signal
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Deadly(SFT):
         global calls
         calls += 1
         if calls == int(os.environ.get("DIE_AT", "0")):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[os.environ["DIE_BY"]])
         return super().token_weights(group, run)
 """
 
@@ -250,28 +250,47 @@ def test_dpo_is_a_plain_loop_s(inputs: Path) -> None:
     assert 0 < steps[STEPS]["eval/loss"] < steps[0]["eval/loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(inputs: Path) -> None:
+def deadly(inputs: Path, run_dir: Path) -> list[str]:
     recipe = f"recipe={{file: {inputs / 'deadly.py'}, name: Deadly}}"
     options = [recipe, "evaluation=null", "checkpoint.background=false"]
-    whole, parts = inputs / "runs" / "whole", inputs / "runs" / "parts"
-    trained(command(inputs, whole, "sft", *options))
+    return command(inputs, run_dir, "sft", *options)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(inputs: Path) -> Path:
+    run_dir = inputs / "runs" / "whole"
+    trained(deadly(inputs, run_dir))
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("signal", "status", "superseded"),
+    [
+        ("SIGKILL", -9, "1 line superseded"),  # goes on from step 2
+        ("SIGTERM", 0, "0 lines superseded"),  # saves step 3
+    ],
+)
+def test_an_interrupted_run_goes_on_to_the_same_bits(
+    inputs: Path, uninterrupted: Path, signal: str, status: int, superseded: str
+) -> None:
+    run_dir = inputs / "runs" / signal
     # once in the trial of the recipe; in step 4, behind a checkpoint of step 2 and a third line
     third_of_step_4 = 1 + 3 * BATCH + 3
-    killed = run_to_end(command(inputs, parts, "sft", *options), DIE_AT=str(third_of_step_4))
-    assert killed.returncode == -9, killed.stdout[-3000:]
-    told = verified(parts)
+    ended = run_to_end(deadly(inputs, run_dir), DIE_AT=str(third_of_step_4), DIE_BY=signal)
+    assert ended.returncode == status, ended.stdout[-3000:]
+    told = verified(run_dir)
     assert f"{3 * BATCH} records, each trained once, of {BATCH * STEPS} in the data" in told
     assert "not complete" in told
-    trained([*command(inputs, parts, "sft", *options), "--resume"])
-    told = verified(parts)
+    trained([*deadly(inputs, run_dir), "--resume"])
+    told = verified(run_dir)
     assert f"{BATCH * STEPS} records, each trained once" in told and "complete" in told
-    assert "2 attempts, 1 line superseded" in told
-    ours, theirs = weights_of(parts), weights_of(whole)
+    assert f"2 attempts, {superseded}" in told
+    ours, theirs = weights_of(run_dir), weights_of(uninterrupted)
     assert all(ours[name].equal(theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
-    for one, other in zip(steps_of(whole), steps_of(parts), strict=True):
+    for one, other in zip(steps_of(uninterrupted), steps_of(run_dir), strict=True):
         for name in ("loss", "grad_norm", "policy/entropy", "tokens/packed"):
             assert one.get(name) == other.get(name), (one["step"], name)
-    again = run_to_end([*command(inputs, parts, "sft", *options), "--resume"])
+    again = run_to_end([*deadly(inputs, run_dir), "--resume"])
     assert again.returncode == 0 and "is finished after 6 steps" in again.stdout
 
 
