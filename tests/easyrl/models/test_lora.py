@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from easyrl.config import ConfigError, LoraConfig, ModelConfig
 from easyrl.config.file import validate_config
-from easyrl.engines.deepspeed.config import parameter_groups
+from easyrl.engines.deepspeed.optimizers import parameter_groups
+from easyrl.engines.deepspeed.optimizers import trained as trained_parameters
 from easyrl.engines.weight_names import adapter_weights, saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.ledger.checkpoints.export import export_adapter, export_model
@@ -105,7 +106,7 @@ def test_only_the_adapter_is_trained(folder: Path, family: Family) -> None:
     trained = {id(p) for p in policy.parameters() if p.requires_grad}
     assert trained == {id(p) for p in adapter_parameters(policy.model)}
     for weight_decay in (0.0, 0.1):  # no norm is trained: a group would be empty
-        groups = parameter_groups(policy, weight_decay)
+        groups = parameter_groups(trained_parameters(policy), weight_decay)
         assert [g["weight_decay"] for g in groups] == [weight_decay]
         assert {id(p) for g in groups for p in g["params"]} == trained
 
