@@ -22,11 +22,13 @@ def command_line() -> typer.Typer:
     """All sub-commands. Imported in here: worker processes import the main module again."""
     import typer
 
+    from easyrl.commands.dpo import dpo_command
     from easyrl.commands.endpoints import endpoints_commands
     from easyrl.commands.evaluate import eval_command
     from easyrl.commands.recipes import recipes_command
     from easyrl.commands.replay import replay_command
     from easyrl.commands.serve import serve_command
+    from easyrl.commands.sft import sft_command
     from easyrl.commands.train import train_command
     from easyrl.commands.verify import verify_command
 
@@ -37,6 +39,8 @@ def command_line() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     commands.command("train", context_settings=READS_ITS_ARGUMENTS)(train_command)
+    commands.command("sft", context_settings=READS_ITS_ARGUMENTS)(sft_command)
+    commands.command("dpo", context_settings=READS_ITS_ARGUMENTS)(dpo_command)
     commands.command("serve", context_settings=READS_ITS_ARGUMENTS)(serve_command)
     commands.command("eval")(eval_command)
     commands.command("verify")(verify_command)

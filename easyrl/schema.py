@@ -248,6 +248,25 @@ class Prompt:
         return self.epoch, self.index
 
 
+@dataclass(frozen=True, slots=True)
+class GivenCompletion:
+    """A completion that a record brings with its prompt."""
+
+    token_ids: np.ndarray  # int32 [R]
+    loss_mask: np.ndarray  # bool [R], tokens that are trained; the last one is
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedRecord:
+    """A prompt with given completions: one, or of a preference pair the chosen, then the rejected.
+
+    ``prompt.key`` identifies it in a run.
+    """
+
+    prompt: Prompt
+    completions: tuple[GivenCompletion, ...]
+
+
 class VersionSpan(NamedTuple):
     """Tokens ``[start, end)`` of a response were made by weights ``version``."""
 
@@ -264,7 +283,7 @@ class Completion:
     logprobs: np.ndarray  # float32 [R], the server's, of the sampled tokens
     finish_reason: str  # "stop" or "length" (truncated)
     version_spans: tuple[VersionSpan, ...]  # stamped by the server
-    endpoint: str  # URL
+    endpoint: str  # URL; empty: nobody sampled it, it was given
     loss_mask: np.ndarray  # bool [R], tokens that are trained
     proof: int = 0  # number of its endpoint's last good proof of its weights when it came; 0: none
 
@@ -295,7 +314,8 @@ class RolloutGroup:
     position: int = 0  # of its prompt in the order, from the batch's first
     excluded: Exclusion | None = None  # why it has no completions and is not trained
     rejected: str | None = None  # the recipe's reason not to train it
-    digest: str | None = None  # blake3 of its journal record, 32 hex digits; None: not journalled
+    # blake3 of its journal record, or of a supervised record's tokens, 32 hex digits; None: neither
+    digest: str | None = None
 
     @property
     def rewards(self) -> np.ndarray:
@@ -349,7 +369,7 @@ class GroupOutcome(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True
             outcome=outcome,
             digest=group.digest,
             stamped=sorted({span.version for c in group.completions for span in c.version_spans}),
-            endpoints=sorted({c.endpoint for c in group.completions}),
+            endpoints=sorted({c.endpoint for c in group.completions} - {""}),
             reason=group.refused,
             exclusion=None if group.excluded is None else group.excluded.kind,
             recovered=recovered,
@@ -454,7 +474,7 @@ class MicroBatch:
     sequence_index: Tensor  # int64 [N], which of the row's Q sequences the token belongs to;
     # tokens of a sequence are adjacent and in order
     sequences: tuple[SampleKey, ...]  # Q
-    endpoints: tuple[str, ...]  # Q, URL of the endpoint that sampled the sequence
+    endpoints: tuple[str, ...]  # Q, URL of the endpoint that sampled the sequence; empty: given
     frozen: FrozenLogprobs | None = None  # computed ahead of time; else with the policy's forward
     is_dummy: bool = False  # all weights zero; keeps collectives equal between ranks
 
@@ -467,6 +487,11 @@ class MicroBatch:
     def num_sequences(self) -> int:
         """Q"""
         return len(self.sequences)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether endpoints have made the sequences; else they were given, as records are."""
+        return any(self.endpoints)
 
     @property
     def num_tokens(self) -> int:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+    from typing import Any
 
     from easyrl.config import Config
     from easyrl.engines.base import TrainEngine
@@ -21,18 +22,21 @@ if TYPE_CHECKING:
     from easyrl.schema import Progress
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the exit status."""
+def main(argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None) -> int:
+    """The command; returns the exit status.
+
+    ``defaults``: a tree of keys for where the configuration has none.
+    """
     from easyrl.runtime.startup_signals import end_at_signals
 
     end_at_signals()
     from easyrl.runtime.streams import tolerant_streams
 
     with tolerant_streams():
-        return _main(argv)
+        return _main(argv, defaults)
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _main(argv: Sequence[str] | None, defaults: Mapping[str, Any] | None) -> int:
     from easyrl.config import ConfigError
     from easyrl.config.file import dump_config, load_config
     from easyrl.config.machine import check_paths
@@ -42,7 +46,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
     arguments = _parse(argv)
     try:
-        config = load_config(arguments.config, arguments.overrides)
+        config = load_config(arguments.config, arguments.overrides, defaults=defaults)
         if arguments.print_config:
             print(dump_config(_checked(config)), end="")
             return 0
@@ -166,9 +170,9 @@ def _checked(config: Config) -> Config:
 
 
 def _finish(config: Config, engine: TrainEngine) -> None:
-    """Exports the trained model, and the adapter if there is one; draws the reward curve."""
+    """Exports the trained model, and the adapter if there is one; draws reward or loss."""
     from easyrl.ledger.checkpoints.export import export_adapter, export_model
-    from easyrl.metrics.plot import plot_reward_curve
+    from easyrl.metrics.plot import plot_loss_curve, plot_reward_curve
     from easyrl.metrics.trackers import read_metrics
     from easyrl.runtime.run_folder import METRICS_FILE
 
@@ -188,10 +192,13 @@ def _finish(config: Config, engine: TrainEngine) -> None:
         if lora is not None:
             adapter = engine.named_weights("adapter")
             export_adapter(adapter, lora, source, output / "adapter")
+    name, plot = "reward", plot_reward_curve
+    if config.source == "records":
+        name, plot = "loss", plot_loss_curve
     try:
-        plot_reward_curve(read_metrics(output / METRICS_FILE), output / "reward.png")
+        plot(read_metrics(output / METRICS_FILE), output / f"{name}.png")
     except OSError as error:  # nothing needs it
-        print(f"easyrl: the reward curve cannot be drawn: {error}", file=sys.stderr)
+        print(f"easyrl: the {name} curve cannot be drawn: {error}", file=sys.stderr)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

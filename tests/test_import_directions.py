@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "dataloaders.prompts": "schema config",
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
+    "dataloaders.supervised": "schema config dataloaders.prompts dataloaders.producer",
     "rewards": "schema config runtime.user_code runtime.workers.worker_pool"
     " inference_client.api_keys",
     # the endpoints
@@ -95,6 +96,8 @@ MAY_IMPORT = {
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
     " ledger.account ledger.exclusions runtime.device_time trainer.accumulation trainer.parts",
     "trainer.parts": "schema ledger.certificate.records trainer.accumulation",
+    "trainer.held_out_loss": "schema config engines.base metrics.batch_metrics runtime.collectives"
+    " runtime.schedule runtime.stopping trainer.accumulation",
     "trainer.alarm_actions": "schema config metrics.alarms runtime.collectives trainer.parts",
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
@@ -119,7 +122,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
 LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
-    commands.recipes commands.replay
+    commands.recipes commands.replay commands.sft commands.dpo
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -12,6 +11,7 @@ import numpy as np
 from blake3 import blake3
 
 from easyrl.config import DatasetConfig
+from easyrl.dataloaders.prompts.left_out import LeftOut
 from easyrl.dataloaders.prompts.questions import Question, QuestionReader
 from easyrl.dataloaders.prompts.records import BadRecordError, read_records
 from easyrl.dataloaders.prompts.template_values import TemplatedPrompts, every_variant, prompt_of
@@ -19,8 +19,6 @@ from easyrl.schema import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 
 def load_prompts(
@@ -38,7 +36,13 @@ def load_prompts(
     is left, ``BadRecordError`` for a record unless ``on_bad_record`` or ``on_long_prompt`` is skip.
     """
     read_question = QuestionReader(config, tokenizer, source_key)
-    left_out = _LeftOut(config, source_key)
+    left_out = LeftOut(
+        source_key,
+        "prompt",
+        on_bad_record=config.on_bad_record,
+        on_long=("on_long_prompt", config.on_long_prompt),
+        limit=("max_prompt_tokens", config.max_prompt_tokens),
+    )
     records = chain.from_iterable(read_records(path) for path in config.files)
     asked: list[list[Question]] = []  # a record's, one for each of the values of its templates
     for record in islice(records, config.max_records):
@@ -92,47 +96,6 @@ def _prompt(index: int, question: Question, token_ids: list[int]) -> Prompt:
     )
 
 
-class _LeftOut:
-    """The records that do not become prompts; raises where the configuration wants it."""
-
-    def __init__(self, config: DatasetConfig, source_key: str) -> None:
-        self.config, self.source_key = config, source_key
-        self.problems: dict[str, list[str]] = {"bad_record": [], "too_long": []}
-
-    def bad_record(self, location: str, problem: str) -> None:
-        if self.config.on_bad_record == "fail":
-            hint = f"({self.source_key}.on_bad_record=skip leaves such records out)"
-            raise BadRecordError(f"{location}: {problem}\n{hint}")
-        self.problems["bad_record"].append(f"{location}: {problem}")
-
-    def too_long(self, location: str, num_tokens: int) -> None:
-        key = self.source_key
-        problem = (
-            f"{location}: the prompt has {num_tokens} tokens, "
-            f"{key}.max_prompt_tokens is {self.config.max_prompt_tokens}"
-        )
-        if self.config.on_long_prompt == "fail":
-            raise BadRecordError(f"{problem}; raise it or set {key}.on_long_prompt=skip")
-        self.problems["too_long"].append(problem)
-
-    def report(self, num_prompts: int) -> None:
-        """One warning per reason. Raises ``ValueError`` if no prompt is left."""
-        for reason, problems in self.problems.items():
-            if not problems:
-                continue
-            if num_prompts == 0:
-                key = self.source_key
-                remedy = f"raise {key}.max_prompt_tokens" if reason == "too_long" else "repair them"
-                raise ValueError(
-                    f"{key}: no usable prompt is left, {len(problems)} are {reason}; the first: "
-                    f"{problems[0]}; {remedy}, or give other {key}.files"
-                )
-            message = "%s: left out %d records (%s), kept %d; the first: %s"
-            logger.warning(
-                message, self.source_key, len(problems), reason, num_prompts, problems[0]
-            )
-
-
 class PromptOrder:
     """The prompts of a run in the order in which they are drawn: position → prompt.
 
@@ -146,6 +109,7 @@ class PromptOrder:
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = 1,
+        dataset_hash: str | None = None,  # where a prompt's tokens and answer are not all of it
     ) -> None:
         if not dataset:
             raise ValueError("the dataset is empty")
@@ -155,7 +119,7 @@ class PromptOrder:
             "num_prompts": len(dataset),
             "seed": seed,
             "shuffle": shuffle,
-            "dataset_hash": _fingerprint(dataset),
+            "dataset_hash": dataset_hash or _fingerprint(dataset),
         }
 
     def num_left(self, position: int) -> int | None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from easyrl.build.inference import Scoring
 from easyrl.build.run import OpenRun
 from easyrl.build.steps import num_epochs
@@ -56,7 +58,7 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     if evaluation is not None:
         held_out = load_data(evaluation.data, tokenizer, "evaluation.data", seed)
     possible = [*every_variant(prompts), *every_variant(held_out)]
-    require_known_tokens(config, possible, vocabulary.size)
+    require_known_tokens(config, [prompt.token_ids for prompt in possible], vocabulary.size)
     if config.scoring.on_reward_error != "zero":
         on_rank_zero(run.collectives, lambda: check_prompts(config.rewards, possible))
     on_rank_zero(run.collectives, lambda: try_user_code(config, prompts[0], scoring))
@@ -102,9 +104,12 @@ def policy_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> Voc
     return Vocabulary(vocabulary_size(model), end_ids_of(model) | of_tokenizers)
 
 
-def require_known_tokens(config: Config, prompts: Sequence[Prompt], vocab_size: int) -> None:
-    """Raises ``ConfigError`` if the tokenizer gives ids that the model has no embedding of."""
-    largest = max((int(prompt.token_ids.max()) for prompt in prompts), default=0)
+def require_known_tokens(config: Config, texts: Sequence[np.ndarray], vocab_size: int) -> None:
+    """Raises ``ConfigError`` if the tokenizer gives ids that the model has no embedding of.
+
+    ``texts``: token ids int32 [P] of each.
+    """
+    largest = max((int(token_ids.max()) for token_ids in texts), default=0)
     if largest >= vocab_size:
         raise ConfigError(
             f"model.tokenizer: {config.model.tokenizer_path} gives token id {largest}, but "

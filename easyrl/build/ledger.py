@@ -164,6 +164,7 @@ def open_certificate(
     ``ConfigError`` on every rank if the attempt has no place there; then nothing is written.
     """
     config = run.config
+    on_rollouts = config.source == "rollouts"
     attempt = AttemptRecord(
         attempt=run.version.attempt,
         num_ranks=run.ranks.world_size,
@@ -171,9 +172,9 @@ def open_certificate(
         reason="checkpoint" if progress.step else "start",
         epochs=num_epochs(config),
         updates_per_batch=config.trainer.updates_per_batch,
-        max_draws=max_draws(config),
+        max_draws=max_draws(config) if on_rollouts else None,
         recipe=recipe_digest(config),
-        agreement_limit=agreement_limit(config),
+        agreement_limit=agreement_limit(config) if on_rollouts else None,
     )
     certificate: Certificate | None = None
 
@@ -203,4 +204,5 @@ def _run_record(run: OpenRun, order: PromptOrder) -> RunRecord:
         num_prompts=int(cursor["num_prompts"]),
         batch_size=config.trainer.batch_size,
         data=str(cursor["dataset_hash"]),
+        source=config.source,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from easyrl.build.data import TrainingData
 from easyrl.build.ledger import last_certified_step
 from easyrl.build.run import OpenRun
 from easyrl.build.steps import total_steps, trained_before
@@ -22,14 +21,14 @@ class LoadedModel:
     resume_at_most: int | None  # the step whose checkpoint, or an earlier one, is to be loaded
 
 
-def load_model(run: OpenRun, data: TrainingData, earlier: EarlierRun | None) -> LoadedModel:
-    """Collective. Raises ``ConfigError``."""
+def load_model(run: OpenRun, num_prompts: int, earlier: EarlierRun | None) -> LoadedModel:
+    """``num_prompts``: of one epoch. Collective. Raises ``ConfigError``."""
     folder = run.output / "checkpoints"
     certified = last_certified_step(earlier, folder, run.collectives)
     step, position = trained_before(folder, certified) if run.resume else (0, 0)
     num_steps = total_steps(
         run.config,
-        len(data.prompts),
+        num_prompts,
         step=step,
         position=position,
         rejects=load_recipe(run.config).rejects,

@@ -13,6 +13,7 @@ from easyrl.build.evaluation import schedule_evaluation
 from easyrl.build.inference import open_scoring
 from easyrl.build.ledger import open_certificate, open_earlier_run
 from easyrl.build.model import load_model
+from easyrl.build.records import build_record_parts
 from easyrl.build.reporter import open_reporter
 from easyrl.build.rollouts import open_rollouts
 from easyrl.build.run import open_run
@@ -20,6 +21,7 @@ from easyrl.build.servers import start_servers
 from easyrl.build.trainer import build_trainer
 from easyrl.build.watchdog import watch_progress
 from easyrl.config import Config
+from easyrl.config.records import RecordsConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.ledger.certificate.seal import SealKey
 from easyrl.runtime.determinism import remember_arithmetic
@@ -43,6 +45,10 @@ def build_parts(
     rank, for the certificate. Raises ``ConfigError`` for what cannot be used, ``RunComplete`` where
     nothing is left to do.
     """
+    if isinstance(config, RecordsConfig):
+        return build_record_parts(
+            config, opened, resume=resume, signals=signals, on_folder=on_folder, seal_key=seal_key
+        )
     run = open_run(config, opened, signals, resume=resume, on_folder=on_folder)
     scoring = open_scoring(config, opened)  # its processes start while the data is read
     data = read_data(run, scoring)
@@ -50,7 +56,7 @@ def build_parts(
     cores = share_cores(config, opened)
     log_dir = run.output / "servers"
     servers = start_servers(config, opened, log_dir, cores)  # up when the model is loaded
-    model = load_model(run, data, earlier)
+    model = load_model(run, len(data.prompts), earlier)
     kept = open_kept_state(run, data, model)
     endpoints = open_endpoints(run, scoring, data, model.engine, servers)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from easyrl.build.accumulation import build_accumulator, rows_per_drain
 from easyrl.build.steps import total_steps
+from easyrl.build.weights_digest import digest_of_weights
 from easyrl.config import Config, ConfigError
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
-from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum, weights_digest
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.recorded_run import RecordedRollouts, RecordedRun
 from easyrl.metrics.event_log import ignore
@@ -68,11 +68,7 @@ class HashedWeights:
         """Collective."""
         meanwhile()
         self._on_weights(version.v, self._engine)
-        checksums = {}
-        for name, weight in self._engine.named_weights():
-            if self._collectives.ranks.rank == 0:
-                checksums[name] = tensor_checksum(weight)
-        digest = self._collectives.broadcast(weights_digest([Chunk("", 0, checksums)]))
+        digest = digest_of_weights(self._engine, self._collectives)
         self.digests[version.v] = digest
         return Published(ServedWeights(version, digest), {})
 

@@ -11,7 +11,7 @@ from easyrl.config import Config
 from easyrl.config.file import public_tree
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.metrics.alarms.alarms import Alarms
-from easyrl.metrics.console import ConsoleView
+from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.trackers import (
@@ -35,23 +35,34 @@ def open_reporter(
     num_steps: int | None,
 ) -> StepReporter:
     """Figures go on after ``progress``; the trackers are told the ``certificate``'s hash last."""
-    trackers: list[Tracker] = []
+    trackers = open_trackers(run, certificate, progress, num_steps)
+    mismatch: LogprobMismatch | None = None
     alarms: Alarms | None = None
     if run.ranks.is_first:
-        trackers = _open_trackers(run.config, run.output, progress, num_steps)
+        mismatch = LogprobMismatch(run.config)
         alarms = Alarms(run.config.alarms, run.record)
         alarms.add_earlier(read_metrics(run.output / METRICS_FILE))
-    for tracker in trackers:
-        run.opened.callback(tracker.close)
-    if certificate is not None:
-        run.opened.callback(_publish_chain, certificate, trackers)
     return StepReporter(
         inference.pool.idle_s,
         run.ranks.world_size + len(inference.pool.endpoints),
         trackers=trackers,
-        mismatch=LogprobMismatch(run.config) if run.ranks.is_first else None,
+        mismatch=mismatch,
         alarms=alarms,
     )
+
+
+def open_trackers(
+    run: OpenRun, certificate: Certificate | None, progress: Progress, num_steps: int | None
+) -> list[Tracker]:
+    """On the first rank, as for ``open_reporter``."""
+    trackers: list[Tracker] = []
+    if run.ranks.is_first:
+        trackers = _open_trackers(run.config, run.output, progress, num_steps)
+    for tracker in trackers:
+        run.opened.callback(tracker.close)
+    if certificate is not None:
+        run.opened.callback(_publish_chain, certificate, trackers)
+    return trackers
 
 
 def _publish_chain(certificate: Certificate, trackers: Sequence[Tracker]) -> None:
@@ -85,5 +96,6 @@ def _open_trackers(
         tree = public_tree(config)
         add("wandb", lambda: WandbTracker(run.wandb_project, run.name, output, tree))
     if run.console:
-        add("console", lambda: ConsoleView(total_steps))
+        columns = RECORD_COLUMNS if config.source == "records" else COLUMNS
+        add("console", lambda: ConsoleView(total_steps, columns=columns))
     return trackers

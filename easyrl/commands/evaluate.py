@@ -25,6 +25,11 @@ def eval_command(
     try:
         checked = load_config(config, overrides or [])
         check_paths(checked)
+        if checked.source == "records":
+            raise ConfigError(
+                f"{config}: source: records has no endpoints to evaluate; the run itself reports "
+                "eval/loss"
+            )
         if checked.evaluation is None:
             raise ConfigError(f"{config}: evaluation: is required for easyrl eval; add it")
         from easyrl.recipes.loading import load_recipe

@@ -60,7 +60,9 @@ class _Entry:
 
     @property
     def trains(self) -> str:
-        """Whether training begins with the first complete group."""
+        """Whether training begins with the first complete group, if anything is sampled."""
+        if self.recipe.source == "records":
+            return "records"
         return "whole batch" if self.recipe().scope == "batch" else "streams"
 
 
@@ -80,6 +82,8 @@ def _entry(name: str) -> _Entry:
 def _yaml(entry: _Entry) -> Iterator[str]:
     """Lines of a configuration; what the name does not set is commented out."""
     yield f"# {entry.name} ({entry.kind}; {entry.trains}). {entry.source}"
+    if entry.recipe.source == "records":
+        yield "source: records"
     yield "recipe:"
     yield f"  name: {entry.name}"
     published = {} if entry.preset is None else entry.preset.settings

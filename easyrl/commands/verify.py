@@ -14,6 +14,7 @@ from easyrl.runtime.run_files import CERTIFICATE_FILE
 
 if TYPE_CHECKING:
     from easyrl.ledger.certificate.records import AttemptRecord
+    from easyrl.ledger.certificate.seal import SealKey
     from easyrl.schema import RolloutGroup
 
 
@@ -27,28 +28,55 @@ def verify_command(
         typer.Option(help="hash that the run printed last, or gave its trackers", metavar="HASH"),
     ] = None,
 ) -> None:
-    """Check a run's certificate and journal; exits with 1, naming it, at the first violation."""
-    from easyrl.build.weight_answers import RecomputedAnswers
+    """Check a run's certificate and journal; exits with 1, naming it, at the first violation.
+
+    Of a run on records: that each was trained, and once.
+    """
     from easyrl.ledger.certificate.seal import read_seal_key
-    from easyrl.ledger.verify import verify
+    from easyrl.ledger.verify_records import is_run_on_records
 
     try:
         key = None if seal is None else read_seal_key(seal, run_dir)
-        verdict = verify(
-            run_dir,
-            cache(partial(_accept_of, run_dir)),
-            answers_of=RecomputedAnswers(run_dir),
-            key=key,
-            chain=chain,
-        )
+        on_records = (run_dir / CERTIFICATE_FILE).is_file() and is_run_on_records(run_dir)
+        check = _verify_records if on_records else _verify_rollouts
+        sound, told, certificate = check(run_dir, key, chain)
     except (ValueError, OSError) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
-    print(verdict)
-    if verdict.on_policy:
-        print(verdict.proofs_told)
-        print(f"certificate {verdict.chain} {run_dir / CERTIFICATE_FILE} ({verdict.seal_told})")
-    raise typer.Exit(0 if verdict.on_policy else 1)
+    print(told)
+    if sound:
+        print(certificate)
+    raise typer.Exit(0 if sound else 1)
+
+
+def _verify_rollouts(
+    run_dir: Path, key: SealKey | None, chain: str | None
+) -> tuple[bool, str, str]:
+    """Whether the run was on-policy, what to say of it, and of its certificate."""
+    from easyrl.build.weight_answers import RecomputedAnswers
+    from easyrl.ledger.verify import verify
+
+    verdict = verify(
+        run_dir,
+        cache(partial(_accept_of, run_dir)),
+        answers_of=RecomputedAnswers(run_dir),
+        key=key,
+        chain=chain,
+    )
+    told = f"{verdict}\n{verdict.proofs_told}" if verdict.on_policy else str(verdict)
+    file = run_dir / CERTIFICATE_FILE
+    return verdict.on_policy, told, f"certificate {verdict.chain} {file} ({verdict.seal_told})"
+
+
+def _verify_records(run_dir: Path, key: SealKey | None, chain: str | None) -> tuple[bool, str, str]:
+    """Whether each record was trained once, what to say of it, and of its certificate."""
+    from easyrl.build.records import record_digests
+    from easyrl.ledger.verify_records import verify_records
+
+    verdict = verify_records(run_dir, partial(record_digests, run_dir), key=key, chain=chain)
+    file = run_dir / CERTIFICATE_FILE
+    told = f"certificate {verdict.chain} {file} ({verdict.seal_told})"
+    return verdict.is_sound, str(verdict), told
 
 
 def _accept_of(

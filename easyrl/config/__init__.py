@@ -3,7 +3,7 @@
 # ruff: noqa: F401 (the names that other rooms import from here)
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -27,6 +27,9 @@ from easyrl.config.weight_sync import SHARED_MEMORY, WeightSyncConfig
 class Config(Section):
     """The whole tree, and the checks between sections."""
 
+    # rollouts: prompts are answered by endpoints; records: completions are given with their prompts
+    # (``config/records.py``)
+    source: Literal["rollouts", "records"] = "rollouts"
     run: RunConfig = RunConfig()
     model: ModelConfig
     data: DataConfig

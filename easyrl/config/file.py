@@ -27,6 +27,7 @@ from easyrl.config.environment import (
 from easyrl.config.file_errors import describe_interpolation, describe_yaml, why_not_there
 from easyrl.config.presets import with_preset
 from easyrl.config.recipe import MOVED, moved_keys
+from easyrl.config.records import RecordsConfig
 from easyrl.config.secrets import (
     REDACTED,
     KeyPath,
@@ -43,18 +44,25 @@ SHOWN = 5  # keys of a file that is something else
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, to_look_back: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    to_look_back: bool = False,
 ) -> Config:
     """Reads ``path`` (YAML), applies ``key.path=value`` overrides and validates the result.
 
-    Relative paths are taken from the working directory. ``to_look_back``: at a run that is not to
-    go on; secrets and environment variables may be missing. Raises ``ConfigError``.
+    Relative paths are taken from the working directory. ``defaults``: a tree of keys for where the
+    file has none. ``to_look_back``: at a run that is not to go on; secrets and environment
+    variables may be missing. Raises ``ConfigError``.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"config file {path} {why_not_there(path)}")
     try:
-        tree = OmegaConf.load(path)
+        tree: Any = OmegaConf.load(path)
+        if defaults and OmegaConf.is_dict(tree):
+            tree = OmegaConf.merge(defaults, tree)
         for override in overrides:
             _apply(tree, override)
         if to_look_back:
@@ -128,11 +136,14 @@ def validate_config(values: Any, source: str = "config") -> Config:
         )
     if moved := moved_keys(values):
         raise ConfigError("\n".join([f"{source}: keys that have another name now", *moved]))
-    values, preset = with_preset(values)
+    model: type[Config] = RecordsConfig if values.get("source") == "records" else Config
+    preset = None
+    if model is Config:
+        values, preset = with_preset(values)
     try:
-        config = Config.model_validate(values)
+        config = model.model_validate(values)
     except ValidationError as error:
-        lines = [_describe(problem) for problem in error.errors()]
+        lines = [_describe(problem, model) for problem in error.errors()]
         if any(problem["type"] == "missing" for problem in error.errors()):
             lines.append("(add what is required; configs/ has files to start from)")
         raise ConfigError(
@@ -185,11 +196,11 @@ def _without_secrets(message: str, values: Any, written: Mapping[KeyPath, str]) 
     return message
 
 
-def _describe(problem: Any) -> str:
+def _describe(problem: Any, config: type[Config]) -> str:
     location, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
         message = "unknown key"
-        known = _known_keys(location[:-1])
+        known = _known_keys(config, location[:-1])
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
         message += f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(known)}"
     elif problem["type"] == "missing":
@@ -207,8 +218,8 @@ def _describe(problem: Any) -> str:
     return f"  {dotted(tuple(location))}: {message}"
 
 
-def _known_keys(location: Sequence[Any]) -> list[str]:
-    model: Any = Config
+def _known_keys(config: type[Config], location: Sequence[Any]) -> list[str]:
+    model: Any = config
     for part in location:
         if isinstance(part, int):
             continue

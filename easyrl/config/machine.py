@@ -62,6 +62,8 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
         yield from _dataset_problems("evaluation.data", config.evaluation.data)
     if (problem := _output_problem(config.run.output_dir)) is not None:
         yield f"run.output_dir: {problem}"
+    if config.source == "records":  # no endpoint is given weights
+        return
     directory = config.weight_sync.directory
     if not directory.is_dir():
         yield (

@@ -171,6 +171,9 @@ class TrainEngine(Protocol):
         caller that hands it over in ``MicroBatch.frozen``. Only if ``can_look_ahead``.
         """
 
+    def evaluate(self, micro_batch: MicroBatch) -> MetricSums:
+        """The recipe's loss and metrics, without gradient. Collective if sharded."""
+
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """Policy log-probabilities, no gradient, float32 [N], on the CPU. Collective if sharded."""
 

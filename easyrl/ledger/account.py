@@ -32,6 +32,7 @@ def batch_account(
     """
     first = updates[0].totals.metrics
     num_tokens = first.sums.get("num_loss_tokens", 0.0)
+    difference = first.sums.get("logprob_diff_sum")  # None: nothing was sampled
     compared = MetricSums()
     for update in updates:
         compared.add(MetricSums(compared=update.totals.metrics.compared))
@@ -56,7 +57,7 @@ def batch_account(
         discarded=sorted({group.key for group in groups}.intersection(discarded)),
         accepted_versions=sorted(accepted_versions),
         logprob_max=first.maxima.get("logprob_diff_max"),
-        logprob_mean=first.sums["logprob_diff_sum"] / num_tokens if num_tokens else None,
+        logprob_mean=None if difference is None or not num_tokens else difference / num_tokens,
         agreement=agreement(compared.compared),
         skipped_updates=[i for i, update in enumerate(updates) if update.skipped],
         num_ranks=updates[0].totals.num_ranks,

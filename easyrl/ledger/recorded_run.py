@@ -53,6 +53,11 @@ class RecordedRun:
                 raise CertificateError("is empty", file=CERTIFICATE_FILE)
         except CertificateError as error:
             raise ValueError(f"{folder}: {error}; see easyrl verify {folder}") from error
+        if self._history.run.source == "records":
+            raise ValueError(
+                f"{folder}: is a run on records, of which nothing is journalled that could be "
+                "replayed; train its records again in another folder"
+            )
         self.run = self._history.run  # what fixes the order of the prompts
 
     @property

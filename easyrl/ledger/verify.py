@@ -21,7 +21,7 @@ from easyrl.ledger.certificate.seal import SealKey
 from easyrl.ledger.evidence import AcceptOf, JournalEvidence
 from easyrl.ledger.traces import Traces
 from easyrl.runtime.run_files import CERTIFICATE_FILE
-from easyrl.schema import GroupOutcome, PolicyVersion, Prompt, WeightProof
+from easyrl.schema import Key, PolicyVersion, Prompt, WeightProof
 
 
 @dataclass
@@ -61,8 +61,8 @@ class Verdict:
     def __str__(self) -> str:
         if self.violation is not None:
             return f"NOT on-policy: {self.violation}"
-        batches, groups = _number(self.batches, "batch", "batches"), _number(self.trained, "group")
-        superseded = _number(self.superseded, "line")
+        batches, groups = number(self.batches, "batch", "batches"), number(self.trained, "group")
+        superseded = number(self.superseded, "line")
         told = [
             (True, f"{batches}, {groups} trained"),
             (self.skipped, f"{self.skipped} of skipped updates"),
@@ -73,17 +73,17 @@ class Verdict:
             (self.unjournalled, f"{self.unjournalled} not journalled"),
             (
                 self.unconfirmed,
-                f"{_number(self.unconfirmed, 'group')} of attempts that died before their "
+                f"{number(self.unconfirmed, 'group')} of attempts that died before their "
                 "endpoints' confirmations were certified",
             ),
-            (self.decisions, f"{_number(self.decisions, 'decision')} replayed"),
+            (self.decisions, f"{number(self.decisions, 'decision')} replayed"),
             (self.attempts > 1, f"{self.attempts} attempts, {superseded} superseded"),
-            (self.unproved, f"{_number(self.unproved, 'batch', 'batches')} without proof of bits"),
+            (self.unproved, f"{number(self.unproved, 'batch', 'batches')} without proof of bits"),
             (
                 self.unjudged,
-                f"{_number(self.unjudged, 'batch', 'batches')} with log-probabilities not judged",
+                f"{number(self.unjudged, 'batch', 'batches')} with log-probabilities not judged",
             ),
-            (self.pruned, f"journal pruned of {_number(self.pruned, 'batch', 'batches')}"),
+            (self.pruned, f"journal pruned of {number(self.pruned, 'batch', 'batches')}"),
             (self.torn, "a line cut off at the end"),
             (True, "complete" if self.ended else "not complete"),
         ]
@@ -92,7 +92,7 @@ class Verdict:
     @property
     def proofs_told(self) -> str:
         """How far the answers about served bits could be checked."""
-        told = f"weights: {_number(self.proofs, 'answer')} to a nonce"
+        told = f"weights: {number(self.proofs, 'answer')} to a nonce"
         if self.recomputed < self.proofs:
             gone = self.proofs - self.recomputed
             told += f", {gone} not recomputed (the weights are gone, or were in shards)"
@@ -101,12 +101,17 @@ class Verdict:
     @property
     def seal_told(self) -> str:
         """What guards the certificate against being written anew."""
-        sealed = "sealed, checked with --seal KEYFILE" if self.sealed else "not sealed"
-        if self.sealed and self.seals_checked:
-            sealed = "seals checked"
-        if self.published is None:
-            return f"{sealed}, compare the hash with the published one: --chain HASH"
-        return f"{sealed}, line {self.published} of {self.lines} has the published hash"
+        return seal_told(self.sealed, self.seals_checked, self.published, self.lines)
+
+
+def seal_told(sealed: bool, seals_checked: bool, published: int | None, num_lines: int) -> str:
+    """What guards a certificate of ``num_lines`` lines against being written anew."""
+    told = "sealed, checked with --seal KEYFILE" if sealed else "not sealed"
+    if sealed and seals_checked:
+        told = "seals checked"
+    if published is None:
+        return f"{told}, compare the hash with the published one: --chain HASH"
+    return f"{told}, line {published} of {num_lines} has the published hash"
 
 
 AnswersOf = Callable[[str, str, WeightProof], str | None]
@@ -152,18 +157,20 @@ def _verify(
     verdict.lines, verdict.chain = history.last.number, history.last.hash
     verdict.sealed, verdict.seals_checked = bool(history.sealed), key is not None
     if chain is not None:
-        verdict.published = _published_line(history, chain)
+        verdict.published = published_line(history, chain)
     verdict.torn, verdict.ended = history.torn, history.end is not None
     verdict.attempts, verdict.superseded = len(history.attempts), history.num_superseded
     traces.examine(history)
     if history.run is None:
         return
-    order = _order(history.run)
+    if history.run.source == "records":
+        raise ValueError(f"{run_dir}: is a run on records; verify_records checks it")
+    order = order_of(history.run)
     evidence = JournalEvidence(run_dir, history.attempts, accept_of)
     for v, batch in enumerate(history.batches):
         record = history.batch(v)
         with located(line=batch.line.number, batch=v):
-            _refuse_other_prompts(order, batch.first_position, record.groups)
+            refuse_other_prompts(order, batch.first_position, [g.key for g in record.groups])
             evidence.examine(record)
             _recompute(record, verdict, answers_of)
         _count(record, verdict)
@@ -174,7 +181,7 @@ def _verify(
     verdict.pruned, verdict.unjournalled = evidence.num_pruned, evidence.num_unjournalled
 
 
-def _published_line(history: History, chain: str) -> int:
+def published_line(history: History, chain: str) -> int:
     """The line with the hash ``chain``. Raises ``CertificateError`` if none has it."""
     number = history.hashes.get(chain)
     if number is None:
@@ -203,19 +210,18 @@ def _recompute(record: BatchRecord, verdict: Verdict, answers_of: AnswersOf) -> 
             )
 
 
-def _order(run: RunRecord) -> PromptOrder:
+def order_of(run: RunRecord) -> PromptOrder:
     """Which prompt is where: seed, epoch and the dataset's size say it."""
     nothing = np.zeros(0, np.int32)
     prompts = [Prompt(index, nothing, "", None) for index in range(run.num_prompts)]
     return PromptOrder(prompts, seed=run.seed, shuffle=run.shuffle, epochs=None)
 
 
-def _refuse_other_prompts(order: PromptOrder, first: int, groups: Sequence[GroupOutcome]) -> None:
-    """``groups``, none of them twice, have to be those of the order's prompts from ``first`` on.
+def refuse_other_prompts(order: PromptOrder, first: int, found: Sequence[Key]) -> None:
+    """What was ``found``, nothing twice, has to be the order's prompts from ``first`` on.
 
     Raises ``CertificateError`` naming a prompt that is missing or not at its position.
     """
-    found = [group.key for group in groups]
     wanted = [order.prompt(first + place).key for place in range(len(found))]
     is_found = set(found)
     for key in wanted:
@@ -238,5 +244,6 @@ def _count(record: BatchRecord, verdict: Verdict) -> None:
     verdict.unproved += not all(c.bits_proved for c in record.confirmations)
 
 
-def _number(count: int, one: str, many: str | None = None) -> str:
+def number(count: int, one: str, many: str | None = None) -> str:
+    """``count`` with its noun."""
     return f"{count} {one if count == 1 else many or one + 's'}"

@@ -45,29 +45,32 @@ class BatchTotals:
     interruption: Exception | None = None  # why this rank's groups have ended early
 
     def add_group(self, group: RolloutGroup, *, recovered: bool = False) -> None:
-        """Counts a group's rewards and lengths."""
+        """Counts a group's lengths and, where it was scored, its rewards."""
         self.groups.append(GroupOutcome.of(group, recovered=recovered))
         if recovered:
             self.metrics.add(MetricSums({"groups_recovered": 1.0}))
         else:
             self.dispatched_s.append(group.dispatched_s)
             self.arrived_s.append(group.completed_s)
-        rewards = group.rewards.astype(np.float64)
         lengths = np.array([len(c.token_ids) for c in group.completions])
         ngrams = [count_ngrams(c.token_ids) for c in group.completions]
         sums = {
             "groups": 1.0,
             "prompt_tokens": float(len(group.prompt.token_ids)),
-            "responses": float(len(rewards)),
+            "responses": float(len(lengths)),
             "response_tokens": float(lengths.sum()),
             "truncated": float(sum(c.truncated for c in group.completions)),
             "ngrams": float(sum(each.num for each in ngrams)),
             "repeated_ngrams": float(sum(each.num_repeated for each in ngrams)),
-            "reward": float(rewards.sum()),
-            "reward_std": float(rewards.std()),
-            "flat_groups": float(np.ptp(rewards) == 0),
-            "reward_failures": float(sum(s.failed for s in group.scores)),
         }
+        if group.scores:
+            rewards = group.rewards.astype(np.float64)
+            sums |= {
+                "reward": float(rewards.sum()),
+                "reward_std": float(rewards.std()),
+                "flat_groups": float(np.ptp(rewards) == 0),
+                "reward_failures": float(sum(s.failed for s in group.scores)),
+            }
         for score in group.scores:
             for name, value in score.components.items():
                 for key, term in ((f"rewards/{name}", value), (f"squares/{name}", value**2)):
@@ -182,11 +185,15 @@ def _update_metrics(update: Update) -> dict[str, float]:
     totals, step = update.totals, update.result
     sums = defaultdict(float, totals.metrics.sums)  # zero for what was not counted
     groups, responses, loss_tokens = sums["groups"], sums["responses"], sums["num_loss_tokens"]
-    metrics: dict[str, float] = {
-        "reward/mean": _ratio(sums["reward"], responses),
-        "reward/group_std": _ratio(sums["reward_std"], groups),
-        "reward/flat_groups": _ratio(sums["flat_groups"], groups),
-        "reward/failures": sums["reward_failures"],
+    metrics: dict[str, float] = {}
+    if "reward" in sums:
+        metrics = {
+            "reward/mean": _ratio(sums["reward"], responses),
+            "reward/group_std": _ratio(sums["reward_std"], groups),
+            "reward/flat_groups": _ratio(sums["flat_groups"], groups),
+            "reward/failures": sums["reward_failures"],
+        }
+    metrics |= {
         "response/mean_tokens": _ratio(sums["response_tokens"], responses),
         "response/max_tokens": totals.metrics.maxima.get("response_length", 0.0),
         "response/truncated": _ratio(sums["truncated"], responses),
@@ -207,7 +214,6 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "time/look_ahead_s": totals.look_ahead_s,
         "time/train_s": totals.train_s,
         "time/optimizer_s": update.optimizer_s,
-        "loss": _ratio(sums["loss_sum"], totals.denominator),
     }
     for name, value in sums.items():
         if name.startswith("rewards/"):
@@ -215,16 +221,26 @@ def _update_metrics(update: Update) -> dict[str, float]:
             variance = _ratio(sums[f"squares/{reward}"], responses) - mean**2
             metrics[f"reward/{reward}/mean"] = mean
             metrics[f"reward/{reward}/std"] = math.sqrt(max(variance, 0.0))  # of all responses
-        elif name.endswith("_sum") and name != "loss_sum" and not name.startswith("squares/"):
-            # what the recipe counted: means over the tokens that went through the model
-            metrics[f"policy/{name.removesuffix('_sum')}"] = _ratio(value, loss_tokens)
-    for name, value in totals.metrics.maxima.items():
-        if name != "response_length":
-            metrics[f"policy/{name}"] = value
+    for name, value in recipe_metrics(totals).items():
+        metrics[name if name == "loss" else f"policy/{name}"] = value
     if step is not None:
         metrics |= {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
     metrics["step_skipped"] = update.skipped
     return {name: float(value) for name, value in metrics.items()}
+
+
+def recipe_metrics(totals: BatchTotals) -> dict[str, float]:
+    """``loss``, and what the recipe counted: means over the tokens that went through the model, or
+    over what the recipe says, and maxima."""
+    sums, maxima = totals.metrics.sums, totals.metrics.maxima
+    num_tokens = sums.get("num_loss_tokens", 0.0)
+    metrics = {"loss": _ratio(sums.get("loss_sum", 0.0), totals.denominator)}
+    of_rewards = ("rewards/", "squares/")
+    for name, value in sums.items():
+        if name.endswith("_sum") and name != "loss_sum" and not name.startswith(of_rewards):
+            own = name.removesuffix("_sum")
+            metrics[own] = _ratio(value, sums.get(f"{own}_num", num_tokens))
+    return metrics | {n: value for n, value in maxima.items() if n != "response_length"}
 
 
 def _arrivals(arrived_s: Sequence[float]) -> dict[str, float]:

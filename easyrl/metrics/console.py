@@ -12,8 +12,9 @@ from rich.table import Table
 
 from easyrl.runtime.streams import tolerant
 
-# heading, metric, format
-COLUMNS = (
+Columns = tuple[tuple[str, str, str], ...]  # heading, metric, format
+
+COLUMNS: Columns = (
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "eval/accuracy", "{:.3f}"),
     ("tokens/s/device", "throughput/tokens_per_s_per_device", "{:,.0f}"),
@@ -24,6 +25,15 @@ COLUMNS = (
     ("response tokens", "response/mean_tokens", "{:.1f}"),
     ("grad norm", "grad_norm", "{:.3f}"),
 )
+RECORD_COLUMNS: Columns = (
+    ("loss", "loss", "{:.4f}"),
+    ("held-out loss", "eval/loss", "{:.4f}"),
+    ("accuracy", "policy/accuracy", "{:.3f}"),
+    ("tokens/s/device", "throughput/tokens_per_s_per_device", "{:,.0f}"),
+    ("step s", "time/step_s", "{:.2f}"),
+    ("learning rate", "learning_rate", "{:.2e}"),
+    ("grad norm", "grad_norm", "{:.3f}"),
+)  # of a run on records
 ROWS_SHOWN = 12
 
 
@@ -38,8 +48,14 @@ class ConsoleView:
     A ``stream`` that nobody reads any more ends nothing.
     """
 
-    def __init__(self, total_steps: int | None, stream: TextIO = sys.stdout) -> None:
+    def __init__(
+        self,
+        total_steps: int | None,
+        stream: TextIO = sys.stdout,
+        columns: Columns = COLUMNS,
+    ) -> None:
         self._total_steps = total_steps
+        self._columns = columns
         self._console = _Console(file=stream)
         self._rows: list[tuple[int, dict[str, float]]] = []
         self._last_accuracy: dict[str, float] = {}
@@ -54,7 +70,9 @@ class ConsoleView:
         shown = self._last_accuracy | metrics
         self._last_accuracy = {m: v for m, v in shown.items() if m == "eval/accuracy"}
         if self._live is None:
-            cells = [f"{head} {form.format(shown[m])}" for head, m, form in COLUMNS if m in shown]
+            cells = [
+                f"{head} {form.format(shown[m])}" for head, m, form in self._columns if m in shown
+            ]
             line = "  ".join([f"step {self._step(step)}", *cells])
             with tolerant(self._console.file):
                 print(line, file=self._console.file, flush=True)
@@ -74,9 +92,11 @@ class ConsoleView:
                 self._live.stop()
 
     def _table(self) -> Table:
-        table = Table("step", *(heading for heading, _, _ in COLUMNS))
+        table = Table("step", *(heading for heading, _, _ in self._columns))
         for step, metrics in self._rows:
-            cells = [form.format(metrics[m]) if m in metrics else "" for _, m, form in COLUMNS]
+            cells = [
+                form.format(metrics[m]) if m in metrics else "" for _, m, form in self._columns
+            ]
             table.add_row(self._step(step), *cells)
         return table
 

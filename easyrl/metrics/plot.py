@@ -1,25 +1,39 @@
-"""The reward curve of a run as a PNG."""
+"""The curve of a run as a PNG: its reward, or the loss of a run on records."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+Curve = tuple[str, str, str]  # metric, label, style of the line
+
 
 def plot_reward_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
     """Draws mean reward per step, and held-out accuracy where it was measured."""
+    _plot(
+        metrics,
+        path,
+        ("reward/mean", "training reward (mean of batch)", "-"),
+        ("eval/accuracy", "held-out accuracy", "o-"),
+    )
+
+
+def plot_loss_curve(metrics: Sequence[dict[str, float]], path: Path) -> None:
+    """Draws the loss per step, and that of held-out records where it was measured."""
+    _plot(metrics, path, ("loss", "training loss", "-"), ("eval/loss", "held-out loss", "o-"))
+
+
+def _plot(metrics: Sequence[dict[str, float]], path: Path, *curves: Curve) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    rewards = [(m["step"], m["reward/mean"]) for m in metrics if "reward/mean" in m]
-    accuracy = [(m["step"], m["eval/accuracy"]) for m in metrics if "eval/accuracy" in m]
-    if rewards:
-        axes.plot(*zip(*rewards, strict=True), label="training reward (mean of batch)")
-    if accuracy:
-        axes.plot(*zip(*accuracy, strict=True), "o-", label="held-out accuracy")
+    for name, label, style in curves:
+        points = [(m["step"], m[name]) for m in metrics if name in m]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
     axes.set_xlabel("optimizer step")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.grid(alpha=0.3)

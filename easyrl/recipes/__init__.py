@@ -6,6 +6,7 @@ for: nothing. Unblocked by: nothing. Produces: advantages per response, loss ter
 
 from easyrl.recipes.cispo import CISPO
 from easyrl.recipes.dapo import DAPO
+from easyrl.recipes.dpo import DPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.dual_clip import DualClip
 from easyrl.recipes.estimators import (
@@ -29,16 +30,19 @@ from easyrl.recipes.recipe import AdvantageInputs, Models, Recipe, RunSettings, 
 from easyrl.recipes.reinforce_pp import ReinforcePP
 from easyrl.recipes.reinforce_pp_baseline import ReinforcePPBaseline
 from easyrl.recipes.rloo import RLOO
+from easyrl.recipes.sft import SFT
 from easyrl.recipes.surrogate import ClippedSurrogate
 from easyrl.recipes.two_sided import TwoSided
 
 __all__ = [
     "CISPO",
     "DAPO",
+    "DPO",
     "GDPO",
     "GRPO",
     "GSPO",
     "RLOO",
+    "SFT",
     "AdvantageInputs",
     "ClippedSurrogate",
     "DrGRPO",

@@ -14,9 +14,11 @@ from pydantic import ValidationError, create_model
 from easyrl.config import Config, ConfigError, RecipeConfig
 from easyrl.config.base import Section
 from easyrl.config.presets import preset_names, preset_notices
+from easyrl.config.records import RecordsConfig
 from easyrl.config.trainer import no_look_ahead
 from easyrl.recipes.cispo import CISPO
 from easyrl.recipes.dapo import DAPO
+from easyrl.recipes.dpo import DPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.dual_clip import DualClip
 from easyrl.recipes.gdpo import GDPO
@@ -27,6 +29,7 @@ from easyrl.recipes.recipe import Models, Recipe, RunSettings
 from easyrl.recipes.reinforce_pp import ReinforcePP
 from easyrl.recipes.reinforce_pp_baseline import ReinforcePPBaseline
 from easyrl.recipes.rloo import RLOO
+from easyrl.recipes.sft import SFT
 from easyrl.recipes.two_sided import TwoSided
 from easyrl.runtime.user_code import FileRaises, NoPythonFile, describe, raised_at, run_file
 
@@ -43,6 +46,8 @@ BUILT_IN: dict[str, type[Recipe]] = {
     "two_sided": TwoSided,
     "dual_clip": DualClip,
     "gdpo": GDPO,
+    "sft": SFT,
+    "dpo": DPO,
 }
 
 
@@ -82,6 +87,9 @@ def no_such_recipe(name: str) -> str:
 
 def run_settings(config: Config) -> RunSettings:
     """What a recipe is told of the run."""
+    if isinstance(config, RecordsConfig):
+        num_completions = 2 if _class(config.recipe).pairs else 1
+        return RunSettings(config.data.max_tokens, num_completions, 1.0, config.run.seed)
     rollout = config.rollout
     return RunSettings(
         rollout.max_tokens,
@@ -96,6 +104,12 @@ def _contradictions(config: Config, recipe: Recipe) -> list[str]:
     """Values that do not go with the recipe, each with its key and the remedy."""
     trainer = config.trainer
     problems = []
+    if recipe.source != config.source:
+        others = [name for name, cls in BUILT_IN.items() if cls.source == config.source]
+        problems.append(
+            f"recipe.name: {config.recipe.name} trains on {recipe.source}, the run is one on "
+            f"{config.source}; set source: {recipe.source}, or use {' or '.join(others)}"
+        )
     if isinstance(recipe, DAPO) and recipe.overlong_buffer > 0:
         problems += [
             f"rewards[{index}].name: overlong is in the recipe already (recipe.overlong_buffer is "

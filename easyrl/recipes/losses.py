@@ -61,20 +61,18 @@ def loss_metrics(
     policy, entropy = tri.logprobs.detach(), tri.entropy.detach()
     terms = terms_of(micro_batch, tri.frozen, policy)
     inference = terms.inference_logprobs
-    difference = policy - inference
-    counted = {
-        "loss_sum": loss_sum,
-        "entropy_sum": entropy.sum(),
-        "logprob_diff_sum": difference.abs().sum(),
+    counted = {"loss_sum": loss_sum, "entropy_sum": entropy.sum()}
+    if micro_batch.is_sampled:
+        difference = policy - inference
+        counted["logprob_diff_sum"] = difference.abs().sum()
         # the inference server sampled, so the estimate is of KL(inference || trainer)
-        "inference_kl_sum": (torch.exp(difference) - 1 - difference).sum(),
-    }
-    if len(policy):
-        counted["logprob_diff_max"] = difference.abs().max()
+        counted["inference_kl_sum"] = (torch.exp(difference) - 1 - difference).sum()
+        if len(policy):
+            counted["logprob_diff_max"] = difference.abs().max()
     counted |= recipe.metrics(policy, entropy, terms)
     values = torch.stack([value.double() for value in counted.values()])
     endpoints: list[str] = []
-    if tri.sampling_policy is not None:
+    if tri.sampling_policy is not None and micro_batch.is_sampled:
         trainer = tri.sampling_policy.detach()
         endpoints, compared = comparison_sums(trainer, entropy, inference, micro_batch)
         values = torch.cat([values, compared.double().flatten()])

@@ -34,9 +34,9 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What the sampling of a run's responses fixed."""
+    """What the sampling of a run's responses fixed; of records, what their data section says."""
 
-    max_tokens: int  # of a response
+    max_tokens: int  # of a response; of a record with its prompt
     num_generations: int  # G, responses of a group
     temperature: float
     seed: int
@@ -97,6 +97,11 @@ class Recipe(ABC):
     # Fields without effect while the ratio policy / old policy is 1, as it is in the first update
     # of each batch; a run in which that is always so says it.
     ratio_keys: ClassVar[tuple[str, ...]] = ()
+
+    # What it trains on: groups that endpoints sample, or records whose completions are given; and
+    # whether each of these is a preference pair, of which the chosen completion comes first.
+    source: ClassVar[Literal["rollouts", "records"]] = "rollouts"
+    pairs: ClassVar[bool] = False
 
     # ---- what the run arranges for it ----
 
@@ -204,8 +209,9 @@ class Recipe(ABC):
         """What to report beside loss, entropy and the comparison with the inference server.
 
         Scalars: ``NAME_sum`` adds up over rows and is reported as ``policy/NAME``, divided by the
-        number of trained tokens; of ``NAME_max`` the largest is, as ``policy/NAME_max``. Called
-        without gradient, with all n tokens of a row.
+        number of trained tokens or, where there is one, by ``NAME_num``, which adds up too; of
+        ``NAME_max`` the largest is, as ``policy/NAME_max``. Called without gradient, with all n
+        tokens of a row.
         """
         return {}
 

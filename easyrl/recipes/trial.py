@@ -76,8 +76,8 @@ def _try_loss(trial: _Trial, recipe: Recipe, row: MicroBatch) -> None:
     with trial.calling("metrics"), torch.no_grad():
         metrics = recipe.metrics(logprobs.detach(), entropy.detach(), terms)
     for name, value in metrics.items():
-        if not name.endswith(("_sum", "_max")):
-            trial.refuse("metrics", f"returned {name!r}", "a name that ends in _sum or _max")
+        if not name.endswith(("_sum", "_num", "_max")):
+            trial.refuse("metrics", f"returned {name!r}", "a name that ends in _sum, _num or _max")
         if not isinstance(value, Tensor) or value.ndim != 0:
             trial.refuse("metrics", f"returned {value!r:.40} as {name}", "a scalar tensor")
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from easyrl.config import Config
 from easyrl.config.recipe import MOVED
+from easyrl.config.records import RecordsConfig
 from easyrl.recipes.loading import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,7 +181,10 @@ def is_key(dotted: str) -> bool:
         name == f.name for cls in BUILT_IN.values() for f in fields(cls)
     ):
         return True  # a recipe's keys are its class's fields
-    model: type[BaseModel] | None = Config
+    return any(_has_key(config, dotted) for config in (Config, RecordsConfig))
+
+
+def _has_key(model: type[BaseModel] | None, dotted: str) -> bool:
     for part in re.sub(r"\[\d+\]", "", dotted).split("."):
         if model is None or part not in model.model_fields:
             return False

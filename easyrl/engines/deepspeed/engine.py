@@ -176,6 +176,10 @@ class DeepSpeedEngine:
         lags = models.old_policy is not None and not models.old_is_policy
         return models.reference is not None or lags
 
+    @torch.no_grad()
+    def evaluate(self, micro_batch: MicroBatch) -> MetricSums:
+        return self._tri_model.loss(micro_batch, self._recipe, same_pass=False)[1]
+
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         return self._tri_model.policy_logprobs(micro_batch).float().cpu()
 

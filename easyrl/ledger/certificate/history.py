@@ -9,11 +9,14 @@ import numpy as np
 
 from easyrl.ledger.certificate.chain import ChainReader, Line, read_record
 from easyrl.ledger.certificate.errors import CertificateError, located
+from easyrl.ledger.certificate.record_rules import examine_records
 from easyrl.ledger.certificate.records import (
     AttemptRecord,
+    Batch,
     BatchRecord,
     EndRecord,
     Record,
+    RecordsBatch,
     RunRecord,
 )
 from easyrl.ledger.certificate.rules import Context, examine
@@ -73,6 +76,12 @@ class History:
         """The account of the effective batch ``v``."""
         return self._read(self.batches[v].line)
 
+    def records(self, v: int) -> RecordsBatch:
+        """The same of a run on records."""
+        record = read_record(self._path, self.batches[v].line)
+        assert isinstance(record, RecordsBatch)
+        return record
+
     def take_all(self) -> None:
         """Adds every line of the file. Raises ``CertificateError`` naming the line."""
         chain = ChainReader(self._path, self._key)
@@ -80,6 +89,12 @@ class History:
             with located(line=line.number):
                 self.take(line, record)
         self.torn, self.sealed = chain.torn, chain.sealed
+
+    def take_first(self) -> None:
+        """Adds the first line alone, if there is one. Raises ``CertificateError``."""
+        for line, record in ChainReader(self._path, self._key):
+            self.take(line, record)
+            return
 
     def take(self, line: Line, record: Record) -> None:
         """Adds ``record``, which ``line`` says. Raises ``CertificateError``."""
@@ -92,14 +107,14 @@ class History:
                 self.run = record
             case AttemptRecord():
                 self._begin_attempt(record)
-            case BatchRecord():
+            case BatchRecord() | RecordsBatch():
                 self._add(line, record, self.examine(record))
             case EndRecord():
                 self._end(record)
         self.last = line
         self.hashes[line.hash] = line.number
 
-    def examine(self, record: BatchRecord, *, whole: bool = True) -> int:
+    def examine(self, record: Batch, *, whole: bool = True) -> int:
         """Raises ``CertificateError`` if ``record`` cannot be the next batch.
 
         ``whole``: it is over, else more may come to it. Returns how many of its groups no
@@ -109,13 +124,17 @@ class History:
             if self.run is None or self.attempt is None:
                 raise CertificateError("is a batch before any attempt of the run")
             self._refuse_out_of_order(record)
-            earlier = [self._read(line) for line in self._lines.get(record.batch, [])]
             epochs = self.attempt.epochs
             num_left = None if epochs is None else epochs * self.run.num_prompts - self.num_drawn
-            context = Context(self.run, self.attempt, earlier, num_left)
-            num_unconfirmed = examine(record, context, whole=whole)
+            num_unconfirmed = 0
+            if isinstance(record, RecordsBatch):
+                examine_records(record, self.run, self.attempt, num_left)
+            else:
+                earlier = [self._read(line) for line in self._lines.get(record.batch, [])]
+                context = Context(self.run, self.attempt, earlier, num_left)
+                num_unconfirmed = examine(record, context, whole=whole)
+                self._refuse_asked_before(record)
             self._refuse_drawn_before(record)
-            self._refuse_asked_before(record)
             before = self.batches[-1].last_step if self.batches else 0
             if whole and record.step != before + record.num_updates:
                 raise CertificateError(
@@ -148,7 +167,7 @@ class History:
         self.open_batches[attempt.attempt] = attempt.first_batch
         self.end = None
 
-    def _add(self, line: Line, record: BatchRecord, num_unconfirmed: int) -> None:
+    def _add(self, line: Line, record: Batch, num_unconfirmed: int) -> None:
         assert self.attempt is not None
         first = self.num_drawn
         places = self._positions(record)
@@ -159,6 +178,8 @@ class History:
         self._owners[places] = record.batch
         self._lines.setdefault(record.batch, []).append(line)
         self.last_step = max(self.last_step, record.step)
+        if isinstance(record, RecordsBatch):
+            return
         for confirmation in record.confirmations:
             if confirmation.proof is not None:
                 self._nonces[confirmation.proof.nonce] = record.version
@@ -171,9 +192,18 @@ class History:
                 f"says that the run ended after {end.batches} batches, "
                 f"{len(self.batches)} are certified"
             )
+        assert self.run is not None
+        epochs = self.attempt.epochs
+        if self.run.source == "records" and epochs is not None:
+            num_records = epochs * self.run.num_prompts
+            if self.num_drawn < num_records:
+                raise CertificateError(
+                    f"says that the run is complete, {self.num_drawn} of {num_records} records "
+                    "were trained"
+                )
         self.end = end
 
-    def _refuse_out_of_order(self, record: BatchRecord) -> None:
+    def _refuse_out_of_order(self, record: Batch) -> None:
         following = len(self.batches)
         if self.end is not None:
             raise CertificateError("comes after the end of the run")
@@ -187,7 +217,7 @@ class History:
                 "before it"
             )
 
-    def _refuse_drawn_before(self, record: BatchRecord) -> None:
+    def _refuse_drawn_before(self, record: Batch) -> None:
         places = self._positions(record)
         owners = self._owners[places]
         for place in np.flatnonzero(owners >= 0)[:1]:
@@ -206,7 +236,7 @@ class History:
                         f"was asked with the nonce of version {version}", endpoint=confirmation.url
                     )
 
-    def _positions(self, record: BatchRecord) -> np.ndarray:
+    def _positions(self, record: Batch) -> np.ndarray:
         """Place of each group's prompt among all prompts of all epochs, int64 [groups].
 
         Raises ``CertificateError`` for a key that the run does not have.

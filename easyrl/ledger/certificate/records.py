@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from easyrl.ledger.format import FORMAT
@@ -20,6 +22,7 @@ class RunRecord(msgspec.Struct, tag_field="kind", tag="run", frozen=True):
     num_prompts: int
     batch_size: int
     data: str  # hash of the dataset
+    source: Literal["rollouts", "records"] = "rollouts"  # what its batches are of
     format: int = FORMAT
 
 
@@ -61,6 +64,40 @@ class BatchRecord(msgspec.Struct, tag_field="kind", tag="batch", frozen=True, kw
     agreement: list[EndpointAgreement] = []  # of each endpoint whose tokens were compared, by URL
 
 
+class TrainedRecord(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True):
+    """One supervised record of a batch."""
+
+    epoch: int
+    index: int
+    position: int  # in the order, from the batch's first record
+    outcome: Literal["trained", "skipped"]  # skipped: its optimizer step was
+    digest: str  # of its tokens, and which of them are trained, 32 hex digits
+    rank: int = 0  # data-parallel
+
+    @property
+    def key(self) -> Key:
+        return self.epoch, self.index
+
+
+class RecordsBatch(msgspec.Struct, tag_field="kind", tag="records", frozen=True, kw_only=True):
+    """A closed batch of a run on records, of all ranks: one optimizer step."""
+
+    batch: int
+    step: int  # optimizer steps up to its end
+    attempt: int
+    ended_by: Literal["accepted", "data"]  # B records; the order's end
+    groups: list[TrainedRecord]  # by position
+    num_ranks: int
+
+    @property
+    def num_drawn(self) -> int:
+        return len(self.groups)
+
+    @property
+    def num_updates(self) -> int:
+        return 1
+
+
 class EndRecord(msgspec.Struct, tag_field="kind", tag="end", frozen=True):
     """The run is complete."""
 
@@ -68,4 +105,5 @@ class EndRecord(msgspec.Struct, tag_field="kind", tag="end", frozen=True):
     batches: int
 
 
-Record = RunRecord | AttemptRecord | BatchRecord | EndRecord
+Batch = BatchRecord | RecordsBatch
+Record = RunRecord | AttemptRecord | Batch | EndRecord

@@ -37,6 +37,8 @@ def examine(record: BatchRecord, context: Context, *, whole: bool = True) -> int
     groups are recovered from an attempt that died before it certified the batch: which endpoints
     had confirmed its weights is not known.
     """
+    if context.run.source != "rollouts":
+        raise CertificateError("is a batch of rollouts in a run on records")
     _versions(record, context)
     _every_prompt_once(record, context.attempt.updates_per_batch)
     _outcomes(record)

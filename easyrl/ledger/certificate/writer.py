@@ -14,7 +14,7 @@ from easyrl.ledger.certificate.errors import CertificateError, OtherSettings
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import (
     AttemptRecord,
-    BatchRecord,
+    Batch,
     EndRecord,
     Record,
     RunRecord,
@@ -23,7 +23,12 @@ from easyrl.ledger.certificate.seal import SealKey
 from easyrl.runtime.durable_files import fsync, fsync_folder, remedy
 
 # What has to stay as it was when a run is resumed: the setting that it comes from, if it is one.
-SETTINGS = {"seed": "run.seed", "shuffle": "data.shuffle", "batch_size": "trainer.batch_size"}
+SETTINGS = {
+    "source": "source",
+    "seed": "run.seed",
+    "shuffle": "data.shuffle",
+    "batch_size": "trainer.batch_size",
+}
 DATA = ("num_prompts", "data")
 MUST_STAY = ("run", *SETTINGS, *DATA)
 
@@ -54,7 +59,7 @@ class Certificate:
             self.close()
             raise
 
-    def check(self, record: BatchRecord, *, whole: bool) -> None:
+    def check(self, record: Batch, *, whole: bool) -> None:
         """Whether the next batch may be trained on; asked before each of its optimizer steps.
 
         ``record`` holds the updates until now; ``whole``: they are all. Raises
@@ -62,7 +67,7 @@ class Certificate:
         """
         self._history.examine(record, whole=whole)
 
-    def close_batch(self, record: BatchRecord) -> None:
+    def close_batch(self, record: Batch) -> None:
         """Certifies a batch before its steps count as done. Same errors as ``check``."""
         self._append(record)
 

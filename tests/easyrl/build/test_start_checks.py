@@ -21,7 +21,6 @@ from easyrl.config.file import validate_config
 from easyrl.inference_client.errors import EndpointUnavailable, RequestRejected
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.workers.worker_pool import WorkerPool
-from easyrl.schema import Prompt
 from tests.inference_client.test_launch import fake_vllm
 from tests.tiny_tokenizer import tiny_tokenizer
 
@@ -53,10 +52,10 @@ def test_a_tokenizer_that_is_cut_off(tmp_path):
 
 
 def test_token_ids_beyond_the_embedding(tmp_path):
-    prompts = [Prompt(0, np.array([1, 7], np.int32), "", None)]
-    require_known_tokens(config(tmp_path), prompts, 8)
+    token_ids = [np.array([1, 7], np.int32)]
+    require_known_tokens(config(tmp_path), token_ids, 8)
     with pytest.raises(ConfigError, match=r"gives token id 7, but model\.path .* of 7 ids; use"):
-        require_known_tokens(config(tmp_path), prompts, 7)
+        require_known_tokens(config(tmp_path), token_ids, 7)
 
 
 @pytest.mark.parametrize("name", ["auto", "reference", "merged"])

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import easyrl.commands
 from easyrl.__main__ import command_line
 
-COMMANDS = {"train", "serve", "eval", "endpoints", "verify", "replay", "recipes"}
+COMMANDS = {"train", "sft", "dpo", "serve", "eval", "endpoints", "verify", "replay", "recipes"}
 
 
 def test_help_names_every_command_and_every_command_has_a_file():

@@ -22,6 +22,11 @@ data: {files: [train.jsonl]}
 inference: {endpoints: ["http://127.0.0.1:8000"]}
 rewards: [{name: exact}]
 """
+OF_RECORDS = """
+source: records
+model: {path: models/tiny}
+data: {files: [train.jsonl], format: FORMAT}
+"""
 # a commented line of a configuration; prose has spaces before its colon
 LEFT_OUT = re.compile(r"^( *)# ( *\w+:( |$).*)", re.MULTILINE)
 
@@ -40,15 +45,23 @@ def test_the_list_has_a_row_for_every_name() -> None:
         assert summary and re.search(r"arXiv \d{4}\.\d{5}", source), name
         algorithm = read_preset(name).algorithm if name in preset_names() else name
         assert ("preset" in kind) == (name in preset_names())
-        assert (trains == "whole batch") == (BUILT_IN[algorithm]().scope == "batch")
+        recipe = BUILT_IN[algorithm]()
+        streams = "whole batch" if recipe.scope == "batch" else "streams"
+        assert trains == ("records" if recipe.source == "records" else streams)
     assert shown["intellect2"][0] == "preset of two_sided"
     assert shown["dapo"][0] == "recipe, preset" and shown["cispo"][0] == "recipe"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_printed_of_one_is_the_configuration_that_its_name_gives(name: str) -> None:
-    pasted = OmegaConf.merge(OmegaConf.create(OTHERS), OmegaConf.create(run(name)))
-    named = OmegaConf.merge(OmegaConf.create(OTHERS), {"recipe": {"name": name}})
+    others = OmegaConf.create(OTHERS)
+    if name in BUILT_IN and BUILT_IN[name].source == "records":
+        pairs = BUILT_IN[name].pairs
+        others = OmegaConf.create(
+            OF_RECORDS.replace("FORMAT", "preference" if pairs else "completion")
+        )
+    pasted = OmegaConf.merge(others, OmegaConf.create(run(name)))
+    named = OmegaConf.merge(others, {"recipe": {"name": name}})
     one, other = (resolve_config(tree, "pasted") for tree in (pasted, named))
     assert load_recipe(one) == load_recipe(other)
     assert one.model_dump(exclude={"recipe"}) == other.model_dump(exclude={"recipe"})

@@ -419,7 +419,7 @@ def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
     if not can_open:
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
     run = {"trackers": ["tensorboard"], "console": True, "name": "n", "wandb_project": "p"}
-    config = SimpleNamespace(run=SimpleNamespace(**run))
+    config = SimpleNamespace(run=SimpleNamespace(**run), source="rollouts")
     trackers = reporter._open_trackers(config, tmp_path, Progress(), 3)
     kinds = [type(tracker) for tracker in trackers]
     for tracker in trackers[:2]:

@@ -50,7 +50,7 @@ WRONG = [
     ("select", "return [99]", r"9: .* gave \[99\] for a group of 4"),
     ("trained_tokens", "return np.arange(3)", "9: .* has to be bool"),
     ("denominator", "return 0.0", "9: .* returned 0.0 .*; return a positive number"),
-    ("metrics", "return {'x': logprobs.sum()}", "9: .* a name that ends in _sum or _max"),
+    ("metrics", "return {'x': logprobs.sum()}", "9: .* a name that ends in _sum, _num or _max"),
     ("metrics", "return {'x_sum': logprobs}", "9: .* return a scalar tensor"),
 ]
 
