@@ -37,6 +37,7 @@ def last_line(*arguments: str) -> str:
     return result.stdout.splitlines()[-1]
 
 
+@pytest.mark.runs
 def test_the_last_line() -> None:
     result = json.loads(
         last_line("-m", "benchmarks.flat_groups", "--prompts", "10", "--repeats", "1")

@@ -263,6 +263,7 @@ def uninterrupted(inputs: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("signal", "status", "superseded"),
     [
@@ -294,7 +295,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(
     assert again.returncode == 0 and "is finished after 6 steps" in again.stdout
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(1, marks=pytest.mark.runs), 2, pytest.param(3, marks=pytest.mark.runs)],
+)
 def test_two_ranks_train_what_one_does(inputs: Path, sft: Path, stage: int) -> None:
     run_dir = inputs / "runs" / f"two-{stage}"
     started = command(inputs, run_dir, "sft", "data.shuffle=false", f"trainer.zero_stage={stage}")
