@@ -48,7 +48,11 @@ def finish(process: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 
 def kill_in_batch_3(run_dir: Path, model: Path, prompts: Path, url: str) -> None:
-    """A first attempt that ends when all responses of the batch behind the checkpoint are held."""
+    """A first attempt that ends when all responses of the batch behind the checkpoint are held.
+
+    The checkpoint is copied beside that batch's requests.
+    """
+    saved = run_dir / "checkpoints" / f"step-{SAVED}"
     seen: set[tuple[int, ...]] = set()
 
     def held(token_ids: list[int]) -> bool:
@@ -61,9 +65,9 @@ def kill_in_batch_3(run_dir: Path, model: Path, prompts: Path, url: str) -> None
     process = start(run_dir, model, prompts, proxy.url)
     try:
         deadline = time.monotonic() + 120
-        while proxy.num_waiting < BATCH * NUM_GENERATIONS:
+        while proxy.num_waiting < BATCH * NUM_GENERATIONS or not saved.is_dir():
             assert process.poll() is None, run_dir.with_suffix(".log").read_text()[-3000:]
-            assert time.monotonic() < deadline, "batch 3 was not asked for"
+            assert time.monotonic() < deadline, "batch 3 was not asked for, or step 2 not saved"
             time.sleep(0.05)
     finally:
         process.send_signal(signal.SIGKILL)
