@@ -25,6 +25,7 @@ RECIPES = [
     "reinforce_pp_baseline",
     "gdpo",
 ]
+OF_EACH_SPAN_AND_SCOPE = {"cispo", "gspo", "reinforce_pp"}  # the others: make test-slow
 NUM_STEPS, NUM_UPDATES = 4, 2
 
 
@@ -47,7 +48,13 @@ def urls(inputs: Inputs) -> Iterator[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in OF_EACH_SPAN_AND_SCOPE else pytest.mark.slow)
+        for n in RECIPES
+    ],
+)
 def test_the_final_weights_are_the_same(
     tmp_path: Path, inputs: Inputs, urls: tuple[list[str], list[str]], name: str
 ) -> None:

@@ -65,7 +65,10 @@ class Launch(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(n, marks=pytest.mark.runs, id=f"ranks-{n}") for n in (1, 2)],
+    params=[
+        pytest.param(1, marks=pytest.mark.runs, id="ranks-1"),
+        pytest.param(2, marks=[pytest.mark.runs, pytest.mark.slow], id="ranks-2"),  # minutes
+    ],
 )
 def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     num_ranks = request.param
