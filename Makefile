@@ -26,8 +26,8 @@ demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo mod
 test: setup lint typecheck   ## lint, types and all fast tests
 	$(BIN)/python -m pytest $(PARALLEL)
 
-test-runs: setup       ## whole runs and several ranks, two minutes more
-	$(BIN)/python -m pytest -m "runs and not slow"
+test-runs: setup       ## whole runs and several ranks, a quarter of an hour
+	$(BIN)/python -m pytest $(PARALLEL) -m "runs and not slow"
 
 test-slow: setup       ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

@@ -186,6 +186,8 @@ class Confirmation:
     bits_proved: bool  # the hash of every served tensor was read back and compared
     canary_mean: float | None  # mean |log-prob difference| to the trainer, nats
     proof: WeightProof | None = None  # None where no bits were proved
+    # of the model below an adapter, which never changes: its last proof; None where all is proved
+    base: WeightProof | None = None
 
 
 class EndpointAgreement(msgspec.Struct, frozen=True):
@@ -220,6 +222,7 @@ class Progress:
     # by closed batches, among the last positions that data.max_excluded looks at
     excluded: list[ExcludedPrompt] = field(default_factory=list)
     unevaluated: bool = False  # an evaluation of the present weights was due, and is not out yet
+    controls: dict[str, float] = field(default_factory=dict)  # of the recipe, for the next update
 
     def __post_init__(self) -> None:
         self.excluded = [ExcludedPrompt(*each) for each in self.excluded]  # JSON has lists
@@ -384,6 +387,7 @@ class TrainedResponse:
     tokens: np.ndarray  # int64 [n], their places in the response
     advantages: np.ndarray  # float [n]
     loss_weights: np.ndarray  # float [n]
+    returns: np.ndarray | None = None  # float [n], what a critic is trained to; None without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,17 +446,33 @@ class SampleKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FrozenLogprobs:
-    """What the frozen models say of a micro-batch's trained tokens, at the sampling temperature."""
+    """What the frozen models say of a micro-batch's trained tokens, at the sampling temperature,
+    and what the critic said of them as the batch began."""
 
     reference: Tensor | None  # float32 [N]; None without a reference
     old_policy: Tensor | None  # float32 [N]; None where the policy itself is the old policy
+    values: Tensor | None = None  # float32 [N], of the state before each token; None: no critic
+    # float32 [N]; None without a teacher, or where its whole distributions are compared
+    teacher: Tensor | None = None
 
     def to(self, device: torch.device) -> FrozenLogprobs:
         """The same on ``device``."""
-        return FrozenLogprobs(
-            reference=None if self.reference is None else self.reference.to(device),
-            old_policy=None if self.old_policy is None else self.old_policy.to(device),
-        )
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        return FrozenLogprobs(**{n: None if v is None else v.to(device) for n, v in said.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutputs:
+    """What models say of a group's responses before their advantages are known, without gradient.
+
+    G arrays float32 [R] each: of trained tokens; zero elsewhere, and where nobody was asked.
+    """
+
+    values: tuple[np.ndarray, ...] = ()  # of the critic as the batch began; empty without one
+    reference_logprobs: tuple[np.ndarray, ...] = ()  # empty without a reference
+
+
+NOTHING_SAID = GroupOutputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +496,7 @@ class MicroBatch:
     sequences: tuple[SampleKey, ...]  # Q
     endpoints: tuple[str, ...]  # Q, URL of the endpoint that sampled the sequence; empty: given
     frozen: FrozenLogprobs | None = None  # computed ahead of time; else with the policy's forward
+    returns: Tensor | None = None  # float32 [N], what the critic is trained to; None without one
     is_dummy: bool = False  # all weights zero; keeps collectives equal between ranks
 
     def to(self, device: torch.device) -> MicroBatch:

@@ -174,9 +174,11 @@ def _finish(config: Config, engine: TrainEngine) -> None:
     from easyrl.ledger.checkpoints.export import export_adapter, export_model
     from easyrl.metrics.plot import plot_loss_curve, plot_reward_curve
     from easyrl.metrics.trackers import read_metrics
+    from easyrl.recipes.loading import load_recipe
     from easyrl.runtime.run_folder import METRICS_FILE
 
     output, lora = config.run.output_dir, config.model.lora
+    has_critic = load_recipe(config).needs.critic
     if engine.ranks.rank != 0:
         if config.checkpoint.export_at_end:  # collectives: rank 0 writes
             for _ in engine.named_weights():
@@ -192,6 +194,11 @@ def _finish(config: Config, engine: TrainEngine) -> None:
         if lora is not None:
             adapter = engine.named_weights("adapter")
             export_adapter(adapter, lora, source, output / "adapter")
+        if has_critic:
+            source = config.critic.path or source
+            export_model(
+                engine.named_weights("critic"), source, tokenizer, output / "critic", dtype
+            )
     name, plot = "reward", plot_reward_curve
     if config.source == "records":
         name, plot = "loss", plot_loss_curve

@@ -38,6 +38,7 @@ from easyrl.inference_client.errors import (
     EndpointUnavailable,
     JointRequestRejected,
     MalformedResponse,
+    NoSuchModel,
     NotAnswered,
     PromptRejected,
     RequestRejected,
@@ -63,6 +64,7 @@ Body = Mapping[str, Any] | None  # of a request, JSON-able
 TensorShapes = Mapping[str, tuple[str, Sequence[int]]]  # by name: safetensors' dtype, shape
 
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
+PROVE_ADAPTER = "easyrl_prove_adapter"
 HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
@@ -143,9 +145,18 @@ class EndpointClient:
         self._applies_stop_strings = False
 
     async def generate(
-        self, token_ids: np.ndarray | Sequence[int], sampling: SamplingConfig, seed: int, n: int = 1
+        self,
+        token_ids: np.ndarray | Sequence[int],
+        sampling: SamplingConfig,
+        seed: int,
+        n: int = 1,
+        *,
+        model: str | None = None,
     ) -> bytes:
         """The raw body of ``n`` responses to one prompt, for ``parse_generate_response``.
+
+        ``model``: an adapter that was loaded under this name, ``NoSuchModel`` if none is; None: the
+        model itself.
 
         Cancelling closes the connection, upon which the server aborts the request. Stop strings
         need a server that decodes; one that does not (``--tokens-only``, ``--skip-tokenizer-init``)
@@ -156,9 +167,16 @@ class EndpointClient:
             self._applies_stop_strings = True
         params = sampling.model_dump(include=set(SamplingConfig.model_fields))
         params |= {"n": n, "seed": seed, "logprobs": 0}
-        body = {"token_ids": token_ids, "sampling_params": params}
+        body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": params}
+        if model is not None:
+            body["model"] = model
         max_bytes = RESPONSE_BYTES + n * sampling.max_tokens * BYTES_PER_TOKEN
-        return await self._request("POST", GENERATE, body, max_bytes=max_bytes)
+        try:
+            return await self._request("POST", GENERATE, body, max_bytes=max_bytes)
+        except NoSuchModel as error:
+            if model is None:  # it was asked for none
+                raise RequestRejected(self.url, error.reason) from None
+            raise
 
     async def samples(
         self, asked: SamplesAsked, limits: CompletionLimits
@@ -288,18 +306,36 @@ class EndpointClient:
         body = {"update_info": {"abandon": True}}
         await self._answer("POST", "/update_weights", body, self._timeout_s)
 
-    async def prove_weights(self, nonce: bytes, tensors: TensorShapes) -> list[WorkerProof]:
+    async def prove_weights(
+        self, nonce: bytes, tensors: TensorShapes, adapter: str | None = None
+    ) -> list[WorkerProof]:
         """What each worker serves of ``tensors``: digests keyed with ``nonce``, 32 bytes.
 
-        Whether they are right is the caller's to say (``challenge.py``).
+        Of the model's, or of those of the ``adapter`` that was loaded under this name. Whether they
+        are right is the caller's to say (``challenge.py``).
         """
-        asked = orjson.dumps(tensors).decode()  # as text: vLLM passes nothing else on
-        kwargs = {"nonce": nonce.hex(), "tensors": asked}
-        body = {"method": PROVE_WEIGHTS, "kwargs": kwargs}
+        asked = {"nonce": nonce.hex(), "tensors": orjson.dumps(tensors).decode()}
+        method = PROVE_WEIGHTS if adapter is None else PROVE_ADAPTER
+        if adapter is not None:
+            asked["adapter"] = adapter
         of_a_worker = sum(len(name.encode()) + BYTES_PER_TENSOR for name in tensors)
         max_bytes = ANSWER_BYTES + MAX_WORKERS * of_a_worker
-        answer = await self._decoded(_PROOFS, "POST", "/collective_rpc", body, max_bytes=max_bytes)
-        return answer.results
+        return (await self.call_workers(_PROOFS, method, asked, max_bytes)).results
+
+    async def call_workers(
+        self,
+        decoder: msgspec.json.Decoder[T],
+        method: str,
+        kwargs: Mapping[str, str],
+        max_bytes: int = ANSWER_BYTES,
+    ) -> T:
+        """What all workers answer to a ``method`` of theirs; vLLM passes text on, nothing else."""
+        body = {"method": method, "kwargs": kwargs}
+        return await self._decoded(decoder, "POST", "/collective_rpc", body, max_bytes=max_bytes)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> None:
+        """For a route whose answer tells nothing but that it has succeeded."""
+        await self._request("POST", path, body)
 
     async def abort_requests(self) -> None:
         await self._request("POST", "/abort_requests", {})
@@ -353,6 +389,8 @@ class EndpointClient:
             reason = f"{method} {path} answered {said}: points to {shorten(answer.location)}"
         if answer.status == 404 and message == "Not Found":
             reason += PROXY_HINT if path == SAMPLES else ROUTE_HINT
+        elif answer.status == 404 and path == GENERATE:
+            return NoSuchModel(self.url, reason)
         return self._error(path, answer.status, reason)
 
     def _error(self, path: str, status: int, reason: str) -> EndpointError:

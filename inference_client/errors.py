@@ -42,6 +42,10 @@ class RequestRejected(EndpointError):
     """A 4xx: the request is at fault and would be refused elsewhere too."""
 
 
+class NoSuchModel(RequestRejected):
+    """A 404 to a generate request: the adapter that it names is not loaded there."""
+
+
 class PromptRejected(RequestRejected):
     """A 400, 413 or 422 to a generate request: this prompt cannot be had, others may."""
 

@@ -8,13 +8,22 @@ from typing import Any
 
 import numpy as np
 
+from easyrl.build.recipe import response_rows
 from easyrl.dataloaders.packing.groups import pack_groups as pack_trained_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.recipes import GRPO, Recipe, RunSettings
 from easyrl.recipes.estimators import Aggregation
-from easyrl.recipes.groups import trained_group, trained_groups, without_advantages
+from easyrl.recipes.groups import (
+    group_statistics,
+    trained_group,
+    trained_groups,
+    without_advantages,
+)
 from easyrl.schema import MicroBatch, RolloutGroup
 from easyrl.trainer.accumulation import GroupFunctions
+
+# by recipe: keys that it has to be given, as it would be in a file
+REQUIRED: dict[str, dict[str, Any]] = {"distillation": {"teacher": "models/teacher"}}
 
 
 def token_grpo(**settings: Any) -> GRPO:
@@ -65,6 +74,12 @@ def group_functions(
         ),
         dummy=dummy_micro_batch,
         scope=recipe.scope,
-        batch_rewards=partial(recipe.batch_rewards, run=run),
+        batch_rewards=partial(group_statistics, recipe, run),
         advantage_only=recipe.advantage_only,
+        initial_controls=recipe.initial_controls(),
+        next_controls=recipe.next_controls,
+        ask_first=response_rows(recipe, run, pack),
+        value_denominator=partial(recipe.value_denominator, run=run)
+        if recipe.needs.critic
+        else None,
     )

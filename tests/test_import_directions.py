@@ -47,24 +47,27 @@ MAY_IMPORT = {
     "inference_client": "schema config completion_check runtime.frames",
     "inference_client.fetching": "schema config completion_check runtime.frames runtime.machine"
     " runtime.workers inference_client.api_keys inference_client.client inference_client.errors"
-    " inference_client.responses inference_client.sample_stream",
+    " inference_client.adapter_names inference_client.responses inference_client.sample_stream",
     "inference_client.pool": "schema config runtime.small_files inference_client.api_keys"
-    " inference_client.client inference_client.errors",
+    " inference_client.adapter_names inference_client.client inference_client.errors",
     "inference_client.vllm_plugin": "",
     "inference_client.transfer": "runtime.small_files inference_client.api_keys"
     " inference_client.vllm_plugin",
     "inference_client.servers.managed": "config runtime.machine runtime.process_guard"
-    " inference_client.api_keys inference_client.vllm_plugin.easyrl_vllm.access",
+    " inference_client.api_keys inference_client.lora_ranks"
+    " inference_client.vllm_plugin.easyrl_vllm.access",
     "inference_client.servers.embedded": "schema kernels.attention.partial_attention"
     " runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
-    "recipes": "schema config engines.base kernels.logprobs.linear_logprob runtime.user_code",
+    "recipes": "schema config engines.base kernels.logprobs.linear_logprob"
+    " kernels.logprobs.token_losses rewards.overlong runtime.user_code",
     "models": "schema config engines.base kernels recipes runtime.numerics runtime.user_code",
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.allocator runtime.interfaces runtime.rank_store"
     " runtime.ranks recipes kernels.attention.segment_layout"
-    " models.loading models.lora models.offload models.policy_model models.tri_model",
+    " models.critic models.loading models.lora models.offload models.policy_model models.teacher"
+    " models.teacher_loading models.tri_model",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
     " runtime.streams",
@@ -84,15 +87,16 @@ MAY_IMPORT = {
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
-    " runtime.interfaces runtime.machine runtime.stopping"
+    " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
     " inference_client",
     "trainer": "",
     "trainer.row_split": "schema",
-    "trainer.look_ahead": "schema metrics.event_log engines.base trainer.row_split",
+    "trainer.model_outputs": "schema engines.base trainer.row_split",
+    "trainer.look_ahead": "schema metrics.event_log trainer.model_outputs",
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics"
     " metrics.logprob_agreement engines.base"
     " runtime.collectives runtime.device_time runtime.shared_cores runtime.stopping"
-    " trainer.look_ahead",
+    " trainer.look_ahead trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
     " ledger.account ledger.exclusions runtime.device_time trainer.accumulation trainer.parts",
     "trainer.parts": "schema ledger.certificate.records trainer.accumulation",

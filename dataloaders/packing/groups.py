@@ -73,6 +73,7 @@ def _sequences(trained: TrainedGroup) -> list[TrainedSequence]:
                 completion.logprobs[response.tokens],
                 response.advantages,
                 response.loss_weights,
+                response.returns,
             )
         )
     return sequences

@@ -24,6 +24,7 @@ class TrainedSequence:
     logprobs: np.ndarray  # float32 [n], the server's
     advantages: np.ndarray  # float [n]
     loss_weights: np.ndarray  # float [n]
+    returns: np.ndarray | None = None  # float [n]; None without a critic
 
 
 def packed_row(sequences: Sequence[TrainedSequence], order: SharedOrder) -> MicroBatch:
@@ -52,6 +53,7 @@ def packed_row(sequences: Sequence[TrainedSequence], order: SharedOrder) -> Micr
         advantages=_float32(np.concatenate([s.advantages for s in chosen])),
         inference_logprobs=_float32(np.concatenate([s.logprobs for s in chosen])),
         loss_weights=_float32(np.concatenate([s.loss_weights for s in chosen])),
+        returns=_returns(chosen),
         sequence_index=_int64(np.repeat(np.arange(len(counts)), counts)),
         sequences=tuple(sequence.key for sequence in chosen),
         endpoints=tuple(sequence.endpoint for sequence in chosen),
@@ -64,6 +66,12 @@ def dummy_micro_batch() -> MicroBatch:
     tokens = np.zeros(2, dtype=np.int32)
     sequence = TrainedSequence(SampleKey(0, 0, 0), "", tokens, 1, one, zero, zero, zero)
     return replace(packed_row([sequence], SharedOrder(zero, 2 * one, zero)), is_dummy=True)
+
+
+def _returns(sequences: Sequence[TrainedSequence]) -> torch.Tensor | None:
+    given = [each.returns for each in sequences if each.returns is not None]
+    assert len(given) in (0, len(sequences))
+    return _float32(np.concatenate(given)) if given else None
 
 
 def _int64(array: np.ndarray) -> torch.Tensor:

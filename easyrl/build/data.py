@@ -13,6 +13,7 @@ import numpy as np
 
 from easyrl.build.inference import Scoring
 from easyrl.build.run import OpenRun
+from easyrl.build.same_vocabulary import check_vocabularies
 from easyrl.build.steps import num_epochs
 from easyrl.build.trial import try_user_code
 from easyrl.completion_check import Vocabulary
@@ -52,6 +53,7 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     config, evaluation = run.config, run.config.evaluation
     tokenizer = load_tokenizer(config)
     vocabulary = policy_vocabulary(config, tokenizer)
+    check_vocabularies(config, tokenizer, _read_tokenizer)
     seed = config.run.seed
     prompts = load_data(config.data, tokenizer, "data", seed)
     held_out: Sequence[Prompt] = []
@@ -76,17 +78,17 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return _read_tokenizer(config.model.tokenizer_path)
 
 
-def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def _read_tokenizer(folder: Path, key: str = "model.tokenizer") -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     remedy = f"give a folder with a whole one ({', '.join(TOKENIZER_FILES)})"
     if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
-        raise ConfigError(f"model.tokenizer: {folder} has no tokenizer; {remedy}")
+        raise ConfigError(f"{key}: {folder} has no tokenizer; {remedy}")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of tokenizers, json, or transformers' conversions
         raise ConfigError(
-            f"model.tokenizer: {folder} cannot be read ({describe(error):.150}); {remedy}"
+            f"{key}: {folder} cannot be read ({describe(error):.150}); {remedy}"
         ) from error
 
 

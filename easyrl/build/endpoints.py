@@ -22,6 +22,7 @@ from easyrl.inference_client.pool.endpoint_list import (
     begin_membership,
 )
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.runtime.shared_cores import SharedCores
 from easyrl.schema import Prompt
 from easyrl.weight_sync.canary import FEWEST_TOKENS, Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
@@ -46,6 +47,7 @@ def open_endpoints(
     data: TrainingData,
     engine: DeepSpeedEngine,
     servers: StartedServers,
+    cores: SharedCores,
 ) -> Endpoints:
     """Waits for an endpoint that can be used; writes nothing. Collective.
 
@@ -64,7 +66,7 @@ def open_endpoints(
     )
     require_weight_routes(inference)
     warn_of_short_contexts(config, inference, rollout=True)
-    weight_sync = _build_weight_sync(run, engine, inference, data.prompts)
+    weight_sync = _build_weight_sync(run, engine, inference, data.prompts, cores)
     run.opened.callback(weight_sync.close)
     inference.pool.set_repair(weight_sync.confirmed.repair)
     require_invariant_endpoints(config, inference.pool, run.output if run.ranks.is_first else None)
@@ -143,7 +145,11 @@ def warn_of_short_contexts(config: Config, inference: Inference, *, rollout: boo
 
 
 def _build_weight_sync(
-    run: OpenRun, engine: DeepSpeedEngine, inference: Inference, prompts: Sequence[Prompt]
+    run: OpenRun,
+    engine: DeepSpeedEngine,
+    inference: Inference,
+    prompts: Sequence[Prompt],
+    cores: SharedCores,
 ) -> WeightSync:
     config = run.config
     limits = _limits(inference.pool).values()
@@ -177,6 +183,8 @@ def _build_weight_sync(
             dummy=dummy_micro_batch,
             stop=run.signals.stop,
             api_keys=inference.api_keys,
+            cores=cores,
+            lora=config.model.lora,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error

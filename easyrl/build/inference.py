@@ -19,6 +19,7 @@ from easyrl.config import (
     SamplingConfig,
 )
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
+from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -201,7 +202,10 @@ def open_inference(
     api_keys = ApiKeys.read(config.inference)
     for url, key in servers.api_keys.items():
         api_keys.learn(url, key)
-    fetchers = FetcherPool(config.inference.num_fetchers, api_keys, vocabulary=vocabulary)
+    adapters = AdapterNames()
+    fetchers = FetcherPool(
+        config.inference.num_fetchers, api_keys, vocabulary=vocabulary, adapters=adapters
+    )
     thread.run(fetchers.start())
     opened.callback(lambda: thread.run(fetchers.close()))
     pool = EndpointPool(
@@ -212,6 +216,7 @@ def open_inference(
         api_keys=api_keys,
         num_shares=num_shares,
         update_timeout_s=config.weight_sync.timeout_s,
+        adapters=adapters,
     )
     pool.limits.on_choice = partial(_record_choice, record)
     thread.run(pool.start())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -37,13 +38,19 @@ logger = logging.getLogger(__name__)
 def reference_identity(config: Config, collectives: Collectives) -> str | None:
     """Hash of the weight files of what is frozen and in no checkpoint, 64 hex digits. Collective.
 
-    That is the reference, and the model under an adapter; both are ``model.path``. None without.
+    That is the reference, and the model under an adapter; both are ``model.path``; a teacher, and
+    the model under a critic's adapter. None without.
     """
     identity: str | None = None
-    is_frozen = load_recipe(config).needs.reference or config.model.lora is not None
-    if collectives.ranks.rank == 0 and is_frozen:
+    needs = load_recipe(config).needs
+    folders = [config.model.path] if needs.reference or config.model.lora is not None else []
+    if needs.teacher is not None:
+        folders.append(needs.teacher.path)
+    if needs.critic and config.model.lora is not None and config.critic.path is not None:
+        folders.append(config.critic.path)
+    if collectives.ranks.rank == 0 and folders:
         digest = blake3()
-        for file in sorted(config.model.path.iterdir()):
+        for file in itertools.chain(*(sorted(folder.iterdir()) for folder in folders)):
             if file.is_file() and file.suffix in WEIGHT_SUFFIXES:
                 digest.update(f"{file.name}\0{file_blake3(file)}\n".encode())
         identity = digest.hexdigest()
@@ -115,6 +122,8 @@ def _completion(
     if not earlier.is_complete or has_more_batches(config, order, step=step, position=position):
         return None
     last_export = output / ("model" if config.model.lora is None else "adapter")
+    if load_recipe(config).needs.critic:
+        last_export = output / "critic"
     if config.checkpoint.export_at_end and not is_newer(last_export, output / CERTIFICATE_FILE):
         return None  # it was killed behind its last line
     where = f", its model is {output / 'model'}" if config.checkpoint.export_at_end else ""

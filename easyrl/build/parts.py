@@ -58,7 +58,7 @@ def build_parts(
     servers = start_servers(config, opened, log_dir, cores)  # up when the model is loaded
     model = load_model(run, len(data.prompts), earlier)
     kept = open_kept_state(run, data, model)
-    endpoints = open_endpoints(run, scoring, data, model.engine, servers)
+    endpoints = open_endpoints(run, scoring, data, model.engine, servers, cores)
 
     # From here on the folder is written: whatever could be refused has been.
     certificate = open_certificate(run, data.order, kept.progress, earlier, seal_key)

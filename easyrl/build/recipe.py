@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,17 +12,20 @@ from easyrl.config import Config
 from easyrl.dataloaders.packing.cost import cost_of_model_at
 from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
-from easyrl.recipes.groups import trained_groups, without_advantages
+from easyrl.recipes.groups import group_statistics, trained_groups, without_advantages
 from easyrl.recipes.loading import load_recipe, run_settings
+from easyrl.recipes.recipe import Models, Recipe, RunSettings
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.seeding import sample_seed
 from easyrl.schema import (
     Completion,
     MicroBatch,
     RolloutGroup,
+    SampleKey,
     TrainedGroup,
 )
 from easyrl.trainer.accumulation import GroupFunctions
+from easyrl.trainer.model_outputs import ResponseRows
 
 Pack = Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
 PackFinished = Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
@@ -32,6 +35,7 @@ def group_functions(config: Config) -> GroupFunctions:
     """What the trainer makes of finished groups."""
     recipe, run = load_recipe(config), run_settings(config)
     keep_order = is_strict(config)  # there, rows are a matter of the prompts' order
+    needs = recipe.needs
     pack = _pack_function(config, keep_order=keep_order, whole_groups=recipe.span == "group")
     shuffled = partial(_with_shuffled_scores, seed=config.run.seed)
     return GroupFunctions(
@@ -42,8 +46,28 @@ def group_functions(config: Config) -> GroupFunctions:
         pack_finished=_pack_finished(pack, partial(recipe.trained_tokens, run=run)),
         dummy=dummy_micro_batch,
         scope=recipe.scope,
-        batch_rewards=partial(recipe.batch_rewards, run=run),
+        batch_rewards=partial(group_statistics, recipe, run),
         advantage_only=recipe.advantage_only,
+        initial_controls=recipe.initial_controls(),
+        next_controls=recipe.next_controls,
+        ask_first=response_rows(recipe, run, pack),
+        value_denominator=partial(recipe.value_denominator, run=run) if needs.critic else None,
+    )
+
+
+def response_rows(recipe: Recipe, run: RunSettings, pack: Pack) -> ResponseRows | None:
+    """Rows for the models that ``recipe`` asks before the advantages; None: it asks none."""
+    if recipe.before_advantages == Models():
+        return None
+    trained_tokens = partial(recipe.trained_tokens, run=run)
+
+    def unknown(group: RolloutGroup, known: Collection[SampleKey]) -> TrainedGroup:
+        selected = recipe.select(group, run)
+        samples = [i for i in selected if SampleKey(*group.prompt.key, i) not in known]
+        return without_advantages(group, trained_tokens, samples)
+
+    return ResponseRows(
+        lambda groups, known: pack([unknown(group, known) for group in groups]), trained_tokens
     )
 
 

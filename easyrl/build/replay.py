@@ -10,7 +10,7 @@ from typing import Any
 from easyrl.build.accumulation import build_accumulator, rows_per_drain
 from easyrl.build.steps import total_steps
 from easyrl.build.weights_digest import digest_of_weights
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, LoraConfig
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.recorded_run import RecordedRollouts, RecordedRun
@@ -43,14 +43,22 @@ OnWeights = Callable[[int, DeepSpeedEngine], object]  # closed batches, whose we
 
 
 class HashedWeights:
-    """A ``Publisher`` that sends nothing: it only says what an endpoint would have to serve."""
+    """A ``Publisher`` that sends nothing: it only says what an endpoint would have to serve.
+
+    ``lora``: of a run whose adapters travelled alone.
+    """
 
     confirmations: tuple[Confirmation, ...] = ()
 
     def __init__(
-        self, engine: DeepSpeedEngine, collectives: Collectives, on_weights: OnWeights
+        self,
+        engine: DeepSpeedEngine,
+        collectives: Collectives,
+        on_weights: OnWeights,
+        lora: LoraConfig | None,
     ) -> None:
         self._engine = engine
+        self._lora = lora
         self._collectives = collectives
         self._on_weights = on_weights
         self.digests: dict[int, str] = {}  # by closed batches
@@ -68,7 +76,7 @@ class HashedWeights:
         """Collective."""
         meanwhile()
         self._on_weights(version.v, self._engine)
-        digest = digest_of_weights(self._engine, self._collectives)
+        digest = digest_of_weights(self._engine, self._collectives, self._lora)
         self.digests[version.v] = digest
         return Published(ServedWeights(version, digest), {})
 
@@ -121,7 +129,9 @@ def replay_batch(
         num_updates = config.trainer.updates_per_batch
         max_tokens = rows_per_drain(config) * config.trainer.max_tokens_per_micro_batch
         rollouts = RecordedRollouts(run, v, num_updates, max_tokens, engine.ranks)
-        weights = HashedWeights(engine, collectives, on_weights)
+        alone = any(shown.base is not None for shown in run.batch(v).confirmations)
+        lora = config.model.lora if alone else None
+        weights = HashedWeights(engine, collectives, on_weights, lora)
         kept = KeptMetrics()
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)

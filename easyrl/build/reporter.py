@@ -22,6 +22,7 @@ from easyrl.metrics.trackers import (
     WandbTracker,
     read_metrics,
 )
+from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.run_files import METRICS_FILE
 from easyrl.schema import Progress
 
@@ -40,7 +41,11 @@ def open_reporter(
     alarms: Alarms | None = None
     if run.ranks.is_first:
         mismatch = LogprobMismatch(run.config)
-        alarms = Alarms(run.config.alarms, run.record)
+        settings = run.config.alarms
+        recipe = load_recipe(run.config)
+        if not recipe.uses_rewards or recipe.needs.critic:  # equal rewards are no missing signal
+            settings = settings.model_copy(update={"no_signal": None})
+        alarms = Alarms(settings, run.record)
         alarms.add_earlier(read_metrics(run.output / METRICS_FILE))
     return StepReporter(
         inference.pool.idle_s,

@@ -49,6 +49,7 @@ def start_servers(
         config.model.dtype,
         batch_invariant=is_strict(config),
         env={} if cores is None else cores.environment,
+        lora_rank=_lora_rank(config),
     )
     opened.callback(servers.close)
     try:
@@ -58,3 +59,9 @@ def start_servers(
     return StartedServers(
         urls, servers.api_keys, lambda: servers.last_ends, lambda: servers.given_up
     )
+
+
+def _lora_rank(config: Config) -> int | None:
+    """Of the adapters that servers are started for; None: of none."""
+    lora = config.model.lora
+    return None if lora is None or config.weight_sync.lora == "merged" else lora.rank

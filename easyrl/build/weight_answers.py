@@ -49,7 +49,7 @@ class RecomputedAnswers:
         run = PolicyVersion.parse(version).run
         for folder in self._directory.glob(f"easyrl-{run}*/{version.replace(':', '-')}"):
             try:
-                if (slices := _slices(folder, weights, bytes.fromhex(proof.nonce))) is not None:
+                if (slices := _slices(folder, weights, proof.nonce)) is not None:
                     return answers_digest([WorkerProof(slices, {}, "")])
             except (OSError, SafetensorError, msgspec.MsgspecError):  # it goes, or is being written
                 continue
@@ -60,17 +60,26 @@ class _Manifest(msgspec.Struct):
     chunks: list[dict[str, object]]
 
 
-def _slices(folder: Path, weights: str, nonce: bytes) -> dict[str, list[ServedSlice]] | None:
-    """Keyed digests of an artifact with the digest ``weights``; None if it has another."""
-    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Manifest)
-    chunks = [Chunk.parse(chunk) for chunk in manifest.chunks]
+def _slices(folder: Path, weights: str, nonce: str) -> dict[str, list[ServedSlice]] | None:
+    """Keyed digests of an artifact with the digest ``weights``; None if it has another.
+
+    Of an adapter the digest is that of the model below it, too, which lies beside it.
+    """
+    chunks = _chunks(folder)
     if weights_digest(chunks) != weights:
-        return None
+        below = [base for base in folder.parent.glob("*-base") if (base / MANIFEST).is_file()]
+        if not any(weights_digest([*_chunks(base), *chunks]) == weights for base in below):
+            return None
     slices = {}
     for chunk in chunks:
         for name, tensor in load_file(folder / chunk.file).items():
             if tensor_checksum(tensor) != chunk.checksums.get(name):
                 return None
             whole = whole_slice(tensor.dtype, tensor.shape)
-            slices[name] = [ServedSlice(whole, slice_digest(tensor, nonce))]
+            slices[name] = [ServedSlice(whole, slice_digest(tensor, bytes.fromhex(nonce)))]
     return slices
+
+
+def _chunks(folder: Path) -> list[Chunk]:
+    manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=_Manifest)
+    return [Chunk.parse(chunk) for chunk in manifest.chunks]

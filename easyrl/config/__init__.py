@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import PrivateAttr, model_validator
 
 from easyrl.config.alarms import AlarmsConfig
 from easyrl.config.base import ConfigError, Section
+from easyrl.config.critic import CriticConfig
 from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
 from easyrl.config.evaluation import EvaluationConfig
 from easyrl.config.inference import EndpointConfig, InferenceConfig, LaunchConfig, endpoint_url
@@ -35,10 +36,11 @@ class Config(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     inference: InferenceConfig
-    rewards: list[RewardConfig] = Field(min_length=1)
+    rewards: list[RewardConfig] = []  # what recipes make advantages of; few need none
     scoring: ScoringConfig = ScoringConfig()
     recipe: RecipeConfig = RecipeConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig = CriticConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -57,7 +59,15 @@ class Config(Section):
                 "model.checkpoint_every: has no effect without checkpointing; remove it, or set "
                 "model.activation_checkpointing to layer or selective"
             )
+        if self.source == "rollouts" and self.evaluation is not None and not self.rewards:
+            problems.append(
+                "evaluation: has nothing to measure without rewards; add one, or remove it"
+            )
         problems += trainer_contradictions(self.trainer, self.model, self.run)
+        if self.weight_sync.lora != "merged" and self.model.lora is None:
+            problems.append(
+                "weight_sync.lora: has no effect without adapters; remove it, or set model.lora"
+            )
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) != len(labels):
             problems.append(f"rewards: two are called the same ({labels}); set log_as of one")

@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, model_validator
 from easyrl.config import (
     AlarmsConfig,
     Config,
+    CriticConfig,
     DataConfig,
     DatasetConfig,
     EvaluationConfig,
@@ -36,6 +37,7 @@ OF_ROLLOUTS = {
     "rewards": "nothing is scored",
     "scoring": "nothing is scored",
     "weight_sync": "no endpoint is given weights",
+    "critic": "values are of sampled responses",
     "alarms": "there are no rewards and responses to look at",
     "journal": "the records themselves are what a run is resumed from",
 }
@@ -129,6 +131,7 @@ class RecordsConfig(Config):
     rewards: list[RewardConfig] = Field([], exclude=True)
     scoring: ScoringConfig = Field(ScoringConfig(), exclude=True)
     weight_sync: WeightSyncConfig = Field(WeightSyncConfig(), exclude=True)
+    critic: CriticConfig = Field(CriticConfig(), exclude=True)
     journal: JournalConfig = Field(JournalConfig(), exclude=True)
     alarms: AlarmsConfig = Field(AlarmsConfig(), exclude=True)
 

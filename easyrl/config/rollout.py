@@ -80,8 +80,6 @@ class RolloutConfig(SamplingConfig):
 def rollout_contradictions(rollout: RolloutConfig) -> list[str]:
     """Values of the section that do not go together, each with its key and the remedy."""
     problems = []
-    if rollout.num_generations < 2:
-        problems.append("rollout.num_generations: a baseline needs at least 2 responses per group")
     if not rollout.allow_off_policy_sampling:
         problems += [
             f"rollout.{key}: {getattr(rollout, key)} samples from another distribution than the "

@@ -18,6 +18,9 @@ SHARED_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile
 class WeightSyncConfig(Section):
     """How weights reach the endpoints, and how much proof is asked for."""
 
+    lora: Literal["auto", "merged", "adapter"] = "merged"  # what travels of a policy with adapters:
+    # the whole model, they merged into it, or they alone; auto: they alone if every endpoint takes
+    # them and serves model.path below them, else the whole model
     transport: Literal["auto", "file", "http", "nccl", "hccl"] = "auto"  # auto: files where the
     # endpoint sees the directory, else http; nccl, hccl: broadcast between devices
     directory: FilePath = SHARED_MEMORY  # of the weights: shared memory, or a disk that is shared

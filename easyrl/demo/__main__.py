@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
 from easyrl.demo.build_model import build_model
+from easyrl.demo.build_teacher import build_teacher
 from easyrl.demo.servers import SERVER_KEY, Engine, divided_cores, start_server, vllm_python
 from easyrl.demo.task import END_THINK, write_splits
 from easyrl.inference_client.api_keys import new_api_key
@@ -66,7 +67,9 @@ def main() -> int:
         if arguments.engine == "vllm":
             vllm_python()  # before the minute of the warm start
         config = load_config(arguments.config, overrides)
-        load_recipe(config)
+        teacher = _own_teacher(config, arguments)
+        if teacher is not None:
+            overrides.append(f"recipe.teacher={teacher}")
     except ValueError as error:  # ConfigError is one
         print(f"easyrl demo: {error}", file=sys.stderr)
         return 2
@@ -75,18 +78,21 @@ def main() -> int:
     with ExitStack() as held:
         try:
             model, heldout = _set_up(config, run_dir, held)
+            if teacher is not None:
+                _build_teacher(teacher, config.run.seed)
         except ConfigError as error:
             print(f"easyrl demo: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("easyrl demo: interrupted before training began", file=sys.stderr)
             return 130
-        return _measure(config, model, heldout, overrides, arguments, held)
+        return _measure(config, model, teacher, heldout, overrides, arguments, held)
 
 
 def _measure(
     config: Config,
     model: Path,
+    teacher: Path | None,
     heldout: Path,
     overrides: list[str],
     arguments: argparse.Namespace,
@@ -100,6 +106,11 @@ def _measure(
     sampling = {"seed": config.run.seed, "max_tokens": config.rollout.max_tokens}
     before = held_out_accuracy(model, heldout, **sampling)
     print(f"accuracy before: {before:.3f}")
+    measured = {"accuracy_before": round(before, 4)}
+    if teacher is not None:
+        its = held_out_accuracy(teacher, heldout, **sampling)
+        print(f"accuracy of the teacher: {its:.3f}")
+        measured["accuracy_of_teacher"] = round(its, 4)
     _train(run_dir, model, overrides, arguments, held)
     after = held_out_accuracy(run_dir / "model", heldout, **sampling)
     seconds = time.monotonic() - start
@@ -113,7 +124,7 @@ def _measure(
     rates = sorted(m["throughput/tokens_per_s_per_device"] for m in steps)
     result = {
         "engine": arguments.engine,
-        "accuracy_before": round(before, 4),
+        **measured,
         "accuracy_after": round(after, 4),
         "seconds": round(seconds, 1),
         "steps": len(steps),
@@ -161,6 +172,22 @@ def _set_up(config: Config, run_dir: Path, held: ExitStack) -> tuple[Path, Path]
     build_model(model, seed=config.run.seed)
     print(f"warm start took {time.monotonic() - start:.0f} s")
     return model, heldout
+
+
+def _own_teacher(config: Config, arguments: argparse.Namespace) -> Path | None:
+    """Where the demo makes a teacher: none if the recipe needs none, or another one was named."""
+    is_named = any(each.startswith("recipe.teacher=") for each in arguments.overrides)
+    if load_recipe(config).needs.teacher is None or is_named:
+        return None
+    run_dir: Path = arguments.run_dir
+    return run_dir / "teacher"
+
+
+def _build_teacher(folder: Path, seed: int) -> None:
+    print("teacher: a larger Llama sees careful additions alone")
+    start = time.monotonic()
+    build_teacher(folder, seed=seed)
+    print(f"the teacher took {time.monotonic() - start:.0f} s")
 
 
 def _free_name(folder: Path) -> Path:

@@ -15,7 +15,13 @@ import torch
 import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from easyrl.demo.task import END_THINK, THINK, warm_start_examples
 
@@ -47,11 +53,23 @@ def build_model(
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = Qwen3ForCausalLM(model_config(tokenizer, tied))
+    batches = supervised_batches(tokenizer, warm_start_examples(seed), batch_size)
+    train_and_save(model, tokenizer, batches, num_steps, output)
+
+
+def train_and_save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    batches: Iterator[list[Rows]],
+    num_steps: int,
+    output: Path,
+) -> None:
+    """Trains ``model`` on ``batches`` and writes it with its tokenizer to ``output``."""
     # two gain little on matrices this small, and wait for each other on a busy machine
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        train(model, supervised_batches(tokenizer, seed, batch_size), num_steps)
+        train(model, batches, num_steps)
     finally:
         torch.set_num_threads(num_threads)
     model.generation_config = GenerationConfig(
@@ -106,10 +124,10 @@ def model_config(tokenizer: PreTrainedTokenizerFast, tied: bool) -> Qwen3Config:
 
 
 def supervised_batches(
-    tokenizer: PreTrainedTokenizerFast, seed: int, batch_size: int
+    tokenizer: PreTrainedTokenizerFast, examples: Iterator[tuple[str, str]], batch_size: int
 ) -> Iterator[list[Rows]]:
-    """Endless batches, the loss on responses only; each in two halves by length, to pad less."""
-    examples = warm_start_examples(seed)
+    """Endless batches of (question, response) pairs, the loss on responses only; each in two halves
+    by length, to pad less."""
     while True:
         batch = [_encode(tokenizer, *pair) for pair in itertools.islice(examples, batch_size)]
         batch.sort(key=lambda example: len(example[0]))
@@ -138,7 +156,7 @@ def _pad(tokenizer: PreTrainedTokenizerFast, examples: list[tuple[list[int], int
     }
 
 
-def train(model: Qwen3ForCausalLM, batches: Iterator[list[Rows]], num_steps: int) -> None:
+def train(model: PreTrainedModel, batches: Iterator[list[Rows]], num_steps: int) -> None:
     """AdamW on the mean over a batch's tokens; linear warm-up, then linear decay to a tenth."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from easyrl.schema import FrozenLogprobs, MicroBatch
 
 
+WeightKind = Literal["full", "adapter", "base", "critic"]
+
+
 @dataclass(frozen=True, slots=True)
 class TriLogprobs:
-    """What the three models say of the trained tokens of a micro-batch; only the policy's carries
+    """What the models say of the trained tokens of a micro-batch; only what is the policy's carries
     gradient."""
 
     logprobs: Tensor  # float32 [N], the policy's, at the sampling temperature
@@ -25,6 +28,8 @@ class TriLogprobs:
     frozen: FrozenLogprobs
     # which of them has the weights that sampled the tokens; None: none has, the policy has moved on
     sampled_by: Literal["policy", "old_policy"] | None = "policy"
+    # float32 [N], nats, KL(policy || teacher) over the vocabulary; None where no recipe asks for it
+    teacher_kl: Tensor | None = None
 
     @property
     def sampling_policy(self) -> Tensor | None:
@@ -41,6 +46,7 @@ class StepResult:
     grad_norm: float  # before the clip, of the gradient divided by the denominator
     learning_rate: float  # that the step used
     skipped: bool  # gradient was not finite, parameters unchanged
+    critic: StepResult | None = None  # of the critic, skipped with the policy; None without one
 
 
 @dataclass(slots=True)
@@ -139,17 +145,24 @@ class TrainEngine(Protocol):
 
     @property
     def has_frozen_models(self) -> bool:
-        """Whether ``frozen_logprobs`` says anything: a reference, or an old policy that differs."""
+        """Whether ``frozen_logprobs`` says anything: a reference, an old policy that differs, a
+        critic.
+        """
+
+    def set_controls(self, controls: Mapping[str, float]) -> None:
+        """Those of the recipe (``Recipe.initial_controls``) for the updates that follow; the same
+        on all ranks."""
 
     def begin_batch(self) -> None:
-        """The weights as they are now are the old policy of the batch's updates, with
-        ``updates_per_batch`` above 1; else without effect. All ranks call it before each batch.
+        """The weights as they are now are the old policy of the batch's updates, and the critic
+        of their values, with ``updates_per_batch`` above 1; else without effect. All ranks call
+        it before each batch.
         """
 
     def prepare(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The rows that are ready together, before each goes through ``forward_backward``.
 
-        With an offloaded reference they come back with what the frozen models say of them: its
+        With an offloaded reference those without come back with what the frozen models say: its
         weights travel once for all of them. Else as they are. Never collective.
         """
 
@@ -160,15 +173,20 @@ class TrainEngine(Protocol):
         gradient is then NaN, and ``optimizer_step`` skips on every rank.
         """
 
-    def optimizer_step(self, denominator: float) -> StepResult:
-        """Divides by ``denominator`` (of all ranks together), clips, steps, clears. Collective."""
+    def optimizer_step(self, denominator: float, value_denominator: float = 0.0) -> StepResult:
+        """Divides by ``denominator`` (of all ranks together), clips, steps, clears. Collective.
+
+        A critic takes its own step, divided by ``value_denominator``; a gradient of either model
+        that is not finite skips both.
+        """
 
     def discard_gradients(self) -> None:
         """Forgets what was accumulated (a skipped step). Collective."""
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
-        """What ``forward_backward`` would have the frozen models say of ``micro_batch``, for a
-        caller that hands it over in ``MicroBatch.frozen``. Only if ``can_look_ahead``.
+        """What the frozen models say of ``micro_batch``, the critic as the batch began among them,
+        for a caller that hands it over in ``MicroBatch.frozen``. Without reference and old policy
+        where these are sharded. Never collective. Only if ``can_look_ahead``, or with a critic.
         """
 
     def evaluate(self, micro_batch: MicroBatch) -> MetricSums:
@@ -177,17 +195,22 @@ class TrainEngine(Protocol):
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
         """Policy log-probabilities, no gradient, float32 [N], on the CPU. Collective if sharded."""
 
-    def named_weights(
-        self, kind: Literal["full", "adapter"] = "full"
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, kind: WeightKind = "full") -> Iterator[tuple[str, Tensor]]:
         """Names and CPU tensors as ``save_pretrained`` writes them, one after another. Collective.
 
-        ``full``: the whole model, an adapter merged into it; ``adapter``: the adapter alone.
+        ``full``: the whole model, an adapter merged into it; ``adapter``: the adapter alone;
+        ``base``: the model without it; ``critic``: the critic, if there is one, as ``critic.path``
+        takes it.
         All ranks iterate; tensors are only valid on rank 0 and until the next one is asked for.
         """
 
-    def perturbed_weights(self) -> AbstractContextManager[None]:
-        """Inside, every weight is visibly changed ; afterwards bit-equal to before."""
+    def perturbed_weights(
+        self, kind: Literal["full", "adapter"] = "full"
+    ) -> AbstractContextManager[None]:
+        """Inside, every weight is visibly changed; afterwards bit-equal to before.
+
+        ``adapter``: what each adapter adds to its layer is, and the model itself is not.
+        """
 
     def snapshot(self) -> EngineState:
         """A copy, in host memory, of this rank's share of weights, optimizer and schedule.

@@ -20,15 +20,17 @@ from easyrl.engines.host_copies import HostCopy, one_ahead
 from easyrl.models.lora import adapter_layers, factors, merged_weight
 
 
-def saved_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[str, Tensor]]:
+def saved_weights(
+    model: PreTrainedModel, *, is_writer: bool, merged: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """Yields every weight once, on the CPU; the same names and order on all ranks.
 
-    What adapters add is merged, so that the weights are a plain model's.
+    What adapters add is ``merged``, or left out: either way the weights are a plain model's.
 
     A ZeRO-3 model is gathered module by module, which is collective: all ranks iterate. Ranks that
     are not the writer get tensors of the right shape without data (device ``meta``).
     """
-    for values in one_ahead(_copied_modules(model, is_writer)):
+    for values in one_ahead(_copied_modules(model, is_writer, merged)):
         yield from revert_weight_conversion(model, values).items()
         del values  # page-locked memory for the module after the next
 
@@ -39,7 +41,7 @@ def adapter_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tupl
         yield from values.items()
 
 
-def _copied_modules(model: PreTrainedModel, is_writer: bool) -> Iterator[HostCopy]:
+def _copied_modules(model: PreTrainedModel, is_writer: bool, merged: bool) -> Iterator[HostCopy]:
     """Conversions split or join the weights of one module, so that is the unit."""
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers())
@@ -48,11 +50,11 @@ def _copied_modules(model: PreTrainedModel, is_writer: bool) -> Iterator[HostCop
     for owner, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
         module = {name: tensors[name] for name in group}
         layer = layers.get(owner.removesuffix(".base_layer"))
-        beside = () if layer is None else factors(layer)
+        beside = factors(layer) if merged and layer is not None else ()
         with GatheredParameters([*module.values(), *beside]):
             if layer is not None:
                 weight = f"{owner}.weight"
-                if is_writer:
+                if is_writer and merged:
                     module[weight] = merged_weight(layer, module[weight])
                 module = {name.replace(".base_layer.", "."): t for name, t in module.items()}
             copy = _host_copy(module, is_writer)

@@ -6,37 +6,32 @@ follow from seed and dataset size, the versions on the tokens from the journalle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from easyrl.dataloaders.prompts.dataset import PromptOrder
-from easyrl.ledger.certificate.chain import START
 from easyrl.ledger.certificate.errors import CertificateError, located
-from easyrl.ledger.certificate.history import History
-from easyrl.ledger.certificate.records import BatchRecord, RunRecord
+from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.certificate.seal import SealKey
+from easyrl.ledger.certificate_check import (
+    CertificateVerdict,
+    examine_certificate,
+    number,
+    order_of,
+    refuse_other_prompts,
+)
 from easyrl.ledger.evidence import AcceptOf, JournalEvidence
-from easyrl.ledger.traces import Traces
 from easyrl.runtime.run_files import CERTIFICATE_FILE
-from easyrl.schema import Key, PolicyVersion, Prompt, WeightProof
+from easyrl.schema import PolicyVersion, WeightProof
 
 
 @dataclass
-class Verdict:
-    """What was found; the counts go as far as the checks came."""
+class Verdict(CertificateVerdict):
+    """What was found of a run on rollouts; what is trained or skipped are groups."""
 
-    violation: CertificateError | None = None
-    batches: int = 0  # in the weights
-    trained: int = 0  # groups
-    skipped: int = 0  # groups of skipped updates
     excluded: int = 0  # groups without usable responses
     rejected: int = 0  # groups that the recipe did not want
     decisions: int = 0  # whose outcome was found again from the journal
-    attempts: int = 0
-    superseded: int = 0  # lines of batches that a later attempt trained again
     recovered: int = 0  # groups from the journal of an earlier attempt
     unconfirmed: int = 0  # of them, those whose endpoints' confirmations died with that attempt
     discarded: int = 0  # groups journalled for other weights, generated again
@@ -44,15 +39,8 @@ class Verdict:
     unjudged: int = 0  # batches whose log-probabilities were held to no limit
     unjournalled: int = 0  # groups without a record to compare with
     pruned: int = 0  # batches that the journal has removed, as it may
-    torn: bool = False  # the last line was cut off
     proofs: int = 0  # answers to questions about the served bits
     recomputed: int = 0  # of them, those that were formed again from the weights
-    sealed: bool = False
-    seals_checked: bool = False
-    lines: int = 0
-    chain: str = START  # hash of the last line
-    published: int | None = None  # the line whose hash was given
-    ended: bool = False
 
     @property
     def on_policy(self) -> bool:
@@ -98,21 +86,6 @@ class Verdict:
             told += f", {gone} not recomputed (the weights are gone, or were in shards)"
         return told
 
-    @property
-    def seal_told(self) -> str:
-        """What guards the certificate against being written anew."""
-        return seal_told(self.sealed, self.seals_checked, self.published, self.lines)
-
-
-def seal_told(sealed: bool, seals_checked: bool, published: int | None, num_lines: int) -> str:
-    """What guards a certificate of ``num_lines`` lines against being written anew."""
-    told = "sealed, checked with --seal KEYFILE" if sealed else "not sealed"
-    if sealed and seals_checked:
-        told = "seals checked"
-    if published is None:
-        return f"{told}, compare the hash with the published one: --chain HASH"
-    return f"{told}, line {published} of {num_lines} has the published hash"
-
 
 AnswersOf = Callable[[str, str, WeightProof], str | None]
 
@@ -151,16 +124,7 @@ def _verify(
     key: SealKey | None,
     chain: str | None,
 ) -> None:
-    traces = Traces.read(run_dir)  # first: a run that goes on meanwhile only ever adds to them
-    history = History(run_dir / CERTIFICATE_FILE, key)
-    history.take_all()
-    verdict.lines, verdict.chain = history.last.number, history.last.hash
-    verdict.sealed, verdict.seals_checked = bool(history.sealed), key is not None
-    if chain is not None:
-        verdict.published = published_line(history, chain)
-    verdict.torn, verdict.ended = history.torn, history.end is not None
-    verdict.attempts, verdict.superseded = len(history.attempts), history.num_superseded
-    traces.examine(history)
+    history = examine_certificate(run_dir, verdict, key, chain)
     if history.run is None:
         return
     if history.run.source == "records":
@@ -181,17 +145,6 @@ def _verify(
     verdict.pruned, verdict.unjournalled = evidence.num_pruned, evidence.num_unjournalled
 
 
-def published_line(history: History, chain: str) -> int:
-    """The line with the hash ``chain``. Raises ``CertificateError`` if none has it."""
-    number = history.hashes.get(chain)
-    if number is None:
-        raise CertificateError(
-            f"no line has the published hash {chain}: the certificate is another one, or was "
-            "written anew"
-        )
-    return number
-
-
 def _recompute(record: BatchRecord, verdict: Verdict, answers_of: AnswersOf) -> None:
     """Raises ``CertificateError`` naming an endpoint whose answer was not right."""
     for confirmation in record.confirmations:
@@ -210,28 +163,6 @@ def _recompute(record: BatchRecord, verdict: Verdict, answers_of: AnswersOf) -> 
             )
 
 
-def order_of(run: RunRecord) -> PromptOrder:
-    """Which prompt is where: seed, epoch and the dataset's size say it."""
-    nothing = np.zeros(0, np.int32)
-    prompts = [Prompt(index, nothing, "", None) for index in range(run.num_prompts)]
-    return PromptOrder(prompts, seed=run.seed, shuffle=run.shuffle, epochs=None)
-
-
-def refuse_other_prompts(order: PromptOrder, first: int, found: Sequence[Key]) -> None:
-    """What was ``found``, nothing twice, has to be the order's prompts from ``first`` on.
-
-    Raises ``CertificateError`` naming a prompt that is missing or not at its position.
-    """
-    wanted = [order.prompt(first + place).key for place in range(len(found))]
-    is_found = set(found)
-    for key in wanted:
-        if key not in is_found:
-            raise CertificateError("is missing, it belongs to this batch", key=key)
-    for key, want in zip(found, wanted, strict=True):
-        if key != want:
-            raise CertificateError("is out of the dataset's order", key=key)
-
-
 def _count(record: BatchRecord, verdict: Verdict) -> None:
     outcomes = [group.outcome for group in record.groups]
     verdict.batches += 1
@@ -242,8 +173,3 @@ def _count(record: BatchRecord, verdict: Verdict) -> None:
     verdict.recovered += sum(group.recovered for group in record.groups)
     verdict.discarded += len(record.discarded)
     verdict.unproved += not all(c.bits_proved for c in record.confirmations)
-
-
-def number(count: int, one: str, many: str | None = None) -> str:
-    """``count`` with its noun."""
-    return f"{count} {one if count == 1 else many or one + 's'}"

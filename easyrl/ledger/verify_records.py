@@ -10,18 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from easyrl.ledger.certificate.chain import START
 from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import RecordsBatch
 from easyrl.ledger.certificate.seal import SealKey
-from easyrl.ledger.traces import Traces
-from easyrl.ledger.verify import (
+from easyrl.ledger.certificate_check import (
+    CertificateVerdict,
+    examine_certificate,
     number,
     order_of,
-    published_line,
     refuse_other_prompts,
-    seal_told,
 )
 from easyrl.runtime.run_files import CERTIFICATE_FILE
 
@@ -30,25 +28,12 @@ DigestsOf = Callable[[], Sequence[str] | None]
 
 
 @dataclass
-class RecordsVerdict:
-    """What was found; the counts go as far as the checks came."""
+class RecordsVerdict(CertificateVerdict):
+    """What was found of a run on records; these are what is trained or skipped."""
 
-    violation: CertificateError | None = None
     num_records: int = 0  # of the data
-    trained: int = 0
-    skipped: int = 0  # records of skipped steps
     epochs: int = 0  # begun
-    batches: int = 0
-    attempts: int = 0
-    superseded: int = 0  # lines of batches that a later attempt trained again
     compared: bool = False  # whether the tokens were compared with the data
-    torn: bool = False  # the last line was cut off
-    sealed: bool = False
-    seals_checked: bool = False
-    lines: int = 0
-    chain: str = START  # hash of the last line
-    published: int | None = None  # the line whose hash was given
-    ended: bool = False
 
     @property
     def is_sound(self) -> bool:
@@ -75,11 +60,6 @@ class RecordsVerdict:
             (True, "complete" if self.ended else "not complete"),
         ]
         return ", ".join(fact for counts, fact in told if counts)
-
-    @property
-    def seal_told(self) -> str:
-        """What guards the certificate against being written anew."""
-        return seal_told(self.sealed, self.seals_checked, self.published, self.lines)
 
 
 def is_run_on_records(run_dir: Path) -> bool:
@@ -118,16 +98,7 @@ def _verify(
     key: SealKey | None,
     chain: str | None,
 ) -> None:
-    traces = Traces.read(run_dir)  # first: a run that goes on meanwhile only ever adds to them
-    history = History(run_dir / CERTIFICATE_FILE, key)
-    history.take_all()
-    verdict.lines, verdict.chain = history.last.number, history.last.hash
-    verdict.sealed, verdict.seals_checked = bool(history.sealed), key is not None
-    if chain is not None:
-        verdict.published = published_line(history, chain)
-    verdict.torn, verdict.ended = history.torn, history.end is not None
-    verdict.attempts, verdict.superseded = len(history.attempts), history.num_superseded
-    traces.examine(history)
+    history = examine_certificate(run_dir, verdict, key, chain)
     assert history.run is not None
     verdict.num_records = history.run.num_prompts
     digests = digests_of()

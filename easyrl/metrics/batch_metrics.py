@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from easyrl.engines.base import LogprobComparison, MetricSums, StepResult
+from easyrl.metrics.critic_metrics import critic_metrics
 from easyrl.metrics.repetition import count_ngrams
 from easyrl.runtime.collectives import Collectives
 from easyrl.schema import GroupOutcome, RolloutGroup
@@ -19,7 +20,13 @@ AGAINST_INFERENCE = ("policy/logprob_diff", "policy/logprob_diff_max", "policy/i
 
 
 # Of BatchTotals: what is a sum over the ranks, and what a mean.
-COUNTS = ("denominator", "num_packed_tokens", "num_micro_batches", "num_look_ahead_tokens")
+COUNTS = (
+    "denominator",
+    "value_denominator",
+    "num_packed_tokens",
+    "num_micro_batches",
+    "num_look_ahead_tokens",
+)
 SECONDS = ("wait_s", "first_group_wait_s", "look_ahead_s", "train_s")
 
 
@@ -28,6 +35,7 @@ class BatchTotals:
     """Sums of one update of one rank, or of all ranks after ``merge``."""
 
     denominator: float = 0.0  # late scalar, docs/recipes.md
+    value_denominator: float = 0.0  # of the critic's loss; 0 without one
     metrics: MetricSums = field(default_factory=MetricSums)
     num_packed_tokens: int = 0  # dummies, which only keep ranks in step, do not count
     num_micro_batches: int = 0  # nor do they here
@@ -142,11 +150,11 @@ class Update:
 def batch_metrics(updates: Sequence[Update], groups: Sequence[GroupOutcome]) -> dict[str, float]:
     """The metrics of a closed batch; seconds end in ``_s`` and are means over ranks.
 
-    With several updates: tokens and seconds are sums, ``loss``, ``grad_norm`` and ``policy/*``
-    means over the updates, and each update's own are under ``update<i>/``. The times of arrival
-    (``time/…_group_s``) are of all groups, each after the first request of its rank's update. The
-    comparison with the inference server is the first update's. ``groups`` are all that the batch
-    has drawn.
+    With several updates: tokens and seconds are sums, ``loss``, ``grad_norm``, ``policy/*`` and
+    ``critic/*`` means over the updates, and each update's own are under ``update<i>/``. The times
+    of arrival (``time/…_group_s``) are of all groups, each after the first request of its rank's
+    update. The comparison with the inference server is the first update's. ``groups`` are all that
+    the batch has drawn.
     """
     rows = [_update_metrics(update) for update in updates]
     outcomes = Counter(group.outcome for group in groups)
@@ -178,7 +186,7 @@ def batch_metrics(updates: Sequence[Update], groups: Sequence[GroupOutcome]) -> 
 
 
 def _is_of_recipe(name: str) -> bool:
-    return name in ("loss", "grad_norm") or name.startswith("policy/")
+    return name in ("loss", "grad_norm") or name.startswith(("policy/", "critic/"))
 
 
 def _update_metrics(update: Update) -> dict[str, float]:
@@ -225,6 +233,7 @@ def _update_metrics(update: Update) -> dict[str, float]:
         metrics[name if name == "loss" else f"policy/{name}"] = value
     if step is not None:
         metrics |= {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
+    metrics |= critic_metrics(sums, totals.value_denominator, step)
     metrics["step_skipped"] = update.skipped
     return {name: float(value) for name, value in metrics.items()}
 

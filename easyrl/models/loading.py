@@ -19,11 +19,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def load_policy_model(
-    model: ModelConfig, *, dtype: torch.dtype | None = None, seed: int = 0
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    has_head: bool = True,
 ) -> PolicyModel:
     """The model at ``model.path`` in training mode, in ``dtype`` (default: ``model.dtype``'s).
 
     With ``model.lora`` it is frozen but for an adapter, which is drawn from ``seed``.
+    Without ``has_head`` its files may lack the projection to the vocabulary, which is then random.
 
     Raises ``ConfigError`` naming ``model.path`` if the folder holds no model, one that cannot run
     on packed rows, or not all of its weights.
@@ -49,7 +54,8 @@ def load_policy_model(
             f"{name} is {', its config.json says '.join(str(list(s)) for s in shapes)}; give the "
             "config.json that belongs to the weights"
         )
-    if missing := sorted(found["missing_keys"]):  # transformers draws them at random
+    missing = sorted(set(found["missing_keys"]) - (set() if has_head else {"lm_head.weight"}))
+    if missing:  # transformers draws them at random
         raise ConfigError(
             f"model.path: {model.path} has no weights for {len(missing)} parameters, {missing[0]} "
             "first; give a folder with all safetensors files of the model"

@@ -90,6 +90,22 @@ def merged_weight(layer: LoraLayer, weight: Tensor) -> Tensor:
     return (weight.detach().to(dtype) + (b @ a) * layer.scaling[TRAINED]).to(weight.dtype)
 
 
+def adapter_change(weight: Tensor, a: Tensor, b: Tensor, *, rank: int, scaling: float) -> Tensor:
+    """What ``B`` is moved by so that a layer's output visibly changes; as ``b`` in shape and dtype.
+
+    By a tenth of what ``weight`` makes of an input, as far as root mean squares tell:
+    ``scaling · rms(change) · rms(a) · sqrt(rank) = rms(weight) / 10``. All may be shards.
+    """
+    size = _rms(weight) / (10 * scaling * max(_rms(a), 1e-6) * rank**0.5)
+    # differs from number to number, and is the same on every rank
+    angles = torch.arange(b.numel(), device=b.device, dtype=torch.float32) * 2.399963
+    return (size * 2**0.5 * angles.cos()).view_as(b).to(b.dtype)
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.float().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
 def frozen_adapter(engine: nn.Module, policy: PolicyModel, adapter: str | None) -> FrozenModel:
     """The policy's own weights as a frozen model, without a second copy: with another adapter, or
     with None, the model that the run started from.

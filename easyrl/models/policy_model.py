@@ -6,7 +6,7 @@ The model itself is not rewritten: its attention is ours through transformers'
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -16,7 +16,9 @@ from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.path_gather import gather_tokens
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.logprobs.chunk_size import default_chunk_size
-from easyrl.kernels.logprobs.linear_logprob import TokenLoss, linear_logprobs
+from easyrl.kernels.logprobs.linear_divergence import TeacherRows, linear_divergences
+from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
+from easyrl.kernels.logprobs.token_losses import RowLoss
 
 if TYPE_CHECKING:  # torch and transformers are all that a model needs
     from easyrl.schema import MicroBatch
@@ -64,21 +66,22 @@ class LogprobHead(nn.Module):
         hidden: Tensor,
         label_ids: Tensor,
         temperature: float,
-        token_loss: TokenLoss | None = None,
+        token_loss: RowLoss | None = None,
+        teacher: TeacherRows | None = None,
     ) -> tuple[Tensor, ...]:
         """Log-probabilities and entropies, float32 [N]; ``hidden`` [N, H], ``label_ids`` [N].
 
-        With ``token_loss`` the sum of its losses comes before them, and alone carries gradient.
+        With a ``teacher`` the divergences from it come behind them. With ``token_loss`` the sum of
+        its losses comes before them, and alone carries gradient.
         """
-        return linear_logprobs(
-            hidden,
-            self.weight,
-            label_ids,
-            token_loss,
-            bias=self.bias,
-            temperature=temperature,
-            chunk_size=self.chunk_size or default_chunk_size(hidden, len(self.weight)),
-        )
+        settings: dict[str, Any] = {
+            "bias": self.bias,
+            "temperature": temperature,
+            "chunk_size": self.chunk_size or default_chunk_size(hidden, len(self.weight)),
+        }
+        if teacher is None:
+            return linear_logprobs(hidden, self.weight, label_ids, token_loss, **settings)
+        return linear_divergences(hidden, self.weight, label_ids, teacher, token_loss, **settings)
 
 
 class PolicyModel(nn.Module):
@@ -107,7 +110,8 @@ class PolicyModel(nn.Module):
         predictor_index: Tensor,
         label_ids: Tensor,
         temperature: float = 1.0,
-        token_loss: TokenLoss | None = None,
+        token_loss: RowLoss | None = None,
+        teacher: TeacherRows | None = None,
     ) -> tuple[Tensor, ...]:
         """Log-probabilities and entropies, float32 [N], at ``temperature``; see ``LogprobHead``.
 
@@ -121,8 +125,9 @@ class PolicyModel(nn.Module):
             layout=layout,
             checked_attention=self.attention,
         ).last_hidden_state[0]  # [T, H]
+        predictors = gather_tokens(hidden, predictor_index)
         head = self.model.get_output_embeddings()
-        return head(gather_tokens(hidden, predictor_index), label_ids, temperature, token_loss)
+        return head(predictors, label_ids, temperature, token_loss, teacher)
 
 
 def run_micro_batch(
@@ -131,7 +136,8 @@ def run_micro_batch(
     temperature: float,
     *,
     layout: SegmentLayout | None = None,
-    token_loss: TokenLoss | None = None,
+    token_loss: RowLoss | None = None,
+    teacher: TeacherRows | None = None,
 ) -> tuple[Tensor, ...]:
     """``PolicyModel.forward`` of ``micro_batch``; ``model`` may be an engine around the model.
 
@@ -146,4 +152,5 @@ def run_micro_batch(
         micro_batch.label_ids,
         temperature,
         token_loss,
+        teacher,
     )

@@ -1,6 +1,7 @@
 """Policy, old policy and reference on one micro-batch (paper §4.1, docs/shared_prompts.md).
 
 The three share one architecture and one layout, so one packed row and one attention mask serve all.
+A teacher, which some recipes have, is of its own architecture and sees the same row and mask.
 What is not needed does not exist: the reference is there only if the recipe needs one, the old
 policy only when it is lagged or a batch has several updates; else it is the policy itself, with
 ratio 1.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -18,8 +19,11 @@ from torch import Tensor, nn
 
 from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.logprobs.linear_divergence import TeacherRows
+from easyrl.kernels.logprobs.token_losses import RowLoss
 from easyrl.models.policy_model import run_micro_batch
-from easyrl.recipes.losses import TokenLoss, loss_metrics, policy_loss, token_loss
+from easyrl.models.teacher import FullTeacher
+from easyrl.recipes.losses import loss_metrics, policy_loss, token_loss
 from easyrl.recipes.recipe import Recipe
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
@@ -75,15 +79,15 @@ class TriModel:
     old_policy: Frozen | None
     temperature: float  # of the sampling, at which all log-probabilities are taken
     device: torch.device
+    # its log-probabilities of the sampled tokens, or its whole distributions; None: no recipe's
+    teacher: Frozen | FullTeacher | None = None
     old_is_policy: bool = False  # for now their weights are the same: one forward serves both
     sampled_by: Literal["policy", "old_policy"] | None = "policy"  # ``TriLogprobs.sampled_by``
 
     def __call__(self, micro_batch: MicroBatch) -> TriLogprobs:
         """The three log-probabilities of the N trained tokens; float32 [N] each."""
         row, layout = self._on_device(micro_batch)
-        frozen = self._frozen(row, layout)
-        logprobs, entropy = self._policy(row, layout)
-        return TriLogprobs(logprobs, entropy, frozen, self.sampled_by)
+        return self._values(row, layout, self._frozen(row, layout), self._teacher_rows(row, layout))
 
     def loss(
         self, micro_batch: MicroBatch, recipe: Recipe, *, same_pass: bool
@@ -94,18 +98,17 @@ class TriModel:
         recipe of span ``token``; else the backward pass computes it again.
         """
         row, layout = self._on_device(micro_batch)
-        frozen = self._frozen(row, layout)
+        frozen, teacher = self._frozen(row, layout), self._teacher_rows(row, layout)
         if not same_pass:
-            logprobs, entropy = self._policy(row, layout)
-            tri = TriLogprobs(logprobs, entropy, frozen, self.sampled_by)
-            return policy_loss(tri, row, recipe)
+            return policy_loss(self._values(row, layout, frozen, teacher), row, recipe)
         losses = token_loss(row, frozen, recipe)
-        loss_sum, logprobs, entropy = self._policy(row, layout, losses)
-        tri = TriLogprobs(logprobs, entropy, frozen, self.sampled_by)
+        loss_sum, logprobs, entropy, *kl = self._policy(row, layout, losses, teacher)
+        tri = TriLogprobs(logprobs, entropy, frozen, self.sampled_by, *kl)
         return loss_sum, loss_metrics(tri, row, recipe, loss_sum)
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
-        """Those of reference and old policy, as far as the recipe needs them; no gradient."""
+        """Those of reference, old policy and teacher, as far as the recipe needs them; no
+        gradient."""
         return self.frozen_logprobs_of([micro_batch])[0]
 
     def frozen_logprobs_of(self, micro_batches: Sequence[MicroBatch]) -> list[FrozenLogprobs]:
@@ -123,17 +126,58 @@ class TriModel:
         return micro_batch.to(self.device), SegmentLayout(micro_batch.segments)
 
     def _policy(
-        self, row: MicroBatch, layout: SegmentLayout, losses: TokenLoss | None = None
+        self,
+        row: MicroBatch,
+        layout: SegmentLayout,
+        losses: RowLoss | None = None,
+        teacher: TeacherRows | None = None,
     ) -> tuple[Tensor, ...]:
-        return run_micro_batch(self.policy, row, self.temperature, layout=layout, token_loss=losses)
+        return run_micro_batch(
+            self.policy, row, self.temperature, layout=layout, token_loss=losses, teacher=teacher
+        )
+
+    def _values(
+        self,
+        row: MicroBatch,
+        layout: SegmentLayout,
+        frozen: FrozenLogprobs,
+        teacher: TeacherRows | None,
+    ) -> TriLogprobs:
+        logprobs, entropy, *kl = self._policy(row, layout, teacher=teacher)
+        return TriLogprobs(logprobs, entropy, frozen, self.sampled_by, *kl)
+
+    def _teacher_rows(self, row: MicroBatch, layout: SegmentLayout) -> TeacherRows | None:
+        return self.teacher.rows(row, layout) if isinstance(self.teacher, FullTeacher) else None
 
     def _frozen(self, row: MicroBatch, layout: SegmentLayout) -> FrozenLogprobs:
-        return self._of_rows([(row, layout)])[0] if row.frozen is None else row.frozen
+        """What is given with the row; with it the critic's values alone where the models that are
+        sharded could not be run before.
+        """
+        given = row.frozen
+        if given is not None and not self._lacks(given):
+            return given
+        said = self._of_rows([(row, layout)])[0]
+        return said if given is None else replace(said, values=given.values)
+
+    def _lacks(self, given: FrozenLogprobs) -> bool:
+        scores = self.teacher is not None and not isinstance(self.teacher, FullTeacher)
+        pairs = (
+            (self.reference is not None, given.reference),
+            (self._lags, given.old_policy),
+            (scores, given.teacher),
+        )
+        return any(needed and said is None for needed, said in pairs)
+
+    @property
+    def _lags(self) -> bool:
+        """Whether the old policy is another model than the policy."""
+        return self.old_policy is not None and not self.old_is_policy
 
     def _of_rows(self, rows: Rows) -> list[FrozenLogprobs]:
         def of(model: Frozen | None) -> Sequence[Tensor | None]:
             return [None] * len(rows) if model is None else model.logprobs(rows, self.temperature)
 
-        old_policy = None if self.old_is_policy else self.old_policy
-        said = zip(of(self.reference), of(old_policy), strict=True)
-        return [FrozenLogprobs(reference, old) for reference, old in said]
+        old_policy = self.old_policy if self._lags else None
+        teacher = None if isinstance(self.teacher, FullTeacher) else self.teacher
+        said = zip(of(self.reference), of(old_policy), of(teacher), strict=True)
+        return [FrozenLogprobs(reference, old, teacher=its) for reference, old, its in said]

@@ -15,7 +15,7 @@ REMEDY = "fetch the model again (hf download NAME --local-dir DIR), with all of 
 
 def check_weight_files(folder: Path) -> None:
     """Raises ``ConfigError`` naming ``model.path`` and the file; reads headers only."""
-    for file in _files(folder):
+    for file in weight_files(folder):
         if not file.is_file():
             raise ConfigError(f"model.path: {file} is missing; {REMEDY}")
         try:
@@ -27,7 +27,7 @@ def check_weight_files(folder: Path) -> None:
             raise ConfigError(f"model.path: {file} {what}; {REMEDY}") from None
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = folder / INDEX

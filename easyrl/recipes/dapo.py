@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from easyrl.recipes.estimators import Aggregation
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.recipe import RunSettings
+from easyrl.rewards.overlong import overlong_punishment
 from easyrl.schema import RolloutGroup
 
 
@@ -49,9 +50,8 @@ class DAPO(GRPO):
         return said
 
     def rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
-        cache = self.overlong_buffer * run.max_tokens
-        if cache == 0:
+        if self.overlong_buffer == 0:
             return group.rewards
         lengths = np.array([len(c.token_ids) for c in group.completions], dtype=np.float64)
-        punishment = np.clip((run.max_tokens - cache - lengths) / cache, -1.0, 0.0)
+        punishment = overlong_punishment(lengths, run.max_tokens, self.overlong_buffer)
         return group.rewards + (self.overlong_penalty * punishment).astype(np.float32)

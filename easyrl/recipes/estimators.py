@@ -4,6 +4,7 @@ trained token in torch the clipped surrogate, importance weights, KL estimates a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -206,3 +207,51 @@ def normalised(
     mean = (weights * batch).sum() / total
     deviation = np.sqrt((weights * np.square(batch - mean)).sum() / total)
     return (values - mean) / (deviation + eps)
+
+
+def generalised_advantages(
+    rewards: Sequence[np.ndarray], values: Sequence[np.ndarray], gamma: float, gae_lambda: float
+) -> list[np.ndarray]:
+    r"""GAE of each response: :math:`A_t = \sum_l (\gamma \lambda)^l \delta_{t+l}` with
+    :math:`\delta_t = r_t + \gamma V(s_{t+1}) - V(s_t)` (Schulman et al. 2016, arXiv 1506.02438,
+    eq. 16). Behind the last token the value is 0, also where a response was cut off.
+
+    Args:
+        rewards: G arrays float [n], a reward per token
+        values: G arrays float [n], of the state before each token
+    Returns:
+        G arrays float64 [n]
+    """
+    longest = max(map(len, rewards), default=0)
+    padded = np.zeros((2, len(rewards), longest + 1))
+    for g, pair in enumerate(zip(rewards, values, strict=True)):
+        for row, own in zip(padded[:, g], pair, strict=True):
+            row[: len(own)] = own
+    advantages = np.zeros((longest + 1, len(rewards)))
+    for t in range(longest - 1, -1, -1):  # zeros behind a response's end stay zeros
+        delta = padded[0, :, t] + gamma * padded[1, :, t + 1] - padded[1, :, t]
+        advantages[t] = delta + gamma * gae_lambda * advantages[t + 1]
+    return [advantages[: len(own), g].copy() for g, own in enumerate(rewards)]
+
+
+def moments(values: np.ndarray) -> np.ndarray:
+    """float64 [3]: count, mean, and sum of squared differences from the mean, of ``values`` [n]."""
+    if len(values) == 0:
+        return np.zeros(3)
+    mean = values.mean()
+    return np.array([len(values), mean, np.square(values - mean).sum()])
+
+
+def merged_moments(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """``moments`` of all values together, of those of their ``parts``; summed in the order given.
+
+    (Chan, Golub and LeVeque 1983: no difference of large sums.)
+    """
+    merged = np.zeros(3)
+    for part in parts:
+        num = merged[0] + part[0]
+        if num > 0:
+            difference = part[1] - merged[1]
+            squares = merged[2] + part[2] + difference**2 * merged[0] * part[0] / num
+            merged = np.array([num, merged[1] + difference * part[0] / num, squares])
+    return merged

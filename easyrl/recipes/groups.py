@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from easyrl.recipes.recipe import AdvantageInputs, Advantages, Recipe, RunSettings
-from easyrl.schema import Completion, RolloutGroup, TrainedGroup, TrainedResponse
+from easyrl.schema import (
+    NOTHING_SAID,
+    Completion,
+    GroupOutputs,
+    RolloutGroup,
+    TrainedGroup,
+    TrainedResponse,
+)
 
 
 def trained_groups(
@@ -15,31 +22,49 @@ def trained_groups(
     run: RunSettings,
     groups: Sequence[RolloutGroup],
     batch_rewards: Sequence[np.ndarray] = (),
+    said: Sequence[GroupOutputs] = (),
 ) -> list[TrainedGroup]:
     """Advantages and loss weights of the tokens of ``groups`` that ``recipe`` trains.
 
-    ``batch_rewards``: ``Recipe.batch_rewards`` of all groups of the optimizer step, for scope
-    ``batch``. Raises ``ValueError`` if what the recipe returns does not fit the groups.
+    ``batch_rewards``: ``group_statistics`` of all groups of the optimizer step, for scope
+    ``batch``. ``said``: of each of ``groups``, where the recipe asks models first. Raises
+    ``ValueError`` if what the recipe returns does not fit the groups.
     """
-    if recipe.scope == "batch" and groups:  # a rank may have none
-        advantages = list(recipe.advantages(groups, run, AdvantageInputs(tuple(batch_rewards))))
+    said = said or [NOTHING_SAID] * len(groups)
+    if recipe.scope == "batch":
+        inputs = AdvantageInputs(
+            tuple(batch_rewards),
+            tuple(each.values for each in said),
+            tuple(each.reference_logprobs for each in said),
+        )
+        calls = [(groups, inputs)] if groups else []  # a rank may have none
     else:
-        advantages = []
-        for group in groups:
-            advantages += recipe.advantages([group], run, AdvantageInputs((group.rewards,)))
-    if len(advantages) != len(groups):
-        name = type(recipe).__name__
-        raise ValueError(f"{name}.advantages gave {len(advantages)} for {len(groups)}")
-    pairs = zip(groups, advantages, strict=True)
-    return [trained_group(recipe, group, own, run) for group, own in pairs]
+        calls = [([g], _inputs_of(g, own)) for g, own in zip(groups, said, strict=True)]
+    advantages: list[Advantages] = []
+    returns: list[Sequence[np.ndarray] | None] = []
+    for some, inputs in calls:
+        advantages += recipe.advantages(some, run, inputs)
+        returns += recipe.returns(some, run, inputs) if recipe.needs.critic else [None] * len(some)
+    for method, made in (("advantages", advantages), ("returns", returns)):
+        if len(made) != len(groups):
+            name = type(recipe).__name__
+            raise ValueError(f"{name}.{method} gave {len(made)} for {len(groups)}")
+    rows = zip(groups, advantages, returns, strict=True)
+    return [trained_group(recipe, group, own, run, targets) for group, own, targets in rows]
 
 
 def trained_group(
-    recipe: Recipe, group: RolloutGroup, advantages: Advantages, run: RunSettings
+    recipe: Recipe,
+    group: RolloutGroup,
+    advantages: Advantages,
+    run: RunSettings,
+    returns: Sequence[np.ndarray] | None = None,
 ) -> TrainedGroup:
     """Those of one group, whose ``advantages`` are given. Errors as ``trained_groups``."""
     size, name = len(group.completions), type(recipe).__name__
     said = {"advantages": advantages, "token_weights": recipe.token_weights(group, run)}
+    if returns is not None:
+        said["returns"] = returns
     for method, values in said.items():
         if len(values) != size:
             raise ValueError(f"{name}.{method} gave {len(values)} for a group of {size} responses")
@@ -65,14 +90,28 @@ def trained_group(
     return TrainedGroup(group, tuple(responses))
 
 
+def group_statistics(
+    recipe: Recipe, run: RunSettings, group: RolloutGroup, said: GroupOutputs = NOTHING_SAID
+) -> np.ndarray:
+    """What the ranks exchange of ``group``, for scope ``batch``."""
+    return recipe.batch_statistics(group, run, _inputs_of(group, said))
+
+
 def without_advantages(
-    group: RolloutGroup, trained_tokens: Callable[[Completion], np.ndarray]
+    group: RolloutGroup,
+    trained_tokens: Callable[[Completion], np.ndarray],
+    samples: Collection[int] | None = None,
 ) -> TrainedGroup:
-    """All responses, for a row that is only to be given log-probabilities."""
+    """All responses, or only ``samples``, for a row that is only to be given to frozen models."""
     responses = []
     for sample, completion in enumerate(group.completions):
         tokens = np.flatnonzero(trained_tokens(completion))
-        if len(tokens):
+        if len(tokens) and (samples is None or sample in samples):
             zeros, ones = np.zeros(len(tokens)), np.ones(len(tokens))
             responses.append(TrainedResponse(sample, tokens, zeros, ones))
     return TrainedGroup(group, tuple(responses))
+
+
+def _inputs_of(group: RolloutGroup, said: GroupOutputs) -> AdvantageInputs:
+    """Those of one group alone."""
+    return AdvantageInputs((group.rewards,), (said.values,), (said.reference_logprobs,))

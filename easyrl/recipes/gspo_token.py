@@ -9,6 +9,7 @@ from torch import Tensor
 
 from easyrl.recipes.gspo import GSPO
 from easyrl.recipes.recipe import Terms
+from easyrl.recipes.surrogate import ClippedSurrogate
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class GSPOToken(GSPO):
     """
 
     def problems(self) -> list[str]:
-        return []  # what GSPO refuses is what this is for
+        return ClippedSurrogate.problems(self)  # what GSPO refuses is what this is for
 
     def ratio(self, logprobs: Tensor, terms: Terms) -> Tensor:
         sequence = super().ratio(logprobs, terms).detach()

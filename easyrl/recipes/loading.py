@@ -13,11 +13,13 @@ from pydantic import ValidationError, create_model
 
 from easyrl.config import Config, ConfigError, RecipeConfig
 from easyrl.config.base import Section
+from easyrl.config.critic import CriticConfig
 from easyrl.config.presets import preset_names, preset_notices
 from easyrl.config.records import RecordsConfig
 from easyrl.config.trainer import no_look_ahead
 from easyrl.recipes.cispo import CISPO
 from easyrl.recipes.dapo import DAPO
+from easyrl.recipes.distillation import Distillation
 from easyrl.recipes.dpo import DPO
 from easyrl.recipes.dr_grpo import DrGRPO
 from easyrl.recipes.dual_clip import DualClip
@@ -25,10 +27,14 @@ from easyrl.recipes.gdpo import GDPO
 from easyrl.recipes.grpo import GRPO
 from easyrl.recipes.gspo import GSPO
 from easyrl.recipes.gspo_token import GSPOToken
+from easyrl.recipes.online_dpo import OnlineDPO
+from easyrl.recipes.pf_ppo import PFPPO
+from easyrl.recipes.ppo import PPO
 from easyrl.recipes.recipe import Models, Recipe, RunSettings
 from easyrl.recipes.reinforce_pp import ReinforcePP
 from easyrl.recipes.reinforce_pp_baseline import ReinforcePPBaseline
 from easyrl.recipes.rloo import RLOO
+from easyrl.recipes.rpo import RPO
 from easyrl.recipes.sft import SFT
 from easyrl.recipes.two_sided import TwoSided
 from easyrl.runtime.user_code import FileRaises, NoPythonFile, describe, raised_at, run_file
@@ -46,6 +52,11 @@ BUILT_IN: dict[str, type[Recipe]] = {
     "two_sided": TwoSided,
     "dual_clip": DualClip,
     "gdpo": GDPO,
+    "online_dpo": OnlineDPO,
+    "rpo": RPO,
+    "distillation": Distillation,
+    "ppo": PPO,
+    "pf_ppo": PFPPO,
     "sft": SFT,
     "dpo": DPO,
 }
@@ -68,9 +79,9 @@ def with_whole_recipe(config: Config) -> Config:
     a later version's other defaults must not change what a run is.
     """
     section = config.recipe
-    whole = RecipeConfig.model_validate(
-        {"name": section.name, "file": section.file} | asdict(load_recipe(config))
-    )
+    own = asdict(load_recipe(config)).items()
+    keys = {key: str(value) if isinstance(value, Path) else value for key, value in own}
+    whole = RecipeConfig.model_validate({"name": section.name, "file": section.file} | keys)
     return config.model_copy(update={"recipe": whole})
 
 
@@ -110,6 +121,16 @@ def _contradictions(config: Config, recipe: Recipe) -> list[str]:
             f"recipe.name: {config.recipe.name} trains on {recipe.source}, the run is one on "
             f"{config.source}; set source: {recipe.source}, or use {' or '.join(others)}"
         )
+    problems += _without_rewards(config, recipe)
+    needs, first = recipe.needs, recipe.before_advantages
+    both = Models(
+        reference=first.reference and needs.reference, critic=first.critic and needs.critic
+    )
+    if first != both:
+        problems.append(
+            "recipe.name: before_advantages names a model that needs does not, or another one than "
+            "reference and critic; correct the recipe"
+        )
     if isinstance(recipe, DAPO) and recipe.overlong_buffer > 0:
         problems += [
             f"rewards[{index}].name: overlong is in the recipe already (recipe.overlong_buffer is "
@@ -128,6 +149,21 @@ def _contradictions(config: Config, recipe: Recipe) -> list[str]:
             f"recipe.name: {config.recipe.name} rejects groups, so that the run's last step is not "
             f"known, which trainer.lr_schedule={trainer.lr_schedule} needs; set trainer.max_steps, "
             "or lr_schedule: constant"
+        )
+    return problems
+
+
+def _without_rewards(config: Config, recipe: Recipe) -> list[str]:
+    if config.source == "records" or not recipe.uses_rewards:
+        return []
+    problems = []
+    if not config.rewards:
+        problems.append(
+            f"rewards: recipe {config.recipe.name} makes its advantages of rewards; add one"
+        )
+    if config.rollout.num_generations < 2 and not recipe.needs.critic:
+        problems.append(
+            "rollout.num_generations: a baseline needs at least 2 responses per group; raise it"
         )
     return problems
 
@@ -157,7 +193,9 @@ def notices(config: Config, recipe: Recipe) -> list[str]:
 
 
 def _keys_without_effect(config: Config, needs: Models) -> list[str]:
-    """Keys of section ``trainer`` that cannot act with the models that the recipe needs."""
+    """Keys of sections ``trainer`` and ``critic`` that cannot act with the models that the recipe
+    needs, and those that act otherwise than they say.
+    """
     trainer = config.trainer
     said = []
     if trainer.offload_reference and not needs.reference:
@@ -170,16 +208,37 @@ def _keys_without_effect(config: Config, needs: Models) -> list[str]:
             "trainer.old_policy: lagged has no effect with a recipe without a ratio to the old "
             "policy; use auto"
         )
-    has_frozen_models = needs.reference or (
-        needs.old_policy and (trainer.old_policy == "lagged" or trainer.updates_per_batch > 1)
+    has_frozen_models = (
+        needs.reference
+        or needs.critic
+        or needs.scores_with_teacher
+        or (needs.old_policy and (trainer.old_policy == "lagged" or trainer.updates_per_batch > 1))
     )
+    said += _critic_notices(config, needs)
     could_look_ahead = has_frozen_models or no_look_ahead(trainer, config.run) is not None
     if not trainer.look_ahead and not could_look_ahead:
         said.append(
-            "trainer.look_ahead: has no effect without a reference, a lagged old policy or several "
-            "updates per batch; remove it"
+            "trainer.look_ahead: has no effect without a reference, a critic, a lagged old policy, "
+            "several updates per batch or a teacher that scores sampled tokens; remove it"
         )
     return said
+
+
+def _critic_notices(config: Config, needs: Models) -> list[str]:
+    own = config.critic
+    if needs.critic:
+        if config.trainer.zero_stage < 3:
+            return []
+        return [
+            "trainer.zero_stage: 3 shards the policy; the critic is trained with 2, its weights "
+            "whole on each rank, as its values are read before the ranks agree on rows"
+        ]
+    changed = [key for key, value in CriticConfig() if value != getattr(own, key)]
+    return [
+        f"critic.{key}: has no effect with recipe {config.recipe.name}, which has no critic; "
+        "remove it, or use ppo or pf_ppo"
+        for key in changed
+    ]
 
 
 # ---- the class and its keys ----

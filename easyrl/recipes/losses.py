@@ -6,13 +6,13 @@ gradient does not depend on how a batch's groups are spread over micro-batches.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from easyrl.engines.base import LogprobComparison, MetricSums, TriLogprobs
-from easyrl.kernels.logprobs.linear_logprob import TokenLoss
+from easyrl.kernels.logprobs.token_losses import RowLoss
 from easyrl.recipes.recipe import Recipe, Terms
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
@@ -29,24 +29,27 @@ def policy_loss(
         The loss sum (scalar, carries the policy's gradient) and its metrics, summed over tokens.
     """
     policy, entropy = tri.logprobs, tri.entropy
-    terms = terms_of(micro_batch, tri.frozen, policy)
+    terms = terms_of(micro_batch, tri.frozen, policy, teacher_kl=tri.teacher_kl)
     if micro_batch.is_dummy:
         return _nothing(policy, entropy, terms, recipe), MetricSums()
     loss_sum = recipe.loss(policy, entropy, terms).sum()
     return loss_sum, loss_metrics(tri, micro_batch, recipe, loss_sum)
 
 
-def token_loss(micro_batch: MicroBatch, frozen: FrozenLogprobs, recipe: Recipe) -> TokenLoss:
+def token_loss(micro_batch: MicroBatch, frozen: FrozenLogprobs, recipe: Recipe) -> RowLoss:
     """The same in parts, for a projection that forms its gradient with its values.
 
     Only for a recipe of span ``token``.
     """
     assert recipe.span == "token"
 
-    def losses(policy: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+    def losses(
+        policy: Tensor, entropy: Tensor, rows: slice, teacher_kl: Tensor | None = None, /
+    ) -> Tensor:
         if micro_batch.is_dummy:
             return policy * 0.0
-        return recipe.loss(policy, entropy, terms_of(micro_batch, frozen, policy, rows))
+        terms = terms_of(micro_batch, frozen, policy, rows, teacher_kl=teacher_kl)
+        return recipe.loss(policy, entropy, terms)
 
     return losses
 
@@ -59,7 +62,8 @@ def loss_metrics(
     if micro_batch.is_dummy:
         return MetricSums()
     policy, entropy = tri.logprobs.detach(), tri.entropy.detach()
-    terms = terms_of(micro_batch, tri.frozen, policy)
+    teacher_kl = None if tri.teacher_kl is None else tri.teacher_kl.detach()
+    terms = terms_of(micro_batch, tri.frozen, policy, teacher_kl=teacher_kl)
     inference = terms.inference_logprobs
     counted = {"loss_sum": loss_sum, "entropy_sum": entropy.sum()}
     if micro_batch.is_sampled:
@@ -137,11 +141,17 @@ def comparison_sums(
 
 
 def terms_of(
-    micro_batch: MicroBatch, frozen: FrozenLogprobs, logprobs: Tensor, rows: slice = slice(None)
+    micro_batch: MicroBatch,
+    frozen: FrozenLogprobs,
+    logprobs: Tensor,
+    rows: slice = slice(None),
+    *,
+    teacher_kl: Tensor | None = None,
 ) -> Terms:
-    """The terms of those ``rows`` of the N tokens of which the policy says ``logprobs``."""
+    """The terms of those ``rows`` of the N tokens of which the policy says ``logprobs``, and which
+    have the divergence ``teacher_kl`` from a teacher."""
     policy = logprobs.detach()
-    old, reference = frozen.old_policy, frozen.reference
+    old, reference, teacher = frozen.old_policy, frozen.reference, frozen.teacher
     return Terms(
         advantages=micro_batch.advantages[rows].to(policy),
         loss_weights=micro_batch.loss_weights[rows].to(policy),
@@ -150,16 +160,20 @@ def terms_of(
         reference_logprobs=None if reference is None else reference[rows],
         sequence_index=micro_batch.sequence_index[rows],
         sequences=micro_batch.sequences,
+        teacher_logprobs=None if teacher is None else teacher[rows],
+        teacher_kl=teacher_kl,
     )
 
 
 def _nothing(policy: Tensor, entropy: Tensor, terms: Terms, recipe: Recipe) -> Tensor:
     """A zero through the outputs that the recipe's loss uses: ZeRO-3 compares the ranks' paths
     backward."""
+    outputs = [policy, entropy] + ([] if terms.teacher_kl is None else [terms.teacher_kl])
     with torch.enable_grad():
-        leaves = policy.detach().requires_grad_(), entropy.detach().requires_grad_()
-        loss_sum = recipe.loss(*leaves, terms).sum()
+        leaves = [output.detach().requires_grad_() for output in outputs]
+        terms = replace(terms, teacher_kl=leaves[2] if len(leaves) > 2 else None)
+        loss_sum = recipe.loss(leaves[0], leaves[1], terms).sum()
         gradients = torch.autograd.grad(loss_sum, leaves, allow_unused=True)
-    outputs = zip((policy, entropy), gradients, strict=True)
-    used = [output for output, gradient in outputs if gradient is not None]
+    pairs = zip(outputs, gradients, strict=True)
+    used = [output for output, gradient in pairs if gradient is not None]
     return torch.stack([output.sum() * 0.0 for output in used]).sum()

@@ -11,7 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -25,11 +26,28 @@ Advantages = np.ndarray | Sequence[np.ndarray]  # float [G], or G arrays [R]
 
 
 @dataclass(frozen=True, slots=True)
+class Teacher:
+    """A frozen model of its own architecture, and what of it a recipe's loss is given."""
+
+    path: Path  # a folder in Hugging Face's layout, of the policy's vocabulary
+    # False: its log-probabilities of the sampled tokens (``Terms.teacher_logprobs``); True: the
+    # policy's divergence from it over the whole vocabulary (``Terms.teacher_kl``)
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Models:
-    """The models, beside the policy, whose log-probabilities a recipe's loss is given."""
+    """The models, beside the policy, that a recipe is told something of."""
 
     reference: bool = False  # the initial policy, frozen
     old_policy: bool = False  # the policy before the batch's first update; else one forward less
+    critic: bool = False  # values of the states before trained tokens; trained beside the policy
+    teacher: Teacher | None = None
+
+    @property
+    def scores_with_teacher(self) -> bool:
+        """Whether a teacher's log-probabilities are taken, which may be known before a row is."""
+        return self.teacher is not None and not self.teacher.full
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +68,20 @@ class AdvantageInputs:
     # with scope "batch" what ``Recipe.batch_rewards`` says of each group of the optimizer step, of
     # all data-parallel ranks, in the order of the prompts; else the rewards [G] of the one group
     rewards: tuple[np.ndarray, ...]
+    # What ``Recipe.before_advantages`` asks for: of each of the groups given, G arrays float32 [R],
+    # filled in at the trained tokens of selected responses. Values are the critic's as the batch
+    # began, of the state before each token.
+    values: tuple[tuple[np.ndarray, ...], ...] = ()
+    reference_logprobs: tuple[tuple[np.ndarray, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What the losses of n trained tokens are made of, beside what the policy says of them.
 
-    Floating tensors are of the log-probabilities' dtype, without gradient. The tokens of a sequence
-    are adjacent and in order. ``terms[rows]`` are those of a slice of the tokens.
+    Floating tensors are of the log-probabilities' dtype, without gradient but for ``teacher_kl``.
+    The tokens of a sequence are adjacent and in order. ``terms[rows]`` are those of a slice of the
+    tokens.
     """
 
     advantages: Tensor  # [n]
@@ -67,6 +91,10 @@ class Terms:
     reference_logprobs: Tensor | None  # [n]; None unless the recipe needs a reference
     sequence_index: Tensor  # int64 [n], which of the row's sequences, not decreasing
     sequences: tuple[SampleKey, ...]  # of the row
+    teacher_logprobs: Tensor | None = None  # [n]; None unless the recipe needs these of a teacher
+    # [n] KL(policy || teacher), nats, over the vocabulary; carries gradient, as the loss's first
+    # two arguments do; None unless the recipe needs it
+    teacher_kl: Tensor | None = None
 
     @property
     def group_index(self) -> Tensor:
@@ -86,6 +114,17 @@ class Terms:
         return replace(self, **tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class ValueTerms:
+    """What the value losses of n trained tokens are made of, beside the critic's values.
+
+    Floating tensors are of the values' dtype, without gradient.
+    """
+
+    returns: Tensor  # [n], of ``Recipe.returns``
+    old_values: Tensor  # [n], the critic's as the batch began
+
+
 @dataclass(frozen=True)
 class Recipe(ABC):
     """An RL algorithm. Properties may be overridden by plain class attributes.
@@ -103,12 +142,23 @@ class Recipe(ABC):
     source: ClassVar[Literal["rollouts", "records"]] = "rollouts"
     pairs: ClassVar[bool] = False
 
+    # Whether advantages are made of rewards, by groups: a run needs a reward function then, and two
+    # responses of a prompt. Else rewards may be there to be looked at.
+    uses_rewards: ClassVar[bool] = True
+
     # ---- what the run arranges for it ----
 
     @property
     def needs(self) -> Models:
         """The models that run beside the policy."""
         return Models()
+
+    @property
+    def before_advantages(self) -> Models:
+        """Those of ``needs`` that the advantages are made of (``AdvantageInputs``): critic and
+        reference. They run on a group's selected responses before ``advantages`` is called.
+        """
+        return Models(critic=self.needs.critic)
 
     @property
     def scope(self) -> Scope:
@@ -150,6 +200,29 @@ class Recipe(ABC):
         """Keys that cannot act, in the same form: the run says them and goes on."""
         return []
 
+    # ---- numbers that follow what was measured ----
+
+    def initial_controls(self) -> Mapping[str, float]:
+        """Numbers by name that change from one optimizer step to the next, as a run begins.
+
+        They are part of every checkpoint, and the same on all ranks.
+        """
+        return {}
+
+    def next_controls(
+        self, controls: Mapping[str, float], measured: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        """The controls of the next optimizer step.
+
+        ``measured``: ``loss``, ``entropy`` and what ``metrics`` counts, of the step that was taken
+        with ``controls``, over all ranks. Not called for a step that was skipped.
+        """
+        return controls
+
+    def controlled(self, controls: Mapping[str, float]) -> Self:
+        """The recipe whose ``loss`` and ``metrics`` an optimizer step with ``controls`` has."""
+        return self
+
     # ---- groups: numpy, on raw scores ----
 
     def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
@@ -182,6 +255,14 @@ class Recipe(ABC):
         """
         return group.rewards
 
+    def batch_statistics(
+        self, group: RolloutGroup, run: RunSettings, inputs: AdvantageInputs
+    ) -> np.ndarray:
+        """float [m] or [G, m]: ``batch_rewards`` of a recipe whose statistics are also made of what
+        models say; ``inputs`` are those of the one group.
+        """
+        return self.batch_rewards(group, run)
+
     def token_weights(self, group: RolloutGroup, run: RunSettings) -> Sequence[np.ndarray]:
         """For each response float [R], the weights of its tokens' losses (``loss_weights``).
 
@@ -213,6 +294,29 @@ class Recipe(ABC):
         ``NAME_max`` the largest is, as ``policy/NAME_max``. Called without gradient, with all n
         tokens of a row.
         """
+        return {}
+
+    # ---- the critic, of a recipe that needs one ----
+
+    def returns(
+        self, groups: Sequence[RolloutGroup], run: RunSettings, inputs: AdvantageInputs
+    ) -> Sequence[Sequence[np.ndarray]]:
+        """Of each group G arrays [R]: what the critic's values are trained to. Called with the
+        arguments of ``advantages``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a critic and has no returns")
+
+    def value_loss(self, values: Tensor, terms: ValueTerms) -> Tensor:
+        """[n] terms of a sum; ``values`` [n] are the critic's and carry gradient."""
+        raise NotImplementedError(f"{type(self).__name__} needs a critic and has no value_loss")
+
+    def value_denominator(self, groups: Sequence[RolloutGroup], run: RunSettings) -> float:
+        """What divides the value loss's sum over ``groups``: their trained tokens. Adds up."""
+        return Recipe.denominator(self, groups, run)
+
+    def value_metrics(self, values: Tensor, terms: ValueTerms) -> dict[str, Tensor]:
+        """Scalars that add up over rows, reported as ``critic/NAME`` per trained token. Without
+        gradient."""
         return {}
 
     def is_set(self, key: str) -> bool:

@@ -9,13 +9,13 @@ from typing import ClassVar, Literal
 import numpy as np
 from torch import Tensor
 
-from easyrl.recipes.estimators import aggregation_weights
-from easyrl.recipes.recipe import AdvantageInputs, Advantages, Recipe, RunSettings, Terms
+from easyrl.recipes.aggregated import Aggregated
+from easyrl.recipes.recipe import AdvantageInputs, Advantages, RunSettings, Terms
 from easyrl.schema import RolloutGroup
 
 
 @dataclass(frozen=True)
-class SFT(Recipe):
+class SFT(Aggregated):
     r"""Supervised fine-tuning: the mean negative log-likelihood of the trained tokens.
 
     .. math::
@@ -33,18 +33,6 @@ class SFT(Recipe):
         self, groups: Sequence[RolloutGroup], run: RunSettings, inputs: AdvantageInputs
     ) -> Sequence[Advantages]:
         return [np.ones(len(group.completions)) for group in groups]
-
-    def token_weights(self, group: RolloutGroup, run: RunSettings) -> Sequence[np.ndarray]:
-        return [
-            aggregation_weights(self.trained_tokens(c, run), self.aggregation, run.max_tokens)
-            for c in group.completions
-        ]
-
-    def denominator(self, groups: Sequence[RolloutGroup], run: RunSettings) -> float:
-        """Trained tokens, or completions."""
-        if self.aggregation == "token":
-            return super().denominator(groups, run)
-        return float(sum(len(group.completions) for group in groups))
 
     def loss(self, logprobs: Tensor, entropy: Tensor, terms: Terms) -> Tensor:
         return -terms.loss_weights * logprobs

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
+from easyrl.recipes.aggregated import Aggregated
+from easyrl.recipes.entropy_control import COEF, applied_coefficient, next_entropy_controls
 from easyrl.recipes.estimators import (
-    Aggregation,
-    aggregation_weights,
     clipped_surrogate,
     importance_ratio,
     importance_weights,
@@ -21,7 +21,7 @@ from easyrl.recipes.estimators import (
     kl_estimate,
     reward_to_go,
 )
-from easyrl.recipes.recipe import Models, Recipe, RunSettings, Span, Terms
+from easyrl.recipes.recipe import Models, RunSettings, Span, Terms
 from easyrl.schema import Completion, RolloutGroup
 
 
@@ -33,7 +33,7 @@ def no_k1(value: object) -> object:
 
 
 @dataclass(frozen=True)
-class ClippedSurrogate(Recipe):
+class ClippedSurrogate(Aggregated):
     r"""A sum over tokens of PPO's clipped surrogate (Schulman et al. 2017, eq. 7), with KL, entropy
     and importance correction.
 
@@ -46,13 +46,15 @@ class ClippedSurrogate(Recipe):
     A subclass says what the advantages are, and may have another ``ratio`` or ``surrogate``.
     """
 
-    aggregation: Aggregation = "token"  # weights of the tokens (``estimators.py``)
     clip_eps_low: PositiveFloat = 0.2
     clip_eps_high: PositiveFloat = 0.2  # DAPO §3.1 has it larger than the lower one
     kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference in the loss; 0: without one
     kl_estimator: Annotated[Literal["k3", "k2"], BeforeValidator(no_k1)] = "k3"
     kl_in_reward_coef: NonNegativeFloat = 0.0  # of the KL as a reward of each token (PPO's way)
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # of the bonus; with a target where its control begins
+    entropy_target: PositiveFloat | None = None  # nats; null: the coefficient stays as it is
+    entropy_coef_step: PositiveFloat = 0.005  # that the control changes it by in each step
+    entropy_coef_max: PositiveFloat = 1.0  # that the control takes it to at most
     importance_correction: Literal["none", "truncated", "masked"] = "none"  # of the trainer's over
     # the inference engine's probability: TIS caps the ratio, masked IS drops tokens outside
     importance_cap: Annotated[float, Field(gt=1)] = 2.0  # masked also drops below 1 / cap
@@ -76,14 +78,29 @@ class ClippedSurrogate(Recipe):
         cls = type(self)
         own_loss = cls.loss is ClippedSurrogate.loss
         own_loss = own_loss and cls._credited is ClippedSurrogate._credited
-        return own_loss and self.kl_coef == self.kl_in_reward_coef == self.entropy_coef == 0
+        has_bonus = self.entropy_coef != 0 or self.entropy_target is not None
+        return own_loss and self.kl_coef == self.kl_in_reward_coef == 0 and not has_bonus
 
     @property
     def rejects(self) -> bool:
         return self.dynamic_sampling or type(self).accepts is not ClippedSurrogate.accepts
 
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        starts_inside = 0 <= self.entropy_coef <= self.entropy_coef_max
+        if self.entropy_target is not None and not starts_inside:
+            problems.append(
+                f"entropy_coef: {self.entropy_coef} is where its control begins, which keeps it "
+                f"between 0 and recipe.entropy_coef_max = {self.entropy_coef_max}; choose one there"
+            )
+        return problems
+
     def notices(self) -> list[str]:
-        said = []
+        said = [
+            f"{key}: has no effect without a target; remove it, or set recipe.entropy_target"
+            for key in ("entropy_coef_step", "entropy_coef_max")
+            if self.is_set(key) and self.entropy_target is None
+        ]
         if self.is_set("importance_cap") and self.importance_correction == "none":
             said.append(
                 "importance_cap: has no effect without a correction; remove it, or set "
@@ -95,6 +112,29 @@ class ClippedSurrogate(Recipe):
                 "recipe.kl_coef above 0"
             )
         return said
+
+    # ---- the entropy's control ----
+
+    def initial_controls(self) -> dict[str, float]:
+        return {} if self.entropy_target is None else {COEF: self.entropy_coef}
+
+    def next_controls(
+        self, controls: Mapping[str, float], measured: Mapping[str, float]
+    ) -> Mapping[str, float]:
+        if self.entropy_target is None:
+            return controls
+        return next_entropy_controls(
+            controls,
+            measured["entropy"],
+            target=self.entropy_target,
+            step=self.entropy_coef_step,
+            maximum=self.entropy_coef_max,
+        )
+
+    def controlled(self, controls: Mapping[str, float]) -> Self:
+        if self.entropy_target is None:
+            return self
+        return replace(self, entropy_coef=applied_coefficient(controls, self.entropy_target))
 
     # ---- groups ----
 
@@ -111,18 +151,6 @@ class ClippedSurrogate(Recipe):
         if self.mask_truncated and completion.truncated:
             return np.zeros_like(completion.loss_mask)
         return completion.loss_mask
-
-    def token_weights(self, group: RolloutGroup, run: RunSettings) -> Sequence[np.ndarray]:
-        return [
-            aggregation_weights(self.trained_tokens(c, run), self.aggregation, run.max_tokens)
-            for c in group.completions
-        ]
-
-    def denominator(self, groups: Sequence[RolloutGroup], run: RunSettings) -> float:
-        """Trained tokens for ``token``; else responses, those without a trained token too."""
-        if self.aggregation == "token":
-            return super().denominator(groups, run)
-        return float(sum(len(self.select(group, run)) for group in groups))
 
     # ---- tokens ----
 
@@ -173,6 +201,8 @@ class ClippedSurrogate(Recipe):
                 counted["importance_masked_sum"] = outside.sum()
         if terms.reference_logprobs is not None:
             counted["kl_sum"] = kl_estimate(logprobs, terms.reference_logprobs, "k3").sum()
+        if self.entropy_target is not None:
+            counted["entropy_coef_sum"] = ratio.new_tensor(self.entropy_coef * len(ratio))
         if len(ratio):
             counted["ratio_max"] = ratio.max()
         return counted

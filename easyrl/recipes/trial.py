@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,19 @@ import torch
 from torch import Tensor
 
 from easyrl.config import ConfigError
-from easyrl.recipes.groups import trained_groups
+from easyrl.recipes.groups import group_statistics, trained_groups
 from easyrl.recipes.losses import terms_of
 from easyrl.recipes.recipe import Recipe, RunSettings
+from easyrl.recipes.value_losses import value_loss
 from easyrl.runtime.user_code import definition, describe, raised_at
-from easyrl.schema import EndedBySignal, FrozenLogprobs, MicroBatch, RolloutGroup, TrainedGroup
+from easyrl.schema import (
+    EndedBySignal,
+    FrozenLogprobs,
+    GroupOutputs,
+    MicroBatch,
+    RolloutGroup,
+    TrainedGroup,
+)
 
 Pack = Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
 
@@ -35,8 +44,11 @@ def try_recipe(
         reason = recipe.accepts(group, run=run)
     if reason is not None and not isinstance(reason, str):
         trial.refuse("accepts", f"returned {reason!r:.40}", "None or the reason as a text")
-    with trial.calling("advantages", "token_weights", "select", "trained_tokens", "batch_rewards"):
-        trained = trained_groups(recipe, run, [group], [recipe.batch_rewards(group, run)])
+    asked = ("advantages", "token_weights", "select", "trained_tokens", "batch_rewards")
+    with trial.calling(*asked, "batch_statistics", "returns"):
+        said = _made_up_outputs(group)
+        statistics = [group_statistics(recipe, run, group, said)]
+        trained = trained_groups(recipe, run, [group], statistics, [said])
     for response in trained[0].responses:
         for method, values in (
             ("advantages", response.advantages),
@@ -51,6 +63,8 @@ def try_recipe(
     if not np.isfinite(denominator) or denominator <= 0:
         trial.refuse("denominator", f"returned {denominator!r:.40}", "a positive number")
     for row in pack(trained):
+        if recipe.needs.critic:
+            _try_value_loss(trial, recipe, row)
         _try_loss(trial, recipe, row)
 
 
@@ -59,7 +73,11 @@ def _try_loss(trial: _Trial, recipe: Recipe, row: MicroBatch) -> None:
     logprobs = torch.linspace(-2.0, -0.5, size).requires_grad_()
     entropy = torch.linspace(0.5, 1.0, size).requires_grad_()
     reference = torch.full((size,), -1.1) if recipe.needs.reference else None
-    terms = terms_of(row, FrozenLogprobs(reference, None), logprobs)
+    needs = recipe.needs
+    scored = torch.full((size,), -1.2) if needs.scores_with_teacher else None
+    is_full = needs.teacher is not None and needs.teacher.full
+    kl = torch.linspace(0.1, 0.5, size).requires_grad_() if is_full else None
+    terms = terms_of(row, FrozenLogprobs(reference, None, teacher=scored), logprobs, teacher_kl=kl)
     with trial.calling("loss"):
         loss = recipe.loss(logprobs, entropy, terms)
     wanted = f"a tensor of {size} terms, one per trained token, with gradient"
@@ -74,12 +92,31 @@ def _try_loss(trial: _Trial, recipe: Recipe, row: MicroBatch) -> None:
     if not bool(torch.isfinite(loss).all()):
         trial.refuse("loss", "returned values that are not finite", "finite numbers")
     with trial.calling("metrics"), torch.no_grad():
+        terms = replace(terms, teacher_kl=None if kl is None else kl.detach())
         metrics = recipe.metrics(logprobs.detach(), entropy.detach(), terms)
     for name, value in metrics.items():
         if not name.endswith(("_sum", "_num", "_max")):
             trial.refuse("metrics", f"returned {name!r}", "a name that ends in _sum, _num or _max")
         if not isinstance(value, Tensor) or value.ndim != 0:
             trial.refuse("metrics", f"returned {value!r:.40} as {name}", "a scalar tensor")
+
+
+def _try_value_loss(trial: _Trial, recipe: Recipe, row: MicroBatch) -> None:
+    values = torch.linspace(-0.5, 0.5, row.num_loss_tokens).requires_grad_()
+    with trial.calling("value_loss", "value_metrics"):
+        loss, _ = value_loss(
+            values,
+            replace(row, frozen=FrozenLogprobs(None, None, torch.zeros_like(values))),
+            recipe,
+        )
+    if not loss.requires_grad or not bool(torch.isfinite(loss)):
+        trial.refuse("value_loss", "returned no finite tensor with gradient", "one, of n terms")
+
+
+def _made_up_outputs(group: RolloutGroup) -> GroupOutputs:
+    """Values of zero, and a reference that agrees with the endpoint."""
+    values = tuple(np.zeros(len(c.token_ids), np.float32) for c in group.completions)
+    return GroupOutputs(values, tuple(c.logprobs for c in group.completions))
 
 
 class _Trial:

@@ -29,7 +29,12 @@ def overlong(
     ``L_cache = buffer * max_tokens``; 0.2 is the published 4096 of 20480 tokens. The recipe
     ``dapo`` has it built in.
     """
-    cache = buffer * max_tokens
     lengths = np.array([len(ids) for ids in token_ids], dtype=np.float64)
-    punishment: list[float] = np.clip((max_tokens - cache - lengths) / cache, -1.0, 0.0).tolist()
+    punishment: list[float] = overlong_punishment(lengths, max_tokens, buffer).tolist()
     return punishment
+
+
+def overlong_punishment(lengths: np.ndarray, max_tokens: int, buffer: float) -> np.ndarray:
+    """DAPO's eq. 13 of ``lengths`` (tokens, float [G]): float64 [G] from 0 down to -1."""
+    cache = buffer * max_tokens
+    return np.clip((max_tokens - cache - lengths) / cache, -1.0, 0.0)

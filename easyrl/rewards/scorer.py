@@ -53,7 +53,12 @@ class Scorer:
         completions: Sequence[Completion],
         sample_scores: Sequence[SampleScores],
     ) -> tuple[Score, ...]:
-        """Rewards that need the whole group, then the weighted sums. Raises ``RewardError``."""
+        """Rewards that need the whole group, then the weighted sums; nothing without rewards.
+
+        Raises ``RewardError``.
+        """
+        if not self.rewards:
+            return ()
         group_scores = await self._run("group", prompt, completions)
         scores = []
         for completion, *parts in zip(completions, sample_scores, group_scores, strict=True):

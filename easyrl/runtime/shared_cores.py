@@ -66,8 +66,11 @@ class SharedCores:
         """For servers that are to share."""
         return {} if self._path is None else {VARIABLE: str(self._path)}
 
-    def take(self) -> None:
-        """This process computes, with as many threads as the others leave it now."""
+    def take(self, *, others_begin: bool = False) -> None:
+        """This process computes, with as many threads as the others leave it now.
+
+        ``others_begin``: one thread, as somebody else is about to compute who does not yet.
+        """
         if self._file is None:
             return
         if not self._computes:
@@ -75,7 +78,8 @@ class SharedCores:
             self._computes = True
         num_others = self._end_stretch()
         share = self._num_cores // (1 + num_others)
-        num_threads = self._contention.begin(max(1, min(share, self._most)))
+        most = 1 if others_begin else min(share, self._most)
+        num_threads = self._contention.begin(max(1, most))
         if num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
 
@@ -85,6 +89,15 @@ class SharedCores:
             self._end_stretch()
             self._lock(fcntl.F_UNLCK)
             self._computes = False
+
+    @contextmanager
+    def computing(self, *, others_begin: bool = False) -> Iterator[None]:
+        """Inside, this process computes (``take``)."""
+        self.take(others_begin=others_begin)
+        try:
+            yield
+        finally:
+            self.rest()
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -19,15 +19,18 @@ from easyrl.runtime.device_time import DeviceTimer
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
+    NOTHING_SAID,
     EndpointAgreement,
     EndpointsDisagree,
     FinishedSamples,
+    GroupOutputs,
     Key,
     MicroBatch,
     RolloutGroup,
     TrainedGroup,
 )
 from easyrl.trainer.look_ahead import LookAhead, OpenGroups
+from easyrl.trainer.model_outputs import ModelOutputs, ResponseRows
 
 
 class GroupSource(Protocol):
@@ -71,16 +74,29 @@ class GroupSource(Protocol):
 class GroupFunctions:
     """The recipe's pure functions of finished groups."""
 
-    # of this rank's groups and, for scope "batch", ``batch_rewards`` of all ranks' in the step
-    trained: Callable[[Sequence[RolloutGroup], Sequence[np.ndarray]], list[TrainedGroup]]
+    # of this rank's groups; for scope "batch" also ``batch_rewards`` of all ranks' in the step, and
+    # where models are asked first, what they say of each of the groups
+    trained: Callable[
+        [Sequence[RolloutGroup], Sequence[np.ndarray], Sequence[GroupOutputs]], list[TrainedGroup]
+    ]
     denominator: Callable[[Sequence[RolloutGroup]], float]  # late scalar, docs/recipes.md
     pack: Callable[[Sequence[TrainedGroup]], list[MicroBatch]]
     pack_finished: Callable[[Sequence[RolloutGroup]], list[MicroBatch]]  # need not be complete
     dummy: Callable[[], MicroBatch]  # without weight, for a rank that has run out of work
     scored: Callable[[RolloutGroup], RolloutGroup] = lambda group: group  # scores to train with
     scope: Literal["group", "batch"] = "group"
-    batch_rewards: Callable[[RolloutGroup], np.ndarray] = lambda group: group.rewards
+    batch_rewards: Callable[[RolloutGroup, GroupOutputs], np.ndarray] = lambda group, said: (
+        group.rewards
+    )
     advantage_only: bool = False  # advantages of exactly zero: no loss, no gradient
+    initial_controls: Mapping[str, float] = field(default_factory=dict)
+    # of the next update, by those of one and what was measured in it
+    next_controls: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = (
+        lambda controls, measured: controls
+    )
+    ask_first: ResponseRows | None = None  # advantages are made of what models say; None: are not
+    # late scalar of the value loss; None: no critic
+    value_denominator: Callable[[Sequence[RolloutGroup]], float] | None = None
 
 
 class OnPolicyViolation(RuntimeError):
@@ -115,17 +131,18 @@ class Accumulator:
         """Sums of this rank, up to an interruption. Raises ``OnPolicyViolation``."""
         totals = BatchTotals()
         timer = DeviceTimer.of(self.engine.device)
+        outputs = ModelOutputs(self.engine)
         ahead = None
         if self.look_ahead and self.engine.has_frozen_models:
             ahead = LookAhead(
-                self.engine,
+                outputs,
                 self.functions.pack_finished,
                 groups.open_samples,
                 max_tokens=self.max_tokens,
                 record=self.record,
                 note=groups.note_ahead,
             )
-        work = self._micro_batches(groups, totals, ahead, timer)
+        work = self._micro_batches(groups, totals, outputs, ahead, timer)
         if self.engine.lockstep:
             work = self.collectives.in_lockstep(work, self.functions.dummy)
         with self.stop.wakes(groups.interrupt):
@@ -133,8 +150,6 @@ class Accumulator:
                 self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
                 self.cores.take()
                 with timer.span():
-                    if ahead is not None:
-                        micro_batch = ahead.complete(micro_batch)
                     try:
                         for sums in self.engine.forward_backward([micro_batch]):
                             totals.metrics.add(sums)
@@ -147,7 +162,7 @@ class Accumulator:
                 self.record("micro_batch_end")
         if ahead is not None:
             totals.look_ahead_s = ahead.work_s
-            totals.num_look_ahead_tokens = ahead.num_tokens
+            totals.num_look_ahead_tokens = outputs.num_ahead_tokens
         totals.train_s = timer.total_s()
         totals.wait_s = groups.wait_s
         totals.first_group_wait_s = groups.first_group_wait_s or 0.0  # a rank may have no prompt
@@ -164,6 +179,7 @@ class Accumulator:
         self,
         groups: GroupSource,
         totals: BatchTotals,
+        outputs: ModelOutputs,
         ahead: LookAhead | None,
         timer: DeviceTimer,
     ) -> Iterator[MicroBatch]:
@@ -173,10 +189,11 @@ class Accumulator:
             if self.synchronous and self.functions.scope == "group":  # "batch" waits by itself
                 self.record("waiting_for_batch")
                 groups.complete()
-            for trained in self._trained(self._drains(groups, totals, ahead, timer)):
+            said = partial(self._said, outputs, timer)
+            for trained in self._trained(self._drains(groups, totals, ahead, timer), said):
                 rows = self.functions.pack(self._to_run(trained, compared, totals))
                 with timer.span():
-                    rows = self.engine.prepare(rows)
+                    rows = self.engine.prepare([outputs.complete(row) for row in rows])
                 for row in rows:
                     self.stop.raise_if_requested()
                     yield row
@@ -186,24 +203,32 @@ class Accumulator:
                 raise
             totals.interruption = error
 
-    def _trained(self, arriving: Iterable[list[RolloutGroup]]) -> Iterator[list[TrainedGroup]]:
+    def _trained(
+        self,
+        arriving: Iterable[list[RolloutGroup]],
+        said: Callable[[Sequence[RolloutGroup]], list[GroupOutputs]],
+    ) -> Iterator[list[TrainedGroup]]:
         """The groups of each drain; with scope ``batch`` once all rewards are there, collective."""
         if self.functions.scope == "group":
             for usable in arriving:
-                yield self.functions.trained(usable, ())
+                yield self.functions.trained(usable, (), said(usable))
             return
         self.record("waiting_for_batch")
         drains: list[list[RolloutGroup]] = []
+        outputs: list[GroupOutputs] = []
         interruption: Exception | None = None
         try:
-            drains += arriving
+            for drain in arriving:  # models that are asked first run as groups arrive
+                drains.append(drain)
+                outputs += said(drain)
         except Exception as error:
             if not self.is_interruption(error):
                 raise
             interruption = error  # told below, the other ranks wait there
         usable = [group for drain in drains for group in drain]
         mine = [
-            (group.prompt.key, self.functions.batch_rewards(group).tolist()) for group in usable
+            (group.prompt.key, self.functions.batch_rewards(group, own).tolist())
+            for group, own in zip(usable, outputs, strict=False)  # fewer where interrupted
         ]
         told = self.collectives.all_gather(None if interruption else mine)
         if interruption is not None:
@@ -212,9 +237,19 @@ class Accumulator:
             return
         pairs = sorted(pair for rank in told for pair in rank)
         rewards = [np.array(own, dtype=np.float64) for _, own in pairs]
-        trained = iter(self.functions.trained(usable, rewards))
+        trained = iter(self.functions.trained(usable, rewards, outputs))
         for drain in drains:
             yield list(islice(trained, len(drain)))
+
+    def _said(
+        self, outputs: ModelOutputs, timer: DeviceTimer, groups: Sequence[RolloutGroup]
+    ) -> list[GroupOutputs]:
+        """What the recipe's advantages of ``groups`` ask models for."""
+        if self.functions.ask_first is None:
+            return [NOTHING_SAID] * len(groups)
+        self.cores.take()
+        with timer.span():
+            return outputs.of_groups(groups, self.functions.ask_first)
 
     def _drains(
         self,
@@ -243,6 +278,8 @@ class Accumulator:
                 totals.add_group(group, recovered=group.prompt.key in groups.recovered)
             usable = [self.functions.scored(group) for group in ready]
             totals.denominator += self.functions.denominator(usable)
+            if self.functions.value_denominator is not None:
+                totals.value_denominator += self.functions.value_denominator(usable)
             yield usable
 
     def _look_ahead(self, ahead: LookAhead) -> bool:

@@ -63,7 +63,7 @@ class HeldOutLoss:
 
     def _rows(self, totals: BatchTotals) -> Iterator[MicroBatch]:
         """Packed rows; ends early, noting it in ``totals``, when the run is asked to stop."""
-        for row in self._functions.pack(self._functions.trained(self._groups, ())):
+        for row in self._functions.pack(self._functions.trained(self._groups, (), ())):
             try:
                 self._stop.raise_if_requested()
             except Exception as error:

@@ -1,8 +1,6 @@
 """What an idle trainer does: it runs the frozen models on responses whose group is not complete.
 
-They do not change while a batch is open, and a token's log-probability depends on the tokens before
-it alone: computed early it is the same up to rounding, as rows of another shape are summed in
-another order.
+What they say is kept in ``model_outputs.py`` until the packed row comes.
 """
 
 from __future__ import annotations
@@ -12,28 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from easyrl.engines.base import TrainEngine
 from easyrl.metrics.event_log import Record
 from easyrl.schema import (
     FinishedSamples,
-    FrozenLogprobs,
     Key,
     MicroBatch,
     OpenGroup,
     RolloutGroup,
     SampleKey,
 )
-from easyrl.trainer.row_split import join_logprobs, restrict, split, split_logprobs
+from easyrl.trainer.model_outputs import ModelOutputs
 
 # A piece of work repeats its prompts, unless their groups' last responses are in it. At least this
 # share of its tokens must save work later: it then pays if three quarters of it fall into time in
 # which the trainer would have waited, and a trainer that waits at all mostly waits for long.
 MIN_USEFUL = 0.25
 
-CPU = torch.device("cpu")
 Piece = Sequence[FinishedSamples]  # what goes through the models together
 Pack = Callable[[Sequence[RolloutGroup]], list[MicroBatch]]
 
@@ -47,28 +39,22 @@ class OpenGroups(Protocol):
 
 @dataclass
 class LookAhead:
-    """Log-probabilities of the frozen models for one update's groups, before these are complete.
+    """Runs the frozen models on one update's responses before their groups are complete.
 
-    One object for each update, whose old policy is not that of the next. Belongs to the trainer's
-    thread.
+    One object for each update. Belongs to the trainer's thread.
 
     Which responses are computed ahead, in which pieces, is a matter of the clock and decides the
     last bits of what the models say of them. A piece alone is a function of its responses: who
     ``notes`` the pieces can have them repeated before the same groups are trained, with equal bits.
     """
 
-    engine: TrainEngine  # one that ``can_look_ahead``
+    outputs: ModelOutputs  # of an engine that ``can_look_ahead``
     pack: Pack  # makes rows of responses, whether their group is complete or not
     open_groups: OpenGroups
     max_tokens: int  # packed, of one piece of work
     record: Record  # receives the events ``look_ahead_start`` and ``look_ahead_end``
     note: Callable[[Piece], object]  # told of each piece before the groups that use it are taken
     work_s: float = 0.0  # that the frozen models ran
-    num_tokens: int = 0  # trained ones that had been computed ahead when their row came
-
-    def __post_init__(self) -> None:
-        # Of each response its trained tokens, int64 [N], and what is said of them, on the host.
-        self._known: dict[SampleKey, tuple[Tensor, FrozenLogprobs]] = {}
 
     def work(self) -> bool:
         """Runs the frozen models on finished responses once; False if none are worth it."""
@@ -82,37 +68,11 @@ class LookAhead:
         rows = self._rows(piece)
         for row in rows:
             self.record("look_ahead_start", num_tokens=row.num_tokens)
-            # The copy waits for the device: a group may be complete when the work is done.
-            said = split_logprobs(row, self.engine.frozen_logprobs(row).to(CPU))
-            labels = split(row, row.label_ids)
-            self._known |= {key: (labels[key], frozen) for key, frozen in said.items()}
+            self.outputs.run([row], ahead=True)
             self.record("look_ahead_end")
         if rows:
             self.note(piece)
         self.work_s += time.monotonic() - start
-
-    def complete(self, row: MicroBatch) -> MicroBatch:
-        """``row`` with what the frozen models say of it, if some of it is known.
-
-        What is not known of it is computed on a row of its own. What is known is then forgotten.
-        Raises ``RuntimeError`` if it is known of another response of the same name.
-        """
-        if row.is_dummy:  # its sequence is nobody's
-            return row
-        known = {key: self._known.pop(key) for key in row.sequences if key in self._known}
-        if not known:
-            return row
-        labels, parts = split(row, row.label_ids), {}
-        for key, (label_ids, parts[key]) in known.items():
-            if not torch.equal(label_ids, labels[key]):
-                raise RuntimeError(f"what was computed ahead for {key} is of another response")
-        missing = [key for key in row.sequences if key not in parts]
-        self.num_tokens += row.num_loss_tokens
-        if missing:
-            rest = restrict(row, missing)
-            self.num_tokens -= rest.num_loss_tokens
-            parts |= split_logprobs(rest, self.engine.frozen_logprobs(rest).to(CPU))
-        return replace(row, frozen=join_logprobs(row, parts))
 
     def _choose(self) -> list[FinishedSamples]:
         """Responses for one row, from the groups that waste least first."""

@@ -15,7 +15,7 @@ import msgspec
 from easyrl.ledger.account import batch_account
 from easyrl.ledger.certificate.records import BatchRecord
 from easyrl.ledger.exclusions import recent_exclusions
-from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics
+from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics, recipe_metrics
 from easyrl.metrics.reporter import StepReporter
 from easyrl.runtime.device_time import DeviceTimer
 from easyrl.schema import (
@@ -68,6 +68,7 @@ class TrainedBatch:
     refused: Sequence[GroupOutcome]  # of all ranks
     figures: Mapping[str, float]  # of the evaluation beside it; empty without one
     seconds: float  # from its first request to its last optimizer step
+    controls: Mapping[str, float]  # of the recipe, behind them
 
 
 @dataclass
@@ -208,12 +209,15 @@ class Trainer:
         """Generation and training overlap."""
         start = time.monotonic()
         updates: list[Update] = []
+        controls = self.progress.controls or self.accumulator.functions.initial_controls
         refused: list[GroupOutcome] | None = None  # of all ranks, once the batch is whole
         figures: dict[str, float] = {}
         with ExitStack() as on_error:
             on_error.callback(batch.close)
             self._engine.begin_batch()
             for number, groups in enumerate(batch.updates, start=1):
+                if controls:
+                    self._engine.set_controls(controls)
                 totals = self._accumulate(groups)
                 is_short = len(totals.groups) < self.groups_per_update  # nothing follows
                 if totals.groups:
@@ -223,6 +227,7 @@ class Trainer:
                         figures = self._finish(evaluation)
                     refused = self._check(batch, updates, served, whole=is_last)
                     self._step(updates[-1])
+                    controls = self._next_controls(controls, updates[-1])
             if refused is None:  # the last update was empty
                 figures = self._finish(evaluation if updates else None)
                 refused = self._refused(batch)
@@ -230,7 +235,8 @@ class Trainer:
             if not updates:
                 raise self._nothing_accepted(refused)
             on_error.pop_all()
-        return TrainedBatch(batch, served, updates, refused, figures, time.monotonic() - start)
+        seconds = time.monotonic() - start
+        return TrainedBatch(batch, served, updates, refused, figures, seconds, controls)
 
     def _finish(self, evaluation: RunningEvaluation | None) -> dict[str, float]:
         """Waits for the rest of the evaluation beside the batch; its figures. Collective.
@@ -262,6 +268,7 @@ class Trainer:
             self.reporter.report_evaluation(progress.step, dict(trained.figures))
             progress.unevaluated = False
         progress.unreported = metrics  # goes into a checkpoint if the run ends here
+        progress.controls = dict(trained.controls)
         self._count(account, updates)
 
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
@@ -317,12 +324,20 @@ class Trainer:
         self.accumulator.cores.take()
         with timer.span():
             if update.totals.denominator > 0:
-                update.result = self._engine.optimizer_step(update.totals.denominator)
+                totals = update.totals
+                update.result = self._engine.optimizer_step(
+                    totals.denominator, totals.value_denominator
+                )
                 self._open_updates += 1
             else:  # every token was masked
                 self._engine.discard_gradients()
         update.optimizer_s = timer.total_s()  # what comes next needs the weights anyway
         self.accumulator.cores.rest()
+
+    def _next_controls(self, controls: Mapping[str, float], update: Update) -> Mapping[str, float]:
+        if update.skipped:
+            return controls
+        return self.accumulator.functions.next_controls(controls, recipe_metrics(update.totals))
 
     def _nothing_accepted(self, refused: Sequence[GroupOutcome]) -> NothingAccepted:
         reasons = sorted({f"{group.outcome}: {group.reason}" for group in refused})

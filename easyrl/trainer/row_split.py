@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ def restrict(row: MicroBatch, sequences: Collection[SampleKey]) -> MicroBatch:
         sequences=tuple(row.sequences[q] for q in kept),
         endpoints=tuple(row.endpoints[q] for q in kept),
         frozen=None,
+        returns=None if row.returns is None else row.returns[tokens],
     )
 
 
@@ -55,10 +56,11 @@ def split(row: MicroBatch, values: Tensor) -> dict[SampleKey, Tensor]:
 
 def split_logprobs(row: MicroBatch, frozen: FrozenLogprobs) -> dict[SampleKey, FrozenLogprobs]:
     """What ``frozen`` says of each sequence's trained tokens, in their order."""
-    reference = {} if frozen.reference is None else split(row, frozen.reference)
-    old_policy = {} if frozen.old_policy is None else split(row, frozen.old_policy)
+    said = {each.name: getattr(frozen, each.name) for each in fields(frozen)}
+    parts = {name: split(row, values) for name, values in said.items() if values is not None}
+    nothing: dict[str, Tensor | None] = dict.fromkeys(said)
     return {
-        key: FrozenLogprobs(reference.get(key), old_policy.get(key))
+        key: FrozenLogprobs(**nothing | {name: own[key] for name, own in parts.items()})
         for key in split(row, row.label_ids)
     }
 
@@ -67,18 +69,16 @@ def join_logprobs(row: MicroBatch, parts: Mapping[SampleKey, FrozenLogprobs]) ->
     """Inverse of ``split_logprobs``; ``parts`` has all sequences of ``row``."""
     ordered = [parts[key] for key in split(row, row.label_ids)]
 
-    def joined(logprobs: list[Tensor | None]) -> Tensor | None:
-        there = [values for values in logprobs if values is not None]
+    def joined(said: list[Tensor | None]) -> Tensor | None:
+        there = [values for values in said if values is not None]
         if not there:
             return None
         whole = torch.cat(there)
-        assert len(there) == len(logprobs) and len(whole) == row.num_loss_tokens
+        assert len(there) == len(said) and len(whole) == row.num_loss_tokens
         return whole
 
-    return FrozenLogprobs(
-        reference=joined([part.reference for part in ordered]),
-        old_policy=joined([part.old_policy for part in ordered]),
-    )
+    names = [each.name for each in fields(FrozenLogprobs)]
+    return FrozenLogprobs(**{n: joined([getattr(part, n) for part in ordered]) for n in names})
 
 
 def _with_ancestors(

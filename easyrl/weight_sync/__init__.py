@@ -10,5 +10,5 @@ of one that is known runs beside the next batch's first requests, whose response
 Read ``publish.py`` (all ranks, once per batch) → ``delivery.py`` (the weights are written, and the
 trainer is asked about samples) → ``fan_out.py`` (many endpoints at once) → ``reconcile.py`` (an
 endpoint is brought to the target) → ``push.py``, ``proof.py`` → ``confirm.py`` (who serves the
-target, also in mid-batch).
+target, also in mid-batch). Of a policy with adapters ``adapter.py`` decides first what travels.
 """

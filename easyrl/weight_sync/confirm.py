@@ -83,6 +83,7 @@ class ConfirmedEndpoints:
         }
         for endpoint in self.pool.endpoints:
             if endpoint.url in shown and endpoint.excluded is None and not endpoint.leaving:
+                self.pool.adapters.learn(endpoint.url, target.model)
                 self.pool.confirm(endpoint, target.version, cleared=endpoint.url not in owing)
                 if endpoint.url in owing:
                     self._owing.append(endpoint)
@@ -148,6 +149,7 @@ class ConfirmedEndpoints:
         expect = None if target.expected is None else target.known
         if self.reconciler is not None:
             return await self.reconciler.reconcile(endpoint, target, expect)
+        self.pool.adapters.learn(endpoint.url, target.model)
         return await while_up(endpoint, self._until_proved(endpoint, target, expect))
 
     async def _until_proved(
@@ -187,4 +189,4 @@ class ConfirmedEndpoints:
         assert self._target is not None
         mean = None if shown.reading is None else shown.reading.mean
         proved = self.prover.reads_bits
-        return Confirmation(url, self._target.version, proved, mean, shown.proof)
+        return Confirmation(url, self._target.version, proved, mean, shown.proof, shown.base)

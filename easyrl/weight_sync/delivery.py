@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from easyrl.engines.base import TrainEngine
@@ -18,14 +19,16 @@ from easyrl.inference_client.errors import (
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, MicroBatch, NoEndpointServes, StopRequested
+from easyrl.weight_sync.adapter import AdapterForm
 from easyrl.weight_sync.broadcasting import Broadcaster
 from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.proof import Shown
 from easyrl.weight_sync.reconcile import DamagedCopy, Reconciler
-from easyrl.weight_sync.store import WeightStore
+from easyrl.weight_sync.store import NamedWeights, WeightStore
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
@@ -88,6 +91,7 @@ class Deliverer:
         stop: ends the waiting for an endpoint.
         max_outage_s: how long all endpoints may be down.
         broadcaster: of a transport that broadcasts.
+        adapter: what is sent of a policy with adapters; None: the whole model.
     """
 
     engine: TrainEngine
@@ -101,6 +105,8 @@ class Deliverer:
     store: WeightStore
     reconciler: Reconciler
     broadcaster: Broadcaster | None
+    cores: SharedCores
+    adapter: AdapterForm | None = None
 
     def __post_init__(self) -> None:
         self._num_damaged = 0  # copies, while the present version is published
@@ -128,7 +134,7 @@ class Deliverer:
         gathered and written. Collective.
         """
         is_first = self.collectives.ranks.rank == 0
-        delivery = Delivery(self.store.begin(version) if is_first else None)
+        delivery = Delivery(self._begin(version) if is_first else None)
         is_written = False
         deadline_s = time.monotonic() + self.max_outage_s
         while not delivery.passed and delivery.damage is None:
@@ -145,7 +151,7 @@ class Deliverer:
                 )
             else:
                 if not is_written:
-                    for _ in self.engine.named_weights():
+                    for _ in self._weights():
                         pass
                     meanwhile()
                 self.answer_questions(None, delivery, canary)
@@ -157,6 +163,21 @@ class Deliverer:
             delivery.passed, delivery.owing, excluded, delivery.damage = agreed
             self.exclude(excluded)
         return delivery
+
+    def perturbed(self) -> AbstractContextManager[None]:
+        """Inside, what is sent is visibly changed. Collective."""
+        if self.adapter is None:
+            return self.engine.perturbed_weights()
+        return self.engine.perturbed_weights("adapter")
+
+    def _begin(self, version: str) -> Target:
+        target = self.store.begin(version)
+        return target if self.adapter is None else self.adapter.dress(target)
+
+    def _weights(self) -> NamedWeights:
+        """What is sent. Collective."""
+        form = self.adapter
+        return self.engine.named_weights() if form is None else form.weights(self.engine)
 
     def is_written_again(self, delivery: Delivery) -> bool:
         """Whether ``delivery`` met a damaged copy and has to be repeated, on every rank the same.
@@ -206,7 +227,8 @@ class Deliverer:
 
     def ask_trainer(self, samples: Mapping[str, Sequence[Completion]]) -> dict[str, Expected]:
         """What the trainer says of rank 0's canary ``samples``, by URL. Collective."""
-        return self.canary.ask_trainer(samples, self.engine, self.collectives, self.dummy)
+        with self.cores.computing(others_begin=True):  # their samples, or the next batch
+            return self.canary.ask_trainer(samples, self.engine, self.collectives, self.dummy)
 
     def exclude(self, problems: Mapping[str, str]) -> None:
         """Excludes by URL; a pool may not know an endpoint yet, or no longer."""
@@ -259,6 +281,8 @@ class Deliverer:
         live = [endpoint for endpoint in self.pool.endpoints if endpoint.url in urls]
         endpoints = self.reconciler.waited_for(live)
         broadcaster, target = self.broadcaster, delivery.target
+        if self.adapter is not None:  # too small to be worth a group of devices
+            broadcaster = None
         assert target is not None
         tee = broadcaster.begin() if write and broadcaster is not None else None
         fan_out = FanOut(
@@ -272,7 +296,7 @@ class Deliverer:
         running = self.thread.submit(fan_out.run())
         try:
             if write:
-                named_weights = self.engine.named_weights()
+                named_weights = self._weights()
                 if tee is not None:
                     named_weights = tee.pass_on(named_weights)
                 elif broadcaster is not None:

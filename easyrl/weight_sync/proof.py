@@ -43,6 +43,9 @@ from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
+# Versions of an adapter for which a proof of the model below it holds. That never changes: a bit of
+# it that flips in an endpoint's memory is found after so many at the latest.
+BASE_PROOF_HOLDS = 16
 NOISE_FACTOR = 5.0  # a change is visible above this multiple of the noise
 LEAST_VISIBLE = 1e-4  # nats; float32 noise stays below 1e-5, a one-layer model moves by 1e-3
 
@@ -89,6 +92,7 @@ class Shown:
     expected: Expected | None = None  # of ``samples``; None: without a canary
     reading: CanaryReading | None = None
     proof: WeightProof | None = None  # None: no bits were asked for
+    base: WeightProof | None = None  # of the model below an adapter, the last one
     owes_canary: bool = False  # it serves the version, and has yet to pass its canary
     probe_s: float = 0.0
     proof_s: float = 0.0  # version and checksums
@@ -180,6 +184,8 @@ class Prover:
 
     def __post_init__(self) -> None:
         self._layouts: dict[str, list[SliceOf]] = {}  # by URL, of its last good proof
+        # by URL, the last good proof of the model below an adapter, and how many of adapters since
+        self._bases: dict[str, tuple[WeightProof, int]] = {}
 
     async def prove_bits(
         self, endpoint: Endpoint, weights: Target, stamp: str, shown: Shown
@@ -197,7 +203,29 @@ class Prover:
         if bits is not None:
             self._layouts[endpoint.url] = bits.layout
             shown.proof = bits.record()
+            if weights.base is not None:
+                shown.base = await self._prove_base_if_due(endpoint, weights.base)
         shown.proof_s += time.monotonic() - start_s
+
+    async def prove_base(self, endpoint: Endpoint, base: Target) -> WeightProof:
+        """That ``endpoint`` has the model below the adapters. Raises as ``prove_bits``."""
+        try:
+            proof = (await prove_tensors(endpoint, base)).record()
+        except ProofFailed as error:
+            raise ProofFailed(
+                endpoint.url,
+                f"does not serve the model below the adapter ({error.reason}): start it with the "
+                "trainer's model.path and --dtype, or set weight_sync.lora=merged",
+            ) from None
+        self._bases[endpoint.url] = proof, 0
+        return proof
+
+    async def _prove_base_if_due(self, endpoint: Endpoint, base: Target) -> WeightProof:
+        proof, age = self._bases.get(endpoint.url, (None, 0))
+        if proof is None or age >= BASE_PROOF_HOLDS:
+            return await self.prove_base(endpoint, base)
+        self._bases[endpoint.url] = proof, age + 1
+        return proof
 
     async def compare_samples(
         self, endpoint: Endpoint, stamp: str, expect: Expect, shown: Shown
@@ -233,6 +261,7 @@ class Prover:
         """The endpoint at ``url`` has restarted or failed: it has to show all of it again."""
         self.probe_shifts.pop(url, None)
         self.passed.discard(url)
+        self._bases.pop(url, None)
 
     def _warn(self, url: str, reading: CanaryReading) -> None:
         problem = reading.problem(self.tolerance)
@@ -274,12 +303,22 @@ async def prove_weights(
     if shown != stamp:
         why = other_run(stamp, shown)
         raise OtherVersionShown(endpoint.url, f"serves version {shown!r}, not {stamp!r}{why}")
-    if not bits:
-        return None
+    return await prove_tensors(endpoint, weights, layout) if bits else None
+
+
+async def prove_tensors(
+    endpoint: Endpoint, weights: Target, layout: Iterable[SliceOf] = ()
+) -> BitsShown:
+    """Every tensor of ``weights`` in every worker; raises as ``prove_weights``."""
     challenge = weights.challenge(endpoint.url)
+    asked = challenge.nonce, challenge.tensors
+    if weights.model is None:
+        answer = endpoint.client.prove_weights(*asked)
+    else:
+        answer = endpoint.client.prove_weights(*asked, weights.model)
     try:
         proofs, _ = await asyncio.gather(
-            endpoint.client.prove_weights(challenge.nonce, challenge.tensors),
+            answer,
             asyncio.to_thread(challenge.prepare, layout),
         )
         if not proofs:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 
-from easyrl.config import WeightSyncConfig
+from easyrl.config import LoraConfig, WeightSyncConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
-from easyrl.inference_client.transfer.artifact import weights_digest
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.loop_thread import LoopThread
+from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
     Confirmation,
@@ -25,6 +25,7 @@ from easyrl.schema import (
     ServedWeights,
     StopRequested,
 )
+from easyrl.weight_sync.adapter import AdapterChoice
 from easyrl.weight_sync.broadcasting import Broadcaster, OpenGroup, device_broadcast
 from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
@@ -50,6 +51,8 @@ class WeightSync:
         max_outage_s: how long all endpoints may be down.
         api_keys: the endpoints' bearer tokens, for a broadcast's own requests.
         open_group: of a broadcast; default: what the transport says.
+        cores: on which the trainer answers for the canaries.
+        lora: the policy's adapters; None: it has none.
     """
 
     config: WeightSyncConfig
@@ -66,6 +69,8 @@ class WeightSync:
     max_outage_s: float = 1800.0
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     open_group: OpenGroup | None = None
+    cores: SharedCores = field(default_factory=SharedCores)
+    lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -76,7 +81,9 @@ class WeightSync:
             self._broadcaster = Broadcaster(open_group, config.timeout_s)
         # used on rank 0 only, as are the next two
         self._store = WeightStore(config, self.run_name)
-        pusher = WeightPusher(self._store, self._broadcaster, proof_follows=config.prove)
+        pusher = WeightPusher(
+            self._store, self._broadcaster, proof_follows=config.prove, names=self.pool.adapters
+        )
         self._reconciler = Reconciler(self.pool, pusher, self._prover, config.timeout_s)
         self._current: Target | None = None  # stays on the host until the next is served
         self._delivery = Deliverer(
@@ -91,7 +98,18 @@ class WeightSync:
             store=self._store,
             reconciler=self._reconciler,
             broadcaster=self._broadcaster,
+            cores=self.cores,
         )
+        self._adapter_choice: AdapterChoice | None = AdapterChoice(
+            wanted=config.lora,
+            lora=self.lora,
+            engine=self.engine,
+            pool=self.pool,
+            thread=self.thread,
+            collectives=self.collectives,
+            store=self._store,
+            prover=self._prover,
+        )  # until it is made
         self._canaries: tuple[FanOut, Future[dict[str, Shown | EndpointError]]] | None = None
         self._owing: dict[str, Shown] = {}  # by URL, what those have shown that owe their canary
         mine = self._reconciler if self.collectives.ranks.rank == 0 else None
@@ -128,9 +146,12 @@ class WeightSync:
         start_s = time.monotonic()
         self._withdraw()
         self._refuse_late_doubts(version)
+        if self._adapter_choice is not None:
+            self._delivery.adapter = self._adapter_choice.decide(version)
+            self._adapter_choice = None
         target, metrics = self._bring(version, meanwhile, canary_follows=canary_follows)
         metrics["time/sync_s"] = time.monotonic() - start_s
-        return Published(ServedWeights(version, weights_digest(target.chunks)), metrics)
+        return Published(ServedWeights(version, target.digest), metrics)
 
     def settle(self, published: Published) -> Published:
         """Waits for the canaries that follow; ``published`` with their figures. Collective.
@@ -183,7 +204,7 @@ class WeightSync:
             self._store.discard(self._reconciler.probe.weights)
             self._reconciler.probe, self._reconciler.probe_damaged = None, False
         while self.collectives.broadcast(self.config.probe and self._reconciler.probe is None):
-            with self.engine.perturbed_weights():
+            with self._delivery.perturbed():
                 delivery = self._delivery.deliver(f"{version}:probe", canary=True)
             if self._delivery.is_written_again(delivery):
                 continue

@@ -15,11 +15,18 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from easyrl.inference_client.adapter_names import AdapterNames
+from easyrl.inference_client.adapters import load_adapter, send_adapter, unload_adapter
 from easyrl.inference_client.client import EndpointClient
-from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
+from easyrl.inference_client.errors import (
+    EndpointError,
+    EndpointUnavailable,
+    NotAnswered,
+    RequestRejected,
+)
 from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.schema import other_run
 from easyrl.weight_sync.broadcasting import WATCH_INTERVAL_S, Broadcaster, TensorTee
@@ -43,13 +50,15 @@ class Given:
     artifact: str | None = None  # loaded completely
     announced: bool = False  # it knows where artefacts are
     num_starts: int = 0  # how often it was new or had restarted
+    adapters: list[str] = field(default_factory=list)  # loaded since then, by name
 
 
 class WeightPusher:
     """Pushes to endpoints and remembers what each was given. On rank 0, in the pool's loop.
 
     Nothing here may run twice at a time for one endpoint. ``broadcaster``: for ``push_together``.
-    ``proof_follows``: bits are proved between a push and ``resume``.
+    ``proof_follows``: bits are proved between a push and ``resume``. ``names``: of the adapters
+    that requests ask for.
     """
 
     def __init__(
@@ -58,10 +67,12 @@ class WeightPusher:
         broadcaster: Broadcaster | None = None,
         *,
         proof_follows: bool = False,
+        names: AdapterNames | None = None,
     ) -> None:
         self._store = store
         self._broadcaster = broadcaster
         self._proof_follows = proof_follows
+        self._names = names or AdapterNames()
         self._given: defaultdict[str, Given] = defaultdict(Given)  # by URL
         self._paused: dict[str, Endpoint] = {}  # by URL: have all weights, and do not generate
 
@@ -99,11 +110,11 @@ class WeightPusher:
         client = endpoint.client
         try:
             await self._prepare(endpoint, weights.unproven_stamp)
-            await _open_update(client)
-            async for chunks in weights.batches():
-                described = [c.describe(proof_follows=self._proof_follows) for c in chunks]
-                await client.update_weights({"artifact": weights.name, "chunks": described})
-            await client.finish_weight_update(weights.unproven_stamp)
+            if weights.adapter is None:
+                await self._send_model(client, weights)
+            else:
+                await self._send_adapter(client, weights)
+            self._names.learn(endpoint.url, weights.model)
             self._given[endpoint.url].artifact = weights.name
             self._paused[endpoint.url] = endpoint
         except BaseException:
@@ -174,6 +185,7 @@ class WeightPusher:
             raise EndpointError(endpoint.url, f"serves {shown}, not {given.stamp}{why}")
         given.stamp = version
         await client.set_weight_version(version, ANSWER_TIMEOUT_S)
+        await self._unload_others(endpoint)
         if checks_start and given.artifact is not None:
             # it may have restarted just before the stamp, and would refuse: no trainer is known
             await client.prove_weights(secrets.token_bytes(NONCE_BYTES), {})
@@ -191,6 +203,40 @@ class WeightPusher:
                 await client.set_weight_version(weights.unproven_stamp, ANSWER_TIMEOUT_S)
 
         await _insist(endpoint, f"taking the stamp {weights.version} back", take_back)
+
+    async def _send_model(self, client: EndpointClient, weights: Target) -> None:
+        await _open_update(client)
+        async for chunks in weights.batches():
+            described = [c.describe(proof_follows=self._proof_follows) for c in chunks]
+            await client.update_weights({"artifact": weights.name, "chunks": described})
+        await client.finish_weight_update(weights.unproven_stamp)
+
+    async def _send_adapter(self, client: EndpointClient, weights: Target) -> None:
+        """Its tensors into the workers, then under its name into their layers."""
+        assert weights.adapter is not None
+        name, rank, begins = weights.adapter.name, weights.adapter.rank, True
+        with contextlib.suppress(RequestRejected):  # not known, unless this push was tried before
+            await unload_adapter(client, name)
+        async for chunks in weights.batches():
+            described = [chunk.describe() for chunk in chunks]
+            try:
+                await send_adapter(client, name, rank, weights.name, described, begins=begins)
+            except RequestRejected as error:  # it knows no such method, as the embedded server
+                raise RequestRejected(
+                    client.url,
+                    f"takes no adapters: {error.reason}; use vLLM, or set weight_sync.lora=merged",
+                ) from error
+            begins = False
+        await load_adapter(client, name)
+        self._given[client.url].adapters.append(name)
+
+    async def _unload_others(self, endpoint: Endpoint) -> None:
+        """Adapters of versions before: what they had running ended before the push."""
+        given, served = self._given[endpoint.url], self._names.of(endpoint.url)
+        for name in [name for name in given.adapters if name != served]:
+            with contextlib.suppress(EndpointError):  # it costs a name there
+                await unload_adapter(endpoint.client, name)
+            given.adapters.remove(name)
 
     async def _prepare(self, endpoint: Endpoint, stamp: str) -> None:
         """It knows where the artefacts are, has nothing running, and no version any more."""

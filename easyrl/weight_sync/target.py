@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from easyrl.inference_client.transfer.artifact import Chunk
+from easyrl.inference_client.transfer.artifact import Chunk, weights_digest
 from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import Slice
 from easyrl.schema import Completion
@@ -16,6 +16,15 @@ from easyrl.weight_sync.canary import Expected
 from easyrl.weight_sync.challenge import NONCE_BYTES, Challenge, shapes_of
 
 MOST_CHUNKS = 16  # per request, so that a new version need not wait long for an old one to give up
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """That a version is an adapter, and of what: the rest of what an endpoint has to serve."""
+
+    name: str  # that requests give; another one for each version, so no cached prefix is another's
+    rank: int
+    base: Target | None  # the model below it, on this host; None on other ranks than the writer's
 
 
 class Target:
@@ -30,7 +39,9 @@ class Target:
         self.version = version
         self.name = version.replace(":", "-")  # of the artefact, a single path component
         self.expected: Expected | None = None
+        self.adapter: ServedAdapter | None = None  # None: the chunks are the whole model
         self.chunks: list[Chunk] = []
+        self._digest: str | None = None  # where the writer of the weights has told it
         self.nonce = secrets.token_bytes(NONCE_BYTES)  # of the first question to each endpoint
         self._first = Challenge({}, nonce=self.nonce)
         self._asked: set[str] = set()  # URLs, the first question
@@ -43,6 +54,24 @@ class Target:
     def unproven_stamp(self) -> str:
         """On tokens from the pause before a push until the proof. No request asks for it."""
         return f"{self.version}:updating"
+
+    @property
+    def model(self) -> str | None:
+        """What requests have to name to be answered with these weights."""
+        return None if self.adapter is None else self.adapter.name
+
+    @property
+    def base(self) -> Target | None:
+        """The model below its adapter, on the host where that was written."""
+        return None if self.adapter is None else self.adapter.base
+
+    @property
+    def digest(self) -> str:
+        """Identity of all that an endpoint has to serve: the model below an adapter, too."""
+        if self._digest is not None:
+            return self._digest
+        below = [] if self.base is None else self.base.chunks
+        return weights_digest([*below, *self.chunks])
 
     def add(self, chunk: Chunk) -> None:
         """``chunk`` can be read from now on."""
@@ -69,6 +98,8 @@ class Target:
         Many may ask at a time: its bytes are hashed once for them.
         """
         await self.completed()
+        if self.base is not None and (damage := await self.base.damage()) is not None:
+            return damage
         if self._verifying is None or self._verifying.done():
             self._verifying = asyncio.ensure_future(asyncio.to_thread(self._first.damage))
         return await asyncio.shield(self._verifying)
@@ -76,6 +107,8 @@ class Target:
     def published(self) -> None:
         """From here on no endpoint is asked with ``nonce``."""
         self.is_published = True
+        if self.base is not None:
+            self.base.published()
 
     def challenge(self, url: str) -> Challenge:
         """A question that the endpoint at ``url`` has not been asked; all chunks are there.
@@ -121,6 +154,8 @@ class Target:
             "nonce": self.nonce.hex(),
             "digests": [[name, *astuple(part), digest] for (name, part), digest in digests],
             "version": self.version,
+            "digest": self.digest,
+            "adapter": None if self.adapter is None else [self.adapter.name, self.adapter.rank],
             "chunks": [chunk.describe() for chunk in self.chunks],
             "expected": None if self.expected is None else self.expected.to_json(),
         }
@@ -140,6 +175,10 @@ class Target:
             name: (dtype, tuple(shape)) for name, (dtype, shape) in record["tensors"].items()
         }
         target._first = Challenge(tensors, None, digests, target.nonce)
+        target._digest = record["digest"]
+        if record["adapter"] is not None:
+            name, rank = record["adapter"]
+            target.adapter = ServedAdapter(name, rank, base=None)
         if record["expected"] is not None:
             target.expected = Expected.from_json(record["expected"])
         return target

@@ -13,6 +13,7 @@ import numpy as np
 
 from easyrl.completion_check import ANY_INT32, Vocabulary
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.fetching.fetcher import Fetcher, Request
 from easyrl.inference_client.fetching.messages import Send, Settings
@@ -36,11 +37,12 @@ class FetcherPool:
         api_keys: ApiKeys | None = None,
         *,
         vocabulary: Vocabulary = ANY_INT32,
+        adapters: AdapterNames | None = None,
     ) -> None:
         settings = Settings(vocabulary)
         self._suspects = Suspects(settings)
         self._fetchers = [Fetcher(settings, self._suspects.add) for _ in range(num_fetchers)]
-        self._api_keys = api_keys or ApiKeys()
+        self._api_keys, self._adapters = api_keys or ApiKeys(), adapters or AdapterNames()
         self._numbers = itertools.count()
         self._sampling: SamplingConfig | None = None  # what was last asked for, and as JSON
         self._encoded = b""
@@ -89,8 +91,16 @@ class FetcherPool:
         if sampling is not self._sampling:  # that of a run's requests is one object
             self._sampling = sampling
             self._encoded = sampling.model_dump_json(include=SAMPLING_FIELDS).encode()
-        api_key = self._api_keys.of(url)
-        message = Send(next(self._numbers), url, prompt, self._encoded, seed, api_key, is_streamed)
+        message = Send(
+            next(self._numbers),
+            url,
+            prompt,
+            self._encoded,
+            seed,
+            self._api_keys.of(url),
+            is_streamed,
+            self._adapters.of(url),
+        )
         request = Request(message, asyncio.get_running_loop().create_future())
         min(self._fetchers, key=lambda fetcher: len(fetcher.requests)).take(request)
         try:

@@ -15,6 +15,7 @@ import numpy as np
 
 from easyrl.completion_check import ANY_INT32, Vocabulary, limits_of
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import KEEP_ALIVE_S, EndpointClient, Fetch
 from easyrl.inference_client.errors import EndpointUnavailable
@@ -57,6 +58,7 @@ def local_fetch(
     vocabulary: Vocabulary = ANY_INT32,
     api_keys: ApiKeys | None = None,
     client_of: ClientOf | None = None,
+    adapters: AdapterNames | None = None,
 ) -> Fetch:
     """A ``Fetch`` in this loop: what each fetcher runs, and tests.
 
@@ -65,13 +67,14 @@ def local_fetch(
     ``vocabulary``, and for a response that ends before its end.
     Cancelling closes the connection, upon which the server aborts the request.
     """
-    keys = api_keys or ApiKeys()
+    keys, names = api_keys or ApiKeys(), adapters or AdapterNames()
     client_of = client_of or _clients(session)
 
     async def fetch(
         url: str, prompt_token_ids: np.ndarray, sampling: SamplingConfig, seed: int
     ) -> Completion:
-        body = await client_of(url, keys.of(url)).generate(prompt_token_ids, sampling, seed)
+        client = client_of(url, keys.of(url))
+        body = await client.generate(prompt_token_ids, sampling, seed, model=names.of(url))
         limits = limits_of(sampling, vocabulary, told_length=True)
         return parse_generate_response(body, url, len(prompt_token_ids), limits, n=1)[0]
 
@@ -96,14 +99,15 @@ async def _serve(connection: socket.socket) -> None:
     async with aiohttp.ClientSession(
         connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=READ_BUFFER_BYTES
     ) as session:
-        frames, api_keys, fetcher = FrameSplitter(), ApiKeys(), None
+        frames, api_keys, adapters, fetcher = FrameSplitter(), ApiKeys(), AdapterNames(), None
         client_of = _clients(session)
         while data := await reader.read(ORDERS_BYTES):
             for payload in frames.feed(data):
                 if fetcher is None:
                     settings = msgspec.msgpack.decode(payload, type=Settings)
-                    fetch = local_fetch(session, settings.vocabulary, api_keys, client_of)
-                    fetcher = _Fetcher(fetch, api_keys, writer, client_of, settings.vocabulary)
+                    limits = settings.vocabulary
+                    fetch = local_fetch(session, limits, api_keys, client_of, adapters)
+                    fetcher = _Fetcher(fetch, api_keys, adapters, writer, client_of, limits)
                     continue
                 for order in decode_orders(payload):
                     fetcher.obey(order)
@@ -116,13 +120,14 @@ class _Fetcher:
         self,
         fetch: Fetch,
         api_keys: ApiKeys,
+        adapters: AdapterNames,
         writer: asyncio.StreamWriter,
         client_of: ClientOf,
         vocabulary: Vocabulary,
     ) -> None:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
-        self._single = SingleRequests(fetch, api_keys, self._answered)
+        self._single = SingleRequests(fetch, api_keys, adapters, self._answered)
         self._streamed = StreamedRequests(
             lambda order: client_of(order.url, order.api_key),
             vocabulary,

@@ -29,6 +29,7 @@ class Send(msgspec.Struct, array_like=True, tag=0, gc=False):
     seed: int
     api_key: str | None = None  # of the endpoint
     is_streamed: bool = False  # with others, by the endpoint's route that streams samples
+    model: str | None = None  # the endpoint's adapter, by its name there
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1, gc=False):

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import Fetch
 from easyrl.inference_client.fetching.messages import Send
@@ -21,8 +22,11 @@ Answered: TypeAlias = Callable[[Sequence[Send], Completion | Exception, float], 
 class SingleRequests:
     """Those in flight."""
 
-    def __init__(self, fetch: Fetch, api_keys: ApiKeys, answered: Answered) -> None:
-        self._fetch, self._api_keys, self._answered = fetch, api_keys, answered
+    def __init__(
+        self, fetch: Fetch, api_keys: ApiKeys, adapters: AdapterNames, answered: Answered
+    ) -> None:
+        self._fetch, self._api_keys, self._adapters = fetch, api_keys, adapters
+        self._answered = answered
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by number of the order
 
@@ -40,6 +44,7 @@ class SingleRequests:
             prompt = np.frombuffer(order.prompt, np.int32)
             sampling = SamplingConfig.model_validate_json(order.sampling)
             self._api_keys.learn(order.url, order.api_key)
+            self._adapters.learn(order.url, order.model)
             result: Completion | Exception
             result = await self._fetch(order.url, prompt, sampling, order.seed)
         except Exception as error:

@@ -17,12 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from easyrl.config import InferenceConfig, SamplingConfig
+from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import Fetch
 from easyrl.inference_client.errors import (
     AttemptsFailed,
     EndpointError,
     EndpointUnavailable,
+    NoSuchModel,
     PromptRejected,
     PromptTooLong,
     RequestRejected,
@@ -62,6 +64,7 @@ class EndpointPool(Fleet):
         num_shares: processes that share the endpoints (trainer ranks); ``max_inflight`` is divided
             by it.
         update_timeout_s: for each answer to a request that touches weights.
+        adapters: the names that ``fetch`` gives in its requests.
     """
 
     def __init__(
@@ -74,11 +77,13 @@ class EndpointPool(Fleet):
         api_keys: ApiKeys | None = None,
         num_shares: int = 1,
         update_timeout_s: float = 600.0,
+        adapters: AdapterNames | None = None,
     ) -> None:
         urls = config.urls if urls is None else urls
         api_keys = api_keys or ApiKeys.read(config)
         super().__init__(config, fetch, urls, api_keys, num_shares, update_timeout_s)
         self.num_retries = 0
+        self.adapters = adapters or AdapterNames()
         self._fetch, self._streamed = fetch, streamed or fetch
         self._orders = itertools.count()
         self._idle_s = 0.0
@@ -239,6 +244,8 @@ class EndpointPool(Fleet):
                     endpoint, prompt_token_ids, sampling, seed, may_stream=may_stream
                 )
             except RequestRejected as error:  # its place is held: nothing new is sent meanwhile
+                if isinstance(error, NoSuchModel):
+                    self._refuse_restarted(endpoint, error, group.version)
                 problem = await self._look_into(endpoint, error, sampling)
                 if isinstance(problem, PromptRejected):
                     return problem
@@ -317,6 +324,16 @@ class EndpointPool(Fleet):
         if endpoint.num_false_refusals == MAX_FALSE_REFUSALS:
             number = f"refused {MAX_FALSE_REFUSALS} prompts that other endpoints served"
             self.exclude(endpoint, f"{number}, the last: {refusal.error.reason}")
+
+    def _refuse_restarted(
+        self, endpoint: Endpoint, error: NoSuchModel, version: str | None
+    ) -> None:
+        """Raises ``WrongVersion`` if ``endpoint`` has lost the adapter of ``version``."""
+        if version is not None:
+            wrong = WrongVersion(endpoint.url, f"has lost its adapter: {error.reason}")
+            endpoint.num_failures += 1
+            self._lose_confirmation(endpoint, version, wrong.reason)
+            raise wrong from None
 
     def _check_stamps(
         self, endpoint: Endpoint, completion: Completion, version: str | None

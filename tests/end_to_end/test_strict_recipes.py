@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.parts.random_model import write_random_model
 from tests.end_to_end.test_strict_mode import UnevenProxy
 from tests.golden.whole_run import Inputs, outcome, servers, train
 
@@ -24,8 +25,20 @@ RECIPES = [
     "reinforce_pp",
     "reinforce_pp_baseline",
     "gdpo",
+    "online_dpo",
+    "rpo",
+    "distillation",
+    "grpo with entropy control",
+    "ppo",
+    "pf_ppo",
 ]
-OF_EACH_SPAN_AND_SCOPE = {"cispo", "gspo", "reinforce_pp"}  # the others: make test-slow
+# by name above: the section, where it is more than the recipe's name
+SECTIONS = {
+    "distillation": "{name: distillation, teacher: TEACHER}",
+    "grpo with entropy control": "{name: grpo, entropy_target: 5.0, entropy_coef_step: 0.5}",
+}
+# the others: make test-slow
+OF_EACH_SPAN_AND_SCOPE = {"cispo", "gspo", "reinforce_pp", "distillation"}
 NUM_STEPS, NUM_UPDATES = 4, 2
 
 
@@ -59,13 +72,17 @@ def test_the_final_weights_are_the_same(
     tmp_path: Path, inputs: Inputs, urls: tuple[list[str], list[str]], name: str
 ) -> None:
     outcomes = {}
+    teacher = write_random_model(
+        tmp_path / "teacher", hidden_size=64, num_layers=2, seed=1, weight_std=0.2
+    )
+    section = SECTIONS.get(name, f"{{name: {name}}}").replace("TEACHER", str(teacher))
     for mode, own in zip(("sync", "async"), urls, strict=True):
         train(
             tmp_path / mode,
             inputs,
             own,
             f"run.mode={mode}",
-            f"recipe={{name: {name}}}",
+            f"recipe={section}",
             f"trainer.updates_per_batch={NUM_UPDATES}",
             f"trainer.max_steps={NUM_STEPS}",
         )
@@ -74,5 +91,9 @@ def test_the_final_weights_are_the_same(
     assert outcomes["sync"]["weights"] == outcomes["async"]["weights"]
     last = outcomes["sync"]["steps"][-1]
     assert last["grad_norm"] > 0
+    if "policy/entropy_coef" in last:
+        steps = outcomes["sync"]["steps"]
+        acted = [step["policy/entropy_coef"] for step in steps if "policy/entropy_coef" in step]
+        assert acted == [0.25, 1.0]  # means of two updates: 0 and 0.5, then 1 at most
     if "policy/ratio" in last:
         assert last["policy/ratio"] != 1  # the second update is on another policy's samples

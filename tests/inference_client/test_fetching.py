@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.errors import (
     EndpointUnavailable,
@@ -310,7 +311,7 @@ async def test_answers_beyond_the_fetchers_memory_are_their_endpoints_fault():
     ours, theirs = socket.socketpair()
     with ours:
         reader, writer = await asyncio.open_unix_connection(sock=theirs)
-        process = fetcher_process._Fetcher(fetch, ApiKeys(), writer, None, 2**31)
+        process = fetcher_process._Fetcher(fetch, ApiKeys(), AdapterNames(), writer, None, 2**31)
         process.obey(Send(3, "http://a", PROMPT.tobytes(), SAMPLING.model_dump_json().encode(), 0))
         frames, replies = FrameSplitter(), []
         ours.setblocking(False)

@@ -284,6 +284,13 @@ def test_command_line_on_cpus(model_dir: Path, tmp_path: Path) -> None:
     assert said["env"]["VLLM_CPU_KVCACHE_SPACE"]
 
 
+def test_servers_of_a_policy_with_adapters_take_them(model_dir: Path, tmp_path: Path) -> None:
+    said = start_recording(tmp_path, model_dir, lora_rank=20)
+    line = " ".join(said["argv"])
+    assert "--enable-lora" in line and "--max-lora-rank 32" in line
+    assert said["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
 def test_options_win_over_ours(model_dir: Path, tmp_path: Path) -> None:
     said = start_recording(tmp_path, model_dir, "--dtype=bfloat16", "--logprobs-mode=raw_logprobs")
     given = [part for part in said["argv"] if "dtype" in part or "logprobs" in part]

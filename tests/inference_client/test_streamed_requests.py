@@ -16,6 +16,7 @@ from aiohttp import web
 
 from easyrl.completion_check import ANY_INT32
 from easyrl.config import SamplingConfig
+from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import (
@@ -136,7 +137,7 @@ class LocalStreams:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         client = functools.cache(lambda url: EndpointClient(url, session))
-        single = SingleRequests(local_fetch(session), ApiKeys(), self._answered)
+        single = SingleRequests(local_fetch(session), ApiKeys(), AdapterNames(), self._answered)
         self._streams = StreamedRequests(
             lambda order: client(order.url), ANY_INT32, self._answered, single.add
         )

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from easyrl.kernels.logprobs.linear_logprob import TokenLoss, linear_logprobs
+from easyrl.kernels.logprobs.linear_logprob import linear_logprobs
+from easyrl.kernels.logprobs.token_losses import TokenLoss
 from tests.kernels.memory_recorder import PeakMemory
 from tests.kernels.test_linear_logprob import NUM_TOKENS, VOCAB, inputs, whole
 

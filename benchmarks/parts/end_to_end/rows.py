@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
+
+from benchmarks.parts.row_file import RowFile
 
 
 class Step(msgspec.Struct):
@@ -61,45 +60,7 @@ class Row(msgspec.Struct):
         }
 
 
-class Rows:
+class Rows(RowFile[Key, Measured, Row]):
     """The rows of a file."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        self._rows = {row.key: row for row in map(_decoded, lines) if row is not None}
-
-    def get(
-        self, key: Key, measure: Callable[[], Measured], *, of_any_revision: bool = False
-    ) -> Row:
-        """The row of ``key``; measured and written down if the file has none.
-
-        ``of_any_revision``: failing that, the newest one of another.
-        """
-        found = self.find(key, of_any_revision=of_any_revision)
-        if found is None:
-            found = Row(key, measure())
-            with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(found) + b"\n")
-            self._rows[key] = found
-        return found
-
-    def find(self, key: Key, *, of_any_revision: bool = False) -> Row | None:
-        """As ``get``; None if there is none."""
-        found = self._rows.get(key)
-        if found is None and of_any_revision:
-            of_others = [
-                row
-                for other, row in self._rows.items()
-                if replace(other, revision=key.revision) == key
-            ]
-            found = of_others[-1] if of_others else None
-        return found
-
-
-def _decoded(line: bytes) -> Row | None:
-    """None: its end was lost, or it is of an earlier form of this benchmark."""
-    try:
-        return msgspec.json.decode(line, type=Row)
-    except msgspec.DecodeError:
-        return None
+    row = Row

@@ -96,3 +96,23 @@ def schedule_factor(trainer: TrainerConfig, total_steps: int | None) -> Callable
         return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return factor
+
+
+def critic_config(config: Config) -> Config:
+    """The configuration of the critic, as if it were the policy: AdamW on the policy's schedule.
+
+    ZeRO 2 at most (``critic.py``).
+    """
+    critic, trainer = config.critic, config.trainer
+    own = {
+        "learning_rate": critic.learning_rate,
+        "weight_decay": critic.weight_decay,
+        "max_grad_norm": critic.max_grad_norm,
+        "optimizer": "adamw",
+        "zero_stage": min(trainer.zero_stage, 2),
+    }
+    sections = {
+        "trainer": trainer.model_copy(update=own),
+        "model": config.model.model_copy(update={"path": critic.path or config.model.path}),
+    }
+    return config.model_copy(update=sections)

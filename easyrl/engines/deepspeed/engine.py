@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,17 +16,25 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
-from easyrl.config import Config
-from easyrl.engines.base import EngineState, MetricSums, NonFiniteLossError, SavedState, StepResult
+from easyrl.config import Config, ConfigError
+from easyrl.engines.base import (
+    EngineState,
+    MetricSums,
+    NonFiniteLossError,
+    SavedState,
+    StepResult,
+    WeightKind,
+)
 from easyrl.engines.deepspeed.config import frozen_config, schedule_factor, training_config
+from easyrl.engines.deepspeed.critic import CRITIC, DeepSpeedCritic
 from easyrl.engines.deepspeed.eight_bit import partitions_of
-from easyrl.engines.deepspeed.late_denominator import require_late_scalar, step_divided
+from easyrl.engines.deepspeed.initialise import initialise, num_elements, trained_parameters
+from easyrl.engines.deepspeed.joint_step import step_together
+from easyrl.engines.deepspeed.late_denominator import step_divided
 from easyrl.engines.deepspeed.muon import MuonWithAdamW
-from easyrl.engines.deepspeed.optimizers import make_optimizer
 from easyrl.engines.deepspeed.pieces import MASTER, copy_pieces, key_of, read_pieces
-from easyrl.engines.deepspeed.sharded_loading import sharded_loading
+from easyrl.engines.deepspeed.sharded_loading import sharded_loading, take_projection
 from easyrl.engines.deepspeed.shards import Fragment, own_part, shards_of, zero_3_fragment
 from easyrl.engines.deepspeed.state import (
     copy_of,
@@ -40,11 +48,21 @@ from easyrl.engines.weight_names import adapter_weights, saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model
 from easyrl.models.lora import OLD_POLICY as OLD_ADAPTER
-from easyrl.models.lora import TRAINED, add_old_policy, frozen_adapter
+from easyrl.models.lora import (
+    TRAINED,
+    adapter_change,
+    adapter_layers,
+    add_old_policy,
+    factors,
+    frozen_adapter,
+)
 from easyrl.models.offload import OffloadedModel
 from easyrl.models.policy_model import PolicyModel
+from easyrl.models.teacher import FullTeacher
+from easyrl.models.teacher_loading import load_teacher
 from easyrl.models.tri_model import Frozen, FrozenModel, TriModel, frozen_model
 from easyrl.recipes.loading import load_recipe
+from easyrl.recipes.recipe import Teacher
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
 
@@ -80,8 +98,12 @@ class DeepSpeedEngine:
         self.device = torch.device(get_accelerator().device_name(local_rank))
         load = load_model or (lambda: load_policy_model(config.model, seed=config.run.seed))
         factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
-        self._recipe = load_recipe(config)
+        self._uncontrolled = self._recipe = load_recipe(config)
         needs = self._recipe.needs
+        # the frozen models too: all ranks run them together
+        self._shards_frozen = self._stage == 3 and self.ranks.dp_size > 1
+        if self._shards_frozen and self._recipe.before_advantages.reference:
+            raise ConfigError(_reference_is_sharded(config))
         self._is_lagged = config.trainer.old_policy == "lagged"
         # never lagged too
         self._has_snapshot = needs.old_policy and config.trainer.updates_per_batch > 1
@@ -89,7 +111,7 @@ class DeepSpeedEngine:
         self._policy = self._load(load, training_config(config))
         if config.model.lora is not None and with_old_policy:
             add_old_policy(self._policy.model)
-        self._engine = _initialize(config, self._policy, factor)
+        self._engine = initialise(config, self._policy, factor)
         inner = self._engine.optimizer.optimizer
         if isinstance(inner, MuonWithAdamW) and self._stage > 0:
             parameters = self._parameters()
@@ -99,29 +121,41 @@ class DeepSpeedEngine:
             self._engine,
             reference=self._reference(load) if needs.reference else None,
             old_policy=self._old_policy(load) if with_old_policy else None,
+            teacher=None if needs.teacher is None else self._teacher(needs.teacher),
             temperature=config.rollout.temperature,
             device=self.device,
         )
-        self.can_look_ahead = (needs.reference or with_old_policy) and not (
-            self._stage == 3 and self.ranks.dp_size > 1  # the frozen models are sharded too
-        )
+        self._critic: DeepSpeedCritic | None = None
+        if needs.critic:
+            self._critic = DeepSpeedCritic(config, self.device, total_steps=total_steps)
+        frozen = needs.reference, with_old_policy, needs.critic, needs.scores_with_teacher
+        self.can_look_ahead = any(frozen) and not self._shards_frozen
         wanted, span = config.model.logprob_backward, self._recipe.span
         self._same_pass = span == "token" if wanted == "auto" else wanted == "same_pass"
         self._num_backwards = 0
 
     # ---- training --------------------------------------------------------------------------------
 
+    def set_controls(self, controls: Mapping[str, float]) -> None:
+        self._recipe = self._uncontrolled.controlled(controls)
+
     def begin_batch(self) -> None:
         if self._has_snapshot:
             self._set_old_policy(self._local(self._parameters().values()))
             self._tri_model.old_is_policy = True  # in the first update: no forward of the snapshot
+        if self._critic is not None:
+            self._critic.begin_batch()
         self._tri_model.sampled_by = "policy"
 
     def prepare(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         if not isinstance(self._tri_model.reference, OffloadedModel):
             return list(micro_batches)
-        frozen = self._tri_model.frozen_logprobs_of(micro_batches)
-        return [replace(row, frozen=said) for row, said in zip(micro_batches, frozen, strict=True)]
+        rows = list(micro_batches)
+        places = [i for i, row in enumerate(rows) if row.frozen is None]
+        frozen = self._tri_model.frozen_logprobs_of([rows[i] for i in places])
+        for i, said in zip(places, frozen, strict=True):
+            rows[i] = replace(rows[i], frozen=self._with_values(rows[i], said))
+        return rows
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         metrics = []
@@ -134,28 +168,50 @@ class DeepSpeedEngine:
                 problem = f"micro-batch {index}: loss sum is {loss_sum.item()}"
                 loss_sum = loss_sum * math.nan  # an infinite loss may have a finite gradient
             self._backward(loss_sum)
+            if self._critic is not None:
+                value_sums, value_problem = self._critic.forward_backward(micro_batch, self._recipe)
+                sums.add(value_sums)
+                problem = problem or value_problem
             metrics.append(sums)
         if problem is not None:
             raise NonFiniteLossError(problem)  # only now: ranks in lock-step are not left waiting
         return metrics
 
-    def optimizer_step(self, denominator: float) -> StepResult:
+    def optimizer_step(self, denominator: float, value_denominator: float = 0.0) -> StepResult:
         assert denominator > 0
         learning_rate = float(self._engine.get_lr()[0])
         if self._backwards_of_all_ranks() == 0:
             return StepResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
         if self._num_backwards == 0:  # other ranks had rows; DeepSpeed reduces only what exists
             self._backward_of_nothing(scale=0.0)
+            if self._critic is not None:
+                self._critic.backward_of_nothing()
         before = copy_of(self._local(self._parameters().values())) if self._is_lagged else []
-        # DeepSpeed averages over ranks, the denominator is of all ranks' sums.
-        grad_norm, applied = step_divided(self._engine, denominator / self.ranks.dp_size)
+        grad_norm, applied, critic = self._step(denominator, value_denominator)
         self._num_backwards = 0
         if applied and self._is_lagged:
             self._set_old_policy(before)
         if applied:
             self._tri_model.old_is_policy = False
             self._tri_model.sampled_by = "old_policy" if self._has_snapshot else None
-        return StepResult(grad_norm, learning_rate, skipped=not applied)
+        return StepResult(grad_norm, learning_rate, skipped=not applied, critic=critic)
+
+    def _step(
+        self, denominator: float, value_denominator: float
+    ) -> tuple[float, bool, StepResult | None]:
+        """Of policy and critic together; the policy's norm and whether they stepped. Collective."""
+        # DeepSpeed averages over ranks, the denominators are of all ranks' sums.
+        num_ranks, critic = self.ranks.dp_size, self._critic
+        if critic is None:
+            return *step_divided(self._engine, denominator / num_ranks), None
+        learning_rate = critic.learning_rate
+        policy, (grad_norm, applied) = step_together(
+            self._engine,
+            denominator / num_ranks,
+            lambda: critic.step(max(value_denominator, 1.0) / num_ranks),
+            critic.discard_gradients,
+        )
+        return *policy, StepResult(grad_norm, learning_rate, skipped=not applied)
 
     def discard_gradients(self) -> None:
         """A step that cannot be taken is the one way of clearing that all of DeepSpeed's optimizers
@@ -164,17 +220,28 @@ class DeepSpeedEngine:
         self._backward_of_nothing(scale=math.nan)
         _, applied = step_divided(self._engine, 1.0)
         assert not applied
+        if self._critic is not None:
+            self._critic.discard_gradients()
         self._num_backwards = 0
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
-        assert self.can_look_ahead
-        return self._tri_model.frozen_logprobs(micro_batch)
+        assert self.can_look_ahead or self._critic is not None
+        if self._shards_frozen:
+            return self._with_values(micro_batch, FrozenLogprobs(None, None))
+        return self._with_values(micro_batch, self._tri_model.frozen_logprobs(micro_batch))
+
+    def _with_values(self, micro_batch: MicroBatch, said: FrozenLogprobs) -> FrozenLogprobs:
+        """``said``, and what the critic said as the batch began."""
+        if self._critic is None:
+            return said
+        return replace(said, values=self._critic.values(micro_batch))
 
     @property
     def has_frozen_models(self) -> bool:
         models = self._tri_model
         lags = models.old_policy is not None and not models.old_is_policy
-        return models.reference is not None or lags
+        others = self._critic is not None or self._recipe.needs.scores_with_teacher
+        return models.reference is not None or lags or others
 
     @torch.no_grad()
     def evaluate(self, micro_batch: MicroBatch) -> MetricSums:
@@ -201,17 +268,27 @@ class DeepSpeedEngine:
 
     # ---- weights ---------------------------------------------------------------------------------
 
-    def named_weights(
-        self, kind: Literal["full", "adapter"] = "full"
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, kind: WeightKind = "full") -> Iterator[tuple[str, Tensor]]:
         """One module at a time; ranks other than 0 get tensors without data (device ``meta``)."""
         self._release_gathered()
-        weights = {"full": saved_weights, "adapter": adapter_weights}[kind]
-        return weights(self._policy.model, is_writer=self.ranks.rank == 0)
+        model, is_writer = self._policy.model, self.ranks.rank == 0
+        if kind == "critic":
+            assert self._critic is not None
+            return self._critic.named_weights(is_writer=is_writer)
+        if kind == "adapter":
+            return adapter_weights(model, is_writer=is_writer)
+        return saved_weights(model, is_writer=is_writer, merged=kind == "full")
 
     @contextmanager
-    def perturbed_weights(self) -> Iterator[None]:
-        """Inside, every weight tensor is scaled by a factor between 0.95 and 1.05 of its own."""
+    def perturbed_weights(self, kind: Literal["full", "adapter"] = "full") -> Iterator[None]:
+        """Inside, every weight tensor is scaled by a factor between 0.95 and 1.05 of its own.
+
+        Of adapters alone ``B`` is moved (``adapter_change``): it is zero as a run begins.
+        """
+        if kind == "adapter":
+            with self._perturbed_adapter():
+                yield
+            return
         parameters = dict(self._policy.model.named_parameters())
         tensors = self._local(parameters.values())
         saved = copy_of(tensors)
@@ -221,6 +298,22 @@ class DeepSpeedEngine:
             yield
         finally:
             restore(self._local(parameters.values()), saved)
+
+    @contextmanager
+    def _perturbed_adapter(self) -> Iterator[None]:
+        layers = adapter_layers(self._policy.model).values()
+        changed = [factors(layer)[1] for layer in layers]
+        saved = copy_of(self._local(changed))
+        for layer in layers:
+            a, b = factors(layer)
+            weight: Any = layer.get_base_layer().weight
+            own_weight, own_a, own_b = self._local([weight, a, b])
+            rank, scaling = layer.r[TRAINED], layer.scaling[TRAINED]
+            own_b.add_(adapter_change(own_weight, own_a, own_b, rank=rank, scaling=scaling))
+        try:
+            yield
+        finally:
+            restore(self._local(changed), saved)
 
     def _local(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's storage of each parameter, with nothing gathered: a change to a shard would
@@ -269,13 +362,28 @@ class DeepSpeedEngine:
     def _frozen(self, load: Callable[[], PolicyModel], *, offload: bool) -> FrozenModel:
         """``offload``: with ZeRO-3 the shards are in host memory, which DeepSpeed streams."""
         settings = frozen_config(self._config, offload=offload)
+        return frozen_model(self._placed(self._load(load, settings), settings))
+
+    def _teacher(self, teacher: Teacher) -> Frozen | FullTeacher:
+        """Replicated on each rank; with ZeRO-3 in shards, but for the projection of a full one."""
+        load = partial(load_teacher, self._config.model, teacher.path)
+        if not teacher.full:
+            return self._frozen(load, offload=False)
+        settings = frozen_config(self._config, offload=False)
         model = self._load(load, settings)
+        if self._stage < 3:  # before it is taken: a tied one stays one tensor
+            model.to(self.device)
+        projection = take_projection(model)
+        return FullTeacher(frozen_model(self._placed(model, settings)).module, *projection)
+
+    def _placed(self, model: PolicyModel, settings: dict[str, Any]) -> nn.Module:
+        """A model to be frozen, on the device, with ZeRO-3 by an engine that gathers its shards."""
         if self._stage < 3:
-            return frozen_model(model.to(self.device))
+            return model.to(self.device)
         model.requires_grad_(False)
         with quiet():
             sharded, *_ = deepspeed.initialize(model=model, config=settings)
-        return frozen_model(sharded)
+        return sharded
 
     def _load(self, load: Callable[[], PolicyModel], settings: dict[str, Any]) -> PolicyModel:
         """With ZeRO-3 in shards from the beginning. Collective."""
@@ -285,7 +393,7 @@ class DeepSpeedEngine:
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def snapshot(self) -> EngineState:
-        """Masters, the optimizer's state, step counts and, if lagged, the old policy.
+        """Masters, the optimizer's state, step counts; a critic's too; if lagged, the old policy.
 
         Host memory: 12 bytes per trained parameter (Muon 8, 8-bit Adam 6), divided by the number of
         ranks; with a lagged old policy its own size more.
@@ -294,23 +402,25 @@ class DeepSpeedEngine:
         if self._is_lagged:
             for tensor, _, own in self._old_policy_fragments():
                 pieces += copy_pieces(OLD_POLICY, tensor, [own])
+        critic = EngineState([], {}) if self._critic is None else self._critic.snapshot()
         # The rest of the schedule's state is the configuration.
         position = {SCHEDULE: self._engine.lr_scheduler.last_epoch}
-        return EngineState(pieces, self._description() | position)
+        description = self._description() | position | critic.description
+        return EngineState(pieces + critic.pieces, description)
 
     def restore(self, saved: SavedState) -> None:
         """Also from another ZeRO stage, but for 8-bit moments; not of another model, dtype,
         optimizer or kind of old policy.
         """
         mine = self._description()
-        # checkpoints without the key are AdamW's
-        found = {"trainer.optimizer": "adamw"} | dict(saved.description)
+        # checkpoints without the keys are AdamW's, and without a critic
+        found = {"trainer.optimizer": "adamw", CRITIC: 0} | dict(saved.description)
         theirs = {key: found.get(key) for key in mine}
         wrong = [f"{k} is {theirs[k]}, now {mine[k]}" for k in mine if theirs[k] != mine[k]]
         for name, parameter in self._parameters().items():
             numel = saved.numel(key_of(MASTER, name))
-            if not wrong and numel != _numel(parameter):
-                wrong.append(f"{name} has {numel} elements, now {_numel(parameter)}")
+            if not wrong and numel != num_elements(parameter):
+                wrong.append(f"{name} has {numel} elements, now {num_elements(parameter)}")
         if wrong:
             raise ValueError(
                 f"the checkpoint does not fit: {'; '.join(wrong)}; resume with the settings it was "
@@ -322,10 +432,12 @@ class DeepSpeedEngine:
                 for tensor, held, _ in self._old_policy_fragments():
                     read_pieces(OLD_POLICY, tensor, [held], saved)
         restore_schedule(self._engine.lr_scheduler, saved.description[SCHEDULE])
+        if self._critic is not None:
+            self._critic.restore(saved)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by a name that depends on neither ranks nor ZeRO stage."""
-        return {n: p for n, p in self._policy.model.named_parameters() if p.requires_grad}
+        return trained_parameters(self._policy)
 
     def _old_policy_fragments(self) -> Iterator[tuple[Tensor, Fragment, Fragment]]:
         """The old policy's tensors on this rank: what they hold, what is saved of it."""
@@ -347,12 +459,21 @@ class DeepSpeedEngine:
             "model.lora": None if lora is None else lora.model_dump(),
             "trainer.old_policy": trainer.old_policy,
             "trainer.optimizer": trainer.optimizer,
-            "number of parameters": sum(_numel(p) for p in self._parameters().values()),
+            "number of parameters": sum(num_elements(p) for p in self._parameters().values()),
+            CRITIC: 0 if self._critic is None else self._critic.num_parameters,
         }
         if trainer.optimizer == "adam8bit":
             partitions = partitions_of(trainer.zero_stage, self.ranks.dp_size)
             description["blocks of 8-bit moments"] = partitions
         return description
+
+
+def _reference_is_sharded(config: Config) -> str:
+    return (
+        "trainer.zero_stage: 3 shards the reference over several ranks, and recipe "
+        f"{config.recipe.name}, as it is set, makes advantages of what the reference says, which a "
+        "rank asks for its own rows; use 2, or recipe.kl_coef (the KL in the loss)"
+    )
 
 
 def perturbation(name: str) -> float:
@@ -361,23 +482,3 @@ def perturbation(name: str) -> float:
     magnitude = 0.3 + 0.7 * int.from_bytes(digest[:4], "little") / 2**32
     sign = 1 if digest[4] & 1 else -1
     return 1 + 0.05 * sign * magnitude
-
-
-def _initialize(
-    config: Config, policy: PolicyModel, factor: Callable[[int], float]
-) -> deepspeed.DeepSpeedEngine:
-    optimizer = make_optimizer(config.trainer, policy, get_accelerator().device_name())
-    with quiet():
-        engine, *_ = deepspeed.initialize(
-            model=policy,
-            optimizer=optimizer,
-            lr_scheduler=partial(LambdaLR, lr_lambda=factor),
-            config=training_config(config),
-        )
-    require_late_scalar(engine.optimizer)
-    return engine
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter; a ZeRO-3 parameter's own tensor is empty between uses."""
-    return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()

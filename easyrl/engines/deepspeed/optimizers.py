@@ -13,18 +13,19 @@ from easyrl.config import ConfigError, TrainerConfig
 from easyrl.engines.deepspeed.eight_bit import eight_bit_adamw
 from easyrl.engines.deepspeed.late_denominator import LateScalarOptimizer
 from easyrl.engines.deepspeed.muon import IS_MUON, MuonWithAdamW
+from easyrl.models.critic import CriticModel
 from easyrl.models.policy_model import PolicyModel
 
 MUON_MOMENTUM = 0.95
 
 
 def make_optimizer(
-    trainer: TrainerConfig, policy: PolicyModel, device: str
+    trainer: TrainerConfig, policy: PolicyModel | CriticModel, device: str
 ) -> torch.optim.Optimizer:
     """For ``deepspeed.initialize``; with ZeRO-0 behind the late scalar.
 
     ``device``: the kind, such as ``cuda``. Raises ``ConfigError`` for a package that is not
-    installed, or weights that the optimizer cannot step.
+    installed or too old, or weights that the optimizer cannot step.
     """
     settings: dict[str, Any] = {
         "lr": trainer.learning_rate,
@@ -34,6 +35,11 @@ def make_optimizer(
     fused: dict[str, Any] = {"fused": fused_adam(device, offload=trainer.offload_optimizer)}
     optimizer: torch.optim.Optimizer
     if trainer.optimizer == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise ConfigError(
+                f"trainer.optimizer: muon is not in torch {torch.__version__}; install torch 2.9 "
+                "or later, or use adamw"
+            )
         optimizer = MuonWithAdamW(
             muon_groups(policy, trainer),
             momentum=trainer.muon_momentum or MUON_MOMENTUM,
@@ -82,7 +88,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def muon_groups(policy: PolicyModel, trainer: TrainerConfig) -> list[dict[str, Any]]:
+def muon_groups(policy: PolicyModel | CriticModel, trainer: TrainerConfig) -> list[dict[str, Any]]:
     """AdamW's groups of embeddings, output projection, norms and biases, then Muon's of the other
     matrices.
 

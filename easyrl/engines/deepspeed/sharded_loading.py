@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import deepspeed
+from torch import Tensor
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from easyrl.models.policy_model import PolicyModel
+from easyrl.models.teacher import NoProjection
 
 
 @contextmanager
@@ -23,3 +28,17 @@ def sharded_loading(settings: dict[str, Any]) -> Iterator[None]:
     finally:
         unset_hf_deepspeed_config()
         del hf_config
+
+
+def take_projection(model: PolicyModel) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, H] and bias [V] of ``model``'s projection, whole on every rank; it has none then.
+
+    Of a model in shards they are copies, else its own. Collective.
+    """
+    head: Any = model.model.get_output_embeddings()
+    own = [parameter for parameter in (head.weight, head.bias) if parameter is not None]
+    is_sharded = hasattr(head.weight, "ds_id")
+    with deepspeed.zero.GatheredParameters(own) if is_sharded else nullcontext():
+        taken = [p.detach().clone() if is_sharded else p.detach() for p in own]
+    model.model.set_output_embeddings(NoProjection())
+    return taken[0], taken[1] if len(taken) > 1 else None

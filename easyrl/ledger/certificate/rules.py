@@ -15,7 +15,7 @@ from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, RunRecord
 from easyrl.metrics.logprob_agreement import disagreements
-from easyrl.schema import GroupOutcome, Key, PolicyVersion
+from easyrl.schema import GroupOutcome, Key, PolicyVersion, WeightProof
 
 HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -197,21 +197,28 @@ def _proofs(record: BatchRecord) -> None:
     """Who proved bits has answered a question; the same question has the same right answer."""
     right: dict[tuple[str, int], str] = {}
     for each in record.confirmations:
-        proof, problem = each.proof, None
-        if proof is None:
+        problem = None
+        if each.proof is None:
             problem = "proved its bits, but no answer is recorded" if each.bits_proved else None
         elif not each.bits_proved:
             problem = "has an answer recorded, but did not prove its bits"
-        elif not (HASH.fullmatch(proof.nonce) and HASH.fullmatch(proof.answers)):
-            problem = "has no nonce of 64 hex digits, or no such digest of its answers"
-        elif proof.num_workers < 1 or proof.num_tensors < 1:
-            problem = f"proved {proof.num_tensors} tensors in {proof.num_workers} workers"
-        elif proof.whole:
-            asked = (proof.nonce, proof.num_tensors)
-            if right.setdefault(asked, proof.answers) != proof.answers:
-                problem = "answered otherwise than another endpoint with the same nonce"
+        for proof in (each.proof, each.base):
+            if proof is not None:
+                problem = problem or _wrong_answer(proof, right)
         if problem is not None:
             raise CertificateError(problem, endpoint=each.url)
+
+
+def _wrong_answer(proof: WeightProof, right: dict[tuple[str, int], str]) -> str | None:
+    """What is wrong with an answer, in words; ``right``: those of whole models, by question."""
+    if not (HASH.fullmatch(proof.nonce) and HASH.fullmatch(proof.answers)):
+        return "has no nonce of 64 hex digits, or no such digest of its answers"
+    if proof.num_workers < 1 or proof.num_tensors < 1:
+        return f"proved {proof.num_tensors} tensors in {proof.num_workers} workers"
+    asked = (proof.nonce, proof.num_tensors)
+    if proof.whole and right.setdefault(asked, proof.answers) != proof.answers:
+        return "answered otherwise than another endpoint with the same nonce"
+    return None
 
 
 def _confirmed(record: BatchRecord, context: Context) -> dict[str, set[str]]:

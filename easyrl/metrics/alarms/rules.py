@@ -252,8 +252,8 @@ RULES: tuple[Rule, ...] = (
             "to become long; n-gram length and threshold are ours"
         ),
         remedy=(
-            "add a reward that punishes repeated text to the section rewards, and let responses "
-            "that run into the limit lose: scoring.truncated_reward=0, recipe.mask_truncated=false"
+            "add the reward repetition to the section rewards, and let responses that run into the "
+            "limit lose: scoring.truncated_reward=0, recipe.mask_truncated=false"
         ),
     ),
     Rule(

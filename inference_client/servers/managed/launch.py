@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+from easyrl.inference_client.lora_ranks import least_max_rank
 from easyrl.inference_client.servers.managed.server_process import HOST, ServerProcess
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.access import API_KEY_VARIABLE
 from easyrl.runtime.machine import free_port
@@ -72,6 +73,7 @@ class VllmServerProcess(ServerProcess):
     devices: Sequence[int] | None = None  # indices of GPUs or NPUs; None: as the environment says
     tensor_parallel: int = 1  # devices that share the model
     batch_invariant: bool = False  # no request changes another's response; on devices only
+    lora_rank: int | None = None  # it takes adapters of this rank
     start_timeout_s: float = 300.0
 
     name = "vLLM"
@@ -107,6 +109,9 @@ class VllmServerProcess(ServerProcess):
             settings["--dtype"] = "float32"
         if self.tensor_parallel > 1:
             settings["--tensor-parallel-size"] = str(self.tensor_parallel)
+        if self.lora_rank is not None:
+            settings["--enable-lora"] = None
+            settings["--max-lora-rank"] = str(least_max_rank(self.lora_rank))
         if self._on_cpu:
             settings["--enforce-eager"] = None
             # vLLM 0.32 ends with "CPU Generator does not use offset" where the step's tokens end
@@ -134,6 +139,8 @@ class VllmServerProcess(ServerProcess):
             "PATH": f"{self.python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}",
         }
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if self.lora_rank is not None:
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self._sockets is not None:
             variables["VLLM_RPC_BASE_PATH"] = str(self._sockets)
         if self.cpus:  # the affinity that it inherits is enough
@@ -168,6 +175,11 @@ class VllmServerProcess(ServerProcess):
             return (
                 "out of device memory; lower --gpu-memory-utilization or --max-model-len, or give "
                 "other devices than the trainer's"
+            )
+        if re.search(r"does not support LoRA", log):
+            return (
+                "this vLLM serves no adapters of this model; set weight_sync.lora=merged, which "
+                "sends the whole model"
             )
         return super()._explain(log)
 

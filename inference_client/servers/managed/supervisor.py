@@ -50,6 +50,7 @@ class ManagedServers:
     batch_invariant: bool = False  # no request may change a bit of another's response; vLLM has
     # that on devices only, and not on all
     env: Mapping[str, str] = field(default_factory=dict)  # of embedded servers
+    lora_rank: int | None = None  # vLLM is started for adapters of this rank
     _watched: list[_WatchedServer] = field(default_factory=list, init=False)
 
     def start(self) -> list[str]:
@@ -124,6 +125,7 @@ class ManagedServers:
                 tensor_parallel=config.tensor_parallel,
                 env=env,
                 batch_invariant=self.batch_invariant,
+                lora_rank=self.lora_rank,
                 api_key=new_api_key(),
                 log=log,
                 wait=False,

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from .adapters import AdapterStore
     from .engine import EasyRLWeightTransferEngine
+    from .proof import Proof
 
 ENGINES = {
     "easyrl": ("easyrl_vllm.engine", "EasyRLWeightTransferEngine"),
@@ -42,6 +44,7 @@ class WeightProof:
     if TYPE_CHECKING:  # the worker's own
         weight_transfer_engine: EasyRLWeightTransferEngine
         vllm_config: VllmConfig
+        model_runner: Any
         _weight_update_active: bool
 
     def easyrl_prove_weights(self, nonce: str, tensors: str) -> dict[str, Any]:
@@ -52,6 +55,7 @@ class WeightProof:
         "http"}``, a slice as ``ServedSlice`` has it. What another worker serves is in neither.
         Raises ``ValueError`` while an update is open and before a trainer has announced itself.
         """
+        from .adapter_proof import without_adapters
         from .keyed_digests import parse_nonce
         from .proof import prove
 
@@ -60,7 +64,48 @@ class WeightProof:
         engine = self.weight_transfer_engine
         receiver = engine.opened_receiver()
         asked = json.loads(tensors)
-        result = prove(engine.model, self.vllm_config, parse_nonce(nonce), asked)
+        with without_adapters(engine.model):
+            result = prove(engine.model, self.vllm_config, parse_nonce(nonce), asked)
         if asked:
             receiver.provable = result.bit_for_bit()
+        return self._told(result)
+
+    def easyrl_adapter_limits(self) -> dict[str, Any]:
+        """What adapters this worker takes (``adapters.adapter_limits``)."""
+        from .adapters import adapter_limits
+
+        return adapter_limits(self.model_runner)
+
+    def easyrl_receive_adapter(self, update: str) -> dict[str, Any]:
+        """Takes chunks of an adapter; ``update``: JSON text (``AdapterStore.receive``).
+
+        vLLM loads it afterwards, by /v1/load_lora_adapter with the path ``easyrl:`` and its name.
+        """
+        receiver = self.weight_transfer_engine.opened_receiver()
+        self._adapters().receive(receiver, json.loads(update))
+        return {"transport": receiver.transport}
+
+    def easyrl_prove_adapter(self, nonce: str, adapter: str, tensors: str) -> dict[str, Any]:
+        """As ``easyrl_prove_weights``, of the tensors of ``adapter`` as its layers hold them.
+
+        What the model itself serves is not in the answer.
+        """
+        from .keyed_digests import parse_nonce
+
+        alone = self.vllm_config.parallel_config.world_size == 1
+        asked = json.loads(tensors)
+        return self._told(self._adapters().prove(adapter, parse_nonce(nonce), asked, alone=alone))
+
+    def _told(self, result: Proof) -> dict[str, Any]:
+        receiver = self.weight_transfer_engine.opened_receiver()
         return asdict(result) | {"transport": receiver.transport}
+
+    def _adapters(self) -> AdapterStore:
+        """Those that have come. Raises ``ValueError`` if the server takes none."""
+        from .adapters import AdapterStore, adapter_limits
+
+        if not hasattr(self, "_easyrl_adapters"):
+            if (problem := adapter_limits(self.model_runner)["problem"]) is not None:
+                raise ValueError(f"this server takes no adapters: it {problem}")
+            self._easyrl_adapters = AdapterStore(self.model_runner.lora_manager)
+        return self._easyrl_adapters

@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from .adapter_proof import without_adapters
 from .receiving import WeightReceiver
 
 
@@ -50,7 +51,8 @@ class WeightUpdate:
             names = [name for name, _ in chunk]
             if repeated := self._names.intersection(names):
                 raise ValueError(f"artifact {artifact!r}: {min(repeated)!r} came twice")
-            with disable_mtp_completeness_check():  # a part of the tensors only
+            # a part of the tensors only; a server may have been started for adapters, too
+            with disable_mtp_completeness_check(), without_adapters(self._model):
                 self._model.load_weights(chunk)
             self._names.update(names)
             self._keep_unprocessed({tensor.untyped_storage().data_ptr() for _, tensor in chunk})

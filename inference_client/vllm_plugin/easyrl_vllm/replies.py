@@ -18,6 +18,9 @@ GUARDED = {
     "update_weights",
     "finish_weight_update",
     "easyrl_prove_weights",
+    "easyrl_receive_adapter",
+    "easyrl_prove_adapter",
+    "add_lora",
 }
 
 

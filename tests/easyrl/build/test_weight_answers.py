@@ -45,5 +45,18 @@ def test_it_is_found_by_version_and_weights(served: Path) -> None:
     assert answers("run-ab:0:3", weights, PROOF) is None  # damaged: says nothing of the endpoint
 
 
+def test_an_adapter_is_bound_to_the_model_below_it(served: Path) -> None:
+    root = served / "easyrl-run-ab"
+    root.mkdir()
+    below = {"model": torch.randn(2, 2)}
+    base = write_artifact(below.items(), root / "run-ab-0-base", "run-ab:0:base", 2**20)
+    adapter = write_artifact(WEIGHTS.items(), root / "run-ab-0-3", "run-ab:0:3", 2**20)
+    answers = RecomputedAnswers(served)
+    both = weights_digest([*base.chunks, *adapter.chunks])
+    assert answers("run-ab:0:3", both, PROOF) == RIGHT
+    write_artifact({"model": below["model"] + 1}.items(), root / "run-ab-0-base", "b", 2**20)
+    assert answers("run-ab:0:3", both, PROOF) is None
+
+
 def test_without_settings_nothing_is_formed(tmp_path: Path) -> None:
     assert RecomputedAnswers(tmp_path)("run:0:0", "0" * 64, PROOF) is None

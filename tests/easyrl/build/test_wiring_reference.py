@@ -12,7 +12,9 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 
 
-def config(model: Path, kl_coef: float = 0.1, **settings: object) -> Config:
+def config(
+    model: Path, kl_coef: float = 0.1, more: dict[str, object] | None = None, **settings: object
+) -> Config:
     return validate_config(
         {
             "model": {"path": str(model), **settings},
@@ -21,6 +23,7 @@ def config(model: Path, kl_coef: float = 0.1, **settings: object) -> Config:
             "rewards": [{"name": "exact"}],
             "recipe": {"kl_coef": kl_coef},
         }
+        | (more or {})
     )
 
 
@@ -46,3 +49,20 @@ def test_it_changes_with_every_kind_of_weight_file_and_no_other(tmp_path: Path, 
     # under an adapter the model is frozen too, and no checkpoint holds it
     with_adapter = config(tmp_path, kl_coef=0.0, lora={})
     assert reference_identity(with_adapter, Collectives(Ranks.data_parallel(0, 1))) == identity()
+
+
+def test_under_a_critics_adapter_its_own_model_is_frozen(tmp_path: Path) -> None:
+    policy, critic = tmp_path / "policy", tmp_path / "critic"
+    for folder in (policy, critic):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+    ranks = Collectives(Ranks.data_parallel(0, 1))
+    of_critic = {"recipe": {"name": "ppo"}, "critic": {"path": str(critic)}}
+
+    def identity(**settings: object) -> str | None:
+        return reference_identity(config(policy, more=of_critic, **settings), ranks)
+
+    assert identity() is None  # all of it is trained, and in the checkpoint
+    first = identity(lora={})
+    (critic / "model.safetensors").write_bytes(b"others!")
+    assert identity(lora={}) != first

@@ -14,6 +14,7 @@ from easyrl.__main__ import command_line
 from easyrl.config.file import resolve_config
 from easyrl.config.presets import preset_names, read_preset
 from easyrl.recipes.loading import BUILT_IN, load_recipe
+from tests.recipes import REQUIRED
 
 NAMES = list(dict.fromkeys([*BUILT_IN, *preset_names()]))
 OTHERS = """
@@ -60,8 +61,9 @@ def test_what_is_printed_of_one_is_the_configuration_that_its_name_gives(name: s
         others = OmegaConf.create(
             OF_RECORDS.replace("FORMAT", "preference" if pairs else "completion")
         )
-    pasted = OmegaConf.merge(others, OmegaConf.create(run(name)))
-    named = OmegaConf.merge(others, {"recipe": {"name": name}})
+    required = {"recipe": REQUIRED.get(name, {})}
+    pasted = OmegaConf.merge(others, OmegaConf.create(run(name)), required)
+    named = OmegaConf.merge(others, {"recipe": {"name": name}}, required)
     one, other = (resolve_config(tree, "pasted") for tree in (pasted, named))
     assert load_recipe(one) == load_recipe(other)
     assert one.model_dump(exclude={"recipe"}) == other.model_dump(exclude={"recipe"})

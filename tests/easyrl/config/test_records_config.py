@@ -10,6 +10,7 @@ from easyrl.config import ConfigError
 from easyrl.config.file import dump_config, load_config, validate_config
 from easyrl.config.records import OF_ROLLOUTS, RecordsConfig
 from easyrl.recipes.loading import BUILT_IN, load_recipe, run_settings, with_whole_recipe
+from tests.recipes import REQUIRED
 
 ROOT = Path(__file__).resolve().parents[3]
 MINIMAL = """
@@ -57,6 +58,7 @@ SECTIONS = {
     "weight_sync": "weight_sync={prove: false}",
     "journal": "journal={keep: all}",
     "alarms": "alarms={window: 3}",
+    "critic": "critic={learning_rate: 1e-5}",
 }
 REFUSED = {
     **{
@@ -108,7 +110,8 @@ def test_recipes_of_records_are_refused_in_a_run_on_rollouts() -> None:
         "rewards": [{"name": "math"}],
     }
     for name, cls in BUILT_IN.items():
-        config = validate_config(tree | {"recipe": {"name": name}})
+        recipe = {"name": name} | REQUIRED.get(name, {})
+        config = validate_config(tree | {"recipe": recipe})
         if cls.source == "rollouts":
             load_recipe(config)
             continue

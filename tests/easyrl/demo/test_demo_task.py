@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from easyrl.demo.build_model import IGNORED, build_model, build_tokenizer, supervised_batches
+from easyrl.demo.build_teacher import build_teacher
 from easyrl.demo.task import (
     Problem,
     columns_response,
@@ -162,7 +163,7 @@ def test_warm_start_learns_and_repeats(tmp_path):
     assert all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)
     assert not all(torch.equal(weights_a[name], weights_c[name]) for name in weights_a)
 
-    rows = next(supervised_batches(build_tokenizer(), 99, BATCH_SIZE))[0]
+    rows = next(supervised_batches(build_tokenizer(), warm_start_examples(99), BATCH_SIZE))[0]
     with torch.no_grad():
         before, after = (model(**rows).loss.item() for model in (start, a))
     assert before > math.log(build_tokenizer().vocab_size) * 0.7  # near the uniform distribution
@@ -171,7 +172,7 @@ def test_warm_start_learns_and_repeats(tmp_path):
 
 def test_loss_is_on_responses_and_their_end_only():
     tokenizer = build_tokenizer()
-    batch = next(supervised_batches(tokenizer, 0, BATCH_SIZE))
+    batch = next(supervised_batches(tokenizer, warm_start_examples(0), BATCH_SIZE))
     assert sum(len(rows["input_ids"]) for rows in batch) == BATCH_SIZE
     for rows in batch:
         for input_ids, labels in zip(*rows.values(), strict=True):
@@ -181,3 +182,17 @@ def test_loss_is_on_responses_and_their_end_only():
             assert re.fullmatch(r"<think>[\d+=;]*</think>\d+<\|end\|>", response)
             rest = tokenizer.decode(input_ids[~trained])
             assert re.fullmatch(r"<\|user\|>\d+\+\d+<\|end\|><\|assistant\|>(<\|pad\|>)*", rest)
+
+
+def test_the_teacher_is_larger_of_another_family_and_has_the_same_tokens(tmp_path):
+    build_teacher(tmp_path / "teacher", num_steps=2, batch_size=BATCH_SIZE)
+    build_model(tmp_path / "model", num_steps=1, batch_size=BATCH_SIZE)
+    teacher, model = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("teacher", "model")
+    )
+    assert teacher.config.model_type == "llama" and model.config.model_type == "qwen3"
+    assert 2.5 * model.num_parameters() < teacher.num_parameters()
+    own, its = (
+        AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("model", "teacher")
+    )
+    assert own == its and teacher.config.vocab_size == model.config.vocab_size

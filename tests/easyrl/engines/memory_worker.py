@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from easyrl.config import Config
 from easyrl.config.file import validate_config
-from easyrl.engines.deepspeed.engine import DeepSpeedEngine, _numel
+from easyrl.engines.deepspeed.engine import DeepSpeedEngine
+from easyrl.engines.deepspeed.initialise import num_elements
 from easyrl.engines.process_group import start_process_group
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel
@@ -67,7 +68,7 @@ def measure(folder: Path, case: str) -> float:
         one_or_more = bucket.buffer  # one with ZeRO-3, a list else
         for buffer in [one_or_more] if isinstance(one_or_more, torch.Tensor) else one_or_more:
             before[buffer.untyped_storage().data_ptr()] = 0
-    num_parameters = sum(_numel(p) for p in engine._policy.parameters())
+    num_parameters = sum(num_elements(p) for p in engine._policy.parameters())
     held = held_bytes(engine._policy, before) / num_parameters
     engine._engine.destroy()
     return held
@@ -109,7 +110,7 @@ def load(folder: Path) -> list[list[float]]:
         return policy
 
     engine = DeepSpeedEngine(settings, load_model=load_model)
-    num_parameters = sum(_numel(p) for p in engine._policy.parameters())
+    num_parameters = sum(num_elements(p) for p in engine._policy.parameters())
     told = Collectives(engine.ranks).all_gather(growths)
     return [[nbytes / num_parameters for nbytes in rank] for rank in told]
 

@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
 from easyrl.config import ModelConfig  # noqa: E402
-from easyrl.engines.deepspeed.engine import DeepSpeedEngine, _numel  # noqa: E402
+from easyrl.engines.deepspeed.engine import DeepSpeedEngine  # noqa: E402
+from easyrl.engines.deepspeed.initialise import num_elements  # noqa: E402
 from easyrl.engines.deepspeed.memory import BUFFERED, bytes_per_parameter  # noqa: E402
 from easyrl.kernels.attention.segment_layout import SegmentLayout  # noqa: E402
 from easyrl.models.loading import load_policy_model  # noqa: E402
@@ -68,7 +69,7 @@ def test_the_allocator_holds_what_is_documented(
     assert not result.skipped and result.grad_norm > 0
     engine.forward_backward([row])
     engine._release_gathered()
-    num_parameters = sum(_numel(p) for p in engine._policy.parameters())
+    num_parameters = sum(num_elements(p) for p in engine._policy.parameters())
     held = (allocated() - before) / num_parameters
     use = bytes_per_parameter(stage, dtype, 1, offload_optimizer=offload)
     engine._engine.destroy()

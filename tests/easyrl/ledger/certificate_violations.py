@@ -191,6 +191,17 @@ VIOLATIONS = {
         "has no nonce of 64 hex digits",
         ("endpoint",),
     ),
+    "an answer about the model below an adapter to no nonce": (
+        lambda r: replace(
+            r,
+            confirmations=[
+                dataclasses.replace(c, base=dataclasses.replace(c.proof, nonce="0" * 63))
+                for c in r.confirmations
+            ],
+        ),
+        "has no nonce of 64 hex digits",
+        ("endpoint",),
+    ),
     "another answer to the same question": (
         lambda r: with_proof(r, dataclasses.replace(r.confirmations[0].proof, answers="0" * 64)),
         "answered otherwise than another endpoint with the same nonce",

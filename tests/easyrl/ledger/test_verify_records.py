@@ -24,8 +24,9 @@ from easyrl.ledger.certificate.records import (
 )
 from easyrl.ledger.certificate.seal import SealKey
 from easyrl.ledger.certificate.writer import Certificate
+from easyrl.ledger.certificate_check import order_of
 from easyrl.ledger.recorded_run import RecordedRun
-from easyrl.ledger.verify import order_of, verify
+from easyrl.ledger.verify import verify
 from easyrl.ledger.verify_records import is_run_on_records, verify_records
 from easyrl.runtime.run_files import CERTIFICATE_FILE, CONFIG_FILE, METRICS_FILE
 

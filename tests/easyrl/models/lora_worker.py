@@ -148,6 +148,10 @@ def check_behaviour(session: LoraSession, stage: int, dtype: str) -> Results:
     trained, logprobs = weights(engine), engine.logprobs(probe)
     with engine.perturbed_weights():
         perturbed, moved = weights(engine), float((engine.logprobs(probe) - logprobs).abs().mean())
+    with engine.perturbed_weights("adapter"):
+        apart, below = weights(engine), weights(engine, "base")
+        apart_moved = float((engine.logprobs(probe) - logprobs).abs().mean())
+    restored = same_bits(weights(engine), trained)
     elements = sum(p.values.numel() for p in _masters(engine))
     name = f"{stage}-{dtype}"
     session.checkpoints(engine, name).save(2, {"step": 2})
@@ -166,6 +170,10 @@ def check_behaviour(session: LoraSession, stage: int, dtype: str) -> Results:
         "changed": sorted(n for n in start if not torch.equal(start[n], trained[n])),
         "unperturbed": len(trained) - num_changed(trained, perturbed),
         "perturbation_moved": moved,
+        "adapter_perturbed": sorted(n for n in apart if not torch.equal(apart[n], trained[n])),
+        "adapter_perturbation_moved": apart_moved,
+        "adapter_restored": restored,
+        "below_is_the_start": same_bits(below, start),
         "master_elements": elements,
         "weights": _hash(list(trained.values())),
         "loaded": state_hash(loaded) == saved,

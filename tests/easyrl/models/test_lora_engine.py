@@ -120,6 +120,15 @@ def test_perturbation_reaches_every_served_weight(trained: Trained) -> None:
             assert case["unperturbed"] == 0 and case["perturbation_moved"] > 0.02, (name, case)
 
 
+def test_adapters_alone_can_be_perturbed_and_left_out(trained: Trained) -> None:
+    """What travels where only adapters do: they change visibly, the model below never does."""
+    for name, ranks in trained.cases("behaviour").items():
+        assert ranks[0]["adapter_perturbed"] == ranks[0]["changed"], name
+        for case in ranks:
+            assert case["adapter_perturbation_moved"] > 0.02, (name, case)
+            assert case["adapter_restored"] and case["below_is_the_start"], name
+
+
 def test_a_loaded_checkpoint_continues_to_the_bit(trained: Trained) -> None:
     for name, ranks in trained.cases("behaviour").items():
         for case in ranks:

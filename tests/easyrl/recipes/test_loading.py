@@ -18,10 +18,12 @@ from easyrl.recipes import (
     GRPO,
     GSPO,
     RLOO,
+    RPO,
     ClippedSurrogate,
     DrGRPO,
     DualClip,
     GSPOToken,
+    OnlineDPO,
     ReinforcePP,
     ReinforcePPBaseline,
     TwoSided,
@@ -34,6 +36,7 @@ from easyrl.recipes.loading import (
     with_whole_recipe,
 )
 from tests.easyrl.recipes.transcriptions import CASES
+from tests.recipes import REQUIRED
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE_FILES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
@@ -84,6 +87,12 @@ def load(folder: Path, *overrides: str, text: str = MINIMAL) -> Config:
     return load_config(path, overrides)
 
 
+def of(name: str) -> list[str]:
+    """Overrides: the recipe and what it has to be given."""
+    given = [f"recipe.{key}={value}" for key, value in REQUIRED.get(name, {}).items()]
+    return [f"recipe.name={name}", *given]
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     file = tmp_path / "own.py"
@@ -94,8 +103,9 @@ def own(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", OF_ROLLOUTS)
 def test_a_built_in_has_its_paper_s_defaults(tmp_path: Path, name: str) -> None:
     cls = BUILT_IN[name]
-    recipe = load_recipe(load(tmp_path, f"recipe.name={name}"))
-    assert type(recipe) is cls and recipe == cls()
+    recipe = load_recipe(load(tmp_path, *of(name)))
+    given = {key: Path(value) for key, value in REQUIRED.get(name, {}).items()}
+    assert type(recipe) is cls and recipe == cls(**given)
 
 
 @pytest.mark.parametrize("file", RECIPE_FILES, ids=lambda file: file.stem)
@@ -136,6 +146,8 @@ def test_published_values_of_grpo_s_relatives() -> None:
     assert two_sided.aggregation == cispo.aggregation == "token" and two_sided.dynamic_sampling
     assert cispo.clip_eps_low >= 1 and cispo.kl_coef == 0  # no lower bound in effect
     assert DualClip().clip_ratio_c == 3.0
+    assert (OnlineDPO().beta, OnlineDPO().label_smoothing) == (0.1, 0.0)
+    assert (RPO().beta, RPO().reward_scale) == (1e-5, 3.0)  # Llama-Nemotron §6.2
     assert ReinforcePPBaseline().kl_estimator == "k2" and ReinforcePP().kl_coef == 0
 
 
@@ -152,6 +164,10 @@ def test_published_values_of_grpo_s_relatives() -> None:
         ("reinforce_pp", "batch", "token"),
         ("reinforce_pp_baseline", "batch", "token"),
         ("gdpo", "batch", "token"),
+        ("online_dpo", "group", "group"),
+        ("rpo", "group", "group"),
+        ("ppo", "batch", "token"),
+        ("pf_ppo", "batch", "token"),
     ],
 )
 def test_scope_and_span(tmp_path: Path, name: str, scope: str, span: str) -> None:
@@ -257,9 +273,30 @@ BAD = {
         ["recipe={name: grpo, dynamic_sampling: true}", "trainer.lr_schedule=cosine"],
         "recipe.name: grpo rejects groups, so that the run's last step is not known",
     ),
+    "a schedule to a step that is not known, pairs": (
+        ["recipe={name: online_dpo, dynamic_sampling: true}", "trainer.lr_schedule=cosine"],
+        "recipe.name: online_dpo rejects groups, so that the run's last step is not known",
+    ),
+    "a reward scale of nothing": (
+        ["recipe={name: rpo, reward_scale: 0.0}"],
+        "recipe.reward_scale: Input should be greater than 0 (got 0.0)",
+    ),
+    "more than half of the preferences wrong": (
+        ["recipe={name: online_dpo, label_smoothing: 0.5}"],
+        "recipe.label_smoothing: Input should be less than 0.5 (got 0.5)",
+    ),
+    "gradient at once of pairs": (
+        ["model.logprob_backward=same_pass", "recipe={name: rpo}"],
+        "model.logprob_backward: same_pass needs a loss that is a sum over tokens, which couples "
+        "those of a group in recipe rpo",
+    ),
     "gradient at once of no sum over tokens": (
         ["model.logprob_backward=same_pass", "recipe.kl_in_reward_coef=0.1"],
         "model.logprob_backward: same_pass needs a loss that is a sum over tokens",
+    ),
+    "one response per prompt without a critic": (
+        ["rollout.num_generations=1"],
+        "rollout.num_generations: a baseline needs at least 2 responses per group; raise it",
     ),
     "punishment twice": (
         [
@@ -313,9 +350,18 @@ NO_EFFECT = {
         ["recipe={name: rloo, kl_in_reward_coef: 0.0}", "trainer.old_policy=lagged"],
         "trainer.old_policy: lagged has no effect with a recipe without a ratio",
     ),
+    "a critic's key without a critic": (
+        ["critic.learning_rate=1e-4"],
+        "critic.learning_rate: has no effect with recipe grpo, which has no critic; remove it, or "
+        "use ppo or pf_ppo",
+    ),
+    "a critic of ZeRO 3": (
+        ["recipe.name=ppo", "trainer.zero_stage=3"],
+        "trainer.zero_stage: 3 shards the policy; the critic is trained with 2",
+    ),
     "not looking ahead without frozen models": (
         ["trainer.look_ahead=false", "recipe.kl_coef=0.0"],
-        "trainer.look_ahead: has no effect without a reference, a lagged old policy or several",
+        "trainer.look_ahead: has no effect without a reference, a critic, a lagged old policy",
     ),
 }
 
@@ -329,6 +375,22 @@ def test_a_key_that_cannot_act_is_said_and_no_error(tmp_path: Path, name: str) -
     default = load(tmp_path, f"recipe.name={config.recipe.name}")
     told_anyway = notices(default, load_recipe(default))
     assert not any(message.partition(":")[0] + ": has no effect" in each for each in told_anyway)
+
+
+def test_a_model_is_asked_first_only_where_it_is_needed(tmp_path: Path) -> None:
+    file = tmp_path / "first.py"
+    file.write_text(
+        "from easyrl.recipes import GRPO, Models\n\nclass First(GRPO):\n"
+        "    before_advantages = Models(reference=True)\n"
+    )
+    recipe = f"recipe={{name: First, file: {file}, kl_coef: KL}}"
+    load_recipe(load(tmp_path, recipe.replace("KL", "0.1")))
+    with pytest.raises(ConfigError, match="before_advantages names a model that needs does not"):
+        load_recipe(load(tmp_path, recipe.replace("KL", "0.0")))
+
+
+def test_a_critic_is_baseline_enough_for_one_response(tmp_path: Path) -> None:
+    load_recipe(load(tmp_path, "recipe={name: ppo}", "rollout.num_generations=1"))
 
 
 def test_the_overlong_reward_goes_with_dapo_without_its_own(tmp_path: Path) -> None:
@@ -371,7 +433,7 @@ def test_the_remedies_are_accepted(tmp_path: Path, overrides: list[str]) -> None
 
 @pytest.mark.parametrize("name", OF_ROLLOUTS)
 def test_a_dump_of_all_keys_contradicts_nothing(tmp_path: Path, name: str) -> None:
-    config = with_whole_recipe(load(tmp_path, f"recipe.name={name}"))
+    config = with_whole_recipe(load(tmp_path, *of(name)))
     assert set(config.recipe.settings) == {f.name for f in fields(BUILT_IN[name])}
     again = load(tmp_path, text=dump_config(config))
     assert again == config == with_whole_recipe(again)
@@ -478,4 +540,6 @@ def test_the_documented_defaults_are_those_of_the_code(name: str) -> None:
 
 def _written(value: object) -> str:
     """As YAML has it."""
+    if value is None:
+        return "null"
     return str(value).lower() if not isinstance(value, float) else repr(value)

@@ -22,7 +22,7 @@ MUTATIONS = {
         Mutation("surrogate.py", "losses + self.kl_coef * kl", "losses - self.kl_coef * kl"),
         Mutation("surrogate.py", "return terms.loss_weights * losses", "return losses"),
         Mutation(
-            "surrogate.py",
+            "aggregated.py",
             "float(sum(len(self.select(group, run)) for group in groups))",
             "float(len(groups))",
         ),
@@ -53,8 +53,7 @@ MUTATIONS = {
         Mutation("dapo.py", "PositiveFloat = 0.28", "PositiveFloat = 0.2"),
         Mutation("dapo.py", '= "token"', '= "sequence"'),
         Mutation("dapo.py", "kl_coef: NonNegativeFloat = 0.0", "kl_coef: NonNegativeFloat = 0.04"),
-        Mutation("dapo.py", "run.max_tokens - cache - lengths", "run.max_tokens - lengths"),
-        Mutation("dapo.py", "- lengths) / cache", "- lengths) / run.max_tokens"),
+        Mutation("dapo.py", "run.max_tokens, self.overlong_buffer)", "run.max_tokens, 1.0)"),
         Mutation("dapo.py", "group.rewards + (self", "group.rewards - (self"),
         Mutation(
             "estimators.py", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 - high, 1 + low)"
@@ -63,7 +62,7 @@ MUTATIONS = {
             "estimators.py", "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 + low, 1 + high)"
         ),
         Mutation("estimators.py", '"token": 1.0,', '"token": 1.0 / len(trained),'),
-        Mutation("surrogate.py", 'self.aggregation == "token"', 'self.aggregation != "token"'),
+        Mutation("aggregated.py", 'self.aggregation == "token"', 'self.aggregation != "token"'),
         Mutation(
             "recipe.py",
             "self.trained_tokens(completion, run).sum() for completion",
@@ -134,7 +133,7 @@ MUTATIONS = {
         Mutation("estimators.py", "(weights * batch).sum() / total", "batch.mean()"),
         Mutation("estimators.py", "np.square(batch - mean)).sum() / total", "1).sum() / total"),
         Mutation("reinforce_pp.py", "self.trained_tokens(completion, run).sum() if", "1 if"),
-        Mutation("surrogate.py", '= "token"  #', '= "sequence"  #'),
+        Mutation("aggregated.py", '= "token"  #', '= "sequence"  #'),
         Mutation("surrogate.py", "clip_eps_low: PositiveFloat = 0.2", "clip_eps_low: float = 0.3"),
         Mutation(
             "surrogate.py", "clip_eps_high: PositiveFloat = 0.2", "clip_eps_high: float = 0.3"
@@ -175,6 +174,71 @@ MUTATIONS = {
         Mutation("gdpo.py", "- mean) / (dev", "- mean) * (dev"),
         Mutation("gdpo.py", '= "sequence"', '= "token"'),
         Mutation("gdpo.py", "NonNegativeFloat = 0.0", "NonNegativeFloat = 0.04"),
+    ],
+    "online_dpo": [
+        Mutation("preference.py", "signed = terms", "signed = -terms"),
+        Mutation("preference.py", "signed = terms.advantages.sign()", "signed = terms.advantages"),
+        Mutation("preference.py", "(logprobs - terms.reference_logprobs)", "logprobs"),
+        Mutation("preference.py", "PositiveFloat = 0.1", "PositiveFloat = 0.2"),
+        Mutation("preference.py", "losses.where(reward_margins > 0, 0.0)", "losses"),
+        Mutation("preference.py", "return float(len(groups))", "return 1.0"),
+        Mutation("preference.py", "int(order[0]), int(order[-1])", "int(order[0]), int(order[-2])"),
+        Mutation("preference.py", "np.argsort(group.rewards,", "np.argsort(-group.rewards,"),
+        Mutation("preference.py", "own[worst] = -own[best]", "own[worst] = own[best]"),
+        Mutation("preference.py", "group.rewards[best] - group", "group.rewards[best] + group"),
+        Mutation("dpo.py", "= 0.0  # epsilon", "= 0.1  # epsilon"),
+    ],
+    "online_dpo, smoothed": [
+        Mutation("dpo.py", "-(1 - self.label_smoothing) *", "-(1 + self.label_smoothing) *"),
+        Mutation("dpo.py", "losses - self.label_smoothing *", "losses + self.label_smoothing *"),
+    ],
+    "rpo": [
+        Mutation("rpo.py", "PositiveFloat = 1e-5", "PositiveFloat = 1e-4"),
+        Mutation("rpo.py", "PositiveFloat = 3.0", "PositiveFloat = 1.0"),
+        Mutation("rpo.py", "logsigmoid(wanted), logsigmoid(-wanted)", "(logsigmoid(wanted),) * 2"),
+        Mutation("rpo.py", "(log_p - logsigmoid(margins))", "(log_p + logsigmoid(margins))"),
+        Mutation("rpo.py", "(log_p - logsigmoid(margins))", "(log_p - logsigmoid(-margins))"),
+        Mutation("rpo.py", "(log_q - logsigmoid(-margins))", "(log_q + logsigmoid(-margins))"),
+        Mutation("rpo.py", "return chosen + log_q", "return chosen - log_q"),
+        Mutation("preference.py", "terms.advantages.abs()", "terms.advantages.sign().abs()"),
+    ],
+    "rpo, larger beta": [
+        Mutation("rpo.py", "wanted = self.reward_scale *", "wanted ="),
+        Mutation("rpo.py", "chosen = log_p.exp() *", "chosen = "),
+        Mutation("rpo.py", "log_q.exp() * (log_q", "(log_q"),
+    ],
+    "distillation": [
+        Mutation(
+            "distillation.py",
+            "torch.exp(logprobs - terms.old_logprobs)",
+            "torch.exp(terms.old_logprobs - logprobs)",
+        ),
+        Mutation(
+            "distillation.py",
+            "logprobs.detach() - terms.teacher_logprobs",
+            "terms.teacher_logprobs - logprobs.detach()",
+        ),
+        Mutation("distillation.py", "logprobs.detach() - terms", "logprobs - terms"),
+        Mutation("distillation.py", "return terms.loss_weights * ratio", "return -ratio"),
+        Mutation("aggregated.py", 'Aggregation = "token"', 'Aggregation = "sequence"'),
+        Mutation("aggregated.py", 'self.aggregation == "token"', 'self.aggregation == "none"'),
+    ],
+    "distillation, mean of responses": [
+        Mutation("distillation.py", "return terms.loss_weights * ratio", "return ratio"),
+        Mutation("aggregated.py", "len(self.select(group, run)) for group", "1 for group"),
+    ],
+    "distillation, later tokens": [
+        Mutation("distillation.py", "costs = reward_to_go(costs, terms.sequence_index)", "pass"),
+        Mutation("estimators.py", "(exact + after - after[last])", "(after - after[last])"),
+    ],
+    "distillation, full": [
+        Mutation("distillation.py", "return terms.loss_weights * losses", "return losses"),
+        Mutation("distillation.py", "return terms.loss_weights * losses", "return -losses"),
+    ],
+    "distillation, full, later tokens": [
+        Mutation("distillation.py", "losses + ratio *", "losses - ratio *"),
+        Mutation("distillation.py", "sequence_index) - costs)", "sequence_index))"),
+        Mutation("distillation.py", "terms.teacher_kl.detach()", "terms.teacher_kl"),
     ],
 }
 

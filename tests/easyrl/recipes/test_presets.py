@@ -14,6 +14,7 @@ from easyrl.config import Config, ConfigError, presets
 from easyrl.config.file import dump_config, load_config, resolve_config, validate_config
 from easyrl.config.presets import Preset, preset_names, read_preset, written
 from easyrl.recipes.loading import BUILT_IN, load_recipe, notices, with_whole_recipe
+from tests.recipes import REQUIRED
 
 ROOT = Path(__file__).resolve().parents[3]
 MINIMAL: dict[str, Any] = {
@@ -22,7 +23,7 @@ MINIMAL: dict[str, Any] = {
     "inference": {"endpoints": ["http://127.0.0.1:8000"]},
     "rewards": [{"name": "exact"}],
 }
-# Copied from the publications, not from the files: INTELLECT-2 §4.1, Llama-Nemotron §5.1,
+# Copied from the publications, not from the files: INTELLECT-2 §4.1, Llama-Nemotron §5.1, §6.2,
 # DeepSeek-R1 v2 §2.1, DAPO §4.1, Dr. GRPO table 6, GSPO §5.1.
 STATED: dict[str, dict[str, Any]] = {
     "intellect2": {
@@ -41,6 +42,12 @@ STATED: dict[str, dict[str, Any]] = {
         "recipe.name": "grpo",
         "rollout.temperature": 1,
         "rollout.top_p": 1,
+    },
+    "llama_nemotron_rlhf": {
+        "recipe.name": "rpo",
+        "recipe.beta": 1e-5,
+        "recipe.reward_scale": 3,
+        "trainer.learning_rate": 4e-7,
     },
     "deepseek_r1_zero": {
         "recipe.name": "grpo",
@@ -100,6 +107,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "rollout.num_generations": 16,
         "trainer.updates_per_batch": 72 * 16 // 576,
     },
+    "llama_nemotron_rlhf": {"trainer.batch_size": 64, "trainer.max_steps": 500},
     "deepseek_r1_zero": {
         "trainer.batch_size": 8192 // 16,
         "rollout.num_generations": 16,
@@ -273,7 +281,7 @@ def test_a_clip_that_cannot_act_under_a_preset_is_a_notice() -> None:
 def test_without_a_preset_nothing_is_said_of_one() -> None:
     of_rollouts = {name for name, recipe in BUILT_IN.items() if recipe.source == "rollouts"}
     for name in sorted(of_rollouts - set(preset_names())):
-        config = load(name)
+        config = load({"name": name} | REQUIRED.get(name, {}))
         said = notices(config, load_recipe(config))
         assert not [notice for notice in said if "published" in notice or "the run that" in notice]
 
@@ -301,7 +309,7 @@ def test_a_dump_is_whole_and_needs_no_preset(
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("intelect2", "'intellect2'"), ("llama_nemotron", "'llama_nemotron_reasoning'")],
+    [("intelect2", "'intellect2'"), ("llama_nemotron_reason", "'llama_nemotron_reasoning'")],
 )
 def test_an_unknown_name_suggests_close_ones(name: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:

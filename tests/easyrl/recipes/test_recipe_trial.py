@@ -75,7 +75,7 @@ def tree(tmp_path: Path, recipe: dict[str, object]) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "ppo", "pf_ppo"])
 def test_the_built_in_recipes_pass(tmp_path, name):
     attempt(tmp_path, {"name": name})
 
@@ -91,6 +91,17 @@ def test_the_built_in_recipes_pass(tmp_path, name):
 )
 def test_the_examples_pass(tmp_path, file, name):
     attempt(tmp_path, {"name": name, "file": f"examples/recipes/{file}.py"})
+
+
+@pytest.mark.parametrize("divergence", ["sampled", "full"])
+@pytest.mark.parametrize("credit", ["token", "sequence"])
+def test_a_users_distillation_passes(tmp_path, divergence, credit):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from easyrl.recipes import Distillation\n\nclass Mine(Distillation):\n    pass\n"
+    )
+    keys = {"teacher": str(tmp_path), "divergence": divergence, "credit": credit}
+    attempt(tmp_path, {"name": "Mine", "file": str(file)} | keys)
 
 
 def test_a_recipe_that_trains_nothing_of_the_group_passes(tmp_path):

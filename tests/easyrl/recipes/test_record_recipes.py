@@ -22,7 +22,7 @@ import easyrl.recipes.groups
 import easyrl.recipes.losses
 from easyrl.dataloaders.packing.groups import pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
-from easyrl.recipes import DPO, SFT, Recipe, RunSettings
+from easyrl.recipes import DPO, RPO, SFT, OnlineDPO, Recipe, RunSettings
 from easyrl.recipes.losses import policy_loss
 from easyrl.schema import Completion, FrozenLogprobs, MicroBatch, Prompt, RolloutGroup
 from tests.easyrl.recipes.mutations import Mutation, assert_killed, copied_package
@@ -172,30 +172,30 @@ SFT_MUTATIONS = [
     Mutation("sft.py", "-terms.loss_weights * logprobs", "terms.loss_weights * logprobs"),
     Mutation("sft.py", "-terms.loss_weights * logprobs", "-logprobs"),
     Mutation("sft.py", '"sequence"] = "token"', '"sequence"] = "sequence"'),
-    Mutation("sft.py", 'if self.aggregation == "token"', 'if self.aggregation != "token"'),
+    Mutation("aggregated.py", 'if self.aggregation == "token"', 'if self.aggregation != "token"'),
     Mutation(
-        "sft.py",
-        "float(sum(len(group.completions) for group in groups))",
+        "aggregated.py",
+        "float(sum(len(self.select(group, run)) for group in groups))",
         "float(len(groups))",
     ),
 ]
 DPO_MUTATIONS = [
     Mutation("dpo.py", "np.array([1.0, -1.0])", "np.array([-1.0, 1.0])"),
-    Mutation("dpo.py", "beta: PositiveFloat = 0.1", "beta: PositiveFloat = 0.2"),
+    Mutation("preference.py", "beta: PositiveFloat = 0.1", "beta: PositiveFloat = 0.2"),
     Mutation("dpo.py", "= 0.0  # epsilon", "= 0.1  # epsilon"),
-    Mutation("dpo.py", "(logprobs - terms.reference_logprobs)", "logprobs"),
+    Mutation("preference.py", "(logprobs - terms.reference_logprobs)", "logprobs"),
     Mutation("dpo.py", "-(1 - self.label_smoothing) *", "-(1 + self.label_smoothing) *"),
     Mutation("dpo.py", "losses - self.label_smoothing *", "losses + self.label_smoothing *"),
     Mutation("dpo.py", "logsigmoid(-margins)", "logsigmoid(margins)"),
-    Mutation("dpo.py", "return float(len(groups))", "return float(2 * len(groups))"),
-    Mutation("dpo.py", "return weights * losses", "return losses"),
-    Mutation("dpo.py", 'return "group"', 'return "sequence"'),
-    Mutation("dpo.py", "Models(reference=True)", "Models(reference=False)"),
+    Mutation("preference.py", "return float(len(groups))", "return float(2 * len(groups))"),
+    Mutation("preference.py", "losses = weights * self", "losses = self"),
+    Mutation("preference.py", 'return "group"', 'return "sequence"'),
+    Mutation("preference.py", "Models(reference=True)", "Models(reference=False)"),
 ]
 METRIC_MUTATIONS = [
-    Mutation("dpo.py", "(margins > 0)", "(margins < 0)"),
-    Mutation("dpo.py", "terms.advantages > 0", "terms.advantages < 1"),
-    Mutation("dpo.py", "margins.new_tensor(len(margins))", "margins.new_tensor(len(pairs))"),
+    Mutation("preference.py", "(margins > 0)", "(margins < 0)"),
+    Mutation("preference.py", "terms.advantages > 0", "terms.advantages < 1"),
+    Mutation("preference.py", "is_pair.to(margins).sum()", "margins.new_tensor(len(logprobs))"),
 ]
 
 
@@ -214,13 +214,18 @@ def test_a_mutation_of_dpo_s_metrics_is_found(mutation: Mutation) -> None:
     assert_killed(mutation, check_dpo_metrics)
 
 
-@pytest.mark.parametrize("recipe", [SFT(), DPO()], ids=["sft", "dpo"])
+@pytest.mark.parametrize(
+    "recipe", [SFT(), DPO(), OnlineDPO(), RPO()], ids=lambda recipe: type(recipe).__name__
+)
 def test_a_rank_without_work_adds_nothing(recipe: Recipe) -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
     entropy = torch.ones(1, requires_grad=True)
     reference = torch.tensor([-2.0]) if recipe.needs.reference else None
     tri = SimpleNamespace(
-        logprobs=logprobs, entropy=entropy, frozen=FrozenLogprobs(reference, None)
+        logprobs=logprobs,
+        entropy=entropy,
+        frozen=FrozenLogprobs(reference, None),
+        teacher_kl=None,
     )
     loss, sums = policy_loss(tri, dummy_micro_batch(), recipe)  # type: ignore[arg-type]
     loss.backward()
@@ -237,6 +242,7 @@ def test_nothing_is_compared_with_a_server() -> None:
             entropy=torch.zeros_like(logprobs),
             frozen=FrozenLogprobs(None, None),
             sampling_policy=logprobs,
+            teacher_kl=None,
         )
         _, sums = policy_loss(tri, row, recipe)  # type: ignore[arg-type]
         assert not sums.compared and not sums.maxima

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +38,8 @@ class Batches:
     old: Tensor
     reference: Tensor
     entropy: Tensor
+    teacher: Tensor  # of the sampled tokens
+    divergence: Tensor  # from the teacher, over the vocabulary; carries gradient
     groups: tuple[tuple[RolloutGroup, ...], ...]  # B times P
 
     @property
@@ -82,6 +85,8 @@ def random_batches(
     rows = [groups[b * num_prompts : (b + 1) * num_prompts] for b in range(count)]
     leaf = {"policy": policy, "entropy": np.abs(rng.normal(0, 1, tokens))}
     frozen = {"old": old, "reference": reference, "mask": mask, "lengths": lengths}
+    frozen["teacher"] = policy - rng.normal(0.3, 0.6, tokens)
+    leaf["divergence"] = np.abs(rng.normal(0, 0.5, tokens))
     return Batches(
         components={name: torch.from_numpy(values) for name, values in components.items()},
         truncated=torch.from_numpy(truncated),
@@ -264,6 +269,88 @@ def gdpo(b: Batches, a: Tensor) -> Tensor:
     return -response_mean(ppo(b.ratio, a, 0.2, 0.2), b)
 
 
+def best_and_worst(b: Batches) -> tuple[Tensor, Tensor]:
+    """int64 [B, P, 1] each; of responses that score alike the last is the best, the first the
+    worst."""
+    last = NUM_GENERATIONS - 1 - b.rewards.flip(-1).argmax(-1, keepdim=True)
+    return last, b.rewards.argmin(-1, keepdim=True)
+
+
+def pair_advantages(b: Batches) -> Tensor:
+    """The reward margin at the best, its negative at the worst."""
+    best, worst = best_and_worst(b)
+    margin = b.rewards.max(-1, keepdim=True).values - b.rewards.min(-1, keepdim=True).values
+    return torch.zeros_like(b.rewards).scatter(-1, best, margin).scatter(-1, worst, -margin)
+
+
+def pair_mean(b: Batches, beta: float, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Mean over prompts of ``loss`` of both margins [B, P]; 0 where there is no pair, or no token
+    of it that counts."""
+    best, worst = best_and_worst(b)
+    log_ratios = ((b.policy - b.reference) * b.mask).sum(-1)
+    implicit = beta * (log_ratios.gather(-1, best) - log_ratios.gather(-1, worst))[..., 0]
+    explicit = b.rewards.max(-1).values - b.rewards.min(-1).values
+    has_token = b.mask.any(-1).gather(-1, best) | b.mask.any(-1).gather(-1, worst)
+    counts = (explicit > 0) & has_token[..., 0]
+    return torch.where(counts, loss(implicit, explicit), 0.0).mean(1)
+
+
+def online_dpo(b: Batches, a: Tensor) -> Tensor:
+    """DPO eq. 7."""
+    return pair_mean(b, 0.1, lambda implicit, _: -torch.log(1 / (1 + torch.exp(-implicit))))
+
+
+def online_cdpo(b: Batches, a: Tensor) -> Tensor:
+    """With a tenth of the preferences the wrong way round."""
+    return pair_mean(
+        b, 0.5, lambda m, _: -(0.9 * torch.sigmoid(m).log() + 0.1 * torch.sigmoid(-m).log())
+    )
+
+
+def rpo(beta: float, scale: float) -> Loss:
+    """KL of two Bernoulli distributions, the rewards' and the policy's."""
+
+    def distance(implicit: Tensor, explicit: Tensor) -> Tensor:
+        p, q = torch.sigmoid(scale * explicit), torch.sigmoid(implicit)
+        return p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
+
+    return lambda b, a: pair_mean(b, beta, distance)
+
+
+def to_go(values: Tensor, b: Batches) -> Tensor:
+    """At each token the sum of ``values`` from it to the end of its response."""
+    return (values.detach() * b.mask).flip(-1).cumsum(-1).flip(-1)
+
+
+def no_advantages(b: Batches) -> Tensor:
+    return torch.zeros_like(b.rewards)
+
+
+def log_ratio_to_teacher(b: Batches) -> Tensor:
+    return (b.policy - b.teacher).detach()
+
+
+def distillation(b: Batches, a: Tensor) -> Tensor:
+    return token_mean(b.ratio * log_ratio_to_teacher(b), b)
+
+
+def distillation_of_responses(b: Batches, a: Tensor) -> Tensor:
+    return response_mean(b.ratio * log_ratio_to_teacher(b), b)
+
+
+def distillation_with_later_tokens(b: Batches, a: Tensor) -> Tensor:
+    return token_mean(b.ratio * to_go(log_ratio_to_teacher(b), b), b)
+
+
+def full_distillation(b: Batches, a: Tensor) -> Tensor:
+    return response_mean(b.divergence, b)
+
+
+def full_distillation_with_later_tokens(b: Batches, a: Tensor) -> Tensor:
+    behind = to_go(b.divergence, b) - (b.divergence * b.mask).detach()
+    return token_mean(b.divergence + b.ratio * behind, b)
+
+
 @dataclass(frozen=True)
 class Case:
     """A recipe with ``settings``, and what it has to equal."""
@@ -273,7 +360,11 @@ class Case:
     loss: Loss
     settings: Mapping[str, Any] = field(default_factory=dict)
     bounds: tuple[str, ...] = ("clip_low_sum", "clip_high_sum")  # metrics that must not be zero
+    tolerance: float = LOSS_TOLERANCE
 
+
+PAIRS = ("accuracy_sum", "chosen_reward_num", "margin_num")
+OF_TEACHER: dict[str, Any] = {"teacher": Path("teacher")}  # never opened: its numbers are given
 
 CASES = {
     "grpo": Case("grpo", grpo_advantages, grpo),
@@ -309,6 +400,36 @@ CASES = {
         bounds=("clip_low_sum", "clip_high_sum", "clip_dual_sum"),
     ),
     "gdpo": Case("gdpo", gdpo_advantages, gdpo),
+    "online_dpo": Case("online_dpo", pair_advantages, online_dpo, bounds=PAIRS),
+    "online_dpo, smoothed": Case(
+        "online_dpo", pair_advantages, online_cdpo, {"beta": 0.5, "label_smoothing": 0.1}, PAIRS
+    ),
+    "rpo": Case("rpo", pair_advantages, rpo(1e-5, 3.0), bounds=PAIRS),
+    "rpo, larger beta": Case(
+        "rpo", pair_advantages, rpo(0.4, 1.5), {"beta": 0.4, "reward_scale": 1.5}, PAIRS
+    ),
+    "distillation": Case("distillation", no_advantages, distillation, OF_TEACHER, ()),
+    "distillation, mean of responses": Case(
+        *("distillation", no_advantages, distillation_of_responses),
+        OF_TEACHER | {"aggregation": "sequence"},
+        (),
+    ),
+    "distillation, later tokens": Case(
+        *("distillation", no_advantages, distillation_with_later_tokens),
+        OF_TEACHER | {"credit": "sequence"},
+        (),
+    ),
+    "distillation, full": Case(
+        *("distillation", no_advantages, full_distillation),
+        OF_TEACHER | {"divergence": "full", "aggregation": "sequence"},
+        (),
+    ),
+    "distillation, full, later tokens": Case(
+        *("distillation", no_advantages, full_distillation_with_later_tokens),
+        OF_TEACHER | {"divergence": "full", "credit": "sequence"},
+        (),
+        1e-11,  # differences of a running sum over 20,000 tokens, zero at a response's end
+    ),
 }
 
 
@@ -325,6 +446,13 @@ class Packed:
     batch: Tensor  # int64 [n], which of the B batches
     denominators: Tensor  # [B]
     places: tuple[Tensor, ...]  # four times int64 [n], into [B, P, G, T]
+
+    def batch_of(self, terms: Tensor) -> Tensor:
+        """int64, which batch each term of the loss is of: one of a token, or of a group."""
+        if len(terms) == len(self.batch):
+            return self.batch
+        groups = self.terms.group_index
+        return self.batch.new_zeros(len(terms)).index_put((groups,), self.batch)
 
 
 def packed(recipes: ModuleType, recipe: Any, batches: Batches) -> Packed:
@@ -347,6 +475,7 @@ def packed(recipes: ModuleType, recipe: Any, batches: Batches) -> Packed:
                 sequences.append(SampleKey(b, p, response.sample))
         denominators.append(recipe.denominator(groups, run))
     at = tuple(torch.from_numpy(each) for each in np.concatenate(places, axis=1))
+    teacher = recipe.needs.teacher
     terms = interface.Terms(
         advantages=torch.from_numpy(np.concatenate(advantages)),
         loss_weights=torch.from_numpy(np.concatenate(weights)),
@@ -355,6 +484,8 @@ def packed(recipes: ModuleType, recipe: Any, batches: Batches) -> Packed:
         reference_logprobs=batches.reference[at] if recipe.needs.reference else None,
         sequence_index=torch.from_numpy(np.concatenate(sequence_index)),
         sequences=tuple(sequences),
+        teacher_logprobs=None if teacher is None or teacher.full else batches.teacher[at],
+        teacher_kl=None if teacher is None or not teacher.full else batches.divergence[at],
     )
     return Packed(
         terms, batches.policy[at], batches.entropy[at], at[0], torch.tensor(denominators), at
@@ -374,11 +505,11 @@ def check_recipe(recipes: ModuleType, case: Case, batches: Batches) -> dict[str,
     got[row.places[:3]] = row.terms.advantages
     torch.testing.assert_close(got, expected, rtol=ADVANTAGE_TOLERANCE, atol=ADVANTAGE_TOLERANCE)
     terms = recipe.loss(row.logprobs, row.entropy, row.terms)
-    sums = terms.new_zeros(len(batches.groups)).index_add(0, row.batch, terms)
+    sums = terms.new_zeros(len(batches.groups)).index_add(0, row.batch_of(terms), terms)
     losses, formula = sums / row.denominators, case.loss(batches, got[..., None])
-    leaves = [batches.policy, batches.entropy]
+    leaves = [batches.policy, batches.entropy, batches.divergence]
     options = {"allow_unused": True, "materialize_grads": True}
-    close = {"rtol": LOSS_TOLERANCE, "atol": LOSS_TOLERANCE}
+    close = {"rtol": case.tolerance, "atol": case.tolerance}
     torch.testing.assert_close(losses, formula, **close)
     for ours, theirs in zip(
         torch.autograd.grad(losses.sum(), leaves, **options),

@@ -153,7 +153,7 @@ def test_training_and_waiting_add_up_to_the_wall_time(
         engine=BehindEngine(device),
         collectives=collectives,
         functions=GroupFunctions(
-            trained=lambda groups, rewards: [TrainedGroup(group, ()) for group in groups],
+            trained=lambda groups, rewards, said: [TrainedGroup(group, ()) for group in groups],
             denominator=lambda groups: 1.0,
             pack=lambda trained: [row for _ in trained],
             pack_finished=lambda groups: [],

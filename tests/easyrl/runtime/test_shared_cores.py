@@ -127,6 +127,23 @@ def test_a_server_leaves_half_of_the_cores_alone(
             other.kill()
 
 
+def test_one_thread_where_others_are_about_to_compute(file: Path, threads: None) -> None:
+    mine, other = SharedCores(file, num_cores=6), Other(file)
+    try:
+        with mine.computing(others_begin=True):
+            assert torch.get_num_threads() == 1
+            assert other.tell("take") == 3
+        assert other.tell("take") == 6  # it rests
+        other.tell("rest")
+        with pytest.raises(KeyError), mine.computing():
+            assert torch.get_num_threads() == 6
+            raise KeyError
+        assert other.tell("take") == 6
+    finally:
+        other.kill()
+        mine.close()
+
+
 def test_with_nobody_threads_stay(threads: None) -> None:
     torch.set_num_threads(3)
     alone = SharedCores(num_cores=7)

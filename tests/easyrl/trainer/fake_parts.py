@@ -166,7 +166,7 @@ class FakeEngine:
         sums = {"loss_sum": 2.0 * tokens, "num_loss_tokens": tokens, "logprob_diff_sum": 0.0}
         return [MetricSums(sums, {"logprob_diff_max": 0.0})]
 
-    def optimizer_step(self, denominator):
+    def optimizer_step(self, denominator, value_denominator=0.0):
         self.events.append(f"step /{denominator:g}")
         return self.results.pop(0) if self.results else GOOD
 

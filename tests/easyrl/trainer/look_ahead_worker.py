@@ -55,6 +55,12 @@ CASES = {
         "model": {"lora": {"rank": 4, "alpha": 8}},
     },
     "truncated-masked": {"recipe": {"kl_coef": KL_COEF, "mask_truncated": True}},
+    "ppo": {  # values and the KL in the reward come before the advantages
+        "recipe": {"name": "ppo", "whiten": False, "kl_in_reward_coef": KL_COEF},
+        "critic": {"learning_rate": 2e9},
+        "trainer": {"updates_per_batch": 2},
+    },
+    "ppo-whitened": {"recipe": {"name": "ppo"}, "critic": {"learning_rate": 2e9}},
 }
 NUM_BATCHES = 2
 
@@ -132,6 +138,7 @@ def configuration(folder: Path, case: dict[str, Any]) -> Config:
                 "clip_eps_high": CLIP,
             }
             | case.get("recipe", {}),
+            "critic": case.get("critic", {}),
             "trainer": {
                 "zero_stage": 1,
                 "batch_size": 2 * GROUPS,
@@ -212,7 +219,7 @@ def run(folder: Path, case: dict[str, Any], *, look_ahead: bool) -> tuple[dict[s
                 stream = generator.produce([group.prompt for group in groups], "run:0:0")
                 stream.accepted_versions = frozenset({"run:0:0"})
                 totals = accumulator.accumulate(stream)
-                result = engine.optimizer_step(totals.denominator)
+                result = engine.optimizer_step(totals.denominator, totals.value_denominator)
                 assert totals.interruption is None and not result.skipped
                 updates.append(
                     {

@@ -221,9 +221,9 @@ def test_a_withdrawal_behind_the_only_step_ends_the_run_for_now():
     events = []
 
     class Engine(FakeEngine):
-        def optimizer_step(self, denominator):
+        def optimizer_step(self, denominator, value_denominator=0.0):
             batch.withdrawn = REASON
-            return super().optimizer_step(denominator)
+            return super().optimizer_step(denominator, value_denominator)
 
     class Batch(FakeBatch):
         def __init__(self, *parts):

@@ -37,6 +37,7 @@ from easyrl.schema import (
 )
 from easyrl.trainer.accumulation import Accumulator, OnPolicyViolation
 from easyrl.trainer.look_ahead import LookAhead
+from easyrl.trainer.model_outputs import ModelOutputs
 from tests.dataloaders.packed_rows import BUSY, PACKINGS, branch, pack, random_groups
 from tests.dataloaders.rollout_parts import SumScorer, at_once
 from tests.recipes import group_functions, run_settings
@@ -112,7 +113,12 @@ def make(
         return pack(groups, zeros, budget=max_tokens, **settings)
 
     return LookAhead(
-        cast(Any, engine), packed, samples, max_tokens=max_tokens, record=ignore, note=note
+        ModelOutputs(cast(Any, engine)),
+        packed,
+        samples,
+        max_tokens=max_tokens,
+        record=ignore,
+        note=note,
     )
 
 
@@ -164,10 +170,10 @@ def test_a_row_gets_what_it_would_get_without(packing: str, data: st.DataObject)
         groups, mask_truncated=masks, packing=packing, budget=data.draw(st.integers(10, 100))
     )
     for row in rows:
-        before = ahead.num_tokens
-        completed = ahead.complete(row)
+        before = ahead.outputs.num_ahead_tokens
+        completed = ahead.outputs.complete(row)
         if completed is row:
-            assert ahead.num_tokens == before and row.frozen is None
+            assert ahead.outputs.num_ahead_tokens == before and row.frozen is None
         else:
             assert_same(completed.frozen, engine.expected(row))
             assert replace(completed, frozen=None) == row
@@ -200,7 +206,7 @@ def test_pieces_that_are_repeated_give_the_same_bits(packing: str, data: st.Data
         again.run(piece)
     assert len(again_engine.frozen) >= len(pieces)
     for row in pack(groups, mask_truncated=masks, packing=packing, budget=budget):
-        first, second = ahead.complete(row), again.complete(row)
+        first, second = ahead.outputs.complete(row), again.outputs.complete(row)
         assert (first.frozen is None) == (second.frozen is None)
         if first.frozen is not None:
             assert_same(second.frozen, first.frozen)
@@ -217,7 +223,7 @@ def test_pieces_that_are_not_repeated_give_other_bits() -> None:
         assert ahead.work()
         finish(samples, g, *({0, 1, 2} - {first}))
         assert ahead.work()
-        frozen = ahead.complete(pack([g])[0]).frozen
+        frozen = ahead.outputs.complete(pack([g])[0]).frozen
         assert frozen is not None and frozen.reference is not None
         found.append(frozen.reference)
     assert not torch.equal(*found)
@@ -234,7 +240,7 @@ def test_values_of_another_response_of_that_name_are_refused() -> None:
     assert (other.token_ids != g.completions[0].token_ids).any()
     [row] = pack([replace(g, completions=(other, g.completions[1]))])
     with pytest.raises(RuntimeError, match=r"SampleKey\(epoch=0, prompt=0, sample=0\).*another"):
-        ahead.complete(row)
+        ahead.outputs.complete(row)
 
 
 def test_what_is_known_does_not_go_through_the_models_again() -> None:
@@ -244,10 +250,10 @@ def test_what_is_known_does_not_go_through_the_models_again() -> None:
     assert ahead.work() and not ahead.work()
     assert [keys(row) for row in engine.frozen] == [[(0, 2), (0, 0)]]
     [row] = pack([g])
-    assert_same(ahead.complete(row).frozen, engine.expected(row))
+    assert_same(ahead.outputs.complete(row).frozen, engine.expected(row))
     assert keys(engine.frozen[-1]) == [(0, 1)] and engine.frozen[-1].num_tokens == 5 + 7
-    assert ahead.num_tokens == 6 + 8
-    assert ahead.complete(row) is row  # it is forgotten with its use
+    assert ahead.outputs.num_ahead_tokens == 6 + 8
+    assert ahead.outputs.complete(row) is row  # it is forgotten with its use
 
 
 def test_a_row_of_which_nothing_is_known_is_left_alone() -> None:
@@ -257,7 +263,7 @@ def test_a_row_of_which_nothing_is_known_is_left_alone() -> None:
     finish(samples, known, 0)
     assert ahead.work()
     [row] = pack([other])
-    assert ahead.complete(row) is row and ahead.num_tokens == 0
+    assert ahead.outputs.complete(row) is row and ahead.outputs.num_ahead_tokens == 0
 
 
 def test_a_dummy_is_nobodys_row() -> None:
@@ -268,7 +274,7 @@ def test_a_dummy_is_nobodys_row() -> None:
     assert ahead.work() and keys(engine.frozen[0]) == [(0, 0)]
     dummy = dummy_micro_batch()
     assert dummy.sequences == (SampleKey(0, 0, 0),)
-    assert ahead.complete(dummy) is dummy
+    assert ahead.outputs.complete(dummy) is dummy
 
 
 # ---- what is chosen ------------------------------------------------------------------------------
@@ -319,7 +325,7 @@ def test_a_group_longer_than_the_budget_is_done_in_parts() -> None:
         pass
     assert [keys(row) for row in engine.frozen] == [[(0, 0), (0, 1)], [(0, 2)]]
     [row] = pack([g], budget=100)
-    assert_same(ahead.complete(row).frozen, engine.expected(row))
+    assert_same(ahead.outputs.complete(row).frozen, engine.expected(row))
 
 
 def test_responses_that_are_not_trained_are_not_computed() -> None:
@@ -438,7 +444,7 @@ def test_a_stale_result_would_be_seen() -> None:
     assert ahead.work()
     engine.weights = 1
     [row] = pack([g])
-    frozen = ahead.complete(row).frozen
+    frozen = ahead.outputs.complete(row).frozen
     assert frozen is not None and frozen.old_policy is not None
     assert not torch.equal(frozen.old_policy, cast(Any, engine.expected(row).old_policy))
 

@@ -16,7 +16,7 @@ from tests.easyrl.engines.engine_cases import prepare
 ROOT = Path(__file__).parents[3]
 CASES = (
     *("reference", "reference-tree", "lagged", "two-updates", "two-updates-alone"),
-    *("lora", "truncated-masked"),
+    *("lora", "truncated-masked", "ppo", "ppo-whitened"),
 )
 Results = dict[str, dict[str, Any]]
 

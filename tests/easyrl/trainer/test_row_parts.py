@@ -102,23 +102,24 @@ def test_nothing_is_in_it_that_no_token_depends_on(row: MicroBatch, data: st.Dat
 
 
 @settings(BUSY, max_examples=50)
-@given(row=random_rows(), data=st.data(), with_reference=st.booleans(), with_old=st.booleans())
+@given(row=random_rows(), data=st.data(), there=st.tuples(*[st.booleans()] * 3))
 def test_parts_join_to_what_was_split(
-    row: MicroBatch, data: st.DataObject, with_reference: bool, with_old: bool
+    row: MicroBatch, data: st.DataObject, there: tuple[bool, bool, bool]
 ) -> None:
     """Split as a whole or after restriction, and joined in the row's order."""
-    reference = torch.randn(row.num_loss_tokens) if with_reference else None
-    old = torch.randn(row.num_loss_tokens) if with_old else None
+    said = [torch.randn(row.num_loss_tokens) if each else None for each in there]
     keys = subset(data, row)
     others = set(row.sequences) - keys
     parts: dict[SampleKey, FrozenLogprobs] = {}
     for some in (keys, others):
         if some:
             tokens = torch.tensor(kept_tokens(row, some))
-            frozen = FrozenLogprobs(*(None if x is None else x[tokens] for x in (reference, old)))
+            own = [None if x is None else x[tokens] for x in said]
+            frozen = FrozenLogprobs(own[0], own[1], teacher=own[2])
             parts |= split_logprobs(restrict(row, some), frozen)
     joined = join_logprobs(row, parts)
-    for got, expected in ((joined.reference, reference), (joined.old_policy, old)):
+    found = (joined.reference, joined.old_policy, joined.teacher)
+    for got, expected in zip(found, said, strict=True):
         assert (got is None) == (expected is None)
         assert got is None or torch.equal(got, expected)
 

@@ -450,7 +450,7 @@ def test_the_seconds_of_all_steps_are_those_of_the_run_but_for_its_ends(monkeypa
         return take(2.0, published)
 
     monkeypatch.setattr(FakeSync, "publish", publish)
-    monkeypatch.setattr(FakeEngine, "optimizer_step", lambda self, _: take(1.0, GOOD))
+    monkeypatch.setattr(FakeEngine, "optimizer_step", lambda self, *_: take(1.0, GOOD))
     trainer.fit()
     steps = [metrics for _, metrics in reported if "reward/mean" in metrics]
     assert [metrics["time/step_s"] for metrics in steps] == [11103.0, 11103.0]

@@ -6,8 +6,10 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
+import torch
 
 from easyrl.inference_client.errors import EndpointUnavailable
+from easyrl.runtime.shared_cores import SharedCores
 from easyrl.schema import NoEndpointServes, PolicyVersion, Published, ServedWeights, StopRequested
 from tests.easyrl.weight_sync.test_weight_repair import on_all, thread_collectives
 from tests.easyrl.weight_sync.weight_sync_parts import (
@@ -78,6 +80,31 @@ def test_requests_go_out_before_the_canary_and_responses_come_behind_it(proxy, o
     assert settled.metrics["sync/endpoints"] == 1 and settled.metrics["time/canary_s"] > 0
     assert confirmed(rank)[proxy.url] == settled.metrics["sync/canary_mean"] < 1e-5
     assert rank.sync.settle(settled) is settled  # nothing is owed
+
+
+def test_the_trainer_answers_with_one_thread_beside_the_first_requests(
+    proxy, open_ranks, tmp_path, monkeypatch
+):
+    (rank,) = open_ranks([proxy.url])
+    bring(rank, V0)
+    threads, logprobs = [], rank.sync.engine.logprobs
+
+    def counted(row):
+        threads.append(torch.get_num_threads())
+        return logprobs(row)
+
+    monkeypatch.setattr(rank.sync.engine, "logprobs", counted)
+    before = torch.get_num_threads()
+    cores = SharedCores(tmp_path / "cores", num_cores=4)
+    monkeypatch.setattr(rank.sync._delivery, "cores", cores)
+    try:
+        cores.take()
+        assert torch.get_num_threads() == 4
+        bring(rank, V1)
+        assert threads and set(threads) == {1}
+    finally:
+        cores.close()
+        torch.set_num_threads(before)
 
 
 def test_responses_of_one_that_fails_are_made_by_another(proxy, second_server, open_ranks):

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NotAnswered
 from easyrl.inference_client.pool.endpoint import Endpoint
 from easyrl.schema import Completion, VersionSpan
@@ -42,6 +43,7 @@ class FakePool:
 
     def __init__(self, *endpoints: Endpoint) -> None:
         self.endpoints = list(endpoints)
+        self.adapters = AdapterNames()
         self.events: list[str] = []
 
     def quarantine(self, endpoint: Endpoint, reason: str) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from easyrl.config import InferenceConfig, ModelConfig, SamplingConfig, WeightSyncConfig
 from easyrl.dataloaders.packing.row import dummy_micro_batch
+from easyrl.inference_client.adapter_names import AdapterNames
 from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
@@ -144,21 +145,25 @@ def weight_sync(
     probe_timeout_s=10.0,
     mask_truncated=False,
     open_group=None,
+    lora_config=None,
     **options,
 ):
     """A ``WeightSync`` over ``urls``; ``options`` are those of its configuration."""
     with ExitStack() as opened:
         thread = opened.enter_context(LoopThread())
+        adapters = AdapterNames()
 
         async def open_fetch():
             session = aiohttp.ClientSession()
-            return session, local_fetch(session)
+            return session, local_fetch(session, adapters=adapters)
 
         session, fetch = thread.run(open_fetch())
         opened.callback(lambda: thread.run(session.close()))
         config = InferenceConfig(endpoints=urls, health_interval_s=0.1, startup_timeout_s=60.0)
         sync_config = WeightSyncConfig(directory=directory, **options)
-        pool = EndpointPool(config, fetch, update_timeout_s=sync_config.timeout_s)
+        pool = EndpointPool(
+            config, fetch, update_timeout_s=sync_config.timeout_s, adapters=adapters
+        )
         pool.back_off_s, pool.probe_timeout_s = 0.1, probe_timeout_s
         thread.run(pool.start())
         opened.callback(lambda: thread.run(pool.close()))
@@ -191,6 +196,7 @@ def weight_sync(
             startup_timeout_s=startup_timeout_s,
             max_outage_s=max_outage_s,
             open_group=open_group,
+            lora=lora_config,
         )
         opened.callback(sync.close)
         pool.set_repair(sync.confirmed.repair)

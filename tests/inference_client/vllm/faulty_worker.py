@@ -35,5 +35,14 @@ class FaultyWorker(WeightProof):
         """Where the served tensors lie."""
         return [p.data_ptr() for p in self.model_runner.get_model().parameters()]
 
+    def fault_keep_adapter(self, keeps: str) -> None:
+        """While it ``keeps`` (yes or no), a new adapter gets a slot that still holds the last."""
+        for layer in self.model_runner.lora_manager._adapter_manager.modules.values():
+            for name in ("set_lora", "reset_lora"):
+                if keeps == "yes":
+                    setattr(layer, name, lambda *arguments: None)
+                else:
+                    layer.__dict__.pop(name, None)
+
     def _layer(self, name: str) -> torch.nn.Module:
         return self.model_runner.get_model().get_submodule(name)

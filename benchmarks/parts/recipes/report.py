@@ -1,0 +1,161 @@
+"""What the recipes have learnt: table, figure, and whether it is what was expected."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parts.recipes.rows import Row
+
+LEAST_LEARNT, MOST_BY_CHANCE = 0.3, 0.15  # above the start
+LONGEST_S = 60.0  # of a run
+HEADER = ["recipe", "start", "sync", "async", "shuffled", "streams", "s a run"]
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """A recipe's runs; accuracies on held-out problems.
+
+    Attributes:
+        asynchronous: one for each seed.
+    """
+
+    recipe: str
+    streams: bool
+    start: Row
+    sync: Row
+    asynchronous: Sequence[Row]
+    shuffled: Row
+
+    @property
+    def runs(self) -> list[Row]:
+        return [*self.asynchronous, self.sync, self.shuffled]
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Of the asynchronous runs."""
+        return [row.measured.accuracy for row in self.asynchronous]
+
+    def row(self) -> dict[str, Any]:
+        """For the last line; ``async`` is the mean over seeds."""
+        return {
+            "recipe": self.recipe,
+            "start": self.start.measured.accuracy,
+            "sync": self.sync.measured.accuracy,
+            "async": round(statistics.mean(self.accuracies), 4),
+            "shuffled": self.shuffled.measured.accuracy,
+            "streams": self.streams,
+            "async_seeds": self.accuracies,
+            "seconds": max(row.measured.seconds for row in self.runs),
+        }
+
+    def cells(self) -> list[str]:
+        """Of the table."""
+        of_seeds = ", ".join(f"{accuracy:.3f}" for accuracy in self.accuracies)
+        seconds = sorted(row.measured.seconds for row in self.runs)
+        return [
+            f"`{self.recipe}`",
+            f"{self.start.measured.accuracy:.3f}",
+            f"{self.sync.measured.accuracy:.3f}",
+            f"{statistics.mean(self.accuracies):.3f} ({of_seeds})",
+            f"{self.shuffled.measured.accuracy:.3f}",
+            "yes" if self.streams else "no, whole batch",
+            f"{seconds[0]:.0f}–{seconds[-1]:.0f}",
+        ]
+
+    def problems(self) -> list[str]:
+        """What is not as expected."""
+        start = self.start.measured.accuracy
+        named = [(f"async, seed {row.key.seed}", row) for row in self.asynchronous]
+        said = [
+            f"{self.recipe}: {name}: {row.measured.accuracy:.3f} is not {LEAST_LEARNT} above the "
+            f"start, {start:.3f}"
+            for name, row in [*named, ("sync", self.sync)]
+            if row.measured.accuracy < start + LEAST_LEARNT
+        ]
+        if self.shuffled.measured.accuracy > start + MOST_BY_CHANCE:
+            said.append(
+                f"{self.recipe}: shuffled rewards: {self.shuffled.measured.accuracy:.3f} is more "
+                f"than {MOST_BY_CHANCE} above the start, {start:.3f}"
+            )
+        longest = max(row.measured.seconds for row in self.runs)
+        if longest > LONGEST_S:
+            said.append(f"{self.recipe}: a run took {longest:.0f} s, more than {LONGEST_S:.0f}")
+        return said
+
+
+def markdown(learnt: Sequence[Learnt]) -> str:
+    """The table."""
+    lines = [HEADER, ["---"] * len(HEADER), *(each.cells() for each in learnt)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def page(learnt: Sequence[Learnt], figure: str, num_batches: int | None) -> str:
+    """What ``docs/recipes-results.md`` has; ``figure``: the image's name beside it."""
+    revisions = sorted({row.key.revision for each in learnt for row in each.runs})
+    length = "as long as the file says" if num_batches is None else f"at most {num_batches} batches"
+    problems = [f"- {said}" for each in learnt for said in each.problems()]
+    verdict = "As expected, all of them." if not problems else "Not as expected:"
+    return "\n".join(
+        [
+            "# What each recipe learns on the demo's task",
+            "",
+            "Written by `python -m benchmarks.recipes` from the ready files in `configs/recipes/`: "
+            f"three-digit addition, {length}, two CPU",
+            "cores. Accuracy is of 1,000 held-out problems, one answer each sampled at temperature "
+            "1 with plain `transformers`. *async* is the mean",
+            "of its seeds; in *shuffled* the rewards of each group are permuted, which must teach "
+            "nothing.",
+            "",
+            markdown(learnt),
+            f"Expected: at least {LEAST_LEARNT} above the start, shuffled at most "
+            f"{MOST_BY_CHANCE}; a run at most {LONGEST_S:.0f} s. {verdict}",
+            *(["", *problems] if problems else []),
+            "",
+            f"![accuracy of each recipe]({figure})",
+            "",
+            f"Measured at {', '.join(revisions)}.",
+            "",
+        ]
+    )
+
+
+def plot(learnt: Sequence[Learnt], path: Path) -> None:
+    """A line for each recipe: start, asynchronous runs, the synchronous and the shuffled one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 1.4 + 0.32 * len(learnt)), layout="constrained")
+    places = range(len(learnt))
+    named = {
+        "before": ([each.start for each in learnt], {"marker": "|", "color": "black", "s": 120}),
+        "sync": ([each.sync for each in learnt], {"marker": "x", "color": "tab:orange"}),
+        "rewards shuffled": (
+            [each.shuffled for each in learnt],
+            {"marker": "o", "facecolors": "none", "edgecolors": "tab:red"},
+        ),
+    }
+    for number in range(max(len(each.asynchronous) for each in learnt)):
+        rows = [each.asynchronous[number] for each in learnt]
+        label = {"label": "async, each seed"} if number == 0 else {}
+        axes.scatter(_accuracies(rows), places, color="tab:blue", alpha=0.6, **label)
+    for label, (rows, style) in named.items():
+        axes.scatter(_accuracies(rows), places, label=label, zorder=3, **style)
+    axes.set_yticks(places)
+    axes.set_yticklabels([e.recipe if e.streams else f"{e.recipe} (whole batch)" for e in learnt])
+    axes.set_ylim(len(learnt) - 0.5, -0.5)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("accuracy on held-out problems")
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=4)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _accuracies(rows: Sequence[Row]) -> list[float]:
+    return [row.measured.accuracy for row in rows]
