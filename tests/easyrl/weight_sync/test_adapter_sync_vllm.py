@@ -95,15 +95,15 @@ def fault(server: str, name: str, **arguments: str) -> None:
     requests.post(f"{server}/collective_rpc", json=body, timeout=60).raise_for_status()
 
 
-def sync_of(engine, urls, directory, **options):
-    return weight_sync(engine, urls, directory, lora_config=LORA, **options)
+def sync_of(engine, urls, directory, lora="adapter", **options):
+    return weight_sync(engine, urls, directory, lora_config=LORA, lora=lora, **options)
 
 
 @pytest.mark.parametrize("transport", ["file", "http"])
 def test_each_version_is_served_and_proved(
     transport, engine, model_dir, server, tmp_path, record_property
 ):
-    options = {"transport": transport, "chunk_bytes": 2**12, "lora": "adapter"}
+    options = {"transport": transport, "chunk_bytes": 2**12}
     with sync_of(engine, [server], tmp_path, **options) as rank:
         for version in (V0, V1):
             engine.train(1e-1)
@@ -146,16 +146,16 @@ def test_a_forgotten_reset_does_no_harm_to_another_name(engine, server, tmp_path
     """vLLM's cached prefixes belong to an adapter's name."""
     engine.train(1e-1)
     with closing(ForgetsTheReset(server)) as proxy:
-        with sync_of(engine, [proxy.url], tmp_path, lora="adapter") as rank:
+        with sync_of(engine, [proxy.url], tmp_path) as rank:
             assert rank.sync.publish(V0).metrics["sync/canary_mean"] < 1e-5
 
 
 def test_a_cached_prefix_of_another_adapter_is_caught(engine, server, tmp_path):
     engine.train(1e-2)  # what only two of the canary's tokens show must not be off by nats
     with closing(KnowsOneName(server)) as proxy:
-        with sync_of(engine, [proxy.url], tmp_path, lora="adapter", probe=False) as rank:
+        with sync_of(engine, [proxy.url], tmp_path, probe=False) as rank:
             rank.sync.publish(V0)
-        with sync_of(engine, [proxy.url], tmp_path, lora="adapter") as rank:
+        with sync_of(engine, [proxy.url], tmp_path) as rank:
             with pytest.raises(NoEndpointServes, match="canary: log-probabilities differ"):
                 rank.sync.publish(V0)
 
@@ -163,14 +163,15 @@ def test_a_cached_prefix_of_another_adapter_is_caught(engine, server, tmp_path):
 def test_another_model_below_is_told_and_sent(engine, server, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     fault(server, "change", layer=LAYER, delta="0.5")
-    with sync_of(engine, [server], tmp_path, lora="adapter") as rank:
+    with sync_of(engine, [server], tmp_path) as rank:
         with pytest.raises(NoEndpointServes, match="does not serve the model below the adapter"):
             rank.sync.publish(V0)
-    with sync_of(engine, [server], tmp_path) as rank:  # with B zero the merged model is the base
+    # with B zero the merged model is the base
+    with sync_of(engine, [server], tmp_path, lora="auto") as rank:
         assert rank.sync.publish(V1).metrics["sync/canary_mean"] < 1e-5
         assert rank.sync.confirmations[0].base is None
         assert "the whole model is sent at every sync" in caplog.text
-    with sync_of(engine, [server], tmp_path, lora="adapter") as rank:
+    with sync_of(engine, [server], tmp_path) as rank:
         engine.train(1e-1)
         assert rank.sync.publish(V2).metrics["sync/canary_mean"] < 1e-5
 
@@ -179,7 +180,7 @@ def test_tensor_parallel_workers_prove_their_slices(engine, model_dir, tmp_path,
     first, second = sorted(os.sched_getaffinity(0))[:2]
     env = {"VLLM_CPU_OMP_THREADS_BIND": f"{first}|{second}"}
     with start(model_dir.parent, env, tensor_parallel=2) as process:
-        with sync_of(engine, [process.url], tmp_path, lora="adapter") as rank:
+        with sync_of(engine, [process.url], tmp_path) as rank:
             for version in (V0, V1):
                 engine.train(1e-1)
                 assert rank.sync.publish(version).metrics["sync/canary_mean"] < 1e-5
