@@ -13,12 +13,15 @@ from easyrl.inference_client.pool.decode_speed import (
     TimedResponse,
     decode_terms,
     fit_decode_speed,
+    speed_of_sequences,
+    tells_step_from_sequence,
 )
 from easyrl.inference_client.pool.step_time import Lengths, batch_s, fastest
 
 FEWEST = 16  # requests in flight: fewer, and a round trip shows
 MIN_GAIN = 0.04  # of the expected time; for less the endpoint is given all that it takes
-NUM_TRIED = 5  # batches until a choice, the first of which is slower than others
+NUM_WITH_ALL = 2  # batches before fewer are tried, the first of which is slower than others
+NUM_TRIED = 5  # batches until a choice, where fewer are tried
 CHANGE = 2.0  # of lengths or of the trainer's speed, in ...
 NUM_CHANGED = 2  # batches in a row, after which all is tried again
 
@@ -70,9 +73,9 @@ class AdaptiveLimit:
     """Requests that one endpoint is given at a time.
 
     Consumes: each response with its times, and the end of each batch. Waits for: nothing. Produces:
-    a limit for each batch: all that the endpoint takes and a quarter of it in turn, then the one
-    with the shortest expected time. What is sampled does not depend on it. Belongs to the pool's
-    loop.
+    a limit for each batch: all that the endpoint takes; then, if fewer could gain ``MIN_GAIN``,
+    those and all in turn, and the one with the shortest expected time. What is sampled does
+    not depend on it. Belongs to the pool's loop.
     """
 
     def __init__(self, most: int) -> None:
@@ -81,6 +84,7 @@ class AdaptiveLimit:
         self._responses: dict[Hashable, list[TimedResponse]] = {}  # of the open batch, by group
         self._num_batches = 0  # since trying began
         self._tried: dict[int, _Tried] = {}  # the faster batch of each limit
+        self._few: int | None = None  # that are tried; None: fewer gain nothing
         self._chosen_for: _Work | None = None  # None: still trying
         self._num_changed = 0  # batches in a row
 
@@ -115,14 +119,18 @@ class AdaptiveLimit:
         self._num_batches += 1
         took_s = sum(response.ended_s - response.began_s for response in responses)
         self._keep(_Tried(decode_terms(responses), took_s / num_tokens, train_s))
-        if self._num_batches < NUM_TRIED:
-            quarter = max(limits[0], min(len(responses), self.most) // 4)
-            few = max(limit for limit in limits if limit <= quarter)
-            self.max_inflight = few if self.max_inflight == self.most else self.most
+        groups.sort(key=lambda group: min(response.began_s for response in group))
+        lengths = [[response.num_tokens for response in group] for group in groups]
+        if self._num_batches < NUM_WITH_ALL:
+            self.max_inflight = self.most
+            return None
+        if self._num_batches == NUM_WITH_ALL:
+            self._few = self._promising(limits, lengths)
+        if self._few is not None and self._num_batches < NUM_TRIED:
+            self.max_inflight = self._few if self.max_inflight == self.most else self.most
             return None
         self._chosen_for = work
-        groups.sort(key=lambda group: min(response.began_s for response in group))
-        return self._choose(limits, [[r.num_tokens for r in group] for group in groups])
+        return self._choose(limits, lengths)
 
     def _keep(self, tried: _Tried) -> None:
         """Of each limit what was fastest: a start, and other work, make a batch slower."""
@@ -142,12 +150,34 @@ class AdaptiveLimit:
         powers = [2**n for n in range(4, 30) if FEWEST <= 2**n < min(self.most, num_responses)]
         return [*powers, self.most]
 
+    def _promising(self, limits: list[int], lengths: list[Lengths]) -> int | None:
+        """Fewer than all that could gain, by what batches with all show; None: none could.
+
+        Where these do not show how much slower few are decoded, a quarter, if it would gain were
+        they not slower at all.
+        """
+        terms = [tried.terms for tried in self._tried.values()]
+        if tells_step_from_sequence(terms):
+            speed, candidates = fit_decode_speed(terms), limits
+        else:
+            quarter = max(limits[0], min(sum(map(len, lengths)), self.most) // 4)
+            few = max(limit for limit in limits if limit <= quarter)
+            speed, candidates = speed_of_sequences(terms), [few, self.most]
+        best = fastest(self._expected_s(speed, candidates, lengths), self.most, MIN_GAIN)
+        return None if best == self.most else best
+
     def _choose(self, limits: list[int], lengths: list[Lengths]) -> Choice:
         speed = fit_decode_speed([tried.terms for tried in self._tried.values()])
-        train_s = self._train_s(limits)
-        expected_s = {n: batch_s(speed.tokens_per_s, lengths, n, train_s[n]) for n in limits}
+        expected_s = self._expected_s(speed, limits, lengths)
         self.max_inflight = fastest(expected_s, self.most, MIN_GAIN)
-        return Choice(self.max_inflight, expected_s, lengths, speed, train_s[self.max_inflight])
+        train_s = self._train_s(limits)[self.max_inflight]
+        return Choice(self.max_inflight, expected_s, lengths, speed, train_s)
+
+    def _expected_s(
+        self, speed: DecodeSpeed, limits: list[int], lengths: list[Lengths]
+    ) -> dict[int, float]:
+        train_s = self._train_s(limits)
+        return {n: batch_s(speed.tokens_per_s, lengths, n, train_s[n]) for n in limits}
 
     def _train_s(self, limits: list[int]) -> dict[int, float]:
         """Seconds for a group: beside decoding, which takes longer with few, training is slower."""

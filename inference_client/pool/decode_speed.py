@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+SPREAD = 2.0  # of the sequences beside a response: a fit tells step and sequence apart
+
 
 class TimedResponse(NamedTuple):
     """When a response was asked for and came, and how long it is."""
@@ -57,6 +59,19 @@ def fit_decode_speed(batches: Sequence[np.ndarray]) -> DecodeSpeed:
     elif sequence_s <= 0:
         step_s, sequence_s = _only(terms[:, 0], ones), 0.0
     return DecodeSpeed(float(step_s), float(sequence_s))
+
+
+def tells_step_from_sequence(batches: Sequence[np.ndarray]) -> bool:
+    """Whether the number of sequences differs enough for a fit to tell the two apart."""
+    terms = np.concatenate(batches)
+    few, many = np.quantile(terms[:, 1] / terms[:, 0], [0.1, 0.9])
+    return bool(many > SPREAD * few)
+
+
+def speed_of_sequences(batches: Sequence[np.ndarray]) -> DecodeSpeed:
+    """As if all seconds were the sequences' and none the step's: no speed loses less with few."""
+    terms = np.concatenate(batches)
+    return DecodeSpeed(0.0, _only(terms[:, 1], np.ones(len(terms))))
 
 
 def _tokens_by(

@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from easyrl.config import InferenceConfig
-from easyrl.inference_client.pool.adaptive_limit import NUM_TRIED
+from easyrl.inference_client.pool import adaptive_limit
+from easyrl.inference_client.pool.adaptive_limit import NUM_TRIED, NUM_WITH_ALL
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.inference_client.pool.inflight_limits import MOST
 from tests.inference_client.fake_endpoint import FakeEndpoint
@@ -64,7 +65,8 @@ async def test_an_endpoint_that_says_nonsense_is_not_used():
         assert not pool.endpoints[0].is_up
 
 
-async def test_each_endpoint_tries_and_then_says_what_it_chose(caplog):
+async def test_each_endpoint_tries_and_then_says_what_it_chose(caplog, monkeypatch):
+    monkeypatch.setattr(adaptive_limit, "MIN_GAIN", 0.0)  # the fakes' seconds are not to be known
     group = servers(2, card={"max_num_seqs": 32})
     chosen = []
     async with pool_of(*group) as pool:
@@ -73,21 +75,24 @@ async def test_each_endpoint_tries_and_then_says_what_it_chose(caplog):
         )
         pool.limits.trained(0.64, num_groups=64)
         with caplog.at_level(logging.INFO, "easyrl"):
-            for limit in (32, 16, 32, 16):  # a quarter of 32 is fewer than are worth trying
+            for limit in (32, 32, 16, 32):  # fewer than 16 are not worth trying
                 await batch(pool, *group, limit=limit)
             assert chosen == [] and not caplog.text
-            await batch(pool, *group, limit=32)
-    assert NUM_TRIED == 5
+            await batch(pool, *group, limit=16)
+    assert (NUM_WITH_ALL, NUM_TRIED) == (2, 5)
     assert [url for url, _ in chosen] == [server.url for server in group]
     for server in group:
         assert f"inference.max_inflight: {server.url}: " in caplog.text
 
 
-async def test_what_is_no_batch_has_all_places_behind_one():
+async def test_what_is_no_batch_has_all_places_behind_one(monkeypatch):
+    monkeypatch.setattr(adaptive_limit, "MIN_GAIN", 0.0)
     (server,) = servers(1, card={"max_num_seqs": 64})
     async with pool_of(server) as pool:
         (endpoint,) = pool.endpoints
-        await batch(pool, server, limit=64)
+        for _ in range(NUM_WITH_ALL):
+            pool.limits.trained(6.4, num_groups=64)
+            await batch(pool, server, limit=64)
         assert endpoint.max_inflight == 64, "until a group of the next batch is asked for"
         assert (pool.capacity(in_batch=True), pool.capacity(in_batch=False)) == (16, 64)
         server.gated = True
