@@ -185,6 +185,8 @@ def _finish(config: Config, engine: TrainEngine) -> None:
                 pass
             for _ in engine.named_weights("adapter") if lora else ():
                 pass
+            for _ in engine.named_weights("critic") if has_critic else ():
+                pass
         return
     if config.checkpoint.export_at_end:
         weights = engine.named_weights()

@@ -43,7 +43,7 @@ def open_reporter(
         mismatch = LogprobMismatch(run.config)
         settings = run.config.alarms
         recipe = load_recipe(run.config)
-        if not recipe.uses_rewards or recipe.needs.critic:  # equal rewards are no missing signal
+        if not recipe.compares_responses:  # equal rewards are no missing signal
             settings = settings.model_copy(update={"no_signal": None})
         alarms = Alarms(settings, run.record)
         alarms.add_earlier(read_metrics(run.output / METRICS_FILE))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     ReadTokenizer = Callable[[Path, str], PreTrainedTokenizerBase]
 
+REMEDY = "use a model of the policy's vocabulary"
+
 
 def check_vocabularies(
     config: Config, tokenizer: PreTrainedTokenizerBase, read_tokenizer: ReadTokenizer
@@ -30,14 +32,18 @@ def check_vocabularies(
     """
     needs = load_recipe(config).needs
     if needs.teacher is not None:
-        own, its = _sizes(config, needs.teacher.path, "recipe.teacher")
+        own, its = sizes = _sizes(config, needs.teacher.path, "recipe.teacher")
         # ids that the policy may sample have to be among the teacher's; rows behind them are
         # padding, which only whole distributions would compare
         is_right = own == its if needs.teacher.full else own <= its
-        _check(config, needs.teacher.path, "recipe.teacher", is_right, tokenizer, read_tokenizer)
+        if not is_right:
+            raise _other_size(config, needs.teacher.path, "recipe.teacher", sizes)
+        _check_tokens(needs.teacher.path, "recipe.teacher", tokenizer, read_tokenizer)
     if needs.critic and config.critic.path is not None:
-        own, its = _sizes(config, config.critic.path, "critic.path")
-        _check(config, config.critic.path, "critic.path", own <= its, tokenizer, read_tokenizer)
+        own, its = sizes = _sizes(config, config.critic.path, "critic.path")
+        if own > its:
+            raise _other_size(config, config.critic.path, "critic.path", sizes)
+        _check_tokens(config.critic.path, "critic.path", tokenizer, read_tokenizer)
 
 
 def _sizes(config: Config, path: Path, key: str) -> tuple[int, int]:
@@ -45,25 +51,21 @@ def _sizes(config: Config, path: Path, key: str) -> tuple[int, int]:
     return vocabulary_size(config.model), vocabulary_size_at(config.model, path, key)
 
 
-def _check(
-    config: Config,
-    path: Path,
-    key: str,
-    is_right: bool,
-    tokenizer: PreTrainedTokenizerBase,
-    read_tokenizer: ReadTokenizer,
+def _other_size(config: Config, path: Path, key: str, sizes: tuple[int, int]) -> ConfigError:
+    own, its = sizes
+    return ConfigError(
+        f"{key}: {path} has a vocabulary of {its} ids, model.path {config.model.path} one of "
+        f"{own}; {REMEDY}"
+    )
+
+
+def _check_tokens(
+    path: Path, key: str, tokenizer: PreTrainedTokenizerBase, read_tokenizer: ReadTokenizer
 ) -> None:
-    """``is_right``: whether the sizes go together. Raises ``ConfigError``."""
-    remedy = "use a model of the policy's vocabulary"
-    if not is_right:
-        own, its = _sizes(config, path, key)
-        raise ConfigError(
-            f"{key}: {path} has a vocabulary of {its} ids, model.path {config.model.path} one of "
-            f"{own}; {remedy}"
-        )
+    """Raises ``ConfigError``."""
     known, there = tokenizer.get_vocab(), read_tokenizer(path, key).get_vocab()
     if known != there:
-        raise ConfigError(f"{key}: {path} has other tokens, {_first(known, there)}; {remedy}")
+        raise ConfigError(f"{key}: {path} has other tokens, {_first(known, there)}; {REMEDY}")
 
 
 def _first(own: dict[str, int], its: dict[str, int]) -> str:

@@ -146,7 +146,7 @@ class TrainEngine(Protocol):
     @property
     def has_frozen_models(self) -> bool:
         """Whether ``frozen_logprobs`` says anything: a reference, an old policy that differs, a
-        critic.
+        critic, a teacher that scores sampled tokens.
         """
 
     def set_controls(self, controls: Mapping[str, float]) -> None:

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from easyrl.config import ConfigError, ModelConfig
-from easyrl.kernels.attention.path_gather import gather_tokens
 from easyrl.kernels.attention.segment_layout import SegmentLayout
-from easyrl.models.loading import load_policy_model
-from easyrl.models.policy_model import PolicyModel
+from easyrl.models.loading import load_policy_model, path_errors_named
+from easyrl.models.policy_model import PolicyModel, hidden_states
 from easyrl.models.weight_files import weight_files
 
 # Of the value head in a folder of weights, as transformers' sequence classifiers call theirs.
@@ -66,14 +65,10 @@ class CriticModel(nn.Module):
         predictor_index: Tensor,
     ) -> Tensor:
         """float32 [N]; the arguments are those of ``PolicyModel``."""
-        hidden = self.model.base_model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            layout=layout,
-            checked_attention=self.attention,
-        ).last_hidden_state[0]  # [T, H]
-        values: Tensor = self.head(gather_tokens(hidden, predictor_index))
+        predictors = hidden_states(
+            self.model, self.attention, input_ids, position_ids, layout, predictor_index
+        )
+        values: Tensor = self.head(predictors)
         return values
 
 
@@ -82,11 +77,9 @@ def load_critic_model(model: ModelConfig, *, seed: int = 0) -> CriticModel:
 
     Raises ``ConfigError`` naming ``critic.path``.
     """
-    try:
+    with path_errors_named("critic.path"):
         found = _value_head(model)
         critic = CriticModel(load_policy_model(model, seed=seed, has_head=found is None))
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path:", "critic.path:")) from error
     if found is not None:
         if found.shape != critic.head.weight.shape:
             raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,3 +69,12 @@ def load_policy_model(
     checkpoint_activations(hf_model, model.recomputed, model.checkpoint_every)
     # No dropout in these models: training mode only switches activation checkpointing on.
     return PolicyModel(hf_model, model.logprob_chunk_size, model.attention).train()
+
+
+@contextmanager
+def path_errors_named(key: str) -> Iterator[None]:
+    """Inside, a ``ConfigError`` about ``model.path`` names ``key``, which that folder is from."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", key)) from None

@@ -118,16 +118,30 @@ class PolicyModel(nn.Module):
         ``input_ids`` and ``position_ids`` int64 [T] are the row, ``layout`` its segments; token
         ``label_ids[n]`` is predicted at position ``predictor_index[n]``, both int64 [N].
         """
-        hidden = self.model.base_model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            layout=layout,
-            checked_attention=self.attention,
-        ).last_hidden_state[0]  # [T, H]
-        predictors = gather_tokens(hidden, predictor_index)
+        predictors = hidden_states(
+            self.model, self.attention, input_ids, position_ids, layout, predictor_index
+        )
         head = self.model.get_output_embeddings()
         return head(predictors, label_ids, temperature, token_loss, teacher)
+
+
+def hidden_states(
+    model: PreTrainedModel,
+    attention: CheckedAttention,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    layout: SegmentLayout,
+    index: Tensor,
+) -> Tensor:
+    """[N, H], of the last layer at the positions ``index`` [N] of a packed row of T tokens."""
+    hidden = model.base_model(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        use_cache=False,
+        layout=layout,
+        checked_attention=attention,
+    ).last_hidden_state[0]  # [T, H]
+    return gather_tokens(hidden, index)
 
 
 def run_micro_batch(

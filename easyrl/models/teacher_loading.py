@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from easyrl.config import ConfigError, ModelConfig
-from easyrl.models.loading import load_policy_model
+from easyrl.config import ModelConfig
+from easyrl.models.loading import load_policy_model, path_errors_named
 from easyrl.models.policy_model import PolicyModel
 from easyrl.models.supported import read_model_config, vocabulary_size
 
@@ -22,10 +22,8 @@ def teacher_config(policy: ModelConfig, path: Path) -> ModelConfig:
 
 def load_teacher(policy: ModelConfig, path: Path) -> PolicyModel:
     """The model at ``path``. Raises ``ConfigError`` naming ``recipe.teacher``."""
-    try:
+    with path_errors_named(KEY):
         return load_policy_model(teacher_config(policy, path))
-    except ConfigError as error:
-        raise _of_teacher(error) from None
 
 
 def vocabulary_size_at(policy: ModelConfig, path: Path, key: str) -> int:
@@ -35,12 +33,6 @@ def vocabulary_size_at(policy: ModelConfig, path: Path, key: str) -> int:
     packed rows.
     """
     model = teacher_config(policy, path)
-    try:
+    with path_errors_named(key):
         read_model_config(model)
         return vocabulary_size(model)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path", key)) from None
-
-
-def _of_teacher(error: ConfigError) -> ConfigError:
-    return ConfigError(str(error).replace("model.path", KEY))

@@ -161,7 +161,7 @@ def _without_rewards(config: Config, recipe: Recipe) -> list[str]:
         problems.append(
             f"rewards: recipe {config.recipe.name} makes its advantages of rewards; add one"
         )
-    if config.rollout.num_generations < 2 and not recipe.needs.critic:
+    if config.rollout.num_generations < 2 and recipe.compares_responses:
         problems.append(
             "rollout.num_generations: a baseline needs at least 2 responses per group; raise it"
         )

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import PositiveFloat
 from torch import Tensor
 
+from easyrl.recipes.dynamic_sampling import DynamicSampling
 from easyrl.recipes.recipe import (
     AdvantageInputs,
     Advantages,
@@ -92,7 +93,7 @@ class PairLoss(Recipe):
 
 
 @dataclass(frozen=True)
-class SampledPairs(PairLoss):
+class SampledPairs(PairLoss, DynamicSampling):
     """Pairs of what the policy has sampled: of a group's responses the best and the worst.
 
     A group whose rewards are all equal has no pair: its loss is 0, or with ``dynamic_sampling``
@@ -100,23 +101,12 @@ class SampledPairs(PairLoss):
     ratio to the policy that sampled them.
     """
 
-    dynamic_sampling: bool = False  # a group of equal rewards is replaced (DAPO, eq. 11)
-
     source: ClassVar[Literal["rollouts", "records"]] = "rollouts"
     pairs: ClassVar[bool] = False
 
     @property
     def advantage_only(self) -> bool:
         return type(self).loss is PairLoss.loss
-
-    @property
-    def rejects(self) -> bool:
-        return self.dynamic_sampling or type(self).accepts is not SampledPairs.accepts
-
-    def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
-        if self.dynamic_sampling and np.ptp(group.rewards) == 0:
-            return "all rewards are equal"
-        return None
 
     def select(self, group: RolloutGroup, run: RunSettings) -> Sequence[int]:
         """The worst and the best; of those that score alike the first is the worse."""

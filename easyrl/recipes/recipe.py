@@ -142,8 +142,8 @@ class Recipe(ABC):
     source: ClassVar[Literal["rollouts", "records"]] = "rollouts"
     pairs: ClassVar[bool] = False
 
-    # Whether advantages are made of rewards, by groups: a run needs a reward function then, and two
-    # responses of a prompt. Else rewards may be there to be looked at.
+    # Whether advantages are made of rewards: a run needs a reward function then. Else rewards may
+    # be there to be looked at.
     uses_rewards: ClassVar[bool] = True
 
     # ---- what the run arranges for it ----
@@ -152,6 +152,13 @@ class Recipe(ABC):
     def needs(self) -> Models:
         """The models that run beside the policy."""
         return Models()
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether the baseline of a response is its group: equal rewards are no signal then, and a
+        prompt needs two responses.
+        """
+        return self.uses_rewards and not self.needs.critic
 
     @property
     def before_advantages(self) -> Models:

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from easyrl.recipes.aggregated import Aggregated
+from easyrl.recipes.dynamic_sampling import DynamicSampling
 from easyrl.recipes.entropy_control import COEF, applied_coefficient, next_entropy_controls
 from easyrl.recipes.estimators import (
     clipped_surrogate,
@@ -33,7 +34,7 @@ def no_k1(value: object) -> object:
 
 
 @dataclass(frozen=True)
-class ClippedSurrogate(Aggregated):
+class ClippedSurrogate(DynamicSampling, Aggregated):
     r"""A sum over tokens of PPO's clipped surrogate (Schulman et al. 2017, eq. 7), with KL, entropy
     and importance correction.
 
@@ -59,7 +60,6 @@ class ClippedSurrogate(Aggregated):
     # the inference engine's probability: TIS caps the ratio, masked IS drops tokens outside
     importance_cap: Annotated[float, Field(gt=1)] = 2.0  # masked also drops below 1 / cap
     mask_truncated: bool = False  # cut off at max_tokens: not trained, though its reward counts
-    dynamic_sampling: bool = False  # a group of equal rewards is replaced (DAPO, eq. 11)
 
     ratio_keys: ClassVar[tuple[str, ...]] = ("clip_eps_low", "clip_eps_high")
 
@@ -80,10 +80,6 @@ class ClippedSurrogate(Aggregated):
         own_loss = own_loss and cls._credited is ClippedSurrogate._credited
         has_bonus = self.entropy_coef != 0 or self.entropy_target is not None
         return own_loss and self.kl_coef == self.kl_in_reward_coef == 0 and not has_bonus
-
-    @property
-    def rejects(self) -> bool:
-        return self.dynamic_sampling or type(self).accepts is not ClippedSurrogate.accepts
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -137,11 +133,6 @@ class ClippedSurrogate(Aggregated):
         return replace(self, entropy_coef=applied_coefficient(controls, self.entropy_target))
 
     # ---- groups ----
-
-    def accepts(self, group: RolloutGroup, run: RunSettings) -> str | None:
-        if self.dynamic_sampling and np.ptp(group.rewards) == 0:
-            return "all rewards are equal"
-        return None
 
     def rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
         """float32 [G], what the advantages are made of."""

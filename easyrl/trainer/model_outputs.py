@@ -1,9 +1,9 @@
 """What the frozen models say of one update's responses: kept from when they ran to the packed row.
 
-They are the reference, the old policy and, with a critic, the critic as the batch began. None of
-them changes while an update is open, and what they say of a token depends on the tokens before it
-alone: computed early it is the same up to rounding, as rows of another shape are summed in another
-order.
+They are the reference, the old policy, a teacher that scores sampled tokens and, with a critic, the
+critic as the batch began. None of them changes while an update is open, and what they say of a
+token depends on the tokens before it alone: computed early it is the same up to rounding, as rows
+of another shape are summed in another order.
 """
 
 from __future__ import annotations

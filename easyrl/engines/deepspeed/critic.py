@@ -7,7 +7,8 @@ which sharded weights, gathered by all ranks together, do not allow.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from easyrl.engines.deepspeed.state import (
 from easyrl.engines.process_group import quiet
 from easyrl.engines.weight_names import saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
-from easyrl.models.critic import VALUE_HEAD, CriticModel, load_critic_model
+from easyrl.models.critic import VALUE_HEAD, load_critic_model
 from easyrl.recipes.recipe import Recipe
 from easyrl.recipes.value_losses import value_loss
 from easyrl.schema import MicroBatch, Segment
@@ -42,19 +43,13 @@ class DeepSpeedCritic:
     Args:
         config: the whole tree, of the policy.
         total_steps: where a decaying schedule ends.
-        load: makes the model, and again its copy.
     """
 
     def __init__(
-        self,
-        config: Config,
-        device: torch.device,
-        *,
-        total_steps: int | None = None,
-        load: Callable[[], CriticModel] | None = None,
+        self, config: Config, device: torch.device, *, total_steps: int | None = None
     ) -> None:
         own = critic_config(config)
-        load = load or (lambda: load_critic_model(own.model, seed=own.run.seed))
+        load = partial(load_critic_model, own.model, seed=own.run.seed)
         self._device = device
         with quiet():
             self._model = load()
@@ -110,12 +105,11 @@ class DeepSpeedCritic:
         self._has_moved |= stepped[1]
         return stepped
 
-    def discard_gradients(self) -> float:
-        """A step that cannot be taken; NaN, the norm of what it drops. Collective."""
+    def discard_gradients(self) -> None:
+        """Drops what is accumulated, by a step that cannot be taken. Collective."""
         self.backward_of_nothing(scale=math.nan)
         _, applied = step_divided(self._engine, 1.0)
         assert not applied
-        return math.nan
 
     @property
     def learning_rate(self) -> float:

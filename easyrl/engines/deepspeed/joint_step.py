@@ -8,6 +8,7 @@ policy's step is held up until the critic has taken its own, and dropped if the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,16 +24,16 @@ def step_together(
     policy: deepspeed.DeepSpeedEngine,
     divisor: float,
     step_critic: Callable[[], Stepped],
-    discard_critic: Callable[[], float],
+    discard_critic: Callable[[], None],
 ) -> tuple[Stepped, Stepped]:
     """Divides the policy's accumulated gradients by ``divisor``, clips, steps. Collective.
 
-    ``step_critic`` is called in between, or ``discard_critic``, which gives the norm of what it
-    drops, where the policy's gradient is not finite.
+    ``step_critic`` is called in between, or ``discard_critic`` where the policy's gradient is not
+    finite.
 
     Returns:
         what each came to; both have stepped, or neither has and weights, optimizer states and
-        schedules are as before.
+        schedules are as before. The norm of what was discarded is NaN.
     """
     critic: list[Stepped] = []
 
@@ -43,7 +44,8 @@ def step_together(
     with _asked_before_commit(policy.optimizer, critic_stepped):
         stepped = step_divided(policy, divisor)
     if not critic:
-        critic.append((discard_critic(), False))
+        discard_critic()
+        critic.append((math.nan, False))
     assert stepped[1] == critic[0][1]
     return stepped, critic[0]
 

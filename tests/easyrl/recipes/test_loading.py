@@ -231,7 +231,7 @@ BAD = {
     "unknown key": (["recipe.kl_ceof=1"], "recipe.kl_ceof: unknown key of recipe grpo; did you"),
     "unknown key like no other": (
         ["recipe.xyzzy=1"],
-        "recipe.xyzzy: unknown key of recipe grpo; known keys: aggregation, clip_eps_low",
+        "recipe.xyzzy: unknown key of recipe grpo; known keys: aggregation, dynamic_sampling",
     ),
     "another recipe's key": (
         ["recipe.overlong_buffer=0.1"],
