@@ -124,7 +124,17 @@ def other_run(own: str | None, *shown: str) -> str:
     return f": another run ({others[0][:200]}) has given it weights; no two runs can share it"
 
 
-@dataclass(frozen=True, slots=True)
+# Begins the digest of weights that are served as a model and an adapter, each with its own tensors:
+# one of the whole model, the adapter merged into it, cannot be compared with it.
+APART = "adapter:"
+
+
+def comparable(digest: str, other: str) -> bool:
+    """Whether weights of these two digests were served in the same form."""
+    return digest.startswith(APART) == other.startswith(APART)
+
+
+@dataclass(frozen=True)
 class ServedWeights:
     """What a batch's samples are made by: a version, and the hash of its weights.
 
@@ -132,7 +142,7 @@ class ServedWeights:
     """
 
     version: PolicyVersion
-    digest: str  # blake3 over the served tensors' names and hashes, 64 hex digits
+    digest: str  # blake3 over the served tensors' names and hashes, 64 hex digits; see ``APART``
 
 
 Key = tuple[int, int]  # epoch and index of a prompt: what identifies it in a run

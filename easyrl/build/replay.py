@@ -21,7 +21,7 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import make_deterministic
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
-from easyrl.schema import Confirmation, PolicyVersion, Progress, Published, ServedWeights
+from easyrl.schema import APART, Confirmation, PolicyVersion, Progress, Published, ServedWeights
 from easyrl.trainer.loop import Trainer
 
 
@@ -45,7 +45,8 @@ OnWeights = Callable[[int, DeepSpeedEngine], object]  # closed batches, whose we
 class HashedWeights:
     """A ``Publisher`` that sends nothing: it only says what an endpoint would have to serve.
 
-    ``lora``: of a run whose adapters travelled alone.
+    ``recorded`` gives the digest that the run had, by closed batches, if it had one: it says
+    whether adapters, of ``lora``, travelled alone then.
     """
 
     confirmations: tuple[Confirmation, ...] = ()
@@ -56,9 +57,10 @@ class HashedWeights:
         collectives: Collectives,
         on_weights: OnWeights,
         lora: LoraConfig | None,
+        recorded: Callable[[int], str | None],
     ) -> None:
         self._engine = engine
-        self._lora = lora
+        self._lora, self._recorded = lora, recorded
         self._collectives = collectives
         self._on_weights = on_weights
         self.digests: dict[int, str] = {}  # by closed batches
@@ -76,7 +78,9 @@ class HashedWeights:
         """Collective."""
         meanwhile()
         self._on_weights(version.v, self._engine)
-        digest = digest_of_weights(self._engine, self._collectives, self._lora)
+        recorded = self._recorded(version.v) or ""
+        lora = self._lora if recorded.startswith(APART) else None
+        digest = digest_of_weights(self._engine, self._collectives, lora)
         self.digests[version.v] = digest
         return Published(ServedWeights(version, digest), {})
 
@@ -129,9 +133,9 @@ def replay_batch(
         num_updates = config.trainer.updates_per_batch
         max_tokens = rows_per_drain(config) * config.trainer.max_tokens_per_micro_batch
         rollouts = RecordedRollouts(run, v, num_updates, max_tokens, engine.ranks)
-        alone = any(shown.base is not None for shown in run.batch(v).confirmations)
-        lora = config.model.lora if alone else None
-        weights = HashedWeights(engine, collectives, on_weights, lora)
+        weights = HashedWeights(
+            engine, collectives, on_weights, config.model.lora, run.weights_before
+        )
         kept = KeptMetrics()
         stop = StopRequest(config.trainer.grace_s)
         opened.callback(stop.close)

@@ -14,7 +14,7 @@ from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import Chunk
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import slice_digest, whole_slice
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice
 from easyrl.runtime.run_files import CONFIG_FILE
-from easyrl.schema import PolicyVersion, WeightProof
+from easyrl.schema import APART, PolicyVersion, WeightProof
 from easyrl.weight_sync.challenge import answers_digest
 
 
@@ -66,10 +66,12 @@ def _slices(folder: Path, weights: str, nonce: str) -> dict[str, list[ServedSlic
     Of an adapter the digest is that of the model below it, too, which lies beside it.
     """
     chunks = _chunks(folder)
-    if weights_digest(chunks) != weights:
-        below = [base for base in folder.parent.glob("*-base") if (base / MANIFEST).is_file()]
-        if not any(weights_digest([*_chunks(base), *chunks]) == weights for base in below):
-            return None
+    below: list[list[Chunk]] = [[]]
+    if weights.startswith(APART):
+        bases = [base for base in folder.parent.glob("*-base") if (base / MANIFEST).is_file()]
+        below = [_chunks(base) for base in bases]
+    if not any(weights_digest([*base, *chunks]) == weights.removeprefix(APART) for base in below):
+        return None
     slices = {}
     for chunk in chunks:
         for name, tensor in load_file(folder / chunk.file).items():

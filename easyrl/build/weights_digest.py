@@ -8,13 +8,14 @@ from easyrl.config import LoraConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum, weights_digest
 from easyrl.runtime.collectives import Collectives
+from easyrl.schema import APART
 from easyrl.weight_sync.adapter import served_adapter
 
 
 def digest_of_weights(
     engine: TrainEngine, collectives: Collectives, lora: LoraConfig | None = None
 ) -> str:
-    """What a certificate would say of them, 64 hex digits; on every rank. Collective.
+    """What a certificate would say of them; on every rank. Collective.
 
     ``lora``: they are served as the model without adapters, and an adapter of this form.
     """
@@ -25,5 +26,6 @@ def digest_of_weights(
     for name, weight in weights:
         if collectives.ranks.rank == 0:
             checksums[name] = tensor_checksum(weight)
-    digest: str = collectives.broadcast(weights_digest([Chunk("", 0, checksums)]))
+    form = "" if lora is None else APART
+    digest: str = collectives.broadcast(form + weights_digest([Chunk("", 0, checksums)]))
     return digest

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"easyrl: {error}", file=sys.stderr)
         return UNUSABLE
     rows = _compare(recorded, replayed.metrics)
-    after = run.weights_after(replayed.last)
+    after = run.weights_before(replayed.last + 1)
     same_weights = None if after is None else replayed.weights[replayed.last + 1] == after
     is_same = same_weights is not False and not any(row.difference for row in rows)
     if replayed.ranks.is_first:

@@ -93,10 +93,11 @@ class RecordedRun:
         first = self._history.attempts[attempt].first_batch
         return self._first_step(first) - 1, self._history.batches[first].first_position
 
-    def weights_after(self, v: int) -> str | None:
-        """Digest of the weights that batch ``v`` came to, if they were ever published."""
-        if v + 1 < len(self._history.batches):
-            return self.batch(v + 1).weights
+    def weights_before(self, v: int) -> str | None:
+        """Digest of the weights that batch ``v`` was made by, and those behind the last batch; None
+        if they were never published."""
+        if v < len(self._history.batches):
+            return self.batch(v).weights
         return None if self._history.end is None else self._history.end.weights
 
     def metrics_of(self, v: int) -> dict[str, Any]:

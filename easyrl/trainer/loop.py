@@ -33,6 +33,7 @@ from easyrl.schema import (
     StoppedByAlarm,
     StopRequested,
     TooManyExcluded,
+    comparable,
 )
 from easyrl.trainer.accumulation import Accumulator, GroupSource
 from easyrl.trainer.parts import (
@@ -445,11 +446,11 @@ class Trainer:
                 self._count_trained()
             raise
         self._record("sync_end", version=str(version))
-        digest = published.served.digest
-        if self.progress.weights not in ("", digest):
+        digest, before = published.served.digest, self.progress.weights or published.served.digest
+        if comparable(digest, before) and digest != before:
             raise OtherWeights(
-                f"the weights of batch {self.progress.closed_batches} are {digest[:16]} and were "
-                f"{self.progress.weights[:16]} when the checkpoint was written: it was not "
+                f"the weights of batch {self.progress.closed_batches} are {digest[:24]} and were "
+                f"{before[:24]} when the checkpoint was written: it was not "
                 "restored as it was saved; resume from another one"
             )
         self.progress.weights = digest

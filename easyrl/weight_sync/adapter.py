@@ -102,17 +102,20 @@ class AdapterChoice:
     def decide(self, version: PolicyVersion) -> AdapterForm | None:
         """The form of the run's versions; None: the whole model, an adapter merged. Collective.
 
-        With ``auto`` one endpoint that cannot, of those that are up, decides it for all; with
-        ``adapter`` it is excluded, by name and reason, and so is one that comes later.
+        With ``auto`` one endpoint that cannot, of those that are up, decides it for all, and the
+        whole model is sent where nobody would prove the one below; with ``adapter`` an endpoint
+        that cannot is excluded, by name and reason, and so is one that comes later.
         """
         if self.lora is None or self.wanted == "merged":
+            return None
+        if self.wanted == "auto" and not self.prover.reads_bits:
             return None
         is_first = self.collectives.ranks.rank == 0
         problems = self.thread.run(self._refusals()) if is_first else {}
         if not self._goes_on(problems):
             return None
         base = self._write_base(version)
-        if self.wanted == "auto" and self.prover.reads_bits:
+        if self.wanted == "auto":
             problems = {} if base is None else self.thread.run(self._other_models(base))
             if not self._goes_on(problems):
                 self.store.discard(base)

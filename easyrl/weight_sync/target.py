@@ -11,7 +11,7 @@ from typing import Any
 from easyrl.inference_client.transfer.artifact import Chunk, weights_digest
 from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import Slice
-from easyrl.schema import Completion
+from easyrl.schema import APART, Completion
 from easyrl.weight_sync.canary import Expected
 from easyrl.weight_sync.challenge import NONCE_BYTES, Challenge, shapes_of
 
@@ -70,8 +70,10 @@ class Target:
         """Identity of all that an endpoint has to serve: the model below an adapter, too."""
         if self._digest is not None:
             return self._digest
+        if self.adapter is None:
+            return weights_digest(self.chunks)
         below = [] if self.base is None else self.base.chunks
-        return weights_digest([*below, *self.chunks])
+        return APART + weights_digest([*below, *self.chunks])
 
     def add(self, chunk: Chunk) -> None:
         """``chunk`` can be read from now on."""

@@ -10,7 +10,7 @@ import torch
 
 from easyrl.build.weight_answers import RecomputedAnswers
 from easyrl.inference_client.transfer.artifact import weights_digest
-from easyrl.schema import WeightProof
+from easyrl.schema import APART, WeightProof
 from easyrl.weight_sync.challenge import answers_digest
 from tests.inference_client.served_tensors import whole
 from tests.inference_client.written_artifact import write_artifact
@@ -52,8 +52,11 @@ def test_an_adapter_is_bound_to_the_model_below_it(served: Path) -> None:
     base = write_artifact(below.items(), root / "run-ab-0-base", "run-ab:0:base", 2**20)
     adapter = write_artifact(WEIGHTS.items(), root / "run-ab-0-3", "run-ab:0:3", 2**20)
     answers = RecomputedAnswers(served)
-    both = weights_digest([*base.chunks, *adapter.chunks])
+    both = APART + weights_digest([*base.chunks, *adapter.chunks])
     assert answers("run-ab:0:3", both, PROOF) == RIGHT
+    assert answers("run-ab:0:3", both.removeprefix(APART), PROOF) is None  # of a whole model
+    alone = APART + weights_digest(adapter.chunks)
+    assert answers("run-ab:0:3", alone, PROOF) is None
     write_artifact({"model": below["model"] + 1}.items(), root / "run-ab-0-base", "b", 2**20)
     assert answers("run-ab:0:3", both, PROOF) is None
 

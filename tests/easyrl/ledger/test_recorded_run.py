@@ -251,8 +251,8 @@ def test_a_step_names_its_batch(run: CertifiedRun) -> None:
 
 def test_weights_behind_a_batch_are_those_that_made_the_next(run: CertifiedRun) -> None:
     folder = recorded(run)
-    assert folder.weights_after(0) == folder.batch(1).weights
-    assert folder.weights_after(2) == run.served().digest  # said at the end of the run
+    assert folder.weights_before(1) == folder.batch(1).weights
+    assert folder.weights_before(3) == run.served().digest  # said at the end of the run
 
 
 def test_without_an_end_the_last_weights_are_not_known(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_without_an_end_the_last_weights_are_not_known(tmp_path: Path) -> None:
     with_two = open_run.begin()
     open_run.train()
     with_two.close()
-    assert recorded(open_run).weights_after(0) is None
+    assert recorded(open_run).weights_before(1) is None
 
 
 def test_a_pruned_journal_is_told(run: CertifiedRun) -> None:

@@ -15,6 +15,7 @@ from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import (
+    APART,
     NEEDS_CHANGE,
     TEMPORARY_FAILURE,
     ExcludedPrompt,
@@ -29,7 +30,7 @@ from easyrl.schema import (
     VersionSpan,
 )
 from easyrl.trainer.accumulation import OnPolicyViolation
-from easyrl.trainer.loop import TooManyBadSteps
+from easyrl.trainer.loop import OtherWeights, TooManyBadSteps
 from tests.dataloaders.rollout_parts import ScriptedGenerate, generator, prompt
 from tests.easyrl.ledger.journal_groups import rollouts_of
 from tests.easyrl.trainer.fake_parts import (
@@ -825,3 +826,17 @@ def test_a_stop_gives_up_the_open_batch_and_saves():
     assert raised.value.status == 0
     assert events[-3:] == ["discard", "batch closed", "save"]
     assert trainer.progress == Progress(1, 1, 0, 2, "weights 1", 1)
+
+
+def test_weights_other_than_the_checkpoint_says_are_refused():
+    trainer, _ = make_trainer([], progress=Progress(weights="weights 9"))
+    with pytest.raises(OtherWeights, match="are weights 0 and were weights 9"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("saved", ["", "weights 0", APART + "weights 9"])
+def test_weights_that_were_served_in_another_form_cannot_be_compared(saved):
+    """An adapter that travelled alone before the resume, and is merged into the model now."""
+    trainer, _ = make_trainer([], num_batches=1, progress=Progress(weights=saved))
+    trainer.fit()
+    assert trainer.progress.weights == "weights 1"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum, weights_digest
-from easyrl.schema import NoEndpointServes, PolicyVersion
+from easyrl.schema import APART, NoEndpointServes, PolicyVersion
 from easyrl.weight_sync.proof import BASE_PROOF_HOLDS
 from easyrl.weight_sync.target import ServedAdapter, Target
 from tests.easyrl.weight_sync.adapter_endpoint import (
@@ -80,7 +80,7 @@ def test_the_scaling_is_folded_in_and_the_digest_is_of_the_model_below_too(
         for name, weight in endpoint.loaded["sync-0-0"].items():
             assert torch.equal(weight, expected[name])
     checksums = {name: tensor_checksum(weight) for name, weight in expected.items()}
-    assert published.served.digest == weights_digest([Chunk("", 0, checksums)])
+    assert published.served.digest == APART + weights_digest([Chunk("", 0, checksums)])
 
 
 def test_other_ranks_know_name_and_digest_and_ask_about_the_adapter_alone():
@@ -90,7 +90,7 @@ def test_other_ranks_know_name_and_digest_and_ask_about_the_adapter_alone():
     target.adapter = ServedAdapter("sync-0-3", 4, base)
     other = Target.from_json(orjson.loads(orjson.dumps(target.to_json())))
     both = [Chunk("", 0, {"model": "a" * 64}), Chunk("", 0, {"adapter": "b" * 64})]
-    assert other.digest == target.digest == weights_digest(both)
+    assert other.digest == target.digest == APART + weights_digest(both)
     assert other.model == "sync-0-3" and other.base is None
     whole = Target.from_json(orjson.loads(orjson.dumps(base.to_json())))
     assert whole.model is None and whole.digest == weights_digest(both[:1])
@@ -228,6 +228,14 @@ def test_auto_sends_the_whole_model_over_another_one(engine, model_dir, tmp_path
             assert rank.statuses() == {endpoint.url: f"confirmed {V[0]}"}
             assert "the whole model is sent at every sync" in caplog.text
             assert not list(tmp_path.glob("easyrl-sync*/sync-0-base"))
+
+
+def test_auto_sends_the_whole_model_where_nobody_proves_the_one_below(engine, model_dir, tmp_path):
+    with adapter_endpoint(model_dir) as endpoint:
+        with sync_of(engine, [endpoint.url], tmp_path, prove=False, probe=False) as rank:
+            served = rank.sync.publish(V[0]).served
+            assert not served.digest.startswith(APART)
+            assert "/start_weight_update" in endpoint.seen and endpoint.named[-1] is None
 
 
 def test_merged_asks_nobody_for_adapters(engine, model_dir, tmp_path):
