@@ -176,6 +176,11 @@ class Decision(NamedTuple):
     exclusion: Exclusion | None = None
 
 
+# Versions of an adapter for which a proof of the model below it holds. That never changes: a bit of
+# it that flips in an endpoint's memory is found after so many at the latest.
+BASE_PROOF_HOLDS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class WeightProof:
     """A question about the served bits that an endpoint has answered right (``challenge.py``)."""

@@ -22,7 +22,7 @@ from easyrl.ledger.certificate_check import (
 )
 from easyrl.ledger.evidence import AcceptOf, JournalEvidence
 from easyrl.runtime.run_files import CERTIFICATE_FILE
-from easyrl.schema import PolicyVersion, WeightProof
+from easyrl.schema import BASE_PROOF_HOLDS, PolicyVersion, WeightProof
 
 
 @dataclass
@@ -41,6 +41,7 @@ class Verdict(CertificateVerdict):
     pruned: int = 0  # batches that the journal has removed, as it may
     proofs: int = 0  # answers to questions about the served bits
     recomputed: int = 0  # of them, those that were formed again from the weights
+    base_age: int | None = None  # batches for which a proof of the model below adapters stood
 
     @property
     def on_policy(self) -> bool:
@@ -84,6 +85,11 @@ class Verdict(CertificateVerdict):
         if self.recomputed < self.proofs:
             gone = self.proofs - self.recomputed
             told += f", {gone} not recomputed (the weights are gone, or were in shards)"
+        if self.base_age is not None:
+            told += (
+                "; the model below the adapters was proved in the batch or up to "
+                f"{number(self.base_age, 'batch', 'batches')} before"
+            )
         return told
 
 
@@ -131,12 +137,14 @@ def _verify(
         raise ValueError(f"{run_dir}: is a run on records; verify_records checks it")
     order = order_of(history.run)
     evidence = JournalEvidence(run_dir, history.attempts, accept_of)
+    bases: dict[tuple[str, str], int] = {}
     for v, batch in enumerate(history.batches):
         record = history.batch(v)
         with located(line=batch.line.number, batch=v):
             refuse_other_prompts(order, batch.first_position, [g.key for g in record.groups])
             evidence.examine(record)
             _recompute(record, verdict, answers_of)
+            _age_bases(record, verdict, bases)
         _count(record, verdict)
         attempt = history.attempts[PolicyVersion.parse(record.version).attempt]
         verdict.unjudged += attempt.agreement_limit is None
@@ -159,6 +167,25 @@ def _recompute(record: BatchRecord, verdict: Verdict, answers_of: AnswersOf) -> 
             raise CertificateError(
                 f"answered {proof.answers[:16]} to the nonce {proof.nonce[:16]}, its weights give "
                 f"{right[:16]}",
+                endpoint=confirmation.url,
+            )
+
+
+def _age_bases(record: BatchRecord, verdict: Verdict, first: dict[tuple[str, str], int]) -> None:
+    """How long answers about the model below adapters are repeated; ``first``: the batch in which
+    each was given, by URL and nonce.
+
+    Raises ``CertificateError`` naming an endpoint that should have been asked again.
+    """
+    for confirmation in record.confirmations:
+        if (base := confirmation.base) is None:
+            continue
+        age = record.batch - first.setdefault((confirmation.url, base.nonce), record.batch)
+        verdict.base_age = max(age, verdict.base_age or 0)
+        if age > BASE_PROOF_HOLDS:
+            raise CertificateError(
+                f"proved the model below its adapter {age} batches before, which holds for "
+                f"{BASE_PROOF_HOLDS}",
                 endpoint=confirmation.url,
             )
 

@@ -66,6 +66,27 @@ def served_adapter(engine: TrainEngine, lora: LoraConfig) -> NamedWeights:
         yield name, weight * scaling if name.endswith(SCALED) else weight
 
 
+def write_base(
+    name: str,
+    engine: TrainEngine,
+    store: WeightStore,
+    thread: LoopThread,
+    collectives: Collectives,
+) -> Target | None:
+    """The model without adapters into rank 0's shared folder, as version ``name``; nobody is sent
+    it. None on other ranks. Collective.
+    """
+    weights = engine.named_weights("base")
+    if collectives.ranks.rank > 0:
+        for _ in weights:
+            pass
+        return None
+    base = store.begin(name)
+    store.write(base, weights, thread.loop)
+    thread.run(base.completed())
+    return base
+
+
 async def refusal(endpoint: Endpoint, lora: LoraConfig) -> str | None:
     """Why ``endpoint`` cannot serve an adapter of this form, with the remedy; None if it can.
 
@@ -114,7 +135,8 @@ class AdapterChoice:
         problems = self.thread.run(self._refusals()) if is_first else {}
         if not self._goes_on(problems):
             return None
-        base = self._write_base(version)
+        name = f"{version.run}:{version.attempt}:base"
+        base = write_base(name, self.engine, self.store, self.thread, self.collectives)
         if self.wanted == "auto":
             problems = {} if base is None else self.thread.run(self._other_models(base))
             if not self._goes_on(problems):
@@ -142,18 +164,6 @@ class AdapterChoice:
 
         self.thread.run(exclude())
         return True
-
-    def _write_base(self, version: PolicyVersion) -> Target | None:
-        """The model without adapters into rank 0's shared folder, where nobody is sent it."""
-        weights = self.engine.named_weights("base")
-        if self.collectives.ranks.rank > 0:
-            for _ in weights:
-                pass
-            return None
-        base = self.store.begin(f"{version.run}:{version.attempt}:base")
-        self.store.write(base, weights, self.thread.loop)
-        self.thread.run(base.completed())
-        return base
 
     async def _refusals(self) -> dict[str, str]:
         assert self.lora is not None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.errors import (
@@ -22,7 +22,7 @@ from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, MicroBatch, NoEndpointServes, StopRequested
-from easyrl.weight_sync.adapter import AdapterForm
+from easyrl.weight_sync.adapter import AdapterForm, write_base
 from easyrl.weight_sync.broadcasting import Broadcaster
 from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.fan_out import FanOut
@@ -189,6 +189,7 @@ class Deliverer:
         self._num_damaged += 1
         if self._num_damaged < MOST_WRITES:
             logger.warning("weight sync: the weights are written again: %s", delivery.damage)
+            self._write_damaged_base()
             return True
         if delivery.passed:
             return False
@@ -196,6 +197,18 @@ class Deliverer:
             f"the weights were damaged on the trainer's host, {MOST_WRITES} times in a row: "
             f"{delivery.damage}; see what else writes into weight_sync.directory"
         )
+
+    def _write_damaged_base(self) -> None:
+        """Writes the model below the adapters again, if it is what was damaged. Collective."""
+        form = self.adapter
+        if form is None:
+            return
+        is_damaged = form.base is not None and self.thread.run(form.base.damage()) is not None
+        if self.collectives.broadcast(is_damaged):
+            self.store.discard(form.base)
+            name = "" if form.base is None else form.base.version
+            base = write_base(name, self.engine, self.store, self.thread, self.collectives)
+            self.adapter = replace(form, base=base)
 
     def answer_questions(self, fan_out: FanOut | None, delivery: Delivery, canary: bool) -> None:
         """Asks the trainer what endpoints want to know, until all have ended. Collective.

@@ -22,7 +22,7 @@ from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.inference_client.transfer.artifact_reader import DamagedArtifact
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import whole_slice
-from easyrl.schema import Completion, WeightProof, other_run
+from easyrl.schema import BASE_PROOF_HOLDS, Completion, WeightProof, other_run
 from easyrl.weight_sync.canary import (
     GROSS_DIFFERENCE,
     Canary,
@@ -43,9 +43,6 @@ from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
 
-# Versions of an adapter for which a proof of the model below it holds. That never changes: a bit of
-# it that flips in an endpoint's memory is found after so many at the latest.
-BASE_PROOF_HOLDS = 16
 NOISE_FACTOR = 5.0  # a change is visible above this multiple of the noise
 LEAST_VISIBLE = 1e-4  # nats; float32 noise stays below 1e-5, a one-layer model moves by 1e-3
 

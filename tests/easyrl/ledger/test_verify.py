@@ -25,7 +25,13 @@ from easyrl.ledger.certificate.records import BatchRecord, EndRecord
 from easyrl.ledger.journal.batch import Journal
 from easyrl.ledger.journal.codec import EVER, WithdrawalRecord, encode
 from easyrl.ledger.verify import verify
-from easyrl.schema import EndpointAgreement, PolicyVersion, ServedWeights, VersionSpan
+from easyrl.schema import (
+    EndpointAgreement,
+    PolicyVersion,
+    ServedWeights,
+    VersionSpan,
+    WeightProof,
+)
 from tests.easyrl.ledger import certified_run
 from tests.easyrl.ledger.certificate_violations import VIOLATIONS, instead_of_first
 from tests.easyrl.ledger.certified_run import (
@@ -812,3 +818,40 @@ def test_the_decisions_of_a_recipe_that_was_changed_since_are_not_replayed(tmp_p
     recipe.unlink()
     gone = verified("run", then)
     assert gone.exit_code == 0 and "its recipe's decisions are not checked" in gone.stdout
+
+
+# ---- the model below adapters --------------------------------------------------------------------
+
+
+def with_bases(folder, asked_again):
+    """A run of 20 batches whose endpoints are asked about the model below in ``asked_again``."""
+    run = CertifiedRun(folder, epochs=None, num_batches=20)
+    run.begin()
+    last = 0
+    for v in range(20):
+        last = v if v in asked_again else last
+
+        def edit(record, last=last):
+            base = WeightProof(f"{last:064x}", 3, 1, f"{last + 1:064x}", whole=True)
+            confirmations = [dataclasses.replace(c, base=base) for c in record.confirmations]
+            return replace(record, confirmations=confirmations)
+
+        run.train(edit)
+    run.certificate.close()
+    return run
+
+
+def test_how_old_an_answer_about_the_model_below_may_be(tmp_path):
+    verdict = verify(with_bases(tmp_path, {0, 10, 15}).folder)
+    assert verdict.on_policy and verdict.base_age == 9
+    assert verdict.proofs_told.endswith("was proved in the batch or up to 9 batches before")
+
+
+def test_one_that_is_repeated_for_too_long_is_refused(tmp_path):
+    error = violation(with_bases(tmp_path, {2}))
+    assert (error.batch, error.endpoint) == (19, URLS[0])
+    assert "proved the model below its adapter 17 batches before, which holds for 16" in str(error)
+
+
+def test_whole_models_have_no_such_answer(run):
+    assert verify(run.folder).base_age is None

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from easyrl.inference_client.transfer.artifact import Chunk, tensor_checksum, weights_digest
-from easyrl.schema import APART, NoEndpointServes, PolicyVersion
-from easyrl.weight_sync.proof import BASE_PROOF_HOLDS
+from easyrl.schema import APART, BASE_PROOF_HOLDS, NoEndpointServes, PolicyVersion
 from easyrl.weight_sync.target import ServedAdapter, Target
 from tests.easyrl.weight_sync.adapter_endpoint import (
     LORA,
@@ -127,6 +126,23 @@ def test_one_that_restarts_in_mid_batch_is_given_the_adapter_and_proves_the_mode
             made = rank.generate(str(V[0])).result(60)  # 404 first: its adapter is not there
             assert stamps(made) == {str(V[0])} and "sync-0-0" in endpoint.loaded
             assert endpoint.asked_base > asked
+
+
+def test_a_damaged_copy_of_the_model_below_is_written_again_and_costs_no_endpoint(
+    engine, model_dir, tmp_path, caplog
+):
+    with adapter_endpoint(model_dir) as endpoint:
+        with sync_of(engine, [endpoint.url], tmp_path) as rank:
+            rank.sync.publish(V[0])
+            (file, *_) = sorted(tmp_path.glob("easyrl-sync*/sync-0-base/*.safetensors"))
+            content = file.read_bytes()
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            endpoint.restart()  # it is asked about the model again
+            engine.train(1e-2)
+            rank.sync.publish(V[1])
+            assert rank.statuses() == {endpoint.url: f"confirmed {V[1]}"}
+            assert "the weights are written again" in caplog.text
+            assert "is excluded" not in caplog.text and file.read_bytes() == content
 
 
 def test_one_that_joins_late_is_given_the_adapter(engine, model_dir, tmp_path):
