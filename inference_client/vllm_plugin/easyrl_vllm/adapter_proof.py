@@ -46,8 +46,7 @@ def prove_adapter(
         proof.problems = dict.fromkeys(tensors, "its adapter is in no slot")
         return proof
     slot = manager.lora_index_to_id.index(lora_id)
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = None if mapper is None else mapper.get_rename_mapper()
+    mapper = rename_mapper(manager)
     asked: Asked = {parse_fine_tuned_lora_name(name, mapper): name for name in tensors}
     for path, layer in manager.modules.items():
         parts = manager.packed_modules.get(path, [path])
@@ -59,6 +58,12 @@ def prove_adapter(
     if alone:
         proof.problems |= dict.fromkeys(asked.values(), "the served model has no layer for it")
     return proof
+
+
+def rename_mapper(manager: Any) -> Any:
+    """From a checkpoint's names to the served model's; None where they are the same."""
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    return None if mapper is None else mapper.get_rename_mapper()
 
 
 class _Factor:

@@ -19,7 +19,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from .adapter_proof import prove_adapter
+from .adapter_proof import prove_adapter, rename_mapper
 from .proof import Proof
 from .receiving import WeightReceiver
 
@@ -35,7 +35,7 @@ class ReceivedAdapter:
 
     rank: int
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by peft's names, on the CPU
-    lora_id: int | None = None  # vLLM's number of it, once it was loaded
+    request: LoRARequest | None = None  # vLLM's, once it was loaded
 
 
 class AdapterStore:
@@ -78,10 +78,13 @@ class AdapterStore:
         ``alone``: no other worker serves a part of the model.
         """
         adapter = self._received.get(name)
-        if adapter is None or adapter.lora_id is None:
+        if adapter is None or adapter.request is None:
             return Proof(problems=dict.fromkeys(tensors, f"adapter {name!r} was never loaded"))
-        manager = self._manager._adapter_manager
-        return prove_adapter(manager, adapter.lora_id, nonce, tensors, alone=alone)
+        manager, lora_id = self._manager._adapter_manager, adapter.request.lora_int_id
+        if lora_id not in manager.lora_index_to_id:
+            # a stranger's adapter took its slot: as for a request that names it
+            self._manager.add_adapter(adapter.request)
+        return prove_adapter(manager, lora_id, nonce, tensors, alone=alone)
 
     def _load(self, request: LoRARequest) -> LoRAModel:
         """Stands in for ``WorkerLoRAManager._load_adapter``."""
@@ -93,14 +96,13 @@ class AdapterStore:
         _refuse_incomplete(name, adapter.tensors)
         manager = self._manager._adapter_manager
         helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.rank, target_modules=[])
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         lora = LoRAModel.from_lora_tensors(
             request.lora_int_id,
             adapter.tensors,
             helper,
             device="cpu",
             dtype=self._manager.lora_config.lora_dtype,
-            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+            weights_mapper=rename_mapper(manager),
         )
         parts = adapted_parts(manager)
         if unknown := [module for module in lora.loras if module not in parts]:
@@ -108,7 +110,7 @@ class AdapterStore:
                 f"adapter {name!r}: {len(unknown)} of its layers can have no adapter here, first "
                 f"{unknown[0]}; leave them out of model.lora.target_modules"
             )
-        adapter.lora_id = request.lora_int_id
+        adapter.request = request
         return lora
 
 

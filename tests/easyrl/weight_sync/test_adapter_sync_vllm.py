@@ -12,7 +12,9 @@ import requests
 import torch
 
 from easyrl.inference_client.servers.managed.launch import VllmServerProcess
+from easyrl.ledger.checkpoints.export import export_adapter
 from easyrl.schema import NoEndpointServes, PolicyVersion
+from easyrl.weight_sync.proof import Shown
 from tests.easyrl.weight_sync.adapter_endpoint import LORA, LoraEngine
 from tests.easyrl.weight_sync.weight_sync_parts import Watched, stamps, weight_sync
 from tests.end_to_end.proxy import reply
@@ -158,6 +160,27 @@ def test_a_cached_prefix_of_another_adapter_is_caught(engine, server, tmp_path):
         with sync_of(engine, [proxy.url], tmp_path) as rank:
             with pytest.raises(NoEndpointServes, match="canary: log-probabilities differ"):
                 rank.sync.publish(V0)
+
+
+def test_a_slot_that_a_strangers_adapter_took_is_given_back(engine, model_dir, server, tmp_path):
+    """vLLM has one, unless it was started with --max-loras."""
+    folder = tmp_path / "stranger"
+    export_adapter(engine.named_weights("adapter"), LORA, model_dir, folder)
+    engine.train(1e-1)
+    with sync_of(engine, [server], tmp_path) as rank:
+        rank.sync.publish(V0)
+        body = {"lora_name": "stranger", "lora_path": str(folder)}
+        requests.post(f"{server}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
+        body = {"model": "stranger", "prompt": PROMPT, "max_tokens": 2}
+        made = requests.post(f"{server}/v1/completions", json=body, timeout=60)
+        assert made.status_code == 200, made.text
+        (endpoint,), shown = rank.pool.endpoints, Shown()
+        proving = rank.sync._prover.prove_bits(endpoint, rank.sync._current, str(V0), shown)
+        rank.thread.run(proving)
+        assert shown.proof.num_tensors == 28
+        assert stamps(rank.generate(str(V0)).result(60)) == {str(V0)}
+        body = {"lora_name": "stranger"}
+        requests.post(f"{server}/v1/unload_lora_adapter", json=body, timeout=60).raise_for_status()
 
 
 def test_another_model_below_is_told_and_sent(engine, server, tmp_path, caplog):
