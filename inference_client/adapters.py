@@ -20,6 +20,7 @@ PREFIX = "easyrl:"  # of a path that the plugin loads from memory
 LIMITS = "easyrl_adapter_limits"  # methods of each worker
 RECEIVE = "easyrl_receive_adapter"
 MOST_MODULES = 1024  # names that an endpoint may list
+MOST_NAMES = 65_536  # of adapters
 
 
 class AdapterLimits(msgspec.Struct, frozen=True):
@@ -81,6 +82,21 @@ async def unload_adapter(client: EndpointClient, name: str) -> None:
     await client.post("/v1/unload_lora_adapter", {"lora_name": name})
 
 
+async def loaded_adapters(client: EndpointClient) -> list[str]:
+    """Names that any trainer's plugin has loaded and nobody has unloaded; not those of folders."""
+    cards = (await client.get(_CARDS, "/v1/models")).data
+    return [card.id for card in cards if card.root == PREFIX + card.id]
+
+
+class _Card(msgspec.Struct):
+    id: Word
+    root: Word | None = None  # of an adapter: the path that it was loaded from
+
+
+class _Cards(msgspec.Struct):
+    data: Annotated[list[_Card], msgspec.Meta(max_length=MOST_NAMES)]
+
+
 class _Limits(msgspec.Struct):
     results: Annotated[list[AdapterLimits], msgspec.Meta(min_length=1, max_length=MAX_WORKERS)]
 
@@ -89,5 +105,6 @@ class _Taken(msgspec.Struct):
     results: list[object]  # of workers that have taken it
 
 
+_CARDS = msgspec.json.Decoder(_Cards)
 _LIMITS = msgspec.json.Decoder(_Limits)
 _TAKEN = msgspec.json.Decoder(_Taken)

@@ -333,6 +333,10 @@ class EndpointClient:
         body = {"method": method, "kwargs": kwargs}
         return await self._decoded(decoder, "POST", "/collective_rpc", body, max_bytes=max_bytes)
 
+    async def get(self, decoder: msgspec.json.Decoder[T], path: str) -> T:
+        """What a route answers, as a record. Raises ``EndpointError``."""
+        return await self._decoded(decoder, "GET", path)
+
     async def post(self, path: str, body: Mapping[str, Any]) -> None:
         """For a route whose answer tells nothing but that it has succeeded."""
         await self._request("POST", path, body)

@@ -15,11 +15,16 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from easyrl.inference_client.adapter_names import AdapterNames
-from easyrl.inference_client.adapters import load_adapter, send_adapter, unload_adapter
+from easyrl.inference_client.adapters import (
+    load_adapter,
+    loaded_adapters,
+    send_adapter,
+    unload_adapter,
+)
 from easyrl.inference_client.client import EndpointClient
 from easyrl.inference_client.errors import (
     EndpointError,
@@ -50,7 +55,6 @@ class Given:
     artifact: str | None = None  # loaded completely
     announced: bool = False  # it knows where artefacts are
     num_starts: int = 0  # how often it was new or had restarted
-    adapters: list[str] = field(default_factory=list)  # loaded since then, by name
 
 
 class WeightPusher:
@@ -228,15 +232,17 @@ class WeightPusher:
                 ) from error
             begins = False
         await load_adapter(client, name)
-        self._given[client.url].adapters.append(name)
 
     async def _unload_others(self, endpoint: Endpoint) -> None:
-        """Adapters of versions before: what they had running ended before the push."""
-        given, served = self._given[endpoint.url], self._names.of(endpoint.url)
-        for name in [name for name in given.adapters if name != served]:
-            with contextlib.suppress(EndpointError):  # it costs a name there
-                await unload_adapter(endpoint.client, name)
-            given.adapters.remove(name)
+        """Adapters of versions before, also those of trainers that were killed: what they had
+        running ended before the push.
+        """
+        if (served := self._names.of(endpoint.url)) is None:
+            return
+        with contextlib.suppress(EndpointError):  # it costs names there
+            for name in await loaded_adapters(endpoint.client):
+                if name != served:
+                    await unload_adapter(endpoint.client, name)
 
     async def _prepare(self, endpoint: Endpoint, stamp: str) -> None:
         """It knows where the artefacts are, has nothing running, and no version any more."""

@@ -89,6 +89,7 @@ class AdapterEndpoint(Watched):
         self.limits = {"max_rank": 8, "modules": list(MODULES), "problem": None}
         self.base = {n: p.detach().clone() for n, p in engine._model.named_parameters()}
         self.loaded: dict[str, dict[str, torch.Tensor]] = {}
+        self.folders: dict[str, str] = {}  # by name, of those that the plugin has not loaded
         self.received: dict[str, dict[str, torch.Tensor]] = {}
         self.asked_base = 0  # proofs of the model below
         self.unloaded: list[str] = []
@@ -102,6 +103,10 @@ class AdapterEndpoint(Watched):
         if request.path == "/v1/models":
             card = orjson.loads((await self.forward("GET", request.path)).body)
             card["data"][0]["owned_by"] = "vllm"
+            model = card["data"][0]["id"]
+            for name in self.loaded:
+                root = self.folders.get(name, PREFIX + name)
+                card["data"].append({"id": name, "root": root, "parent": model})
             return reply(card)
         # of one that was sent whole models, the server behind says what it serves
         is_given = "/start_weight_update" in self.seen

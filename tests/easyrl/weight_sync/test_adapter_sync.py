@@ -145,6 +145,18 @@ def test_a_damaged_copy_of_the_model_below_is_written_again_and_costs_no_endpoin
             assert "is excluded" not in caplog.text and file.read_bytes() == content
 
 
+def test_names_that_a_killed_trainer_left_are_unloaded_and_strangers_are_not(
+    engine, model_dir, tmp_path
+):
+    with adapter_endpoint(model_dir) as endpoint:
+        adapter = dict(engine.named_weights("adapter"))
+        endpoint.loaded = {"other-run-0-7": adapter, "sync-0-9": adapter, "theirs": adapter}
+        endpoint.folders = {"theirs": "/adapters/theirs"}
+        with sync_of(engine, [endpoint.url], tmp_path, probe=False) as rank:
+            rank.sync.publish(V[0])
+            assert set(endpoint.loaded) == {"sync-0-0", "theirs"}
+
+
 def test_one_that_joins_late_is_given_the_adapter(engine, model_dir, tmp_path):
     with ExitStack() as opened:
         first = opened.enter_context(adapter_endpoint(model_dir))
