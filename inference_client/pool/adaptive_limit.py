@@ -120,7 +120,7 @@ class AdaptiveLimit:
         took_s = sum(response.ended_s - response.began_s for response in responses)
         self._keep(_Tried(decode_terms(responses), took_s / num_tokens, train_s))
         groups.sort(key=lambda group: min(response.began_s for response in group))
-        lengths = [[response.num_tokens for response in group] for group in groups]
+        lengths: list[Lengths] = [[response.num_tokens for response in group] for group in groups]
         if self._num_batches < NUM_WITH_ALL:
             self.max_inflight = self.most
             return None
