@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+LOWEST_PORT = 10_000  # below are those of well-known services
+ENOUGH_PORTS, NUM_PORT_TRIES = 1000, 20
 
 
 def free_port() -> int:
-    """A loopback port that nothing listens on now."""
+    """A loopback port that nothing listens on now.
+
+    Not one of those that the system gives to connections by itself, if there are others: until the
+    port is listened on, another process may be given it.
+    """
+    first_given = _first_given_port()
+    ports = range(LOWEST_PORT, first_given)
+    if len(ports) >= ENOUGH_PORTS:
+        for port in random.SystemRandom().sample(ports, NUM_PORT_TRIES):
+            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return port
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+        given: int = listener.getsockname()[1]
+    return given
+
+
+def _first_given_port() -> int:
+    """Of those that the system gives to connections by itself; 0: it does not say."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def url_host(host: str) -> str:
