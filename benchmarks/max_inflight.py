@@ -2,15 +2,20 @@
 
 ``python -m benchmarks.max_inflight [--workloads short "long tail"] [--repeats 5] [--quick]``
 
-``easyrl train`` with a server that it starts itself, TRL left out; with ``--engine vllm`` a real
-vLLM, whose environment's interpreter is named by EASYRL_VLLM_PYTHON. Each repeat runs every fixed
-number and ``auto`` once, in an order that turns. The first five batches of a run do not count;
-medians over a run's steps, then over repeats. From the third repeat on a fixed number is left out
-whose fastest run took over 1.15 times the best median: it cannot become the best. Numbers above a
-batch's responses are one and the same: 256 stands for them. Rows go to ``OUT/ENGINE/rows.jsonl``;
-with ``--resume`` what is there is not measured again. The last line printed is one JSON object: for
-each workload what ``auto`` took, the best fixed number and what that took, their ratio, and what
-``auto`` had chosen in the end.
+A training run with a server that it starts itself, TRL left out; with ``--engine vllm`` a real
+vLLM, whose environment's interpreter is named by EASYRL_VLLM_PYTHON. In each run ``auto`` has the
+first five batches, in which it tries and chooses. Behind them every fixed number, the chosen one
+among them, has a batch in turn, round after round in changing order, so that all are measured in
+one process and a busy machine hits all alike. Medians over the batches of a number in a run, then
+over the runs. A number above a batch's responses is the same as any other such: 256 stands for
+them.
+
+Rows go to ``OUT/ENGINE/rows.jsonl``; with ``--resume`` what is there of this commit is not measured
+again. The last line printed is one JSON object: for each workload what the chosen number took
+(``auto_s``), the best fixed number and what that took, their ratio, and what was chosen in each
+run.
+
+In ``benchmarks/parts/max_inflight``: ``rotating_trainer.py`` is the trainer whose limits are given.
 """
 
 from __future__ import annotations
@@ -23,25 +28,26 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from benchmarks.parts.end_to_end import ours
+from benchmarks.parts.end_to_end.revision import revision
 from benchmarks.parts.end_to_end.rows import Key, Measured, Row, Rows
 from benchmarks.parts.end_to_end.workloads import WORKLOADS, Workload, write_model
+from benchmarks.parts.max_inflight.rotating_trainer import NUM_UNCOUNTED
+from benchmarks.parts.worktree import ROOT
 from easyrl.demo.servers import Engine, vllm_python
-from easyrl.metrics.event_log import read_events
 
-NUM_UNCOUNTED = 5  # batches in which ``auto`` may try
 FIXED = (16, 32, 64, 128, 256)
-AUTO = "auto"
-NUM_BEFORE_OUT = 2  # repeats that every number has
-OUT_RATIO = 1.15  # fastest run over the best median; runs of one number differ by less
+CHOSE = "chose"  # among a step's spans
+ROTATING_TRAINER = ROOT / "benchmarks" / "parts" / "max_inflight" / "rotating_trainer.py"
 START_S = {"embedded": 25.0, "vllm": 60.0}  # of a run's processes
-STEP_S = {"short": 0.6, "no-signal": 0.5, "long prompt": 4.0, "long tail": 2.5, "KL": 5.0}
-QUICK_WORKLOADS, QUICK_FIXED = ["short", "long tail"], (32, 256)
+STEP_S = {"short": 0.6, "no-signal": 0.5, "long prompt": 4.2, "long tail": 4.8, "KL": 5.0}
+ROUNDS = {"short": 8, "no-signal": 8}  # batches of each number in a run, where there are not ...
+ROUNDS_OF_OTHERS = 3
 
 
 @dataclass
@@ -49,8 +55,8 @@ class Measurement:
     """The runs of one workload.
 
     Attributes:
-        limits: fixed numbers to be tried.
-        num_steps: that count.
+        limits: fixed numbers, ascending.
+        num_rounds: batches of each number in a run.
         overrides: of the command line.
     """
 
@@ -59,84 +65,106 @@ class Measurement:
     folder: Path
     rows: Rows
     limits: Sequence[int]
-    num_steps: int
+    num_rounds: int
     cores: ours.Cores
     overrides: Sequence[str]
-    chose: list[int] = field(default_factory=list)  # by repeat
+    revision: str
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._prompts = self.folder / "prompts.jsonl"
-        total = NUM_UNCOUNTED + self.num_steps + 1
+        self._turns = turns(self.limits, self.num_rounds)
+        total = NUM_UNCOUNTED + len(self._turns) + 1
         self.work.write_prompts(self._prompts, total * self.work.batch_size)
 
     def compare(self, num_repeats: int) -> dict[str, object]:
         """The workload's object of the last line."""
-        sides = [*map(str, self.limits), AUTO]
-        taken: dict[str, list[Row]] = {side: [] for side in sides}
-        for repeat in range(num_repeats):
-            if repeat >= NUM_BEFORE_OUT:
-                sides = still_in({side: [row.step_s for row in taken[side]] for side in sides})
-            turn = repeat % len(sides)
-            for side in sides[turn:] + sides[:turn]:
-                taken[side].append(self._run(side, repeat))
-        seconds = {side: statistics.median(r.step_s for r in rows) for side, rows in taken.items()}
-        auto_s = seconds.pop(AUTO)
-        best = min(seconds, key=seconds.__getitem__)
-        return {
-            "workload": self.work.name,
-            "auto_s": round(auto_s, 4),
-            "best": int(best),
-            "best_s": round(seconds[best], 4),
-            "ratio": round(auto_s / seconds[best], 3),
-            "chose": self.chose,
-            "fixed_s": {side: round(each, 4) for side, each in seconds.items()},
-            "runs": {side: len(rows) for side, rows in taken.items()},
-        }
+        runs = [self._run(repeat) for repeat in range(num_repeats)]
+        return {"workload": self.work.name, **compared(self.limits, runs)}
 
-    def _run(self, side: str, repeat: int) -> Row:
-        run_dir = self.folder / f"run-{side}-{repeat}"
-        settings = " ".join([self.cores, *self.overrides])
-        key = Key(self.work.name, side, repeat, self.num_steps, settings)
-        row = self.rows.get(key, partial(self._measure, side, run_dir))
-        line = f"  {side:>5} {row.step_s:7.3f}   " + "  ".join(
-            f"{name} {seconds:.3f}" for name, seconds in row.spans.items()
+    def _run(self, repeat: int) -> tuple[int, dict[int, float]]:
+        """What ``auto`` chose, one of the limits, and the median seconds of each."""
+        settings = " ".join([self.cores, *map(str, self._turns), *self.overrides])
+        key = Key(
+            self.work.name, "ours", repeat, len(self._turns), settings, revision=self.revision
         )
-        if side == AUTO:
-            self.chose.append(chosen(run_dir))
-            line += f"   chose {self.chose[-1]}"
-        print(line, flush=True)
-        return row
+        row = self.rows.get(key, partial(self._measure, repeat))
+        choice = chosen(row, self.limits)
+        seconds = by_limit(self._turns, row)
+        listed = "  ".join(f"{limit}: {each:.3f}" for limit, each in seconds.items())
+        print(f"  run {repeat}: chose {choice}   {listed}", flush=True)
+        return choice, seconds
 
-    def _measure(self, side: str, run_dir: Path) -> Measured:
+    def _measure(self, repeat: int) -> Measured:
+        run_dir = self.folder / f"run-{repeat}"
+        choice_file = self.folder / f"choice-{repeat}.json"
         shutil.rmtree(run_dir, ignore_errors=True)
+        turns_argument = ",".join(map(str, self._turns))
         steps = ours.train(
             self.work,
             self.model,
             self._prompts,
             run_dir,
-            NUM_UNCOUNTED + self.num_steps,
+            NUM_UNCOUNTED + len(self._turns),
             self.cores,
-            [f"inference.max_inflight={side}", *self.overrides],
+            ["inference.max_inflight=auto", *self.overrides],
+            seed=repeat,
+            trainer=[str(ROTATING_TRAINER), str(choice_file.absolute()), turns_argument],
         )
-        return Measured(steps[NUM_UNCOUNTED:])
+        (choice,) = json.loads(choice_file.read_text())  # of one endpoint
+        shutil.rmtree(run_dir)
+        counted = steps[NUM_UNCOUNTED:]
+        for step in counted:
+            step.spans[CHOSE] = choice
+        return Measured(counted)
 
 
-def chosen(run_dir: Path) -> int:
-    """The number that held in the end."""
-    events = read_events(run_dir / ours.EVENTS_FILE)
-    choices = [e["max_inflight"] for e in events if e["event"] == "max_inflight_chosen"]
-    return choices[-1] if choices else FIXED[-1]
+def turns(limits: Sequence[int], num_rounds: int) -> list[int]:
+    """Each limit once a round, in an order that turns."""
+    rounds = [[*limits[n % len(limits) :], *limits[: n % len(limits)]] for n in range(num_rounds)]
+    return [limit for each in rounds for limit in each]
 
 
-def still_in(taken: Mapping[str, Sequence[float]]) -> list[str]:
-    """``auto``, and the numbers that may still be the best.
+def chosen(row: Row, limits: Sequence[int]) -> int:
+    """What ``auto`` came to in a run; one above all responses is the largest of ``limits``.
 
-    Args:
-        taken: each one's runs, seconds a step.
+    Raises ``RuntimeError`` if it is not among them.
     """
-    best = min(statistics.median(runs) for side, runs in taken.items() if side != AUTO)
-    return [side for side, runs in taken.items() if side == AUTO or min(runs) <= OUT_RATIO * best]
+    choice = int(row.steps[0].spans[CHOSE])
+    if choice < limits[-1] and choice not in limits:
+        raise RuntimeError(f"auto chose {choice}, which is not measured: add it to --limits")
+    return min(choice, limits[-1])
+
+
+def by_limit(turns: Sequence[int], row: Row) -> dict[int, float]:
+    """Median seconds of a run's batches with each limit."""
+    return {
+        limit: statistics.median(
+            step.seconds for turn, step in zip(turns, row.steps, strict=True) if turn == limit
+        )
+        for limit in sorted(set(turns))
+    }
+
+
+def compared(
+    limits: Sequence[int], runs: Sequence[tuple[int, Mapping[int, float]]]
+) -> dict[str, object]:
+    """The chosen number of each run against the best one of all runs."""
+    fixed_s = {limit: statistics.median(seconds[limit] for _, seconds in runs) for limit in limits}
+    auto_s = statistics.median(seconds[choice] for choice, seconds in runs)
+    best = min(fixed_s, key=fixed_s.__getitem__)
+    return {
+        "auto_s": round(auto_s, 4),
+        "best": best,
+        "best_s": round(fixed_s[best], 4),
+        "ratio": round(auto_s / fixed_s[best], 3),
+        "ratio_in_a_run": round(
+            statistics.median(seconds[choice] / seconds[best] for choice, seconds in runs), 3
+        ),
+        "chose": [choice for choice, _ in runs],
+        "fixed_s": {str(limit): round(each, 4) for limit, each in fixed_s.items()},
+        "runs": len(runs),
+    }
 
 
 def limits_of(work: Workload, wanted: Sequence[int]) -> list[int]:
@@ -149,24 +177,25 @@ def limits_of(work: Workload, wanted: Sequence[int]) -> list[int]:
 def main() -> int:
     arguments = _parse()
     overrides = list(arguments.overrides)
-    if arguments.engine == "vllm":
-        try:
+    try:
+        measured = revision()
+        if arguments.engine == "vllm":
             python = vllm_python()
-        except ValueError as error:
-            print(f"max_inflight: {error}", file=sys.stderr)
-            return 2
-        overrides += ["inference.launch.engine=vllm", f"inference.launch.python={python}"]
+            overrides += ["inference.launch.engine=vllm", f"inference.launch.python={python}"]
+    except ValueError as error:
+        print(f"max_inflight: {error}", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds: what was started ends too
-    chosen_works = [WORKLOADS[name] for name in arguments.workloads]
-    _estimate(arguments, chosen_works)
+    works = [WORKLOADS[name] for name in arguments.workloads]
+    _estimate(arguments, works)
     out: Path = arguments.out / arguments.engine
     out.mkdir(parents=True, exist_ok=True)
     rows_file = out / "rows.jsonl"
     if rows_file.exists() and not arguments.resume:
         rows_file.rename(out / f"rows-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
     rows = Rows(rows_file)
-    compared = []
-    for work in chosen_works:
+    lines = []
+    for work in works:
         print(f"{work.name}: {work.batch_size} x {work.num_generations}", flush=True)
         measurement = Measurement(
             work,
@@ -174,32 +203,35 @@ def main() -> int:
             out / work.name.replace(" ", "-"),
             rows,
             limits_of(work, arguments.limits),
-            arguments.steps,
+            _num_rounds(arguments, work),
             arguments.cores,
             overrides,
+            measured,
         )
         try:
-            compared.append(measurement.compare(arguments.repeats))
+            lines.append(measurement.compare(arguments.repeats))
         except RuntimeError as error:  # one of the runs has failed
             print(f"max_inflight: {error}", file=sys.stderr)
             return 1
-        print(f"  {compared[-1]}", flush=True)
-    print(json.dumps({"engine": arguments.engine, "rows": compared}))
+        print(f"  {lines[-1]}", flush=True)
+    print(json.dumps({"engine": arguments.engine, "rows": lines}))
     return 0
 
 
+def _num_rounds(arguments: argparse.Namespace, work: Workload) -> int:
+    return arguments.rounds or ROUNDS.get(work.name, ROUNDS_OF_OTHERS)
+
+
 def _estimate(arguments: argparse.Namespace, works: Sequence[Workload]) -> None:
-    """On a quiet machine of two cores, with the embedded server, if no number is left out."""
-    num_batches = NUM_UNCOUNTED + arguments.steps
-    seconds = sum(
-        arguments.repeats
-        * (1 + len(limits_of(work, arguments.limits)))
-        * (START_S[arguments.engine] + num_batches * STEP_S[work.name])
-        for work in works
-    )
+    """On a quiet machine of two cores, with the embedded server."""
+    seconds = 0.0
+    for work in works:
+        num_turns = _num_rounds(arguments, work) * len(limits_of(work, arguments.limits))
+        run_s = START_S[arguments.engine] + (NUM_UNCOUNTED + num_turns) * STEP_S[work.name]
+        seconds += arguments.repeats * run_s
     print(
-        f"at most about {seconds / 60:.0f} minutes on two cores, more with vLLM, and one for the "
-        "demo's model if it is not there",
+        f"about {seconds / 60:.0f} minutes on two cores, more with vLLM, and one for the demo's "
+        "model if it is not there",
         flush=True,
     )
 
@@ -208,12 +240,16 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.max_inflight", description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="default: all")
     parser.add_argument("--engine", choices=get_args(Engine), default="embedded")
-    parser.add_argument("--repeats", type=int, help="of every run; default: 5")
-    parser.add_argument("--steps", type=int, help="that count, in each run; default: 10")
-    parser.add_argument("--limits", type=int, nargs="+", help=f"fixed ones; default: {FIXED}")
+    parser.add_argument("--repeats", type=int, help="runs; default: 5")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"batches of each number in a run; default: {ROUNDS_OF_OTHERS}, of small workloads 8",
+    )
+    parser.add_argument("--limits", type=int, nargs="+", default=FIXED, help="fixed ones")
     parser.add_argument("--out", type=Path, default=Path("runs/max_inflight"), help="folder")
     parser.add_argument("--resume", action="store_true", help="keep what was measured in OUT")
-    parser.add_argument("--quick", action="store_true", help="one repeat of few runs: it works")
+    parser.add_argument("--quick", action="store_true", help="one short run of two: it works")
     parser.add_argument("--cores", choices=get_args(ours.Cores), default="default")
     parser.add_argument(
         "--set",
@@ -224,11 +260,12 @@ def _parse() -> argparse.Namespace:
         help="further settings of all runs",
     )
     arguments = parser.parse_args()
-    quick = arguments.quick
-    arguments.workloads = arguments.workloads or (QUICK_WORKLOADS if quick else list(WORKLOADS))
-    arguments.limits = arguments.limits or (QUICK_FIXED if quick else FIXED)
-    arguments.repeats = arguments.repeats or (1 if quick else 5)
-    arguments.steps = arguments.steps or (3 if quick else 10)
+    if arguments.quick:
+        arguments.workloads = arguments.workloads or ["short", "long tail"]
+        arguments.repeats = arguments.repeats or 1
+        arguments.rounds = arguments.rounds or 1
+    arguments.workloads = arguments.workloads or list(WORKLOADS)
+    arguments.repeats = arguments.repeats or 5
     return arguments
 
 

@@ -20,6 +20,7 @@ from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.machine import usable_cpus
 
 CONFIG, REWARDS = "benchmarks/end_to_end.yaml", "benchmarks/parts/end_to_end/rewards.py"
+TRAINER = ("-m", "easyrl", "train")
 Cores = Literal["default", "halves"]
 SPANS = {  # of a step's metrics
     "wait": "time/wait_s",
@@ -44,6 +45,7 @@ def train(
     overrides: Sequence[str] = (),
     seed: int = 0,
     checkout: Path = ROOT,
+    trainer: Sequence[str] = TRAINER,
 ) -> list[Step]:
     """A run of ``num_steps`` in an empty folder. Raises ``RuntimeError`` if it fails.
 
@@ -52,6 +54,7 @@ def train(
             machine each, always.
         overrides: more of the command line.
         checkout: whose code trains.
+        trainer: arguments of the interpreter, before the configuration file.
     """
     settings = [
         f"run.output_dir={run_dir.absolute()}",
@@ -78,7 +81,7 @@ def train(
         settings.append(f"inference.launch.options=[--num-threads={num_threads}]")
         environment["OMP_NUM_THREADS"] = str(num_threads)
     config = str(ROOT / CONFIG)
-    command = [sys.executable, "-m", "easyrl", "train", config, *settings, *overrides]
+    command = [sys.executable, *trainer, config, *settings, *overrides]
     used = run_command(command, run_dir.with_suffix(".log"), environment, checkout)
     return read_steps(run_dir, used.between)
 
