@@ -94,6 +94,7 @@ def test_a_checkpoint_of_the_alarm_stays_and_the_run_goes_on(
     assert_on_policy(run)
 
 
+@pytest.mark.runs
 def test_a_stop_ends_with_status_2_and_a_resume_goes_on(folder: Path, served: ServedModel) -> None:
     run = folder / "stopped"
     stopping = command(folder, "stopped", served, "alarms.on_alarm=stop")

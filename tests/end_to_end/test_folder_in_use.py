@@ -13,6 +13,8 @@ from easyrl.runtime.run_files import ATTEMPT_FILE, CERTIFICATE_FILE, LOCK_FILE
 from tests.end_to_end.held_batch import BATCH, HeldBatch
 from tests.end_to_end.trainer_run import start_ranks, start_trainer
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture
 def held(served, tmp_path) -> Iterator[HeldBatch]:

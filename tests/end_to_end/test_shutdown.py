@@ -12,6 +12,8 @@ import pytest
 from tests.end_to_end.held_batch import BATCH, NUM_GENERATIONS, HeldBatch
 from tests.end_to_end.trainer_run import run_trainer
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture
 def held(served, tmp_path) -> Iterator[HeldBatch]:

@@ -50,7 +50,7 @@ class Launch(NamedTuple):
     scope="module",
     params=[
         pytest.param(ALONE, id="alone"),
-        pytest.param(PAIR, id="two-ranks"),
+        pytest.param(PAIR, id="two-ranks", marks=pytest.mark.runs),
         pytest.param((1, True), id="alone-all", marks=pytest.mark.slow),
         pytest.param((2, True), id="two-ranks-all", marks=pytest.mark.slow),
     ],
