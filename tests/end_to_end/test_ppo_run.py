@@ -15,9 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
 import pytest
+from aiohttp import web
 from safetensors.torch import load_file
 
+from easyrl.inference_client.transfer.artifact import tensor_checksum
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.determinism import reproducible
 from tests.end_to_end.proxy import GatedProxy
@@ -34,6 +37,27 @@ SETTINGS = [
 ]
 STREAMING = "recipe={name: ppo, whiten: false, kl_in_reward_coef: 0.05}"
 WHITENED = "recipe={name: ppo}"
+
+
+class WatchedProxy(UnevenProxy):
+    """Writes down what each update of the weights had: hashes of the tensors' bytes, by name."""
+
+    def __init__(self, upstream: str, seed: int) -> None:
+        self.updates: list[dict[str, str]] = []
+        super().__init__(upstream, seed)
+
+    async def answer(self, request: web.Request, body: bytes) -> web.Response | None:
+        if request.path == "/start_weight_update":
+            self.updates.append({})
+        if request.path == "/update_weights":
+            for chunk in orjson.loads(body)["update_info"]["chunks"]:
+                self.updates[-1] |= chunk["checksums"]
+        return await super().answer(request, body)
+
+
+class Runs(NamedTuple):
+    paths: dict[str, Path]
+    updates: list[list[dict[str, str]]]  # that the asynchronous runs pushed, by endpoint
 
 
 class Outcome(NamedTuple):
@@ -80,18 +104,17 @@ def kill_in_batch_2(run_dir: Path, inputs: Inputs, url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def all_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("ppo")
     inputs = Inputs(folder)
     names = ("sync", "async", "parts", "whitened-sync", "whitened-async")
     paths = {name: folder / name for name in names}
     with ExitStack() as opened:
         direct = [server.url for server in opened.enter_context(servers(inputs.model, 2))]
-        late = []
-        for seed, url in enumerate(direct):
-            proxy = UnevenProxy(url, seed)
+        proxies = [WatchedProxy(url, seed) for seed, url in enumerate(direct)]
+        for proxy in proxies:
             opened.callback(proxy.close)
-            late.append(proxy.url)
+        late = [proxy.url for proxy in proxies]
         for kind, recipe in (("", STREAMING), ("whitened-", WHITENED)):
             for mode, urls in (("sync", direct[:1]), ("async", late)):
                 options = (*SETTINGS, recipe, f"run.mode={mode}")
@@ -99,7 +122,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
         kill_in_batch_2(paths["parts"], inputs, direct[0])
         options = (*SETTINGS, STREAMING, "--resume")
         run_trainer(strict_command(paths["parts"], inputs, direct[:1], *options), 120)
-        yield paths
+        yield Runs(paths, [proxy.updates for proxy in proxies])
+
+
+@pytest.fixture
+def runs(all_runs: Runs) -> dict[str, Path]:
+    return all_runs.paths
 
 
 def test_a_synchronous_run_and_one_of_late_groups_come_to_the_same_bits(
@@ -137,6 +165,23 @@ def test_both_models_were_trained_and_the_critic_is_not_served(runs: dict[str, P
     assert two["score.weight"].abs().max() > 0 and "lm_head.weight" not in two
     for name in two.keys() & before.keys():
         assert not two[name].equal(before[name]) and not two[name].equal(one[name])
+
+
+def test_what_endpoints_are_sent_is_the_policy(all_runs: Runs) -> None:
+    """Each update, a probe's too, has the policy's tensors by name and the critic's of none; the
+    last version is the policy as it is exported, to the bit.
+    """
+    for name in ("async", "whitened-async"):
+        policy, critic = (
+            {tensor: tensor_checksum(weight) for tensor, weight in load_file(file).items()}
+            for kind in ("model", "critic")
+            for file in (all_runs.paths[name] / kind).glob("*.safetensors")
+        )
+        for updates in all_runs.updates:
+            assert policy in updates
+            for update in updates:
+                assert update.keys() == policy.keys() and "score.weight" not in update
+                assert not set(update.values()) & set(critic.values())
 
 
 def test_verify_and_replay_go_on_working(runs: dict[str, Path]) -> None:

@@ -1,14 +1,16 @@
 """A batch for PPO on real engines: its groups, its critic, and dense fp64 gradients of both models.
 
-The gold runs each sequence alone through plain Hugging Face models, with the double sum of
-generalised advantages; nothing of ``easyrl`` but the groups is used.
+The gold runs each sequence alone through plain Hugging Face models, of which peft makes those with
+adapters, with the double sum of generalised advantages; nothing of ``easyrl`` but the groups is
+used.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import peft
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,10 +23,14 @@ from tests.tiny_models import save_tiny_model
 
 GAE_LAMBDA, KL_COEF = 0.95, 0.1
 STAGES = (0, 1, 2, 3)
+LORA = {"rank": 2, "alpha": 3.0}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def prepare(folder: Path) -> None:
-    """The models of ``engine_cases``, and a critic whose value head is not zero."""
+    """The models of ``engine_cases``, a critic whose value head is not zero, and adapters of both,
+    far enough from zero to be seen.
+    """
     prepare_models(folder)
     for name, tied in (("critic", True), ("untied_critic", False)):
         save_tiny_model(folder / name, "qwen3", tied=tied, seed=9)
@@ -33,10 +39,34 @@ def prepare(folder: Path) -> None:
         weights.pop("lm_head.weight", None)  # as a run exports it
         head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1)) / 8
         save_file(weights | {"score.weight": head}, file, metadata={"format": "pt"})
+    for seed, name in enumerate(("policy", "critic")):
+        settings = peft.LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=TARGETS)
+        model = peft.get_peft_model(_plain(folder / name, torch.float32), settings)
+        torch.manual_seed(seed)
+        for parameter in _adapter(model):
+            torch.nn.init.normal_(parameter, std=0.15)
+        model.save_pretrained(folder / f"{name}_adapter")
+
+
+def _plain(folder: Path, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def _with_adapter(folder: Path, name: str) -> Any:
+    """In fp64, its layers peft's; the adapter alone is trained."""
+    adapter = folder / f"{name}_adapter"
+    model = peft.PeftModel.from_pretrained(
+        _plain(folder / name, torch.float64), adapter, is_trainable=True
+    )
+    return model.double().get_base_model()
+
+
+def _adapter(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for name, p in model.named_parameters() if "lora_" in name]
 
 
 class DenseModel(NamedTuple):
-    gradients: dict[str, Tensor]  # after the clip, by the name of a file's weight
+    gradients: dict[str, Tensor]  # after the clip, by the name of a file's weight; of peft's
     grad_norm: float  # before it
 
 
@@ -47,13 +77,14 @@ class Dense(NamedTuple):
     explained_variance: float
 
 
-def dense_gold(folder: Path, *, whiten: bool, with_kl: bool) -> Dense:
-    """One step, at ratio 1 and values that are the old ones."""
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
-        for name in ("policy", "policy")  # the reference is the policy as the run began
+def dense_gold(folder: Path, *, whiten: bool, with_kl: bool, lora: bool = False) -> Dense:
+    """One step, at ratio 1 and values that are the old ones; with ``lora`` of the adapters."""
+    policy, critic = (
+        _with_adapter(folder, name) if lora else _plain(folder / name, torch.float64)
+        for name in ("policy", "critic")
     )
-    critic = AutoModelForCausalLM.from_pretrained(folder / "critic", dtype=torch.float64)
+    # the policy as the run began, or without its adapter
+    reference = _plain(folder / "policy", torch.float64)
     head = load_file(folder / "critic" / "model.safetensors")["score.weight"].double()
     head.requires_grad_()
     logps, advantages, returns, values = [], [], [], []

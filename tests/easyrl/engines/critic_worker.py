@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -21,12 +22,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from blake3 import blake3
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from easyrl.build.recipe import group_functions
-from easyrl.config import Config, ConfigError
+from easyrl.config import Config, ConfigError, ModelConfig
 from easyrl.config.file import validate_config
 from easyrl.engines.base import MetricSums, StepResult
+from easyrl.engines.deepspeed import critic as critic_module
 from easyrl.engines.deepspeed import engine as engine_module
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.engines.deepspeed.late_denominator import step_divided
@@ -34,13 +37,22 @@ from easyrl.engines.process_group import start_process_group
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.critic_metrics import critic_metrics
-from easyrl.metrics.event_log import ignore
+from easyrl.models.critic import load_critic_model
+from easyrl.models.loading import load_policy_model
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import MicroBatch, RolloutGroup
 from easyrl.trainer.accumulation import Accumulator
-from tests.easyrl.engines.critic_cases import KL_COEF, STAGES, Dense, dense_gold, shares
+from tests.easyrl.engines.critic_cases import (
+    KL_COEF,
+    LORA,
+    STAGES,
+    TARGETS,
+    Dense,
+    dense_gold,
+    shares,
+)
 from tests.easyrl.engines.engine_cases import (
     MAX_GRAD_NORM,
     MAX_TOKENS,
@@ -57,11 +69,15 @@ ADAM = {"learning_rate": 1e-2, "lr_schedule": "linear", "max_steps": 8}
 CASES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16")]
 Results = dict[str, Any]
 Weights = dict[str, Tensor]
-Change = Callable[[MicroBatch], MicroBatch]
+Mend = Callable[[], object]  # undoes what was broken
 
 
 class Session:
-    """The processes of this run, and engines in them."""
+    """The processes of this run, and engines in them.
+
+    Attributes:
+        problems: with this rank's losses, so far.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,12 +85,20 @@ class Session:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.collectives = Collectives(Ranks.data_parallel(self.rank, self.size))
         self.stop = StopRequest(60.0)
+        self.problems: list[str] = []
 
-    def config(self, stage: int, dtype: str, recipe: Results, trainer: Results) -> Config:
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def config(
+        self, stage: int, dtype: str, recipe: Results, trainer: Results, lora: bool = False
+    ) -> Config:
+        adapters = {"lora": LORA | {"target_modules": TARGETS}} if lora else {}
         rate = trainer.get("learning_rate", 1e-2)
         return validate_config(
             {
-                "model": {"path": str(self.folder / "policy"), "dtype": dtype},
+                "model": {"path": str(self.folder / "policy"), "dtype": dtype} | adapters,
                 "data": {"files": [str(self.folder / "prompts.jsonl")]},
                 "inference": {"endpoints": ["http://127.0.0.1:1"]},
                 "rewards": [{"name": "exact"}],
@@ -94,6 +118,35 @@ class Session:
             }
         )
 
+    def engine(self, config: Config) -> DeepSpeedEngine:
+        """Adapters have the values that ``prepare`` gave them: with ``B`` zero ``A`` has no
+        gradient.
+        """
+        if config.model.lora is None:
+            return DeepSpeedEngine(config)
+
+        def load(make: Callable[..., nn.Module], model: ModelConfig, **options: Any) -> Any:
+            values = load_file(
+                self.folder / f"{model.path.name}_adapter" / "adapter_model.safetensors"
+            )
+            loaded = make(model, **options)
+            adapter = {n: p for n, p in loaded.named_parameters() if ".lora_" in n}
+            assert len(adapter) == len(values)
+            with torch.no_grad():
+                for name, parameter in adapter.items():
+                    saved = name.replace(".default.", ".")
+                    parameter.copy_(values[f"base_model.{saved}"])
+            return loaded
+
+        load_policy = partial(load, load_policy_model, config.model, seed=config.run.seed)
+        load_critic = partial(load, load_critic_model)
+        with mock.patch.object(critic_module, "load_critic_model", load_critic):
+            return DeepSpeedEngine(config, load_model=load_policy)
+
+    def note(self, event: str, **fields: Any) -> None:
+        if event == "non_finite_loss":
+            self.problems.append(fields["problem"])
+
     def accumulate(
         self, engine: DeepSpeedEngine, config: Config, drains: Sequence[list[RolloutGroup]]
     ) -> BatchTotals:
@@ -104,7 +157,7 @@ class Session:
             functions=group_functions(config),
             stop=self.stop,
             is_interruption=lambda error: False,
-            record=ignore,
+            record=self.note,
             max_tokens=40,
             synchronous=False,
         )
@@ -124,6 +177,20 @@ def weights_of(engine: DeepSpeedEngine, kind: str = "full") -> Weights:
     """Rank 0: all weights; other ranks: nothing."""
     weights = {n: t.clone() for n, t in engine.named_weights(cast(Any, kind))}
     return weights if engine.ranks.rank == 0 else {}
+
+
+def trained_of(engine: DeepSpeedEngine) -> tuple[Weights, Weights]:
+    """Rank 0: what is trained of policy and critic, by ``DenseModel``'s names."""
+    if engine._config.model.lora is None:
+        return weights_of(engine), weights_of(engine, "critic")
+    assert engine._critic is not None and engine._stage < 3
+    if engine.ranks.rank > 0:
+        return {}, {}
+    policy, critic = (
+        {n: p.detach().clone() for n, p in model.model.named_parameters() if p.requires_grad}
+        for model in (engine._policy, engine._critic._model)
+    )
+    return policy, {"score.weight": critic.pop("lm_head.weight")} | critic
 
 
 def state_of(engine: DeepSpeedEngine) -> str:
@@ -146,15 +213,21 @@ def weights_hash(engine: DeepSpeedEngine) -> str:
 
 
 def check_gradient(
-    session: Session, stage: int, gold: Dense, recipe: Results, **trainer: Any
+    session: Session,
+    stage: int,
+    gold: Dense,
+    recipe: Results,
+    *,
+    lora: bool = False,
+    **trainer: Any,
 ) -> Results:
     """One SGD-like step of the streamed batch against the dense gradients of the whole."""
-    config = session.config(stage, "fp32", recipe, SGD | trainer)
-    engine = DeepSpeedEngine(config)
-    before = weights_of(engine), weights_of(engine, "critic")
+    config = session.config(stage, "fp32", recipe, SGD | trainer, lora)
+    engine = session.engine(config)
+    before, saved = trained_of(engine), weights_of(engine, "critic")
     result, totals = session.train(engine, config)
     assert result.critic is not None
-    after = weights_of(engine), weights_of(engine, "critic")
+    after, now = trained_of(engine), weights_of(engine, "critic")
     moved = [
         {n: (one[n].double() - two[n].double()) / SGD_SCALE for n in one}
         for one, two in zip(before, after, strict=True)
@@ -172,41 +245,48 @@ def check_gradient(
         ],
         "clipped": [g.grad_norm > MAX_GRAD_NORM for g in golds],
         "skipped": result.skipped,
-        "critic_names": sorted(after[1]),
+        "critic_names": sorted(now),
+        "critic_unchanged": sorted(name for name in now if torch.equal(now[name], saved[name])),
         "explained_variance": [metrics["critic/explained_variance"], gold.explained_variance],
     }
 
 
-def broken(session: Session, change: Change) -> Callable[[DeepSpeedEngine], None]:
+def break_rows(
+    session: Session, change: Callable[[MicroBatch], MicroBatch], engine: DeepSpeedEngine
+) -> Mend:
     """Has the last rank's rows changed before they are trained."""
+    plain = engine.forward_backward
 
-    def install(engine: DeepSpeedEngine) -> None:
-        plain = engine.forward_backward
+    def forward_backward(rows: Sequence[MicroBatch]) -> list[MetricSums]:
+        return plain([change(r) if session.is_last and not r.is_dummy else r for r in rows])
 
-        def forward_backward(rows: Sequence[MicroBatch]) -> list[MetricSums]:
-            is_last = session.rank == session.size - 1
-            return plain([change(r) if is_last and not r.is_dummy else r for r in rows])
-
-        engine.forward_backward = forward_backward  # type: ignore[method-assign]
-
-    return install
+    engine.forward_backward = forward_backward  # type: ignore[method-assign]
+    return lambda: setattr(engine, "forward_backward", plain)
 
 
-def break_gradient(engine: DeepSpeedEngine) -> None:
-    """Finite losses, and a gradient of the critic that is not."""
+def break_gradient(session: Session, model: str, engine: DeepSpeedEngine) -> Mend:
+    """Finite losses, and a gradient of ``model`` that on the last rank is not."""
     assert engine._critic is not None
-    next(iter(engine._critic._model.parameters())).register_hook(lambda g: g * math.nan)
+    broken = {"policy": engine._policy, "critic": engine._critic._model}[model]
+    factor = math.nan if session.is_last else 1.0
+    return next(iter(broken.parameters())).register_hook(lambda g: g * factor).remove
 
 
 def check_skip(session: Session, stage: int, dtype: str) -> Results:
     """What is not finite in one model leaves both as they were, to the bit; so does a discard."""
     config = session.config(stage, dtype, {"whiten": False}, ADAM)
-    changes = {
-        "returns": broken(
-            session, lambda r: replace(r, returns=cast(Tensor, r.returns) * math.nan)
-        ),
-        "advantages": broken(session, lambda r: replace(r, advantages=r.advantages * math.nan)),
-        "critic's gradient": break_gradient,
+
+    def worthless(row: MicroBatch) -> MicroBatch:
+        return replace(row, returns=cast(Tensor, row.returns) * math.nan)
+
+    def aimless(row: MicroBatch) -> MicroBatch:
+        return replace(row, advantages=row.advantages * math.nan)
+
+    changes: dict[str, Callable[[DeepSpeedEngine], Mend] | None] = {
+        "returns": partial(break_rows, session, worthless),
+        "advantages": partial(break_rows, session, aimless),
+        "policy's gradient": partial(break_gradient, session, "policy"),
+        "critic's gradient": partial(break_gradient, session, "critic"),
         "discard": None,
     }
     found: Results = {}
@@ -218,23 +298,19 @@ def check_skip(session: Session, stage: int, dtype: str) -> Results:
         engine = DeepSpeedEngine(config)
         session.train(engine, config)
         before = state_of(engine), weights_hash(engine)
+        session.problems.clear()
         if change is None:
             engine.begin_batch()
             session.accumulate(engine, config, shares(session.size)[session.rank])
             engine.discard_gradients()
             skipped = True
         else:
-            plain, critic = engine.forward_backward, engine._critic
-            assert critic is not None
-            change(engine)
+            mend = change(engine)
             skipped = session.train(engine, config)[0].skipped
-            engine.forward_backward = plain  # type: ignore[method-assign]
-            for parameter in critic._model.parameters():
-                if parameter._backward_hooks and change is break_gradient:
-                    parameter._backward_hooks.clear()
-                    break
+            mend()
         found[name] = {
             "skipped": skipped,
+            "finite_losses": not session.problems,
             "unchanged": before == (state_of(engine), weights_hash(engine)),
         }
         session.train(engine, config)
@@ -253,7 +329,7 @@ def check_control(session: Session) -> Results:
     session.train(engine, config)
     before = weights_of(engine)
     engine.begin_batch()
-    break_gradient(engine)
+    break_gradient(session, "critic", engine)
     totals = session.accumulate(engine, config, shares(session.size)[session.rank])
     with mock.patch.object(engine_module, "step_together", apart):
         result = engine.optimizer_step(totals.denominator, totals.value_denominator)
@@ -263,11 +339,12 @@ def check_control(session: Session) -> Results:
     return {"skipped": [result.skipped, result.critic.skipped], "moved": moved}
 
 
-def check_updates(session: Session, stage: int) -> Results:
+def check_updates(session: Session, stage: int, *, lora: bool = False) -> Results:
     """Two updates of a batch: values are of the critic as it was before the first."""
-    config = session.config(stage, "fp32", {}, ADAM | {"updates_per_batch": 2, "batch_size": 4})
+    trainer = ADAM | {"updates_per_batch": 2, "batch_size": 4}
+    config = session.config(stage, "fp32", {}, trainer, lora)
     functions, groups = group_functions(config), make_groups()
-    engine = DeepSpeedEngine(config)
+    engine = session.engine(config)
     (probe, *_) = functions.pack_finished(groups[:1])
     told = []
     for _ in range(2):
@@ -284,13 +361,14 @@ def check_updates(session: Session, stage: int) -> Results:
     return {"values": told, "clip_fraction": clip / totals.metrics.sums["critic/num"]}
 
 
-def check_resume(session: Session, stage: int, dtype: str) -> Results:
+def check_resume(session: Session, stage: int, dtype: str, *, lora: bool = False) -> Results:
     """Saved after two steps and loaded into a new engine, the third is the same to the bit."""
-    config = session.config(stage, dtype, {}, ADAM)
+    config = session.config(stage, dtype, {}, ADAM, lora)
     engine, resumed = DeepSpeedEngine(config), DeepSpeedEngine(config)
     for _ in range(2):
         session.train(engine, config)
-    folder = session.folder / f"checkpoint-{stage}-{dtype}-{session.size}"
+    name = f"checkpoint-{stage}-{dtype}-lora" if lora else f"checkpoint-{stage}-{dtype}"
+    folder = session.folder / f"{name}-{session.size}"
     Checkpoints(folder, 1, engine, session.collectives, background=False).save(2, {})
     fresh = weights_hash(resumed)
     Checkpoints(folder, 1, resumed, session.collectives, background=False).load_latest()
@@ -305,7 +383,7 @@ def check_resume(session: Session, stage: int, dtype: str) -> Results:
     }
     if session.size == 1 and dtype == "fp32":  # what two ranks have left
         other = DeepSpeedEngine(config)
-        path = session.folder / f"checkpoint-{stage}-{dtype}-2"
+        path = session.folder / f"{name}-2"
         loaded_state = Checkpoints(path, 1, other, session.collectives, False).load_latest()
         assert loaded_state is not None
         found["of_two_ranks"] = weights_hash(other)
@@ -339,6 +417,7 @@ def cases(session: Session) -> dict[str, Callable[[], Results]]:
     """By name; every rank runs all of them in this order."""
     golds = {w: dense_gold(session.folder, whiten=w, with_kl=False) for w in (True, False)}
     with_kl = dense_gold(session.folder, whiten=True, with_kl=True)
+    of_adapters = dense_gold(session.folder, whiten=True, with_kl=True, lora=True)
     listed: dict[str, Callable[[], Results]] = {}
 
     def add(name: str, check: Callable[..., Results], *args: Any, **settings: Any) -> None:
@@ -353,6 +432,11 @@ def cases(session: Session) -> dict[str, Callable[[], Results]]:
         add(f"updates/{stage}", check_updates, stage)
     add("gradient/2/offload", check_gradient, 2, with_kl, {"kl_in_reward_coef": KL_COEF},
         offload_reference=True, offload_optimizer=True)  # fmt: skip
+    add(
+        "gradient/2/lora", check_gradient, 2, of_adapters, {"kl_in_reward_coef": KL_COEF}, lora=True
+    )
+    add("updates/2/lora", check_updates, 2, lora=True)
+    add("resume/2/lora", check_resume, 2, "fp32", lora=True)
     for stage, dtype in CASES:
         add(f"skip/{stage}/{dtype}", check_skip, stage, dtype)
         add(f"resume/{stage}/{dtype}", check_resume, stage, dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from easyrl.runtime.machine import free_port
-from tests.easyrl.engines.critic_cases import STAGES, prepare
+from tests.easyrl.engines.critic_cases import STAGES, TARGETS, prepare
 from tests.easyrl.engines.test_deepspeed_engine import ROOT, run
 
 pytestmark = pytest.mark.runs
@@ -55,10 +55,10 @@ def cases(results: Results, kind: str) -> Results:
 
 def test_both_gradients_are_the_dense_ones(ranks: list[Results]) -> None:
     """Of surrogate and value loss, each with its own denominator, norm and clip; streamed, whitened
-    over all ranks, with a KL in the reward, with an offloaded reference and optimizer.
+    over all ranks, with a KL in the reward, with an offloaded reference and optimizer, of adapters.
     """
     found = cases(ranks[0], "gradient")
-    assert len(found) == 2 * len(STAGES) + 3 + 1
+    assert len(found) == 2 * len(STAGES) + 3 + 1 + 1
     for name, case in found.items():
         assert not case["skipped"] and any(case["clipped"]), name
         assert max(case["gradients"]) < 2e-5, (name, case)  # fp32; measured 3e-6
@@ -69,16 +69,29 @@ def test_both_gradients_are_the_dense_ones(ranks: list[Results]) -> None:
         assert not any("lm_head" in weight for weight in case["critic_names"]), name
 
 
+def test_with_adapters_the_critics_model_stays_as_it_was(ranks: list[Results]) -> None:
+    """As it is saved: merged, the adapted layers and the value head have moved, and only they."""
+    found = cases(ranks[0], "gradient")
+    plain, lora = found["gradient/2/True"], found["gradient/2/lora"]
+    assert lora["critic_names"] == plain["critic_names"] and plain["critic_unchanged"] == []
+    adapted = tuple(f".{target}.weight" for target in TARGETS)
+    moved = set(lora["critic_names"]) - set(lora["critic_unchanged"])
+    assert moved == {n for n in lora["critic_names"] if n.endswith((*adapted, "score.weight"))}
+
+
 def test_a_gradient_that_is_not_finite_skips_both_steps(ranks: list[Results]) -> None:
-    """A NaN of the last rank, in either loss or in the critic's gradient alone; all ranks agree.
+    """A NaN of the last rank, in either loss or in either gradient alone; all ranks agree.
 
     Masters, moments, counts, schedules and weights are as before, and the next step is as if
     nothing had been.
     """
-    for results in ranks:
+    gradients = {"policy's gradient", "critic's gradient"}
+    for rank, results in enumerate(ranks):
         for name, case in cases(results, "skip").items():
-            assert set(case) == {"returns", "advantages", "critic's gradient", "discard"}
+            assert set(case) == {"returns", "advantages", *gradients, "discard"}
             for what, told in case.items():
+                finite = told.pop("finite_losses")
+                assert finite == (what not in ("returns", "advantages") or rank < len(ranks) - 1)
                 expected = {"skipped": True, "unchanged": True, "goes_on": True}
                 assert told == expected, (name, what, told)
 
@@ -100,9 +113,9 @@ def test_a_checkpoint_holds_both_models_to_the_bit(ranks: list[Results]) -> None
 
 def test_two_ranks_checkpoints_are_loaded_by_one(launches: dict[int, list[Results]]) -> None:
     (alone,), (first, _) = launches[1], launches[2]
-    for stage in STAGES:
-        saved = first[f"resume/{stage}/fp32"]["saved_weights"]
-        assert saved and alone[f"resume/{stage}/fp32"]["of_two_ranks"] == saved, stage
+    for case in (*(f"resume/{stage}/fp32" for stage in STAGES), "resume/2/lora"):
+        saved = first[case]["saved_weights"]
+        assert saved and alone[case]["of_two_ranks"] == saved, case
 
 
 def test_what_does_not_fit_is_refused_by_name(ranks: list[Results]) -> None:

@@ -129,6 +129,7 @@ def test_each_version_is_served_and_proved(
             assert version == V0 or "sync-0-0" not in names
         full = sum(weight.nbytes for weight in merged.values())
         print(f"bytes per sync: adapter {metrics['sync/bytes']:.0f}, whole model {full}")
+        assert 5 * metrics["sync/bytes"] < full  # rank 4 beside a hidden size of 32: 6 times
 
 
 def test_a_stale_adapter_under_the_new_name_is_caught(engine, server, tmp_path, caplog):
