@@ -136,7 +136,13 @@ class SavedState(Protocol):
 
 
 class TrainEngine(Protocol):
-    """A model being trained. All ranks call every method; *collective* ones wait for all."""
+    """A model being trained. All ranks call every method; *collective* ones wait for all.
+
+    An engine is made for a recipe, whose ``needs`` say what is trained and run beside the model;
+    what it cannot do of them it refuses with ``ConfigError`` as it is made, by the key or by the
+    recipe's name. Nothing else asks: an engine without a critic has to refuse ``needs.critic``
+    itself. DeepSpeed's trains one.
+    """
 
     ranks: Ranks
     device: torch.device  # that runs what is launched here, perhaps behind the host

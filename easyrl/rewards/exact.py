@@ -22,6 +22,8 @@ def exact(
 ) -> list[float]:
     """1.0 where a response's answer equals ``prompt.answer``, else 0.0.
 
+    A rule-based accuracy reward (DeepSeek-R1, arXiv 2501.12948, §2.2). With ``#### (.+)`` the rule
+    is GSM8K's final answer (Cobbe et al. 2021, arXiv 2110.14168).
     The answer is what follows the last ``</think>`` (the whole response if there is none) or, with
     ``pattern``, the first group of the last match of that regular expression in it. Both sides are
     compared without surrounding or repeated white space and without commas between thousands.

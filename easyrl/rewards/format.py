@@ -1,4 +1,4 @@
-"""The reward of a response that thinks first and answers then."""
+"""The reward of a response that thinks first and answers then (DeepSeek-R1, arXiv 2501.12948)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def format(
 ) -> list[float]:
     """1.0 where a response is ``<think>…</think>`` followed by an answer, each tag once, else 0.0.
 
+    DeepSeek-R1's format reward (arXiv 2501.12948, §2.2), of the thoughts alone: the paper's prompt
+    has the answer in tags, too.
     ``think_in_prompt``: the chat template already wrote ``<think>``, the response starts behind it.
     """
     opening = "<think>" if think_in_prompt else ""

@@ -20,6 +20,8 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 def math(prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]) -> list[float]:
     """1.0 where math-verify finds a response's answer equal to ``prompt.answer``, else 0.0.
 
+    A rule-based accuracy reward (DeepSeek-R1, arXiv 2501.12948, §2.2), whose rule is Hugging Face's
+    math-verify (github.com/huggingface/Math-Verify).
     A ``\\boxed{}`` answer counts before any other expression. Only what follows the last
     ``</think>`` is read, the whole response if there is none.
 
