@@ -52,6 +52,19 @@ class DAPO(GRPO):
     def rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
         if self.overlong_buffer == 0:
             return group.rewards
-        lengths = np.array([len(c.token_ids) for c in group.completions], dtype=np.float64)
-        punishment = overlong_punishment(lengths, run.max_tokens, self.overlong_buffer)
+        punishment = self._punishment(group, run)
         return group.rewards + (self.overlong_penalty * punishment).astype(np.float32)
+
+    def weighted_rewards(
+        self, group: RolloutGroup, run: RunSettings
+    ) -> list[tuple[float, np.ndarray]]:
+        """The punishment is one of them, ``overlong_penalty`` its weight."""
+        weighted = super().weighted_rewards(group, run)
+        if self.overlong_buffer > 0:
+            weighted.append((self.overlong_penalty, self._punishment(group, run)))
+        return weighted
+
+    def _punishment(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
+        """float64 [G], from 0 down to -1."""
+        lengths = np.array([len(c.token_ids) for c in group.completions], dtype=np.float64)
+        return overlong_punishment(lengths, run.max_tokens, self.overlong_buffer)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from pydantic import NonNegativeFloat
 
 from easyrl.recipes.estimators import Aggregation
-from easyrl.recipes.grpo import GRPO
+from easyrl.recipes.grpo import GRPO, GroupAdvantage
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,6 @@ class DrGRPO(GRPO):
     appendix G, table 6).
     """
 
-    advantage: Literal["group_std", "group_mean"] = "group_mean"
+    advantage: GroupAdvantage = "group_mean"
     aggregation: Aggregation = "constant"
     kl_coef: NonNegativeFloat = 0.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 Aggregation = Literal["sequence", "token", "constant"]
+KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def group_advantages(
@@ -44,6 +45,25 @@ def group_advantages(
     if mode == "group_std":
         centred = centred / (exact.std(ddof=1) + eps)
     return centred.astype(rewards.dtype)
+
+
+def each_reward_advantages(weighted: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
+    """Rewards normalised in the group each by itself, and then summed, so that none hides another.
+
+    ``A_i = sum_n w_n (r_n,i - mean(r_n)) / (std(r_n) + eps)``, the first step of GDPO (arXiv
+    2601.05242), with ``group_advantages``' deviation and eps.
+
+    Args:
+        weighted: at least one; of each reward its weight, and float [G]
+    Returns:
+        float64 [G]; exactly zero where each reward is the same for all responses.
+    Raises:
+        ValueError: as ``group_advantages``.
+    """
+    total = np.zeros(len(weighted[0][1]))
+    for weight, rewards in weighted:
+        total += weight * group_advantages(rewards.astype(np.float64), "group_std")
+    return total
 
 
 def aggregation_weights(
@@ -111,18 +131,26 @@ def is_inside(ratio: Tensor, cap: float) -> Tensor:
     return (ratio >= 1 / cap) & (ratio <= cap)
 
 
-def kl_estimate(policy: Tensor, reference: Tensor, estimator: Literal["k3", "k2"]) -> Tensor:
+def kl_estimate(policy: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate of KL(policy || reference) per token of the policy's samples (Schulman 2020).
 
-    ``k3 = exp(-d) - 1 + d`` and ``k2 = d² / 2`` with ``d = policy - reference``. The gradient of k2
-    is ``d ∇log policy``, in expectation that of the reverse KL; that of k3 is not.
+    ``k1 = d``, ``k2 = d² / 2`` and ``k3 = exp(-d) - 1 + d`` with ``d = policy - reference``. k1 and
+    k3 are unbiased, k2 and k3 never negative. As a loss, the gradient of k2 is ``d ∇log policy``,
+    in expectation that of the reverse KL; that of k3 is not, and that of k1 is zero in expectation.
+    As a reward, without gradient of its own, k1 has the policy gradient of the reverse KL.
 
     Args:
         policy, reference: log-probabilities [N]
     Returns:
         [N], nats
     """
-    difference = policy - reference
+    return kl_of_log_ratio(policy - reference, estimator)
+
+
+def kl_of_log_ratio(difference: Tensor, estimator: KLEstimator) -> Tensor:
+    """``kl_estimate`` of ``difference = policy - reference`` [N]."""
+    if estimator == "k1":
+        return difference
     if estimator == "k2":
         return 0.5 * difference.square()
     return torch.exp(-difference) - 1 + difference

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import NonNegativeFloat
 
-from easyrl.recipes.estimators import Aggregation, group_advantages
+from easyrl.recipes.estimators import Aggregation, each_reward_advantages
 from easyrl.recipes.recipe import AdvantageInputs, Advantages, RunSettings, Scope
 from easyrl.recipes.surrogate import ClippedSurrogate
 from easyrl.schema import RolloutGroup
@@ -25,7 +25,8 @@ class GDPO(ClippedSurrogate):
         S_i = \sum_n w_n \frac{r_{n,i} - \mathrm{mean}_{group}(r_n)}{\mathrm{std}_{group}(r_n)}
 
     in GRPO's loss, without KL. ``w`` are the configuration's ``rewards[n].weight``. The batch is
-    that of the optimizer step, of all ranks: training begins when the last response is there.
+    that of the optimizer step, of all ranks: training begins when the last response is there. S
+    itself, which streams, is ``advantage: each_reward_std`` of GRPO and its relatives.
     ``scoring.truncated_reward`` replaces the sum of a response's rewards, not each of them, so that
     it does not reach these advantages.
     """
@@ -39,13 +40,7 @@ class GDPO(ClippedSurrogate):
 
     def batch_rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
         """float64 [G], S. Raises ``ValueError`` for a reward without a weight."""
-        total = np.zeros(len(group.scores))
-        for name in group.scores[0].components:
-            if name not in run.reward_weights:
-                raise ValueError(f"gdpo: reward {name!r} has no weight among {run.reward_weights}")
-            values = np.array([score.components[name] for score in group.scores])
-            total += run.reward_weights[name] * group_advantages(values, "group_std", EPS)
-        return total
+        return each_reward_advantages(self.weighted_rewards(group, run))
 
     def advantages(
         self, groups: Sequence[RolloutGroup], run: RunSettings, inputs: AdvantageInputs

@@ -8,10 +8,13 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
-from easyrl.recipes.estimators import Aggregation, group_advantages
+from easyrl.recipes.estimators import Aggregation, each_reward_advantages, group_advantages
 from easyrl.recipes.recipe import AdvantageInputs, Advantages, RunSettings
 from easyrl.recipes.surrogate import ClippedSurrogate
 from easyrl.schema import RolloutGroup
+
+# divide by the group's deviation, only centre, or divide each reward by its own deviation
+GroupAdvantage = Literal["group_std", "group_mean", "each_reward_std"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,19 @@ class GRPO(ClippedSurrogate):
         \rho = \pi / \pi_{old}, \quad A_i = \frac{r_i - \mathrm{mean}(r)}{\mathrm{std}(r)}
 
     The fields' defaults are the paper's (beta 0.04; it does not print the clip, 0.2 is PPO's).
+
+    With ``advantage: each_reward_std`` each of the run's rewards is normalised by itself, and their
+    sum weighed by ``rewards[n].weight`` is the advantage: GDPO (arXiv 2601.05242) without its
+    second normalisation over the batch.
     """
 
-    advantage: Literal["group_std", "group_mean"] = "group_std"  # divide by the std, or only centre
+    advantage: GroupAdvantage = "group_std"
     aggregation: Aggregation = "sequence"
     kl_coef: NonNegativeFloat = 0.04
 
     def advantages(
         self, groups: Sequence[RolloutGroup], run: RunSettings, inputs: AdvantageInputs
     ) -> Sequence[Advantages]:
+        if self.advantage == "each_reward_std":
+            return [each_reward_advantages(self.weighted_rewards(g, run)) for g in groups]
         return [group_advantages(self.rewards(group, run), self.advantage) for group in groups]

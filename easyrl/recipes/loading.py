@@ -168,6 +168,12 @@ def _without_rewards(config: Config, recipe: Recipe) -> list[str]:
     return problems
 
 
+def _has_each_reward(recipe: Recipe) -> bool:
+    """Whether the advantages are made of each reward by itself, not of their sum."""
+    each = isinstance(recipe, GRPO) and recipe.advantage == "each_reward_std"
+    return each or isinstance(recipe, GDPO)
+
+
 def _ratio_is_one(config: Config) -> bool:
     """Whether the old policy is the policy itself in every update."""
     return config.trainer.old_policy == "auto" and config.trainer.updates_per_batch == 1
@@ -178,16 +184,31 @@ def notices(config: Config, recipe: Recipe) -> list[str]:
     said = preset_notices(config)
     said += [f"recipe.{notice}" for notice in recipe.notices()]
     said += _keys_without_effect(config, recipe.needs)
+    if _has_each_reward(recipe) and config.scoring.truncated_reward is not None:
+        said.append(
+            "scoring.truncated_reward: replaces the sum of a response's rewards, and recipe "
+            f"{config.recipe.name}, as it is set, makes advantages of each reward by itself, which "
+            "it does not reach; use recipe.mask_truncated=true"
+        )
     if _ratio_is_one(config) and recipe.ratio_keys:
         said.append(
             f"recipe.{' and '.join(recipe.ratio_keys)} cannot act: with one update per batch "
             "(trainer.updates_per_batch=1, trainer.old_policy=auto) the ratio is 1; they act with "
             "trainer.updates_per_batch above 1 or trainer.old_policy=lagged"
         )
+    if not recipe.has_ratio and config.trainer.updates_per_batch > 1:
+        said.append(
+            f"trainer.updates_per_batch: recipe {config.recipe.name} has no ratio to the old "
+            "policy, so that the updates after a batch's first are off-policy and not corrected; "
+            "use 1, or a recipe with a ratio"
+        )
     if recipe.scope == "batch":
         said.append(
             f"the run does not stream: the advantages of recipe {config.recipe.name} are of all "
-            "groups of an optimizer step, training begins when the last one is complete"
+            "groups of an optimizer step, training begins when the last one is complete. No "
+            "training overlaps the generation of a step's groups: with one update per batch, a "
+            "batch takes generation plus training (time/wait_s and time/train_s), not about the "
+            "longer of the two"
         )
     return said
 

@@ -11,7 +11,12 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from easyrl.recipes.estimators import generalised_advantages, merged_moments, moments
+from easyrl.recipes.estimators import (
+    generalised_advantages,
+    kl_of_log_ratio,
+    merged_moments,
+    moments,
+)
 from easyrl.recipes.recipe import (
     AdvantageInputs,
     Advantages,
@@ -47,10 +52,11 @@ class PPO(ClippedSurrogate):
 
     A response's reward is that of its last trained token; ``kl_in_reward_coef`` beta adds
     ``-beta (log pi_old - log pi_ref)`` to each token's, where ``log pi_old`` is what the endpoint
-    sampled the token with. Values are the critic's as the batch began, in all of the batch's
-    updates. ``whiten`` makes the advantages' mean 0 and variance 1 over all trained tokens of the
-    optimizer step, of all ranks, after R is made of them: training then begins when the last
-    response is there; without it the run streams.
+    sampled the token with (``kl_in_reward_estimator``: k2 or k3 in place of that difference, k1).
+    Values are the critic's as the batch began, in all of the batch's updates. ``whiten`` makes the
+    advantages' mean 0 and variance 1 over all trained tokens of the optimizer step, of all ranks,
+    after R is made of them: training then begins when the last response is there; without it the
+    run streams.
 
     The defaults are those of TRL's last PPO trainer for language models (gamma 1, lambda 0.95, both
     clips 0.2, whitened advantages, half a squared error), but for its KL of 0.05 in the reward,
@@ -129,7 +135,9 @@ class PPO(ClippedSurrogate):
             if len(own):
                 if self.kl_in_reward_coef > 0:
                     reference = inputs.reference_logprobs[place][i][tokens].astype(np.float64)
-                    own -= self.kl_in_reward_coef * (completion.logprobs[tokens] - reference)
+                    log_ratio = torch.from_numpy(completion.logprobs[tokens] - reference)
+                    kl = kl_of_log_ratio(log_ratio, self.kl_in_reward_estimator)
+                    own -= self.kl_in_reward_coef * kl.numpy()
                 own[-1] += self.rewards(group, run)[i]
             rewards.append(own)
         values = [v[t] for v, t in zip(inputs.values[place], trained, strict=True)]

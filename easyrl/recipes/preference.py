@@ -97,12 +97,13 @@ class SampledPairs(PairLoss, DynamicSampling):
     """Pairs of what the policy has sampled: of a group's responses the best and the worst.
 
     A group whose rewards are all equal has no pair: its loss is 0, or with ``dynamic_sampling``
-    another prompt's is sampled instead. Later updates of a batch train the same pairs; there is no
-    ratio to the policy that sampled them.
+    another prompt's is sampled instead. There is no ratio to the policy that sampled the pairs:
+    later updates of a batch are off-policy.
     """
 
     source: ClassVar[Literal["rollouts", "records"]] = "rollouts"
     pairs: ClassVar[bool] = False
+    has_ratio: ClassVar[bool] = False
 
     @property
     def advantage_only(self) -> bool:

@@ -137,6 +137,11 @@ class Recipe(ABC):
     # of each batch; a run in which that is always so says it.
     ratio_keys: ClassVar[tuple[str, ...]] = ()
 
+    # Whether the loss of sampled groups has that ratio. Without it the later updates of a batch,
+    # whose responses the policy before the first one sampled, are off-policy and not corrected; a
+    # run with such updates says it.
+    has_ratio: ClassVar[bool] = True
+
     # What it trains on: groups that endpoints sample, or records whose completions are given; and
     # whether each of these is a preference pair, of which the chosen completion comes first.
     source: ClassVar[Literal["rollouts", "records"]] = "rollouts"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
+import torch
 
-from easyrl.recipes.estimators import normalised
-from easyrl.recipes.recipe import AdvantageInputs, Advantages, RunSettings, Scope
+from easyrl.recipes.estimators import kl_of_log_ratio, merged_moments, moments, normalised
+from easyrl.recipes.recipe import AdvantageInputs, Advantages, Models, RunSettings, Scope
 from easyrl.recipes.surrogate import ClippedSurrogate
 from easyrl.schema import RolloutGroup
 
@@ -26,24 +28,28 @@ class ReinforcePP(ClippedSurrogate):
 
     Mean and deviation are over the trained tokens of all groups of the optimizer step and of all
     ranks, each with its response's reward, as in OpenRLHF, the authors' trainer. So training begins
-    when the last response is there. The paper's KL reward of each token, which is normalised with
-    the rest, needs the reference's log-probabilities before the advantages; the trainer has them
-    with the policy's own forward, behind the advantages: ``kl_in_reward_coef`` is refused.
+    when the last response is there.
+
+    ``kl_in_reward_coef`` beta is the paper's KL reward of each token: what is normalised is then
+
+    .. math::
+        r_i - \beta \sum_{u \ge t}
+            \log \frac{\pi_{old}(o_{i,u})}{\pi_{ref}(o_{i,u})}
+
+    at each trained token t, u over the trained ones, with the mean and deviation of these.
+    ``pi_old`` is what the endpoint sampled the token with; the difference of logarithms is k1, in
+    place of which ``kl_in_reward_estimator`` may have k2 or k3.
     """
+
+    kl_in_advantages: ClassVar[bool] = True
+
+    @property
+    def before_advantages(self) -> Models:
+        return Models(reference=self.kl_in_reward_coef > 0)
 
     @property
     def scope(self) -> Scope:
         return "batch"
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.kl_in_reward_coef > 0:
-            problems.append(
-                "kl_in_reward_coef: the normalised reward would have to contain the KL, and the "
-                "reference's log-probabilities come after the advantages; set recipe.kl_coef (the "
-                "KL in the loss), or use a recipe that takes the KL into its rewards (rloo, grpo)"
-            )
-        return problems
 
     def batch_rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
         """float64 [G, 2]: ``baselined`` rewards, and how many tokens of each response train."""
@@ -58,8 +64,45 @@ class ReinforcePP(ClippedSurrogate):
         """float64 [G], what is normalised over the batch."""
         return self.rewards(group, run).astype(np.float64)
 
+    def batch_statistics(
+        self, group: RolloutGroup, run: RunSettings, inputs: AdvantageInputs
+    ) -> np.ndarray:
+        """With a KL in the reward float64 [3], ``moments`` of what the group's trained tokens have
+        before it is normalised.
+        """
+        if self.kl_in_reward_coef == 0:
+            return self.batch_rewards(group, run)
+        raw = self._of_tokens(group, 0, run, inputs)
+        chosen = sorted(self.select(group, run))
+        tokens = [raw[i][self.trained_tokens(group.completions[i], run)] for i in chosen]
+        return moments(np.concatenate([np.zeros(0), *tokens]))
+
     def advantages(
         self, groups: Sequence[RolloutGroup], run: RunSettings, inputs: AdvantageInputs
     ) -> Sequence[Advantages]:
+        if self.kl_in_reward_coef > 0:
+            num, mean, squares = merged_moments(inputs.rewards)
+            deviation = np.sqrt(squares / max(num, 1)) + EPS
+            raw = [self._of_tokens(g, i, run, inputs) for i, g in enumerate(groups)]
+            return [[(own - mean) / deviation for own in group] for group in raw]
         values, num_tokens = np.concatenate(inputs.rewards).astype(np.float64).T
         return [normalised(self.baselined(g, run), values, num_tokens, EPS) for g in groups]
+
+    def _of_tokens(
+        self, group: RolloutGroup, place: int, run: RunSettings, inputs: AdvantageInputs
+    ) -> list[np.ndarray]:
+        """G arrays float64 [R] of the group at ``place`` of ``inputs``: at each trained token the
+        reward less the KL from there on; zero elsewhere.
+        """
+        made = []
+        for i, (completion, reward) in enumerate(
+            zip(group.completions, self.baselined(group, run), strict=True)
+        ):
+            tokens = self.trained_tokens(completion, run)
+            reference = inputs.reference_logprobs[place][i][tokens].astype(np.float64)
+            log_ratio = torch.from_numpy(completion.logprobs[tokens] - reference)
+            kl = kl_of_log_ratio(log_ratio, self.kl_in_reward_estimator).numpy()
+            own = np.zeros(len(tokens))
+            own[tokens] = reward - self.kl_in_reward_coef * kl[::-1].cumsum()[::-1]
+            made.append(own)
+        return made

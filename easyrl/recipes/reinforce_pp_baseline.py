@@ -26,8 +26,9 @@ class ReinforcePPBaseline(ReinforcePP):
         A_i = \frac{\tilde r_i - \mathrm{mean}(\tilde r)}{\mathrm{std}(\tilde r)}, \quad
         \tilde r_i = r_i - \mathrm{mean}_{group}(r)
 
-    Mean and deviation are the batch's, as in REINFORCE++. The KL is a loss, by k2, whose gradient
-    is that of the reverse KL; 1e-3 is the coefficient of OpenRLHF's example.
+    Mean and deviation are the batch's, as in REINFORCE++, whose ``kl_in_reward_coef`` acts here,
+    too, on what is left of a reward. The paper's KL of this variant is a loss, by k2, whose
+    gradient is that of the reverse KL; 1e-3 is the coefficient of OpenRLHF's example.
     """
 
     kl_coef: NonNegativeFloat = 1e-3

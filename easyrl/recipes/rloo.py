@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import NonNegativeFloat
 from torch import Tensor
 
-from easyrl.recipes.estimators import kl_estimate, leave_one_out_advantages, sequence_sums
+from easyrl.recipes.estimators import (
+    KLEstimator,
+    kl_estimate,
+    leave_one_out_advantages,
+    sequence_sums,
+)
 from easyrl.recipes.recipe import (
     AdvantageInputs,
     Advantages,
@@ -37,6 +43,17 @@ class RLOO(Recipe):
     """
 
     kl_in_reward_coef: NonNegativeFloat = 0.05  # beta; 0: no reference model
+    kl_in_reward_estimator: KLEstimator = "k1"  # of each token; the equation's is k1, summed
+
+    has_ratio: ClassVar[bool] = False
+
+    def notices(self) -> list[str]:
+        if not self.is_set("kl_in_reward_estimator") or self.kl_in_reward_coef > 0:
+            return []
+        return [
+            "kl_in_reward_estimator: has no effect without a KL in the reward; remove it, or set "
+            "recipe.kl_in_reward_coef above 0"
+        ]
 
     @property
     def needs(self) -> Models:
@@ -73,11 +90,13 @@ class RLOO(Recipe):
         return {"kl_sum": kl_estimate(logprobs, terms.reference_logprobs, "k3").sum()}
 
     def _kl_over_others(self, terms: Terms) -> Tensor:
-        """[n], log(old / reference) of the token's response less the mean of its group's others."""
+        """[n], KL estimate of the token's response less the mean of its group's others."""
         assert terms.reference_logprobs is not None
         num_sequences, group = len(terms.sequences), terms.group_of_sequence
-        k1 = terms.old_logprobs - terms.reference_logprobs
-        kl = sequence_sums(k1, terms.sequence_index, num_sequences)
+        of_tokens = kl_estimate(
+            terms.old_logprobs, terms.reference_logprobs, self.kl_in_reward_estimator
+        )
+        kl = sequence_sums(of_tokens, terms.sequence_index, num_sequences)
         in_group = sequence_sums(kl, group, num_sequences)[group]
         size = sequence_sums(kl.new_ones(num_sequences), group, num_sequences)[group]
         others = (in_group - kl) / (size - 1).clamp(min=1)

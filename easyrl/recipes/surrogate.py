@@ -15,6 +15,7 @@ from easyrl.recipes.aggregated import Aggregated
 from easyrl.recipes.dynamic_sampling import DynamicSampling
 from easyrl.recipes.entropy_control import COEF, applied_coefficient, next_entropy_controls
 from easyrl.recipes.estimators import (
+    KLEstimator,
     clipped_surrogate,
     importance_ratio,
     importance_weights,
@@ -52,6 +53,7 @@ class ClippedSurrogate(DynamicSampling, Aggregated):
     kl_coef: NonNegativeFloat = 0.0  # of the KL to the reference in the loss; 0: without one
     kl_estimator: Annotated[Literal["k3", "k2"], BeforeValidator(no_k1)] = "k3"
     kl_in_reward_coef: NonNegativeFloat = 0.0  # of the KL as a reward of each token (PPO's way)
+    kl_in_reward_estimator: KLEstimator = "k1"  # of that one
     entropy_coef: float = 0.0  # of the bonus; with a target where its control begins
     entropy_target: PositiveFloat | None = None  # nats; null: the coefficient stays as it is
     entropy_coef_step: PositiveFloat = 0.005  # that the control changes it by in each step
@@ -59,9 +61,14 @@ class ClippedSurrogate(DynamicSampling, Aggregated):
     importance_correction: Literal["none", "truncated", "masked"] = "none"  # of the trainer's over
     # the inference engine's probability: TIS caps the ratio, masked IS drops tokens outside
     importance_cap: Annotated[float, Field(gt=1)] = 2.0  # masked also drops below 1 / cap
-    mask_truncated: bool = False  # cut off at max_tokens: not trained, though its reward counts
+    # A response cut off at max_tokens is not trained, though its reward counts in the baseline
+    # (overlong filtering: DAPO, arXiv 2503.14476, §3.4).
+    mask_truncated: bool = False
 
     ratio_keys: ClassVar[tuple[str, ...]] = ("clip_eps_low", "clip_eps_high")
+
+    # whether a KL in the reward is in the advantages already, so that the loss does not add it
+    kl_in_advantages: ClassVar[bool] = False
 
     @property
     def needs(self) -> Models:
@@ -70,7 +77,7 @@ class ClippedSurrogate(DynamicSampling, Aggregated):
     @property
     def span(self) -> Span:
         """A token is credited with the penalties of later ones where the KL is in the reward."""
-        return "token" if self.kl_in_reward_coef == 0 else "sequence"
+        return "token" if self.kl_in_reward_coef == 0 or self.kl_in_advantages else "sequence"
 
     @property
     def advantage_only(self) -> bool:
@@ -107,6 +114,11 @@ class ClippedSurrogate(DynamicSampling, Aggregated):
                 "kl_estimator: has no effect without a KL term in the loss; remove it, or set "
                 "recipe.kl_coef above 0"
             )
+        if self.is_set("kl_in_reward_estimator") and self.kl_in_reward_coef == 0:
+            said.append(
+                "kl_in_reward_estimator: has no effect without a KL in the reward; remove it, or "
+                "set recipe.kl_in_reward_coef above 0"
+            )
         return said
 
     # ---- the entropy's control ----
@@ -137,6 +149,21 @@ class ClippedSurrogate(DynamicSampling, Aggregated):
     def rewards(self, group: RolloutGroup, run: RunSettings) -> np.ndarray:
         """float32 [G], what the advantages are made of."""
         return group.rewards
+
+    def weighted_rewards(
+        self, group: RolloutGroup, run: RunSettings
+    ) -> list[tuple[float, np.ndarray]]:
+        """For advantages made of each reward by itself, its weight and float64 [G].
+
+        Raises ``ValueError`` for a reward without a weight.
+        """
+        weighted = []
+        for name in group.scores[0].components:
+            if name not in run.reward_weights:
+                raise ValueError(f"reward {name!r} has no weight among {run.reward_weights}")
+            values = np.array([score.components[name] for score in group.scores], np.float64)
+            weighted.append((run.reward_weights[name], values))
+        return weighted
 
     def trained_tokens(self, completion: Completion, run: RunSettings) -> np.ndarray:
         if self.mask_truncated and completion.truncated:
@@ -200,8 +227,9 @@ class ClippedSurrogate(DynamicSampling, Aggregated):
 
     def _credited(self, logprobs: Tensor, terms: Terms) -> Tensor:
         """Advantages [n], less the penalties on a token and all that follow it."""
-        if terms.reference_logprobs is None or self.kl_in_reward_coef == 0:
+        reference = terms.reference_logprobs
+        if reference is None or self.kl_in_reward_coef == 0 or self.kl_in_advantages:
             return terms.advantages
-        k1 = logprobs.detach() - terms.reference_logprobs
-        penalty = reward_to_go(k1, terms.sequence_index)
+        kl = kl_estimate(logprobs.detach(), reference, self.kl_in_reward_estimator)
+        penalty = reward_to_go(kl, terms.sequence_index)
         return terms.advantages - self.kl_in_reward_coef * penalty

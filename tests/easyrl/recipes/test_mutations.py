@@ -28,7 +28,7 @@ MUTATIONS = {
         ),
         Mutation("grpo.py", "kl_coef: NonNegativeFloat = 0.04", "kl_coef: NonNegativeFloat = 0.0"),
         Mutation("grpo.py", 'aggregation: Aggregation = "sequence"', "aggregation = 'token'"),
-        Mutation("grpo.py", '= "group_std"  #', '= "group_mean"  #'),
+        Mutation("grpo.py", 'Advantage = "group_std"', 'Advantage = "group_mean"'),
         Mutation("estimators.py", "torch.minimum(ratio", "torch.maximum(ratio"),
         Mutation("estimators.py", "1.0 / max(1, int(trained.sum()))", "1.0 / len(trained)"),
         Mutation("estimators.py", "exact - exact.mean()", "exact + exact.mean()"),
@@ -42,6 +42,24 @@ MUTATIONS = {
     ],
     "grpo, truncated masked": [
         Mutation("surrogate.py", "if self.mask_truncated and", "if not self.mask_truncated and")
+    ],
+    "grpo, k2 in the reward": [
+        Mutation("surrogate.py", "terms.advantages - self.kl_in", "terms.advantages + self.kl_in"),
+        Mutation("surrogate.py", "reference, self.kl_in_reward_estimator)", 'reference, "k1")'),
+        Mutation("surrogate.py", "(logprobs.detach(), reference,", "(logprobs, reference,"),
+        Mutation("surrogate.py", "or self.kl_in_advantages:", "or not self.kl_in_advantages:"),
+        Mutation("estimators.py", "0.5 * difference.square()", "difference.square()"),
+    ],
+    "grpo, each reward": [
+        Mutation("grpo.py", "self.weighted_rewards(g, run)", "[(1.0, g.rewards)]"),
+        Mutation("grpo.py", '== "each_reward_std"', '== "group_mean"'),
+        Mutation("surrogate.py", "(run.reward_weights[name], values)", "(1.0, values)"),
+        Mutation("estimators.py", "total += weight *", "total -= weight *"),
+        Mutation("estimators.py", "total += weight *", "total = weight *"),
+        Mutation("estimators.py", "total += weight *", "total +="),
+        Mutation(
+            "estimators.py", 'astype(np.float64), "group_std")', 'astype(float), "group_mean")'
+        ),
     ],
     "dr_grpo": [
         Mutation("dr_grpo.py", '= "group_mean"', '= "group_std"'),
@@ -69,6 +87,11 @@ MUTATIONS = {
             "len(completion.token_ids) for completion",
         ),
     ],
+    "dapo, each reward": [
+        Mutation("dapo.py", "append((self.overlong_penalty,", "append((1.0,"),
+        Mutation("dapo.py", "append((self.overlong_penalty,", "append((-self.overlong_penalty,"),
+        Mutation("dapo.py", "self.overlong_buffer > 0:", "self.overlong_buffer < 0:"),
+    ],
     "gspo": [
         Mutation("gspo.py", "PositiveFloat = 3e-4", "PositiveFloat = 4e-4"),
         Mutation("gspo.py", "PositiveFloat = 4e-4", "PositiveFloat = 3e-4"),
@@ -94,6 +117,8 @@ MUTATIONS = {
             "terms.advantages - self.kl_in_reward_coef",
             "terms.advantages + self.kl_in_reward_coef",
         ),
+        Mutation("surrogate.py", 'KLEstimator = "k1"', 'KLEstimator = "k3"'),
+        Mutation("estimators.py", "return difference\n", "return -difference\n"),
         Mutation("estimators.py", "(exact + after - after[last])", "(after - after[last])"),
     ],
     "cispo": [
@@ -122,10 +147,22 @@ MUTATIONS = {
         Mutation("rloo.py", "(kl - others)", "kl"),
         Mutation(
             "rloo.py",
-            "terms.old_logprobs - terms.reference_logprobs",
-            "terms.reference_logprobs - terms.old_logprobs",
+            "terms.old_logprobs, terms.reference_logprobs",
+            "terms.reference_logprobs, terms.old_logprobs",
         ),
+        Mutation("rloo.py", 'KLEstimator = "k1"', 'KLEstimator = "k2"'),
         Mutation("rloo.py", "float(sum(len(self.select(group, run))", "float(sum(1"),
+    ],
+    "rloo, k3 in the reward": [
+        Mutation(
+            "rloo.py", "reference_logprobs, self.kl_in_reward_estimator", "reference_logprobs, 'k1'"
+        ),
+        Mutation("rloo.py", "(kl - others)", "(kl + others)"),
+        Mutation(
+            "estimators.py",
+            "torch.exp(-difference) - 1 + difference",
+            "torch.exp(difference) - 1 - difference",
+        ),
     ],
     "reinforce_pp": [
         Mutation("estimators.py", "(values - mean) / (dev", "(values + mean) / (dev"),
@@ -145,6 +182,29 @@ MUTATIONS = {
         Mutation("reinforce_pp_baseline.py", '] = "k2"', '] = "k3"'),
         Mutation("estimators.py", "0.5 * difference.square()", "difference.square()"),
     ],
+    "reinforce_pp, KL in the reward": [
+        Mutation("reinforce_pp.py", "reward - self.kl_in", "reward + self.kl_in"),
+        Mutation("reinforce_pp.py", "kl[::-1].cumsum()[::-1]", "kl.cumsum()"),
+        Mutation("reinforce_pp.py", "kl[::-1].cumsum()[::-1]", "kl"),
+        Mutation(
+            "reinforce_pp.py",
+            "completion.logprobs[tokens] - reference",
+            "reference - completion.logprobs[tokens]",
+        ),
+        Mutation("reinforce_pp.py", "(own - mean) / dev", "(own + mean) / dev"),
+        Mutation("reinforce_pp.py", "(own - mean) / dev", "(own - mean) * dev"),
+        Mutation("reinforce_pp.py", "squares / max(num, 1)", "squares / max(num - 1, 1)"),
+        Mutation("reinforce_pp.py", "sorted(self.select(group, run))", "[0]"),
+        Mutation(
+            "reinforce_pp.py", "raw[i][self.trained_tokens(group.completions[i], run)]", "raw[i]"
+        ),
+        Mutation("reinforce_pp.py", "ClassVar[bool] = True", "ClassVar[bool] = False"),
+    ],
+    "reinforce_pp_baseline, k3 in the reward": [
+        Mutation("reinforce_pp.py", "log_ratio, self.kl_in_reward_estimator", "log_ratio, 'k1'"),
+        Mutation("reinforce_pp.py", "self.baselined(group, run), strict", "group.rewards, strict"),
+        Mutation("reinforce_pp_baseline.py", ', "group_mean")', ', "group_std")'),
+    ],
     "two_sided": [
         Mutation("two_sided.py", "ratio.clamp(max=self.delta)", "ratio"),
         Mutation("two_sided.py", "ratio.clamp(max=self.delta)", "ratio.clamp(min=self.delta)"),
@@ -157,6 +217,10 @@ MUTATIONS = {
         Mutation("two_sided.py", "float = 1e-4", "float = -1e-4"),
         Mutation("surrogate.py", "losses - self.entropy_coef", "losses + self.entropy_coef"),
     ],
+    "two_sided, each reward": [
+        Mutation("grpo.py", "self.weighted_rewards(g, run)", "[(1.0, g.rewards)]"),
+        Mutation("two_sided.py", "torch.minimum(", "torch.maximum("),
+    ],
     "dual_clip": [
         Mutation("dual_clip.py", "torch.maximum(plain", "torch.minimum(plain"),
         Mutation("dual_clip.py", "plain, self.clip_ratio_c", "plain, -self.clip_ratio_c"),
@@ -167,9 +231,11 @@ MUTATIONS = {
     ],
     # its batch mean is 0, as each group's is: a changed sign of it is the same recipe
     "gdpo": [
-        Mutation("gdpo.py", "run.reward_weights[name] * group", "group"),
-        Mutation("gdpo.py", "total += ", "total -= "),
-        Mutation("gdpo.py", '"group_std", EPS', '"group_mean", EPS'),
+        Mutation("surrogate.py", "(run.reward_weights[name], values)", "(1.0, values)"),
+        Mutation("estimators.py", "total += weight *", "total -= weight *"),
+        Mutation(
+            "estimators.py", 'astype(np.float64), "group_std")', 'astype(float), "group_mean")'
+        ),
         Mutation("gdpo.py", "batch.std(ddof=1)", "batch.std(ddof=0)"),
         Mutation("gdpo.py", "- mean) / (dev", "- mean) * (dev"),
         Mutation("gdpo.py", '= "sequence"', '= "token"'),

@@ -18,11 +18,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from easyrl.schema import Completion, Prompt, RolloutGroup, SampleKey, Score, VersionSpan
+from easyrl.schema import (
+    Completion,
+    GroupOutputs,
+    Prompt,
+    RolloutGroup,
+    SampleKey,
+    Score,
+    VersionSpan,
+)
 
 NUM_PROMPTS, NUM_GENERATIONS, MAX_TOKENS = 2, 4, 6
 WEIGHTS = {"exact": 1.0, "format": 0.25}
 ADVANTAGE_TOLERANCE = 1e-5  # some are float32
+EXACT = 1e-11  # of those that are not
 LOSS_TOLERANCE = 1e-12  # of sums of up to 48 terms; an absolute one for what cancels
 
 
@@ -120,8 +129,8 @@ def _group(
 
 # ---- the formulas --------------------------------------------------------------------------------
 
-Advantages = Callable[[Batches], Tensor]  # [B, P, G]
-Loss = Callable[[Batches, Tensor], Tensor]  # of those advantages [B, P, G, 1]: [B]
+Advantages = Callable[[Batches], Tensor]  # [B, P, G], or [B, P, G, T]
+Loss = Callable[[Batches, Tensor], Tensor]  # of those advantages, [B, P, G, 1 or T]: [B]
 
 
 def standardised(values: Tensor, dims: int = 1, eps: float = 1e-4) -> Tensor:
@@ -135,11 +144,15 @@ def grpo_advantages(b: Batches) -> Tensor:
     return standardised(b.rewards)
 
 
-def dapo_advantages(b: Batches) -> Tensor:
+def overlong(b: Batches) -> Tensor:
     """DAPO eq. 13 with L_cache = L_max / 2."""
-    cache = MAX_TOKENS / 2
-    too_long = ((MAX_TOKENS - cache) - b.lengths) / cache
-    return standardised(b.rewards + torch.where(b.lengths > MAX_TOKENS - cache, too_long, 0.0))
+    cache, lengths = MAX_TOKENS / 2, b.lengths.double()
+    too_long = ((MAX_TOKENS - cache) - lengths) / cache
+    return torch.where(lengths > MAX_TOKENS - cache, too_long, 0.0)
+
+
+def dapo_advantages(b: Batches) -> Tensor:
+    return standardised(b.rewards + overlong(b))
 
 
 def rloo_advantages(b: Batches) -> Tensor:
@@ -167,9 +180,54 @@ def reinforce_pp_baseline_advantages(b: Batches) -> Tensor:
     return over_tokens(b.rewards - b.rewards.mean(-1, keepdim=True), b)
 
 
-def gdpo_advantages(b: Batches) -> Tensor:
+def kl_estimates(log_ratio: float) -> dict[str, float]:
+    """Schulman 2020, with r = reference / policy."""
+    r = np.exp(-log_ratio)
+    return {"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": (r - 1) - np.log(r)}
+
+
+def normalised_with_kl(b: Batches, rewards: Tensor, coef: float, estimator: str = "k1") -> Tensor:
+    """[B, P, G, T], token by token in plain NumPy: ``rewards`` [B, P, G] less the KL of a token and
+    of those behind it, normalised over the batch's tokens; zero elsewhere. Sampled and reference
+    log-probabilities are float32, as the trainer has them.
+    """
+    sampled, reference = (x.float().double().numpy() for x in (b.old, b.reference))
+    mask, own = b.mask.numpy(), rewards.numpy()
+    made = np.zeros(mask.shape)
+    for batch in range(len(mask)):
+        for p, g in np.ndindex(*own.shape[1:]):
+            kl_to_go = 0.0
+            for t in reversed(np.flatnonzero(mask[batch, p, g])):
+                at = batch, p, g, t
+                kl_to_go += kl_estimates(sampled[at] - reference[at])[estimator]
+                made[at] = own[batch, p, g] - coef * kl_to_go
+        tokens = made[batch][mask[batch]]
+        variance = ((tokens - tokens.mean()) ** 2).mean()
+        made[batch][mask[batch]] = (tokens - tokens.mean()) / (np.sqrt(variance) + 1e-8)
+    return torch.from_numpy(made)
+
+
+def reinforce_pp_advantages_with_kl(b: Batches) -> Tensor:
+    return normalised_with_kl(b, b.rewards, 0.1)
+
+
+def reinforce_pp_baseline_advantages_with_k3(b: Batches) -> Tensor:
+    return normalised_with_kl(b, b.rewards - b.rewards.mean(-1, keepdim=True), 0.2, "k3")
+
+
+def each_reward_advantages(b: Batches) -> Tensor:
+    """GDPO's first step."""
     each = [WEIGHTS[name] * standardised(values) for name, values in b.components.items()]
-    return standardised(torch.stack(each).sum(0), dims=2)
+    return torch.stack(each).sum(0)
+
+
+def each_reward_and_length_advantages(b: Batches) -> Tensor:
+    """Half of the overlong punishment as one more reward."""
+    return each_reward_advantages(b) + 0.5 * standardised(overlong(b))
+
+
+def gdpo_advantages(b: Batches) -> Tensor:
+    return standardised(each_reward_advantages(b), dims=2)
 
 
 def ppo(ratio: Tensor, a: Tensor, low: float, high: float) -> Tensor:
@@ -192,6 +250,11 @@ def response_mean(values: Tensor, b: Batches) -> Tensor:
 
 def grpo(b: Batches, a: Tensor) -> Tensor:
     return -response_mean(ppo(b.ratio, a, 0.2, 0.2) - 0.04 * k3(b), b)
+
+
+def grpo_with_k2_in_reward(b: Batches, a: Tensor) -> Tensor:
+    k2 = (b.policy - b.reference).square() / 2
+    return -response_mean(ppo(b.ratio, a - 0.1 * to_go(k2, b), 0.2, 0.2), b)
 
 
 def grpo_without_truncated(b: Batches, a: Tensor) -> Tensor:
@@ -237,7 +300,17 @@ def cispo_with_lower_bound(b: Batches, a: Tensor) -> Tensor:
 
 
 def rloo(b: Batches, a: Tensor) -> Tensor:
-    kl = ((b.old - b.reference) * b.mask).sum(-1)
+    return rloo_with(b.old - b.reference, b, a)
+
+
+def rloo_with_k3(b: Batches, a: Tensor) -> Tensor:
+    log_ratio = b.reference - b.old
+    return rloo_with(torch.exp(log_ratio) - 1 - log_ratio, b, a)
+
+
+def rloo_with(kl: Tensor, b: Batches, a: Tensor) -> Tensor:
+    """``kl`` [B, P, G, T], of each token."""
+    kl = (kl * b.mask).sum(-1)
     has_token = b.mask.any(-1)
     num_others = (has_token.sum(-1, keepdim=True) - 1).clamp(min=1)
     others = (kl.sum(-1, keepdim=True) - kl) / num_others
@@ -361,6 +434,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     bounds: tuple[str, ...] = ("clip_low_sum", "clip_high_sum")  # metrics that must not be zero
     tolerance: float = LOSS_TOLERANCE
+    advantage_tolerance: float = ADVANTAGE_TOLERANCE
 
 
 PAIRS = ("accuracy_sum", "chosen_reward_num", "margin_num")
@@ -371,8 +445,29 @@ CASES = {
     "grpo, truncated masked": Case(
         "grpo", grpo_advantages, grpo_without_truncated, {"mask_truncated": True, "kl_coef": 0.0}
     ),
+    "grpo, k2 in the reward": Case(
+        "grpo",
+        grpo_advantages,
+        grpo_with_k2_in_reward,
+        {"kl_in_reward_coef": 0.1, "kl_in_reward_estimator": "k2", "kl_coef": 0.0},
+        tolerance=1e-11,  # differences of a running sum over 20,000 tokens
+    ),
+    "grpo, each reward": Case(
+        "grpo",
+        each_reward_advantages,
+        grpo,
+        {"advantage": "each_reward_std"},
+        advantage_tolerance=EXACT,
+    ),
     "dr_grpo": Case("dr_grpo", lambda b: b.rewards - b.rewards.mean(-1, keepdim=True), dr_grpo),
     "dapo": Case("dapo", dapo_advantages, dapo, {"overlong_buffer": 0.5}),
+    "dapo, each reward": Case(
+        "dapo",
+        each_reward_and_length_advantages,
+        dapo,
+        {"advantage": "each_reward_std", "overlong_buffer": 0.5, "overlong_penalty": 0.5},
+        advantage_tolerance=EXACT,
+    ),
     "gspo": Case("gspo", grpo_advantages, gspo),
     "gspo_token": Case("gspo_token", grpo_advantages, gspo_token, {"kl_in_reward_coef": 0.1}),
     "cispo": Case("cispo", grpo_advantages, cispo, bounds=("clip_high_sum",)),
@@ -383,15 +478,40 @@ CASES = {
         {"clip_eps_low": 0.3, "clip_eps_high": 1.0},
     ),
     "rloo": Case("rloo", rloo_advantages, rloo, bounds=()),
+    "rloo, k3 in the reward": Case(
+        "rloo", rloo_advantages, rloo_with_k3, {"kl_in_reward_estimator": "k3"}, ()
+    ),
     "reinforce_pp": Case("reinforce_pp", reinforce_pp_advantages, reinforce_pp),
     "reinforce_pp_baseline": Case(
         "reinforce_pp_baseline", reinforce_pp_baseline_advantages, reinforce_pp_baseline
+    ),
+    "reinforce_pp, KL in the reward": Case(
+        "reinforce_pp",
+        reinforce_pp_advantages_with_kl,
+        reinforce_pp,
+        {"kl_in_reward_coef": 0.1},
+        advantage_tolerance=EXACT,
+    ),
+    "reinforce_pp_baseline, k3 in the reward": Case(
+        "reinforce_pp_baseline",
+        reinforce_pp_baseline_advantages_with_k3,
+        reinforce_pp_baseline,
+        {"kl_in_reward_coef": 0.2, "kl_in_reward_estimator": "k3"},
+        advantage_tolerance=EXACT,
     ),
     "two_sided": Case(
         "two_sided",
         grpo_advantages,
         two_sided,
         bounds=("clip_low_sum", "clip_high_sum", "clip_delta_sum"),
+    ),
+    "two_sided, each reward": Case(
+        "two_sided",
+        each_reward_advantages,
+        two_sided,
+        {"advantage": "each_reward_std"},
+        ("clip_low_sum", "clip_high_sum", "clip_delta_sum"),
+        advantage_tolerance=EXACT,
     ),
     "dual_clip": Case(
         "dual_clip",
@@ -463,8 +583,10 @@ def packed(recipes: ModuleType, recipe: Any, batches: Batches) -> Packed:
     sequences: list[SampleKey] = []
     places: list[np.ndarray] = []
     for b, groups in enumerate(batches.groups):
-        shared = [recipe.batch_rewards(group, run) for group in groups]
-        for p, group in enumerate(finished.trained_groups(recipe, run, groups, shared)):
+        said = [_said_of(group, batches.reference[b, p]) for p, group in enumerate(groups)]
+        pairs = zip(groups, said, strict=True)
+        shared = [finished.group_statistics(recipe, run, *pair) for pair in pairs]
+        for p, group in enumerate(finished.trained_groups(recipe, run, groups, shared, said)):
             for response in group.responses:
                 size = len(response.tokens)
                 own = np.array([b, p, response.sample])[:, None].repeat(size, axis=1)
@@ -492,6 +614,13 @@ def packed(recipes: ModuleType, recipe: Any, batches: Batches) -> Packed:
     )
 
 
+def _said_of(group: RolloutGroup, reference: Tensor) -> GroupOutputs:
+    """What the reference says of a group, of its ``reference`` [G, T]."""
+    own = reference.numpy().astype(np.float32)
+    lengths = [len(completion.token_ids) for completion in group.completions]
+    return GroupOutputs((), tuple(own[g, :length] for g, length in enumerate(lengths)))
+
+
 def check_recipe(recipes: ModuleType, case: Case, batches: Batches) -> dict[str, float]:
     """Its metrics. Raises ``AssertionError`` where ``case`` is not its formula.
 
@@ -502,11 +631,13 @@ def check_recipe(recipes: ModuleType, case: Case, batches: Batches) -> dict[str,
     row = packed(recipes, recipe, batches)
     expected = case.advantages(batches)
     got = expected.clone()
-    got[row.places[:3]] = row.terms.advantages
-    torch.testing.assert_close(got, expected, rtol=ADVANTAGE_TOLERANCE, atol=ADVANTAGE_TOLERANCE)
+    got[row.places[: expected.ndim]] = row.terms.advantages
+    close = {"rtol": case.advantage_tolerance, "atol": case.advantage_tolerance}
+    torch.testing.assert_close(got, expected, **close)
+    got = got if got.ndim == 4 else got[..., None]
     terms = recipe.loss(row.logprobs, row.entropy, row.terms)
     sums = terms.new_zeros(len(batches.groups)).index_add(0, row.batch_of(terms), terms)
-    losses, formula = sums / row.denominators, case.loss(batches, got[..., None])
+    losses, formula = sums / row.denominators, case.loss(batches, got)
     leaves = [batches.policy, batches.entropy, batches.divergence]
     options = {"allow_unused": True, "materialize_grads": True}
     close = {"rtol": case.tolerance, "atol": case.tolerance}
