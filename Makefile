@@ -17,7 +17,7 @@ EASYRL_VLLM_PYTHON := $(abspath $(VLLM_VENV))/bin/python
 VLLM_SETUP := setup-vllm
 endif
 
-.PHONY: demo test test-gpu bench-gpu test-runs test-slow test-triton test-npu-signatures test-vllm test-hosts lint typecheck setup setup-vllm clean
+.PHONY: demo test test-gpu bench-gpu test-runs test-slow test-triton test-peers test-npu-signatures test-vllm test-hosts lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
 demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
@@ -43,6 +43,13 @@ test-hosts: setup      ## several nodes as in the documentation, hosts made of n
 test-triton: setup   ## the GPU kernels that are written in Triton, interpreted
 	test -d .triton/liger_kernel || $(BIN)/pip install --quiet --no-deps --upgrade -c constraints.txt --target .triton triton liger-kernel
 	PYTHONPATH=.triton $(BIN)/python -m pytest tests/kernels/test_triton_logprob.py tests/kernels/test_fused_layers.py
+
+# Installed apart and without what they require: of verl only two files are loaded. Its tests/ would
+# be taken for ours. A test whose peer is missing fails here; elsewhere it is skipped.
+test-peers: setup   ## losses, gradients and advantages against TRL's and verl's own
+	test -d .peers/verl || $(BIN)/pip install --quiet --no-deps --upgrade -c constraints.txt --target .peers trl datasets dill multiprocess pandas xxhash verl
+	rm -rf .peers/tests .peers/scripts
+	EASYRL_TEST_PEERS=1 PYTHONPATH=$(abspath .peers) $(BIN)/python -m pytest -m "" -k "trl or verl" $$(grep -rl "from tests.peers import" tests --include="test_*.py")
 
 # torch-npu cannot be imported without Ascend's CANN; its wheel (44 MB) has the operators'
 # declarations. Downloaded, not installed.
@@ -96,4 +103,4 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt inference_client/vllm_plugin/pypro
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .triton .typecheck build *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .triton .peers .typecheck build *.egg-info

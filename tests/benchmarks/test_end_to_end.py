@@ -32,6 +32,7 @@ from benchmarks.parts.random_model import write_random_model
 from easyrl.demo.build_model import build_model
 from easyrl.rewards.exact import exact as our_exact
 from easyrl.schema import Prompt
+from tests.peers import peer
 
 SHORTEST, LONGEST = 4, 24
 
@@ -440,7 +441,7 @@ def test_the_bound_answers_the_batchs_own_requests(tmp_path: Path) -> None:
 
 @pytest.mark.runs
 def test_trl_trains_the_same_prompts(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="TRL is not installed: pip install -e '.[bench]'")
+    peer("trl")
     # every response has the longest length, and only half of the rewards are not 0
     work = replace(SMALL, min_tokens=40, reward="half", every_other_without_signal=True)
     model = write_random_model(tmp_path / "model", hidden_size=32, num_layers=1)

@@ -1,6 +1,6 @@
 """Losses and gradients against TRL's own trainers' loss methods, called with given numbers.
 
-TRL is in an environment of its own: without it these tests are skipped.
+TRL is installed apart, by ``make test-peers``: without it these tests are skipped.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.easyrl.recipes.transcriptions import (
     packed,
     random_batches,
 )
+from tests.peers import peer
 
 NUM_PROMPTS = 60
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token"}
@@ -122,7 +123,7 @@ def assert_same(batches: Batches, got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_are_trl_s(batches: Batches, name: str) -> None:
-    trl = pytest.importorskip("trl.trainer.grpo_trainer")
+    trl = peer("trl.trainer.grpo_trainer")
     recipe, settings, theirs = CASES[name]
     got, advantages = ours(recipe, settings, batches)
     fake = trainer(batches, **theirs)
@@ -136,7 +137,7 @@ def test_loss_and_gradient_are_trl_s(batches: Batches, name: str) -> None:
 
 def test_rloo_is_trl_s_where_the_policy_is_the_old_one(batches: Batches) -> None:
     """TRL's RLOO clips a ratio of sequences; at ratio 1 its gradient is REINFORCE's."""
-    trl = pytest.importorskip("trl.trainer.rloo_trainer")
+    trl = peer("trl.trainer.rloo_trainer")
     loss, advantages = ours("rloo", {"kl_in_reward_coef": 0.0}, batches)
     fake = trainer(batches)
     logps = (batches.policy * batches.mask).sum(-1).flatten().detach()
@@ -147,7 +148,7 @@ def test_rloo_is_trl_s_where_the_policy_is_the_old_one(batches: Batches) -> None
 
 
 def test_another_setting_is_not_trl_s(batches: Batches) -> None:
-    trl = pytest.importorskip("trl.trainer.grpo_trainer")
+    trl = peer("trl.trainer.grpo_trainer")
     got, advantages = ours("dapo", {"overlong_buffer": 0.0, "clip_eps_high": 0.3}, batches)
     fake = trainer(batches, **CASES["dapo"][2])
     expected = trl.GRPOTrainer._compute_loss(fake, fake.model, inputs(batches, advantages))

@@ -18,6 +18,7 @@ from easyrl.recipes import Terms
 from easyrl.recipes.distillation import Distillation
 from easyrl.recipes.loading import load_recipe, notices, with_whole_recipe
 from easyrl.schema import SampleKey
+from tests.peers import peer
 
 VOCAB, LONGEST, END = 3, 3, 0  # a response ends with token 0, or after three tokens
 Prefix = tuple[int, ...]
@@ -168,7 +169,7 @@ def test_the_usual_mistake_has_no_gradient_in_expectation(
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("same_pass", [True, False])
 def test_full_is_trl_s_generalized_jsd_at_beta_one(temperature: float, same_pass: bool) -> None:
-    trl = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
+    trl = peer("trl.experimental.gkd.gkd_trainer")
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:

@@ -21,6 +21,7 @@ from tests.easyrl.recipes.mutations import Mutation, assert_killed
 from tests.easyrl.recipes.test_against_trl import CASES, assert_same, inputs, trainer
 from tests.easyrl.recipes.transcriptions import packed, random_batches
 from tests.easyrl.trainer.fake_parts import GOOD, FakeEngine, make_trainer
+from tests.peers import peer
 from tests.recipes import token_grpo
 
 
@@ -122,7 +123,7 @@ def test_mistakes_are_named(cls: type[Any]) -> None:
 
 def test_losses_and_coefficients_are_trl_s_over_several_steps() -> None:
     """Ten optimizer steps, with entropies on both sides of the target."""
-    trl = pytest.importorskip("trl.trainer.grpo_trainer")
+    trl = peer("trl.trainer.grpo_trainer")
     settings = {"entropy_target": 0.81, "entropy_coef_step": 0.04, "entropy_coef_max": 0.1}
     recipe = DAPO(overlong_buffer=0.0, entropy_coef=0.05, **settings)
     controls: Mapping[str, float] = recipe.initial_controls()

@@ -26,6 +26,7 @@ from easyrl.recipes import DPO, RPO, SFT, OnlineDPO, Recipe, RunSettings
 from easyrl.recipes.losses import policy_loss
 from easyrl.schema import Completion, FrozenLogprobs, MicroBatch, Prompt, RolloutGroup
 from tests.easyrl.recipes.mutations import Mutation, assert_killed, copied_package
+from tests.peers import peer
 
 NUM_GROUPS, LONGEST, ROW = 1000, 9, 16
 RUN = RunSettings(LONGEST, 2, temperature=1.0, seed=0)
@@ -254,7 +255,7 @@ def test_nothing_is_compared_with_a_server() -> None:
 
 def trl_loss(batch: Padded, beta: float) -> tuple[Tensor, dict[str, list[float]]]:
     """Of TRL's own ``DPOTrainer._compute_loss``, called with given numbers; and what it logs."""
-    trl = pytest.importorskip("trl.trainer.dpo_trainer")
+    trl = peer("trl.trainer.dpo_trainer")
 
     def stacked(values: Tensor) -> Tensor:  # chosen, then rejected
         return torch.cat([values[:, 0], values[:, 1]])

@@ -22,6 +22,7 @@ from easyrl.schema import RolloutGroup, Score
 from tests.easyrl.recipes.mutations import Mutation, assert_killed, copied_package
 from tests.easyrl.recipes.test_record_recipes import Padded, assert_same, packed_loss, padded
 from tests.easyrl.recipes.transcriptions import Packed, packed, random_batches
+from tests.peers import peer
 from tests.recipes import run_settings
 from tests.tiny_models import random_group
 
@@ -198,7 +199,7 @@ def test_a_mutation_of_what_is_reported_is_found(mutation: Mutation) -> None:
 
 def trl_loss(batch: Padded, beta: float) -> Tensor:
     """Of TRL's own ``OnlineDPOTrainer.training_step``, whose samples and rewards are given."""
-    trl = pytest.importorskip("trl.experimental.online_dpo.online_dpo_trainer")
+    trl = peer("trl.experimental.online_dpo.online_dpo_trainer")
 
     def stacked(values: Tensor) -> Tensor:  # all first responses, then all second ones
         return torch.cat([values[:, 0], values[:, 1]])
