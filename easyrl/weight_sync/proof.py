@@ -22,7 +22,7 @@ from easyrl.inference_client.pool.endpoint_pool import Endpoint
 from easyrl.inference_client.transfer.artifact_reader import DamagedArtifact
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import whole_slice
-from easyrl.schema import BASE_PROOF_HOLDS, Completion, WeightProof, other_run
+from easyrl.schema import BASE_PROOF_HOLDS, Completion, PolicyVersion, WeightProof, other_run
 from easyrl.weight_sync.canary import (
     GROSS_DIFFERENCE,
     Canary,
@@ -44,6 +44,7 @@ from easyrl.weight_sync.target import Target
 logger = logging.getLogger(__name__)
 
 NOISE_FACTOR = 5.0  # a change is visible above this multiple of the noise
+PROBE = ":probe"  # behind the version whose changed weights a probe is
 LEAST_VISIBLE = 1e-4  # nats; float32 noise stays below 1e-5, a one-layer model moves by 1e-3
 
 
@@ -181,8 +182,9 @@ class Prover:
 
     def __post_init__(self) -> None:
         self._layouts: dict[str, list[SliceOf]] = {}  # by URL, of its last good proof
-        # by URL, the last good proof of the model below an adapter, and how many of adapters since
-        self._bases: dict[str, tuple[WeightProof, int]] = {}
+        # by URL, the last good proof of the model below an adapter, and the number of the first
+        # version that it was shown with; None: of none yet
+        self._bases: dict[str, tuple[WeightProof, int | None]] = {}
 
     async def prove_bits(
         self, endpoint: Endpoint, weights: Target, stamp: str, shown: Shown
@@ -201,7 +203,8 @@ class Prover:
             self._layouts[endpoint.url] = bits.layout
             shown.proof = bits.record()
             if weights.base is not None:
-                shown.base = await self._prove_base_if_due(endpoint, weights.base)
+                number = PolicyVersion.parse(weights.version.removesuffix(PROBE)).v
+                shown.base = await self._prove_base_if_due(endpoint, weights.base, number)
         shown.proof_s += time.monotonic() - start_s
 
     async def prove_base(self, endpoint: Endpoint, base: Target) -> WeightProof:
@@ -214,14 +217,17 @@ class Prover:
                 f"does not serve the model below the adapter ({error.reason}): start it with the "
                 "trainer's model.path and --dtype, or set weight_sync.lora=merged",
             ) from None
-        self._bases[endpoint.url] = proof, 0
+        self._bases[endpoint.url] = proof, None
         return proof
 
-    async def _prove_base_if_due(self, endpoint: Endpoint, base: Target) -> WeightProof:
-        proof, age = self._bases.get(endpoint.url, (None, 0))
-        if proof is None or age >= BASE_PROOF_HOLDS:
-            return await self.prove_base(endpoint, base)
-        self._bases[endpoint.url] = proof, age + 1
+    async def _prove_base_if_due(
+        self, endpoint: Endpoint, base: Target, number: int
+    ) -> WeightProof:
+        """``number``: of the version that is proved, which counts those that it missed, too."""
+        proof, since = self._bases.get(endpoint.url, (None, None))
+        if proof is None or (since is not None and number - since >= BASE_PROOF_HOLDS):
+            proof, since = await self.prove_base(endpoint, base), None
+        self._bases[endpoint.url] = proof, number if since is None else since
         return proof
 
     async def compare_samples(

@@ -31,7 +31,7 @@ from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.confirm import ConfirmedEndpoints
 from easyrl.weight_sync.delivery import Deliverer, Delivery, split_outcomes
 from easyrl.weight_sync.fan_out import FanOut
-from easyrl.weight_sync.proof import Probe, Prover, Shown
+from easyrl.weight_sync.proof import PROBE, Probe, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
 from easyrl.weight_sync.reconcile import Reconciler
 from easyrl.weight_sync.store import WeightStore
@@ -205,7 +205,7 @@ class WeightSync:
             self._reconciler.probe, self._reconciler.probe_damaged = None, False
         while self.collectives.broadcast(self.config.probe and self._reconciler.probe is None):
             with self._delivery.perturbed():
-                delivery = self._delivery.deliver(f"{version}:probe", canary=True)
+                delivery = self._delivery.deliver(f"{version}{PROBE}", canary=True)
             if self._delivery.is_written_again(delivery):
                 continue
             true = self._delivery.ask_trainer({url: s.samples for url, s in delivery.shown.items()})

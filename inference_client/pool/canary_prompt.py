@@ -8,7 +8,7 @@ import numpy as np
 
 from easyrl.config import SamplingConfig
 from easyrl.inference_client.client import Fetch
-from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, NoSuchModel
+from easyrl.inference_client.errors import EndpointError, EndpointUnavailable
 from easyrl.inference_client.pool.endpoint import Endpoint
 
 FIRST_IDS = np.arange(1, 9, dtype=np.int32)  # every vocabulary has them
@@ -55,8 +55,6 @@ class CanaryPrompt:
         except TimeoutError:
             reason = f"did not serve the canary prompt within {self._timeout_s:g} s"
             return EndpointUnavailable(endpoint.url, reason)
-        except NoSuchModel:  # it has restarted without its adapter, and is given another one
-            return None
         except EndpointError as error:
             return error
         return None

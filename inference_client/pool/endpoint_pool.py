@@ -298,6 +298,9 @@ class EndpointPool(Fleet):
             problem = await self.canary.problem(endpoint, sampling)
             if problem is None:
                 return error
+            if isinstance(problem, NoSuchModel):  # restarted meanwhile, and is given it again
+                lost = f"has lost its adapter: {problem.reason}"
+                return EndpointUnavailable(endpoint.url, lost)
             if not isinstance(problem, RequestRejected):
                 return problem
             reason = f"refuses the canary prompt as others: {problem.reason}"

@@ -21,6 +21,7 @@ from easyrl.inference_client.errors import (
     EndpointUnavailable,
     MalformedResponse,
     NoEndpointError,
+    NoSuchModel,
     Outage,
     RequestRejected,
 )
@@ -416,6 +417,8 @@ class Fleet:
         """One that refused the canary prompt has to serve it, however healthy it says it is."""
         if endpoint.owes_canary is not None:
             problem = await self.canary.problem(endpoint, endpoint.owes_canary)
+            if isinstance(problem, NoSuchModel):
+                return  # it owes it until it has its adapter
             if problem is not None:
                 reason = f"still refuses the canary prompt: {problem.reason}"
                 raise EndpointUnavailable(endpoint.url, reason)

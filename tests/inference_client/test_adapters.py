@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import numpy as np
@@ -25,11 +26,17 @@ from easyrl.inference_client.errors import (
     EndpointUnavailable,
     MalformedResponse,
     NoSuchModel,
+    PromptRejected,
     RequestRejected,
 )
 from easyrl.inference_client.fetching.fetcher_pool import FetcherPool
 from easyrl.inference_client.fetching.fetcher_process import local_fetch
 from easyrl.inference_client.lora_ranks import least_max_rank
+from easyrl.inference_client.pool.canary_prompt import CanaryPrompt
+from easyrl.inference_client.pool.endpoint import Endpoint
+from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.inference_client.pool.fleet import Fleet
+from easyrl.schema import Completion
 from tests.inference_client.fake_endpoint import FakeEndpoint, status
 from tests.inference_client.pool_cases import ask, pool_of, repairer, servers
 
@@ -142,6 +149,26 @@ async def test_requests_name_the_adapter_and_a_missing_one_is_told() -> None:
         with pytest.raises(RequestRejected) as found:  # of one that was asked for none
             await client.generate(PROMPT, SAMPLING, 1)
         assert not isinstance(found.value, NoSuchModel)
+
+
+async def test_a_prompt_is_not_to_blame_where_the_adapter_is_gone() -> None:
+    """It has restarted between the refusal and the canary prompt."""
+    url = "http://one"
+
+    async def fetch(*_: object) -> Completion:
+        raise NoSuchModel(url, "The model `a` does not exist")
+
+    canary = CanaryPrompt(fetch, 5.0)
+    one = SimpleNamespace(url=url, context=None, owes_canary=None)
+    endpoint = cast(Endpoint, one)
+    pool = cast(EndpointPool, SimpleNamespace(canary=canary))
+    refusal = PromptRejected(url, "too odd")
+    problem = await EndpointPool._look_into(pool, endpoint, refusal, SAMPLING)
+    assert isinstance(problem, EndpointUnavailable) and "has lost its adapter" in problem.reason
+    assert one.owes_canary is None
+    one.owes_canary = SAMPLING  # it is healthy for who brings it the adapter, and owes it still
+    await Fleet._pay_canary(cast(Fleet, SimpleNamespace(canary=canary)), endpoint)
+    assert one.owes_canary is SAMPLING
 
 
 async def test_fetchers_name_the_adapter_of_each_endpoint() -> None:

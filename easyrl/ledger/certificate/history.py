@@ -46,6 +46,7 @@ class History:
         self._key = key
         self.sealed: bool | None = None  # whether its lines are; None: there is none
         self._nonces: dict[str, str] = {}  # of proofs: the version that each was drawn for
+        self._base_nonces: dict[str, int] = {}  # of the model below adapters: the attempt
         self.run: RunRecord | None = None
         self.attempt: AttemptRecord | None = None
         self.attempts: dict[int, AttemptRecord] = {}
@@ -183,6 +184,8 @@ class History:
         for confirmation in record.confirmations:
             if confirmation.proof is not None:
                 self._nonces[confirmation.proof.nonce] = record.version
+            if confirmation.base is not None:  # its answer is repeated, in one attempt
+                self._base_nonces[confirmation.base.nonce] = self.attempt.attempt
 
     def _end(self, end: EndRecord) -> None:
         if self.attempt is None:
@@ -228,12 +231,21 @@ class History:
 
     def _refuse_asked_before(self, record: BatchRecord) -> None:
         """An answer to an earlier question would prove nothing."""
+        assert self.attempt is not None
         for confirmation in record.confirmations:
             if (proof := confirmation.proof) is not None:
                 version = self._nonces.get(proof.nonce, record.version)
                 if version != record.version:
                     raise CertificateError(
                         f"was asked with the nonce of version {version}", endpoint=confirmation.url
+                    )
+            if (base := confirmation.base) is not None:
+                attempt = self._base_nonces.get(base.nonce, self.attempt.attempt)
+                if attempt != self.attempt.attempt:
+                    raise CertificateError(
+                        f"was asked for the model below the adapter with a nonce of attempt "
+                        f"{attempt}",
+                        endpoint=confirmation.url,
                     )
 
     def _positions(self, record: Batch) -> np.ndarray:

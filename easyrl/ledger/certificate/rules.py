@@ -15,7 +15,7 @@ from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.ledger.certificate.errors import CertificateError, located
 from easyrl.ledger.certificate.records import AttemptRecord, BatchRecord, RunRecord
 from easyrl.metrics.logprob_agreement import disagreements
-from easyrl.schema import GroupOutcome, Key, PolicyVersion, WeightProof
+from easyrl.schema import APART, GroupOutcome, Key, PolicyVersion, WeightProof
 
 HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -202,6 +202,12 @@ def _proofs(record: BatchRecord) -> None:
             problem = "proved its bits, but no answer is recorded" if each.bits_proved else None
         elif not each.bits_proved:
             problem = "has an answer recorded, but did not prove its bits"
+        elif record.weights.startswith(APART) != (each.base is not None):
+            problem = (
+                "proved the model below an adapter, which the batch's weights do not have"
+                if each.base is not None
+                else "proved an adapter, and not the model below it"
+            )
         for proof in (each.proof, each.base):
             if proof is not None:
                 problem = problem or _wrong_answer(proof, right)

@@ -4,7 +4,7 @@ import dataclasses
 
 import msgspec
 
-from easyrl.schema import Confirmation, EndpointAgreement
+from easyrl.schema import APART, Confirmation, EndpointAgreement
 from tests.easyrl.ledger.certified_run import RUN, URLS, confirmation
 
 replace = msgspec.structs.replace
@@ -194,6 +194,7 @@ VIOLATIONS = {
     "an answer about the model below an adapter to no nonce": (
         lambda r: replace(
             r,
+            weights=APART + r.weights,
             confirmations=[
                 dataclasses.replace(c, base=dataclasses.replace(c.proof, nonce="0" * 63))
                 for c in r.confirmations

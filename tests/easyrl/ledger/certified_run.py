@@ -24,6 +24,7 @@ from easyrl.ledger.journal.codec import GroupRecord, decode_record
 from easyrl.ledger.journal.reading import batch_folder, journal_files
 from easyrl.ledger.journal.record_file import RecordWriter, read_records
 from easyrl.schema import (
+    APART,
     Completion,
     Confirmation,
     EndedBy,
@@ -72,6 +73,7 @@ class CertifiedRun:
     Args:
         refused: prompts whose groups are not trained, and how they come out.
         num_batches: of a run whose prompts do not end (``epochs=None``).
+        adapters: served above a model, in place of whole models.
 
     Attributes:
         batches: the prompts of each, in the order in which they are drawn.
@@ -92,8 +94,10 @@ class CertifiedRun:
         recipe: str | None = None,
         agreement_limit: float | None = 0.2,
         key: SealKey | None = None,
+        adapters: bool = False,
     ) -> None:
         self.folder = folder
+        self.adapters = adapters
         self.key = key
         self.certificate_path = folder / "certificate.jsonl"
         self.journal_path = folder / "journal"
@@ -166,6 +170,7 @@ class CertifiedRun:
         """What the open batch is made by: one rank and two come to other bits after batch 0."""
         ranks = self.num_ranks if self.next_batch else 0
         digest = blake3(f"{self.next_batch} {ranks}".encode()).hexdigest()
+        digest = APART + digest if self.adapters else digest
         return ServedWeights(PolicyVersion(RUN, self.attempt, self.next_batch), digest)
 
     def generate(self, num_groups: int | None = None) -> BatchRecord:

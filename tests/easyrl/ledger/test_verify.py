@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -825,20 +826,22 @@ def test_the_decisions_of_a_recipe_that_was_changed_since_are_not_replayed(tmp_p
 
 def with_bases(folder, asked_again):
     """A run of 20 batches whose endpoints are asked about the model below in ``asked_again``."""
-    run = CertifiedRun(folder, epochs=None, num_batches=20)
+    run = CertifiedRun(folder, epochs=None, num_batches=20, adapters=True)
     run.begin()
     last = 0
     for v in range(20):
         last = v if v in asked_again else last
 
-        def edit(record, last=last):
-            base = WeightProof(f"{last:064x}", 3, 1, f"{last + 1:064x}", whole=True)
-            confirmations = [dataclasses.replace(c, base=base) for c in record.confirmations]
-            return replace(record, confirmations=confirmations)
-
-        run.train(edit)
+        run.train(partial(with_base, last))
     run.certificate.close()
     return run
+
+
+def with_base(asked, record):
+    """With the model below adapters asked about in batch ``asked``."""
+    base = WeightProof(f"{asked:064x}", 3, 1, f"{asked + 1:064x}", whole=True)
+    confirmations = [dataclasses.replace(c, base=base) for c in record.confirmations]
+    return replace(record, confirmations=confirmations)
 
 
 def test_how_old_an_answer_about_the_model_below_may_be(tmp_path):
@@ -855,3 +858,39 @@ def test_one_that_is_repeated_for_too_long_is_refused(tmp_path):
 
 def test_whole_models_have_no_such_answer(run):
     assert verify(run.folder).base_age is None
+
+
+@pytest.mark.parametrize(
+    ("adapters", "edit", "problem"),
+    [
+        (True, lambda record: record, "proved an adapter, and not the model below it"),
+        (
+            False,
+            partial(with_base, 0),
+            "proved the model below an adapter, which the batch's weights do not have",
+        ),
+    ],
+    ids=["without the model", "without an adapter"],
+)
+def test_the_model_below_is_proved_with_an_adapter_and_with_nothing_else(
+    tmp_path, adapters, edit, problem
+):
+    run = CertifiedRun(tmp_path, epochs=None, num_batches=2, adapters=adapters)
+    run.begin()
+    with pytest.raises(CertificateError, match=problem):
+        run.train(edit)
+    run.certificate.close()
+
+
+def test_an_answer_about_the_model_below_is_of_its_own_attempt(tmp_path):
+    run = CertifiedRun(tmp_path, epochs=None, num_batches=4, adapters=True)
+    run.begin()
+    run.train(partial(with_base, 0))
+    run.certificate.close()
+    run.begin(first_batch=1)
+    with pytest.raises(CertificateError, match="with a nonce of attempt 0"):
+        run.train(partial(with_base, 0))
+    run.certificate.close()
+    run.begin(first_batch=1)
+    run.train(partial(with_base, 1))
+    run.certificate.close()

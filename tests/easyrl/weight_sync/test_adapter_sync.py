@@ -114,6 +114,19 @@ def test_the_model_below_is_proved_at_the_start_and_again_from_time_to_time(
             assert name in str(found.value)
 
 
+def test_versions_that_an_endpoint_has_missed_count_for_the_age_of_its_proof(
+    engine, model_dir, tmp_path
+):
+    with adapter_endpoint(model_dir) as endpoint:
+        with sync_of(engine, [endpoint.url], tmp_path, probe=False, canary=False) as rank:
+            rank.sync.publish(V[0])
+            asked, first = endpoint.asked_base, rank.sync.confirmations[0].base
+            rank.sync.publish(V[BASE_PROOF_HOLDS - 1])
+            assert (endpoint.asked_base, rank.sync.confirmations[0].base) == (asked, first)
+            rank.sync.publish(V[BASE_PROOF_HOLDS])
+            assert endpoint.asked_base == asked + 1 and rank.sync.confirmations[0].base != first
+
+
 def test_one_that_restarts_in_mid_batch_is_given_the_adapter_and_proves_the_model(
     engine, model_dir, tmp_path
 ):
