@@ -134,7 +134,7 @@ def comparable(digest: str, other: str) -> bool:
     return digest.startswith(APART) == other.startswith(APART)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ServedWeights:
     """What a batch's samples are made by: a version, and the hash of its weights.
 
@@ -480,11 +480,12 @@ class FrozenLogprobs:
 class GroupOutputs:
     """What models say of a group's responses before their advantages are known, without gradient.
 
-    G arrays float32 [R] each: of trained tokens; zero elsewhere, and where nobody was asked.
+    G arrays float32 [R] each: of trained tokens; zero elsewhere, and of a model that
+    ``before_advantages`` does not name. Empty where it names none.
     """
 
-    values: tuple[np.ndarray, ...] = ()  # of the critic as the batch began; empty without one
-    reference_logprobs: tuple[np.ndarray, ...] = ()  # empty without a reference
+    values: tuple[np.ndarray, ...] = ()  # of the critic as the batch began
+    reference_logprobs: tuple[np.ndarray, ...] = ()
 
 
 NOTHING_SAID = GroupOutputs()

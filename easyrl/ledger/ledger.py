@@ -43,8 +43,8 @@ def resume(
     if state["reference"] != reference:
         raise ValueError(
             "the model at model.path, which is frozen, is not the one that the checkpoint "
-            "was trained with, or recipe.teacher is not; restore it, or keep recipe.kl_coef and "
-            "kl_in_reward_coef as they were"
+            "was trained with, or recipe.teacher or critic.path is not; restore it, or keep "
+            "recipe.kl_coef and kl_in_reward_coef as they were"
         )
     order.position(state["cursor"])  # refuses another order
     return Progress(**state["progress"])

@@ -123,13 +123,10 @@ def _contradictions(config: Config, recipe: Recipe) -> list[str]:
         )
     problems += _without_rewards(config, recipe)
     needs, first = recipe.needs, recipe.before_advantages
-    both = Models(
-        reference=first.reference and needs.reference, critic=first.critic and needs.critic
-    )
-    if first != both:
+    if first != Models(reference=first.reference and needs.reference, critic=needs.critic):
         problems.append(
-            "recipe.name: before_advantages names a model that needs does not, or another one than "
-            "reference and critic; correct the recipe"
+            "recipe.name: before_advantages names the critic that needs does, and of other models "
+            "at most its reference; correct the recipe"
         )
     if isinstance(recipe, DAPO) and recipe.overlong_buffer > 0:
         problems += [

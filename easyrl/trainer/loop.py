@@ -210,7 +210,7 @@ class Trainer:
         """Generation and training overlap."""
         start = time.monotonic()
         updates: list[Update] = []
-        controls = self.progress.controls or self.accumulator.functions.initial_controls
+        controls = self._controls()
         refused: list[GroupOutcome] | None = None  # of all ranks, once the batch is whole
         figures: dict[str, float] = {}
         with ExitStack() as on_error:
@@ -334,6 +334,11 @@ class Trainer:
                 self._engine.discard_gradients()
         update.optimizer_s = timer.total_s()  # what comes next needs the weights anyway
         self.accumulator.cores.rest()
+
+    def _controls(self) -> Mapping[str, float]:
+        """Those of the batch before, unless they are another recipe's."""
+        initial, saved = self.accumulator.functions.initial_controls, self.progress.controls
+        return saved if saved.keys() == initial.keys() else initial
 
     def _next_controls(self, controls: Mapping[str, float], update: Update) -> Mapping[str, float]:
         if update.skipped:
