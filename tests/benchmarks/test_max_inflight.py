@@ -73,9 +73,11 @@ def test_the_trainer_s_limits_are_given_behind_the_first_batches(
 ) -> None:
     monkeypatch.setattr(inflight_limits.InflightLimits, "end_batch", lambda self: None)
     limits = inflight_limits.InflightLimits("auto", 1)
-    adaptive = SimpleNamespace(max_inflight=64, most=128)
+    adaptive = SimpleNamespace(max_inflight=64, most=128, num_responses=0)
     limits._adaptive = {"endpoint": adaptive}  # type: ignore[dict-item]
     rotate(tmp_path / "choice.json", [16, 256, 32])
+    limits.end_batch()  # the push before the first batch
+    adaptive.num_responses = 8
     had = []
     for _ in range(NUM_UNCOUNTED + 3):
         had.append(adaptive.max_inflight)  # in this batch

@@ -25,9 +25,12 @@ def rotate(choice_file: Path, limits: Sequence[int]) -> None:
 
     def end_batch_of_the_list(self: InflightLimits) -> None:
         nonlocal ended
-        end_batch(self)
-        ended += 1
         adaptive = list(self._adaptive.values())
+        is_of_batch = any(limit.num_responses for limit in adaptive)
+        end_batch(self)
+        if not is_of_batch:
+            return  # the push before the first batch
+        ended += 1
         if ended == NUM_UNCOUNTED:
             choice_file.write_text(json.dumps([limit.max_inflight for limit in adaptive]))
         if NUM_UNCOUNTED <= ended < NUM_UNCOUNTED + len(limits):
