@@ -1,11 +1,12 @@
-"""What each recipe learns on the demo's task: from its reward, and from shuffled rewards nothing.
+"""What each recipe learns on the demo's task, and that shuffled rewards teach it nothing.
 
 ``python -m benchmarks.recipes [--recipes grpo rpo] [--resume] [--out DIR]``
 
-Every ready file in ``configs/recipes`` whose recipe learns from its reward is trained as it is,
-with an embedded server that the run starts itself: asynchronously with three seeds, synchronously
-with one, and with the rewards of each group shuffled. All start from one warm-started model. A run
-takes up to a minute on two quiet cores. Accuracy is of 1,000 held-out problems, measured with plain
+Every ready file in ``configs/recipes`` whose recipe trains on the policy's own samples is trained
+as it is, with an embedded server that the run starts itself: asynchronously with three seeds,
+synchronously with one, and with the rewards of each group shuffled, but for the distillation, which
+learns from a teacher that is trained first. All start from one warm-started model. A run takes up
+to a minute on two quiet cores. Accuracy is of 1,000 held-out problems, measured with plain
 ``transformers`` before and after.
 
 What is measured goes to ``OUT/rows.jsonl`` at once; with ``--resume`` what is there of this commit
@@ -27,7 +28,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import cast
@@ -37,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.parts.end_to_end.revision import revision
 from benchmarks.parts.recipes.ready_files import ReadyFile, ready_files
 from benchmarks.parts.recipes.report import Learnt, markdown, page, plot
-from benchmarks.parts.recipes.rows import Key, Kind, Row, Rows
+from benchmarks.parts.recipes.rows import Key, Kind, Measured, Row, Rows
 from benchmarks.parts.recipes.run import Task
 from benchmarks.parts.worktree import ROOT
 
@@ -61,15 +62,24 @@ class Measurement:
 
     def learnt(self, file: ReadyFile) -> Learnt:
         """Raises ``RuntimeError`` if a run fails."""
-        start = self._rows.get(Key("", "start", 0, 0, "", self._revision), self._task.start)
         return Learnt(
             file.recipe,
             file.streams,
-            start,
+            file.has_critic,
+            file.clips,
+            start=self._model("start", self._task.start),
+            teacher=self._model("teacher", self._task.of_teacher) if file.has_teacher else None,
             asynchronous=[self._run(file, "async", seed) for seed in range(self._num_seeds)],
             sync=self._run(file, "sync", 0),
-            shuffled=self._run(file, "shuffled", 0),
+            shuffled=None if file.has_teacher else self._run(file, "shuffled", 0),
         )
+
+    def num_runs(self, file: ReadyFile) -> int:
+        return self._num_seeds + (1 if file.has_teacher else 2)
+
+    def _model(self, kind: Kind, measure: Callable[[], Measured]) -> Row:
+        """Of a model that no run has trained."""
+        return self._rows.get(Key("", kind, 0, 0, "", self._revision), measure)
 
     def _run(self, file: ReadyFile, kind: Kind, seed: int) -> Row:
         num_batches = file.num_batches
@@ -100,9 +110,9 @@ def main() -> int:
         rows_file.rename(out / f"rows-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
     rows = Rows(rows_file, of_any_revision=arguments.any_revision)
     chosen = [files[name] for name in arguments.recipes]
-    num_runs = len(chosen) * (arguments.seeds + 2)
-    print(f"{num_runs} runs, about {num_runs * RUN_S / 60:.0f} minutes on two quiet cores in all")
     measurement = Measurement(Task(out), rows, measured, arguments.max_batches, arguments.seeds)
+    num_runs = sum(map(measurement.num_runs, chosen))
+    print(f"{num_runs} runs, about {num_runs * RUN_S / 60:.0f} minutes on two quiet cores in all")
     learnt, failed = [], 0
     for file in chosen:
         try:

@@ -7,8 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks.parts.random_model import write_random_model
+from easyrl.recipes.loading import BUILT_IN
+from tests.end_to_end.test_ppo_run import STREAMING, WHITENED
 from tests.end_to_end.test_strict_mode import UnevenProxy
 from tests.golden.whole_run import Inputs, outcome, servers, train
 
@@ -28,6 +31,7 @@ RECIPES = [
     "online_dpo",
     "rpo",
     "distillation",
+    "distillation, full, later tokens",
     "grpo with entropy control",
     "ppo",
     "pf_ppo",
@@ -35,11 +39,25 @@ RECIPES = [
 # by name above: the section, where it is more than the recipe's name
 SECTIONS = {
     "distillation": "{name: distillation, teacher: TEACHER}",
+    "distillation, full, later tokens": (
+        "{name: distillation, teacher: TEACHER, divergence: full, credit: sequence}"
+    ),
     "grpo with entropy control": "{name: grpo, entropy_target: 5.0, entropy_coef_step: 0.5}",
 }
 # the others: make test-slow
 OF_EACH_SPAN_AND_SCOPE = {"cispo", "gspo", "reinforce_pp", "distillation"}
 NUM_STEPS, NUM_UPDATES = 4, 2
+
+
+def section_of(name: str) -> str:
+    return SECTIONS.get(name, f"{{name: {name}}}")
+
+
+def test_every_recipe_on_rollouts_is_run() -> None:
+    """Those of ``test_ppo_run.py`` too."""
+    sections = [*map(section_of, RECIPES), *(s.partition("=")[2] for s in (STREAMING, WHITENED))]
+    run = {yaml.safe_load(section)["name"] for section in sections}
+    assert run == {name for name, cls in BUILT_IN.items() if cls.source == "rollouts"}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +93,7 @@ def test_the_final_weights_are_the_same(
     teacher = write_random_model(
         tmp_path / "teacher", hidden_size=64, num_layers=2, seed=1, weight_std=0.2
     )
-    section = SECTIONS.get(name, f"{{name: {name}}}").replace("TEACHER", str(teacher))
+    section = section_of(name).replace("TEACHER", str(teacher))
     for mode, own in zip(("sync", "async"), urls, strict=True):
         train(
             tmp_path / mode,

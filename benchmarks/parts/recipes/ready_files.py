@@ -1,4 +1,4 @@
-"""The ready files of ``configs/recipes`` whose recipe learns from its reward."""
+"""The ready files of ``configs/recipes`` whose recipe learns from rewards or from a teacher."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from easyrl.config.file import load_config
 from easyrl.recipes.loading import load_recipe
 
 FOLDER = ROOT / "configs" / "recipes"
+CLIPPING_UPDATES = 4  # per batch, from which on a clip has to act
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,20 @@ class ReadyFile:
         return load_recipe(self.config).scope == "group"
 
     @property
+    def has_critic(self) -> bool:
+        return load_recipe(self.config).needs.critic
+
+    @property
+    def has_teacher(self) -> bool:
+        return load_recipe(self.config).needs.teacher is not None
+
+    @property
+    def clips(self) -> bool:
+        """Whether a bound of the ratio has updates enough to act in."""
+        is_bounded = bool(load_recipe(self.config).ratio_keys)
+        return is_bounded and self.config.trainer.updates_per_batch >= CLIPPING_UPDATES
+
+    @property
     def num_batches(self) -> int:
         """Of a whole run. The file names its steps."""
         trainer = self.config.trainer
@@ -48,17 +63,7 @@ class ReadyFile:
 
 
 def ready_files(folder: Path = FOLDER) -> dict[str, ReadyFile]:
-    """By the recipe's name, those whose runs are about rewards that endpoints' samples are given.
-
-    Not those that train on records, nor those that learn from a teacher: shuffled rewards are no
-    control of these.
-    """
+    """By the recipe's name, those that train on samples of endpoints, and not on records."""
     paths = sorted(folder.glob("*.yaml"))
     files = {path.stem: ReadyFile(path, load_config(path)) for path in paths}
-    return {name: file for name, file in files.items() if _learns_from_rewards(file.config)}
-
-
-def _learns_from_rewards(config: Config) -> bool:
-    if config.source != "rollouts" or not config.rewards:
-        return False
-    return "teacher" not in config.recipe.settings
+    return {name: file for name, file in files.items() if file.config.source == "rollouts"}

@@ -54,6 +54,7 @@ class Case:
             "value_coef": 0.5,
             "kl_in_reward_coef": 0.0,
             "clip": 0.2,
+            "filter": "best_random",
         }
         return {**defaults, **self.settings}[key]
 
@@ -66,6 +67,7 @@ CASES = {
     "ppo, plain squares": Case("ppo", {"value_clip": None, "value_coef": 1.0}),
     "pf_ppo": Case("pf_ppo"),
     "pf_ppo, best and worst": Case("pf_ppo", {"filter": "best_worst", "whiten": False}),
+    "pf_ppo, best of n": Case("pf_ppo", {"filter": "best_of_n", "whiten": False}),
 }
 
 
@@ -113,11 +115,16 @@ def whitened(advantages: Tensor, mask: Tensor) -> Tensor:
     return made
 
 
+def num_trained(mask: Tensor) -> Tensor:
+    """[B]; 1 where one response is left of each group, and none of them has a trained token."""
+    return mask.sum((1, 2, 3)).clamp(min=1)
+
+
 def policy_loss(case: Case, data: ValuedBatches, advantages: Tensor, mask: Tensor) -> Tensor:
     """[B]"""
     ratio, eps = data.batches.ratio, case["clip"]
     terms = torch.min(ratio * advantages, torch.clamp(ratio, 1 - eps, 1 + eps) * advantages)
-    return -(terms * mask).sum((1, 2, 3)) / mask.sum((1, 2, 3))
+    return -(terms * mask).sum((1, 2, 3)) / num_trained(mask)
 
 
 def value_loss(case: Case, data: ValuedBatches, returns: Tensor, mask: Tensor) -> Tensor:
@@ -127,7 +134,7 @@ def value_loss(case: Case, data: ValuedBatches, returns: Tensor, mask: Tensor) -
         low, high = data.old_values - case["value_clip"], data.old_values + case["value_clip"]
         bounded = torch.min(torch.max(data.values, low), high)
         losses = torch.max(losses, (bounded - returns) ** 2)
-    return case["value_coef"] * (losses * mask).sum((1, 2, 3)) / mask.sum((1, 2, 3))
+    return case["value_coef"] * (losses * mask).sum((1, 2, 3)) / num_trained(mask)
 
 
 # ---- recipes -------------------------------------------------------------------------------------
@@ -142,6 +149,36 @@ def said_of(group: RolloutGroup, data: ValuedBatches, place: tuple[int, int]) ->
         return tuple(own[g, :length] for g, length in enumerate(lengths))
 
     return GroupOutputs(rows(data.old_values), rows(data.batches.reference))
+
+
+def run_settings(recipes: ModuleType) -> Any:
+    interface = import_module(f"{recipes.__name__}.recipe")
+    return interface.RunSettings(MAX_TOKENS, NUM_GENERATIONS, 1.0, 0, WEIGHTS)
+
+
+def check_selection(case: Case, recipe: Any, run: Any, data: ValuedBatches) -> None:
+    """PF-PPO's responses by their rewards alone: the best, and as the filter says another one.
+
+    Chance decides among equal rewards, and which one ``best_random`` adds. Raises
+    ``AssertionError``.
+    """
+    takes_first, other_ranks = [], set()
+    for b, groups in enumerate(data.batches.groups):
+        for p, group in enumerate(groups):
+            rewards = data.batches.rewards[b, p].tolist()
+            chosen = list(recipe.select(group, run))
+            best, worst = max(rewards), min(rewards)
+            assert len(chosen) == len(set(chosen)) == (1 if case["filter"] == "best_of_n" else 2)
+            assert rewards[chosen[0]] == best
+            if case["filter"] == "best_worst":
+                assert rewards[chosen[1]] == worst
+            if rewards.count(best) > 1:
+                takes_first.append(chosen[0] == rewards.index(best))
+            if len(set(rewards)) == len(rewards):
+                other_ranks |= {sorted(rewards, reverse=True).index(rewards[i]) for i in chosen[1:]}
+    assert 0.1 < np.mean(takes_first) < 0.9  # of two a half, of three a third
+    if case["filter"] == "best_random":
+        assert other_ranks == set(range(1, NUM_GENERATIONS))
 
 
 @dataclass(frozen=True)
@@ -159,7 +196,7 @@ def row_of(recipes: ModuleType, recipe: Any, data: ValuedBatches) -> Row:
     interface, groups_module = (
         import_module(f"{recipes.__name__}.{name}") for name in ("recipe", "groups")
     )
-    run = interface.RunSettings(MAX_TOKENS, NUM_GENERATIONS, 1.0, 0, WEIGHTS)
+    run = run_settings(recipes)
     made: dict[str, list[np.ndarray]] = {"advantages": [], "returns": [], "loss_weights": []}
     places, sequences, denominators = [], [], []
     for b, groups in enumerate(data.batches.groups):
@@ -199,6 +236,8 @@ def check_case(recipes: ModuleType, case: Case, data: ValuedBatches) -> dict[str
     """
     loading = import_module(f"{recipes.__name__}.loading")
     recipe = loading.BUILT_IN[case.recipe](**case.settings)
+    if case.recipe == "pf_ppo":
+        check_selection(case, recipe, run_settings(recipes), data)
     row = row_of(recipes, recipe, data)
     mask = torch.zeros_like(data.batches.mask)
     mask[row.at] = True
@@ -217,7 +256,7 @@ def check_case(recipes: ModuleType, case: Case, data: ValuedBatches) -> dict[str
         (losses, row.denominators, of_policy),
         (value_losses, row.value_denominators, of_critic),
     ):
-        sums = torch.zeros_like(formula).index_add(0, row.at[0], terms) / divisors
+        sums = torch.zeros_like(formula).index_add(0, row.at[0], terms) / divisors.clamp(min=1)
         torch.testing.assert_close(sums, formula, **TOLERANCE)
         gradients = [
             torch.autograd.grad(x.sum(), leaf, retain_graph=True)[0] for x in (sums, formula)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 
+from easyrl.schema import RolloutGroup, Score
 from tests.easyrl.recipes.mutations import Mutation, assert_killed, copied_package
-from tests.easyrl.recipes.transcriptions import CASES, Batches, check_recipe, random_batches
+from tests.easyrl.recipes.transcriptions import (
+    CASES,
+    Batches,
+    check_recipe,
+    packed,
+    ppo,
+    random_batches,
+)
+from tests.tiny_models import random_group
 
 # By the case whose formula has to notice; what recipes share is under the one that shows it best.
 MUTATIONS = {
@@ -309,6 +321,46 @@ MUTATIONS = {
 }
 
 
+DAPO_GROUP_MUTATIONS = [
+    Mutation("dapo.py", "] = 0.2  #", "] = 0.25  #"),
+    Mutation("dapo.py", "] = 0.2  #", "] = 0.0  #"),
+    Mutation(
+        "dapo.py", "overlong_penalty: NonNegativeFloat = 1.0", "overlong_penalty: float = 0.5"
+    ),
+    Mutation("dapo.py", "== 0:\n            return group", "!= 0:\n            return group"),
+    Mutation("dapo.py", "dynamic_sampling: bool = True", "dynamic_sampling: bool = False"),
+    Mutation("two_sided.py", "dynamic_sampling: bool = True", "dynamic_sampling: bool = False"),
+    Mutation("dynamic_sampling.py", "bool = False", "bool = True"),
+    Mutation("dynamic_sampling.py", "if self.dynamic_sampling and", "if"),
+    Mutation("dynamic_sampling.py", "(group.rewards) == 0", "(group.rewards) != 0"),
+    Mutation("dynamic_sampling.py", "return self.dynamic_sampling or", "return"),
+]
+OF_BOTH = [
+    Mutation("surrogate.py", "Field(gt=1)] = 2.0", "Field(gt=1)] = 3.0"),
+    Mutation("surrogate.py", "losses = losses * importance_w", "losses = losses / importance_w"),
+    Mutation("surrogate.py", "losses = losses * importance_w", "losses = importance_w"),
+    Mutation("estimators.py", "torch.exp(old - inference", "torch.exp(inference"),
+]
+IMPORTANCE_MUTATIONS = {
+    "truncated": [
+        *OF_BOTH,
+        Mutation("surrogate.py", "ratio, self.importance_correction,", "ratio, 'masked',"),
+        Mutation("estimators.py", "ratio.clamp(max=cap)", "ratio.clamp(min=cap)"),
+        Mutation("estimators.py", "ratio.clamp(max=cap)", "ratio"),
+    ],
+    "masked": [
+        *OF_BOTH,
+        Mutation("surrogate.py", "ratio, self.importance_correction,", "ratio, 'truncated',"),
+        Mutation("estimators.py", "cap), ratio, 0.0)", "cap), 1.0, 0.0)"),
+        Mutation("estimators.py", "cap), ratio, 0.0)", "cap), ratio, 1.0)"),
+        Mutation("estimators.py", "ratio >= 1 / cap", "ratio >= 0"),
+        Mutation("estimators.py", "ratio >= 1 / cap", "ratio <= 1 / cap"),
+        Mutation("estimators.py", "ratio <= cap", "ratio >= 0"),
+        Mutation("estimators.py", "ratio <= cap", "ratio >= cap"),
+    ],
+}
+
+
 @cache
 def batches() -> Batches:
     return random_batches(30, seed=1)
@@ -333,3 +385,65 @@ def test_every_case_has_mutations() -> None:
 )
 def test_a_mutation_is_found(name: str, mutation: Mutation) -> None:
     assert_killed(mutation, partial(check, name=name))
+
+
+# ---- what the transcriptions do not have ---------------------------------------------------------
+
+
+def check_dapo_groups(recipes: ModuleType) -> None:
+    """The punishment by hand, 4 of 20 tokens; groups that are replaced, by their raw rewards."""
+    run = recipes.RunSettings(max_tokens=20, num_generations=4, temperature=1.0, seed=0)
+    uneven, flat = (group_of([15, 16, 18, 20], r) for r in ([1.0, 0.0, 1.0, 0.0], [1.0] * 4))
+    np.testing.assert_allclose(recipes.DAPO().rewards(uneven, run), [1.0, 0.0, 0.5, -1.0])
+    for replaces in (recipes.DAPO(), recipes.TwoSided(), recipes.GRPO(dynamic_sampling=True)):
+        assert replaces.rejects
+        assert replaces.accepts(flat, run) is not None and replaces.accepts(uneven, run) is None
+    assert recipes.GRPO().accepts(flat, run) is None and not recipes.GRPO().rejects
+
+
+def group_of(lengths: list[int], rewards: list[float]) -> RolloutGroup:
+    made = random_group(np.random.default_rng(0), 2, lengths)
+    return replace(made, scores=tuple(Score(reward, {}) for reward in rewards))
+
+
+def check_importance(recipes: ModuleType, correction: str) -> None:
+    """GRPO's surrogate, each token times old policy / inference, in plain NumPy at most 2, or 0
+    outside 1/2 and 2."""
+    recipe = recipes.GRPO(kl_coef=0.0, importance_correction=correction)
+    data = batches()
+    row = packed(recipes, recipe, data)
+    old = row.terms.old_logprobs
+    inference = old + torch.from_numpy(np.random.default_rng(0).normal(0, 1, len(old)))
+    terms = replace(row.terms, inference_logprobs=inference)
+    importance = np.exp(old.numpy() - inference.numpy())
+    if correction == "truncated":
+        weights = np.minimum(importance, 2.0)
+    else:
+        weights = importance * ((0.5 <= importance) & (importance <= 2.0))
+    plain = torch.from_numpy(weights) * ppo(data.ratio[row.places], terms.advantages, 0.2, 0.2)
+    formula = -(terms.loss_weights * plain).sum()
+    loss = recipe.loss(row.logprobs, row.entropy, terms).sum()
+    torch.testing.assert_close(loss, formula, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(x, data.policy)[0] for x in (loss, formula)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_a_copy_has_dapo_s_groups_and_the_importance_weights() -> None:
+    with copied_package() as copy:
+        check_dapo_groups(copy)
+        for correction in IMPORTANCE_MUTATIONS:
+            check_importance(copy, correction)
+
+
+@pytest.mark.parametrize("mutation", DAPO_GROUP_MUTATIONS, ids=str)
+def test_a_mutation_of_dapo_s_groups_is_found(mutation: Mutation) -> None:
+    assert_killed(mutation, check_dapo_groups)
+
+
+@pytest.mark.parametrize(
+    ("correction", "mutation"),
+    [(correction, m) for correction, rows in IMPORTANCE_MUTATIONS.items() for m in rows],
+    ids=str,
+)
+def test_a_mutation_of_the_importance_weights_is_found(correction: str, mutation: Mutation) -> None:
+    assert_killed(mutation, partial(check_importance, correction=correction))

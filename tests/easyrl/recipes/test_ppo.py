@@ -39,6 +39,10 @@ MUTATIONS = {
         Mutation("ppo.py", "PositiveFloat = 0.5", "PositiveFloat = 1.0"),
         Mutation("ppo.py", "torch.maximum(losses", "torch.minimum(losses"),
         Mutation("ppo.py", "terms.old_values + moved", "terms.old_values - moved"),
+        Mutation("ppo.py", ".clamp(-self.value_clip, self", ".clamp(-2 * self.value_clip, self"),
+        Mutation("ppo.py", ".clamp(-self.value_clip, self", ".clamp(self.value_clip, self"),
+        Mutation("ppo.py", "value_clip, self.value_clip)", "value_clip, 2 * self.value_clip)"),
+        Mutation("ppo.py", "value_clip, self.value_clip)", "value_clip, -self.value_clip)"),
         Mutation("ppo.py", "own[-1] += ", "own[-1] -= "),
         Mutation("ppo.py", "own[-1] += ", "own[0] += "),
         Mutation("ppo.py", "[a + v for a, v", "[a for a, v"),
@@ -75,6 +79,27 @@ MUTATIONS = {
     ],
     "pf_ppo": [
         Mutation("ppo.py", "sorted(self.select(group, run))", "range(len(raw))"),
+        Mutation("pf_ppo.py", '] = "best_random"', '] = "best_worst"'),
+        Mutation("pf_ppo.py", '] = "best_random"', '] = "best_of_n"'),
+        Mutation("pf_ppo.py", "rng.permutation(", "np.arange("),
+        Mutation("pf_ppo.py", "argsort(-self", "argsort(self"),
+        Mutation("pf_ppo.py", "(group, run)[order]", "(group, run)"),
+        Mutation("pf_ppo.py", '.filter == "best_random"', '.filter != "best_random"'),
+        Mutation("pf_ppo.py", "rng.integers(1, len", "rng.integers(0, len"),
+        Mutation("pf_ppo.py", "rng.integers(1, len", "rng.integers(2, len"),
+        Mutation("pf_ppo.py", "rng.integers(1, len(best_first))", "1"),
+        Mutation("pf_ppo.py", "integers(1, len(best_first))", "integers(1, len(best_first) - 1)"),
+        Mutation("pf_ppo.py", "[best_first[0], ", "[best_first[-1], "),
+    ],
+    "pf_ppo, best and worst": [
+        Mutation("pf_ppo.py", "other = len(best_first) - 1", "other = len(best_first) - 2"),
+        Mutation("pf_ppo.py", "[best_first[0], ", "[best_first[1], "),
+        Mutation("pf_ppo.py", "rng.permutation(", "np.arange("),
+    ],
+    "pf_ppo, best of n": [
+        Mutation("pf_ppo.py", '.filter == "best_of_n"', '.filter != "best_of_n"'),
+        Mutation("pf_ppo.py", "best_first[:1]", "best_first[-1:]"),
+        Mutation("pf_ppo.py", "best_first[:1]", "best_first[:2]"),
     ],
 }
 

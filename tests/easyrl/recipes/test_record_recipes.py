@@ -1,12 +1,13 @@
 """SFT and DPO: loss, gradient and metrics against their formulas on padded tensors, and TRL's DPO.
 
-In fp64, on 1,000 random ragged groups each, packed so that many share a row.
+In fp64, on 1,000 random ragged batches, each with a denominator of its own, packed so that groups
+share a row.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,7 +29,8 @@ from easyrl.schema import Completion, FrozenLogprobs, MicroBatch, Prompt, Rollou
 from tests.easyrl.recipes.mutations import Mutation, assert_killed, copied_package
 from tests.peers import peer
 
-NUM_GROUPS, LONGEST, ROW = 1000, 9, 16
+NUM_BATCHES, LONGEST, ROW = 1000, 9, 16
+FEW = 60  # batches, for a mutation
 RUN = RunSettings(LONGEST, 2, temperature=1.0, seed=0)
 
 
@@ -40,9 +42,26 @@ class Padded:
     mask: Tensor  # bool, trained tokens
     policy: Tensor  # log-probabilities; carries gradient
     reference: Tensor
+    batch: Tensor  # int64 [P], of which of B batches each prompt is, in order
+
+    @property
+    def batches(self) -> list[list[RolloutGroup]]:
+        groups = iter(self.groups)
+        return [[next(groups) for _ in range(size)] for size in self.batch.bincount().tolist()]
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[B], of ``values`` [P]."""
+        return values.new_zeros(int(self.batch.max()) + 1).index_add(0, self.batch, values)
 
 
-def padded(seed: int, num_groups: int = NUM_GROUPS) -> Padded:
+def ragged(seed: int, num_batches: int) -> Padded:
+    """Batches of one, two or three prompts."""
+    return padded(seed, np.random.default_rng(seed).integers(1, 4, num_batches).tolist())
+
+
+def padded(seed: int, sizes: Sequence[int]) -> Padded:
+    """``sizes``: prompts of each batch."""
+    num_groups = sum(sizes)
     rng = np.random.default_rng(seed)
     mask = np.zeros((num_groups, 2, LONGEST), bool)
     groups = []
@@ -59,55 +78,67 @@ def padded(seed: int, num_groups: int = NUM_GROUPS) -> Padded:
         prompt = Prompt(index, rng.integers(1, 50, 4, dtype=np.int32), "", None)
         groups.append(RolloutGroup(prompt, tuple(completions), (), "", 0.0, 0.0))
     policy = torch.tensor(-3 * rng.random(mask.shape)).requires_grad_()
-    return Padded(groups, torch.tensor(mask), policy, torch.tensor(-3 * rng.random(mask.shape)))
+    reference = torch.tensor(-3 * rng.random(mask.shape))
+    batch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return Padded(groups, torch.tensor(mask), policy, reference, batch)
 
 
 def rows_of(
     recipes: ModuleType, recipe: Any, batch: Padded
-) -> Iterator[tuple[MicroBatch, Tensor, Any]]:
-    """Each packed row with its tokens' log-probabilities and the terms of its loss."""
-    trained = recipes.groups.trained_groups(recipe, RUN, batch.groups)
+) -> Iterator[tuple[int, MicroBatch, Tensor, Any]]:
+    """Each batch's number and packed rows, with their tokens' log-probabilities and terms."""
+    rows: list[tuple[int, MicroBatch]] = []
+    places: list[list[tuple[int, int, int]]] = []
     whole = recipe.span == "group"
-    for row in pack_groups(trained, max_tokens_per_micro_batch=ROW, whole_groups=whole):
-        keys = [row.sequences[i] for i in row.sequence_index.tolist()]
-        seen: dict[Any, int] = defaultdict(int)
-        places = []
-        for key in keys:
-            own = batch.groups[key.prompt].completions[key.sample].loss_mask
-            places.append((key.prompt, key.sample, int(np.flatnonzero(own)[seen[key]])))
-            seen[key] += 1
-        index = tuple(torch.tensor(places).T)
-        frozen = FrozenLogprobs(batch.reference[index] if recipe.needs.reference else None, None)
-        logprobs = batch.policy[index]
-        yield row, logprobs, recipes.losses.terms_of(row, frozen, logprobs)
+    for number, groups in enumerate(batch.batches):
+        trained = recipes.groups.trained_groups(recipe, RUN, groups)
+        for row in pack_groups(trained, max_tokens_per_micro_batch=ROW, whole_groups=whole):
+            seen: dict[Any, int] = defaultdict(int)
+            rows.append((number, row))
+            places.append([])
+            for key in (row.sequences[i] for i in row.sequence_index.tolist()):
+                own = batch.groups[key.prompt].completions[key.sample].loss_mask
+                places[-1].append((key.prompt, key.sample, int(np.flatnonzero(own)[seen[key]])))
+                seen[key] += 1
+    # at once: the gradient of each row by itself would be as large as all batches
+    index = tuple(torch.tensor([place for own in places for place in own]).T)
+    lengths = [len(own) for own in places]
+    logprobs, reference = (x[index].split(lengths) for x in (batch.policy, batch.reference))
+    for (number, row), own, said in zip(rows, logprobs, reference, strict=True):
+        frozen = FrozenLogprobs(said if recipe.needs.reference else None, None)
+        yield number, row, own, recipes.losses.terms_of(row, frozen, own)
 
 
 def packed_loss(recipes: ModuleType, recipe: Any, batch: Padded, weight: float = 1.0) -> Tensor:
-    """The loss of one optimizer step, summed over rows; each token's weight times ``weight``."""
-    loss = torch.zeros((), dtype=torch.float64)
-    for _, logprobs, terms in rows_of(recipes, recipe, batch):
+    """[B], each batch's loss, summed over its rows; each token's weight times ``weight``."""
+    losses = [torch.zeros((), dtype=torch.float64) for _ in batch.batches]
+    for number, _, logprobs, terms in rows_of(recipes, recipe, batch):
         terms = replace(terms, loss_weights=weight * terms.loss_weights)
-        loss = loss + recipe.loss(logprobs, torch.zeros_like(logprobs), terms).sum()
-    return loss / recipe.denominator(batch.groups, RUN)
+        loss = recipe.loss(logprobs, torch.zeros_like(logprobs), terms).sum()
+        losses[number] = losses[number] + loss
+    denominators = [recipe.denominator(groups, RUN) for groups in batch.batches]
+    return torch.stack(losses) / torch.tensor(denominators, dtype=torch.float64)
 
 
 def assert_same(batch: Padded, got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-12)  # weights are float32
     gradients = [
-        torch.autograd.grad(loss, batch.policy, retain_graph=True)[0] for loss in (got, expected)
+        torch.autograd.grad(loss.sum(), batch.policy, retain_graph=True)[0]
+        for loss in (got, expected)
     ]
     torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-12)
 
 
 def dpo_formula(batch: Padded, beta: float, smoothing: float) -> Tensor:
-    """Eq. 7, and cDPO's mixture of both directions."""
+    """[B], eq. 7, and cDPO's mixture of both directions."""
     ratios = (batch.mask * (batch.policy - batch.reference)).sum(-1)
     margins = beta * (ratios[:, 0] - ratios[:, 1])
-    return -((1 - smoothing) * logsigmoid(margins) + smoothing * logsigmoid(-margins)).mean()
+    losses = (1 - smoothing) * logsigmoid(margins) + smoothing * logsigmoid(-margins)
+    return -batch.sums(losses) / batch.batch.bincount()
 
 
-def check_dpo(recipes: ModuleType) -> None:
-    batch = padded(seed=1)
+def check_dpo(recipes: ModuleType, num_batches: int = FEW) -> None:
+    batch = ragged(1, num_batches)
     for settings, beta, smoothing in (
         ({}, 0.1, 0.0),
         ({"beta": 0.7}, 0.7, 0.0),
@@ -120,9 +151,9 @@ def check_dpo(recipes: ModuleType) -> None:
 
 
 def check_dpo_metrics(recipes: ModuleType) -> None:
-    batch, recipe = padded(seed=2, num_groups=100), recipes.DPO(beta=0.3)
+    batch, recipe = padded(2, [100]), recipes.DPO(beta=0.3)
     counted: dict[str, float] = defaultdict(float)
-    for _, logprobs, terms in rows_of(recipes, recipe, batch):
+    for _, _, logprobs, terms in rows_of(recipes, recipe, batch):
         said = recipe.metrics(logprobs.detach(), torch.zeros_like(logprobs), terms)
         for name, value in said.items():
             counted[name] += float(value)
@@ -140,14 +171,16 @@ def check_dpo_metrics(recipes: ModuleType) -> None:
         assert counted[f"{name}_sum"] / 100 == pytest.approx(float(value), rel=1e-6)
 
 
-def check_sft(recipes: ModuleType) -> None:
-    batch = padded(seed=3)
+def check_sft(recipes: ModuleType, num_batches: int = FEW) -> None:
+    batch = ragged(3, num_batches)
     nll = -(batch.mask * batch.policy).sum(-1)
     lengths = batch.mask.sum(-1)
+    of_tokens = batch.sums(nll.sum(-1)) / batch.sums(lengths.sum(-1))
+    of_completions = batch.sums((nll / lengths).mean(-1)) / batch.batch.bincount()
     for settings, expected in (
-        ({}, nll.sum() / lengths.sum()),
-        ({"aggregation": "token"}, nll.sum() / lengths.sum()),
-        ({"aggregation": "sequence"}, (nll / lengths).mean()),
+        ({}, of_tokens),
+        ({"aggregation": "token"}, of_tokens),
+        ({"aggregation": "sequence"}, of_completions),
     ):
         recipe = recipes.SFT(**settings)
         assert_same(batch, packed_loss(recipes, recipe, batch), expected)
@@ -156,12 +189,12 @@ def check_sft(recipes: ModuleType) -> None:
 
 def test_sft_is_the_mean_negative_log_likelihood() -> None:
     with copied_package() as copy:
-        check_sft(copy)
+        check_sft(copy, NUM_BATCHES)
 
 
 def test_dpo_is_equation_7() -> None:
     with copied_package() as copy:
-        check_dpo(copy)
+        check_dpo(copy, NUM_BATCHES)
 
 
 def test_what_dpo_reports_is_of_pairs() -> None:
@@ -236,8 +269,8 @@ def test_a_rank_without_work_adds_nothing(recipe: Recipe) -> None:
 
 def test_nothing_is_compared_with_a_server() -> None:
     """Given completions have no log-probabilities of a server's."""
-    batch, recipe = padded(seed=5, num_groups=3), SFT()
-    for row, logprobs, _ in rows_of(easyrl.recipes, recipe, batch):
+    batch, recipe = padded(5, [3]), SFT()
+    for _, row, logprobs, _ in rows_of(easyrl.recipes, recipe, batch):
         tri = SimpleNamespace(
             logprobs=logprobs,
             entropy=torch.zeros_like(logprobs),
@@ -302,12 +335,12 @@ def trl_loss(batch: Padded, beta: float) -> tuple[Tensor, dict[str, list[float]]
 
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 def test_loss_gradient_and_metrics_are_trl_s(beta: float) -> None:
-    batch = padded(seed=7, num_groups=200)
+    batch = padded(7, [200])
     expected, logged = trl_loss(batch, beta)
     recipe = DPO(beta=beta)
-    assert_same(batch, packed_loss(easyrl.recipes, recipe, batch), expected)
+    assert_same(batch, packed_loss(easyrl.recipes, recipe, batch), expected[None])
     counted: dict[str, float] = defaultdict(float)
-    for _, logprobs, terms in rows_of(easyrl.recipes, recipe, batch):
+    for _, _, logprobs, terms in rows_of(easyrl.recipes, recipe, batch):
         said = recipe.metrics(logprobs.detach(), torch.zeros_like(logprobs), terms)
         for name, value in said.items():
             counted[name] += float(value)
@@ -321,7 +354,7 @@ def test_loss_gradient_and_metrics_are_trl_s(beta: float) -> None:
 
 
 def test_another_beta_is_not_trl_s() -> None:
-    batch = padded(seed=7, num_groups=50)
+    batch = padded(7, [50])
     expected, _ = trl_loss(batch, 0.1)
     with pytest.raises(AssertionError):
-        assert_same(batch, packed_loss(easyrl.recipes, DPO(beta=0.11), batch), expected)
+        assert_same(batch, packed_loss(easyrl.recipes, DPO(beta=0.11), batch), expected[None])
