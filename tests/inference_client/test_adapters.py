@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import aiohttp
 import numpy as np
@@ -159,7 +160,7 @@ async def test_a_prompt_is_not_to_blame_where_the_adapter_is_gone() -> None:
         raise NoSuchModel(url, "The model `a` does not exist")
 
     canary = CanaryPrompt(fetch, 5.0)
-    one = SimpleNamespace(url=url, context=None, owes_canary=None)
+    one = Mock(spec=Endpoint, url=url, context=None, owes_canary=None)
     endpoint = cast(Endpoint, one)
     pool = cast(EndpointPool, SimpleNamespace(canary=canary))
     refusal = PromptRejected(url, "too odd")
