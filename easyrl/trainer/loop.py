@@ -338,7 +338,7 @@ class Trainer:
     def _controls(self) -> Mapping[str, float]:
         """Those of the batch before, unless they are another recipe's."""
         initial, saved = self.accumulator.functions.initial_controls, self.progress.controls
-        return saved if saved.keys() == initial.keys() else initial
+        return saved if initial and initial.keys() <= saved.keys() else initial
 
     def _next_controls(self, controls: Mapping[str, float], update: Update) -> Mapping[str, float]:
         if update.skipped:

@@ -215,6 +215,11 @@ def test_a_resumed_run_goes_on_to_the_bit() -> None:
     assert [*first, *rest, progress.controls] == EXPECTED
 
 
+def test_another_recipe_s_controls_are_not_gone_on_with() -> None:
+    given, _ = run(ENTROPIES, Progress(controls={"temperature": 2.0}), num_batches=4)
+    assert given == EXPECTED[:4]
+
+
 def test_updates_of_a_batch_follow_one_another() -> None:
     given, progress = run(ENTROPIES, num_batches=2, updates_per_batch=2)
     assert [*given, progress.controls] == EXPECTED

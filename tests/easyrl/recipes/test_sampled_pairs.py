@@ -107,7 +107,7 @@ def test_another_choice_of_the_pair_is_a_method() -> None:
 
 
 def test_online_dpo_is_dpo_on_its_pairs() -> None:
-    batch = padded(seed=11, num_groups=100)
+    batch = padded(11, [100])
     chosen_first = [replace(g, scores=(Score(1.0, {}), Score(0.0, {}))) for g in batch.groups]
     expected = packed_loss(easyrl.recipes, DPO(beta=0.3), batch)
     online = replace(batch, groups=chosen_first)
@@ -246,7 +246,7 @@ def with_rewards(batch: Padded) -> Padded:
 
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 def test_pairs_loss_and_gradient_are_trl_s(beta: float) -> None:
-    batch = with_rewards(padded(seed=9, num_groups=200))
+    batch = with_rewards(padded(9, [200]))
     expected = trl_loss(batch, beta)
     assert_same(batch, packed_loss(easyrl.recipes, OnlineDPO(beta=beta), batch), expected)
     with pytest.raises(AssertionError):
