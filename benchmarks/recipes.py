@@ -11,7 +11,8 @@ to a minute on two quiet cores. Accuracy is of 1,000 held-out problems, measured
 
 What is measured goes to ``OUT/rows.jsonl`` at once; with ``--resume`` what is there of this commit
 is not measured again, with ``--any-revision`` what is of other commits neither (the page says of
-which). Table and figure are ``docs/recipes-results.md`` and ``.png``; where recipes or batches are
+which). Where OUT has none, the rows that were kept in ``docs/recipes-results.jsonl`` are gone on
+with. Table and figure are ``docs/recipes-results.md`` and ``.png``; where recipes or batches are
 left out, both are in OUT. The last line printed is one JSON object. Exit status 3: something is not
 as expected, and said; 1: a run failed, the others were measured all the same; 2: nothing could
 start.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shutil
 import signal
 import sys
 import time
@@ -43,6 +45,7 @@ from benchmarks.parts.recipes.run import Task
 from benchmarks.parts.worktree import ROOT
 
 NAME = "recipes-results"
+KEPT = ROOT / "docs" / f"{NAME}.jsonl"
 RUN_S = 50.0  # of a run and its measurement, about
 
 
@@ -105,9 +108,7 @@ def main() -> int:
     disable_progress_bar()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    rows_file = out / "rows.jsonl"
-    if rows_file.exists() and not arguments.resume:
-        rows_file.rename(out / f"rows-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+    rows_file = _rows_file(out, resume=arguments.resume)
     rows = Rows(rows_file, of_any_revision=arguments.any_revision)
     chosen = [files[name] for name in arguments.recipes]
     measurement = Measurement(Task(out), rows, measured, arguments.max_batches, arguments.seeds)
@@ -123,11 +124,23 @@ def main() -> int:
     if not learnt:
         return 1
     is_whole = not failed and arguments.max_batches is None and set(arguments.recipes) == set(files)
+    if is_whole:
+        shutil.copyfile(rows_file, KEPT)
     _write(learnt, ROOT / "docs" if is_whole else out, arguments.max_batches)
     for said in [problem for each in learnt for problem in each.problems()]:
         print(f"recipes: {said}", file=sys.stderr)
     print(json.dumps({"rows": [each.row() for each in learnt]}))
     return 1 if failed else 3 if any(each.problems() for each in learnt) else 0
+
+
+def _rows_file(out: Path, *, resume: bool) -> Path:
+    """Where rows go: with those that are gone on with, and no others."""
+    rows_file = out / "rows.jsonl"
+    if not resume and rows_file.exists():
+        rows_file.rename(out / f"rows-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+    if resume and not rows_file.exists() and KEPT.exists():
+        shutil.copyfile(KEPT, rows_file)
+    return rows_file
 
 
 def _write(learnt: Sequence[Learnt], folder: Path, num_batches: int | None) -> None:
