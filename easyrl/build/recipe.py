@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from easyrl.build.control import scored_function
 from easyrl.config import Config
 from easyrl.dataloaders.packing.cost import cost_of_model_at
 from easyrl.dataloaders.packing.groups import pack_groups
@@ -16,7 +16,6 @@ from easyrl.recipes.groups import group_statistics, trained_groups, without_adva
 from easyrl.recipes.loading import load_recipe, run_settings
 from easyrl.recipes.recipe import Models, Recipe, RunSettings
 from easyrl.runtime.determinism import is_strict
-from easyrl.runtime.seeding import sample_seed
 from easyrl.schema import (
     Completion,
     MicroBatch,
@@ -37,9 +36,8 @@ def group_functions(config: Config) -> GroupFunctions:
     keep_order = is_strict(config)  # there, rows are a matter of the prompts' order
     needs = recipe.needs
     pack = _pack_function(config, keep_order=keep_order, whole_groups=recipe.span == "group")
-    shuffled = partial(_with_shuffled_scores, seed=config.run.seed)
     return GroupFunctions(
-        scored=shuffled if config.scoring.shuffle_rewards else lambda group: group,
+        scored=scored_function(config.scoring.shuffle_rewards, config.run.seed),
         trained=partial(trained_groups, recipe, run),
         denominator=partial(recipe.denominator, run=run),
         pack=pack,
@@ -115,10 +113,3 @@ def _pack_function(config: Config, *, keep_order: bool, whole_groups: bool = Fal
 
 def _pack_finished(pack: Pack, trained_tokens: Callable[[Completion], np.ndarray]) -> PackFinished:
     return lambda groups: pack([without_advantages(group, trained_tokens) for group in groups])
-
-
-def _with_shuffled_scores(group: RolloutGroup, seed: int) -> RolloutGroup:
-    """``group`` with its scores permuted: the control experiment ``scoring.shuffle_rewards``."""
-    key = sample_seed(seed, group.prompt.epoch, group.prompt.index, -1)
-    order = np.random.default_rng(key).permutation(len(group.scores))
-    return replace(group, scores=tuple(group.scores[place] for place in order))

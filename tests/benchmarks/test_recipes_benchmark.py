@@ -14,7 +14,13 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.parts.recipes import run
-from benchmarks.parts.recipes.ready_files import FOLDER, ReadyFile, ready_files
+from benchmarks.parts.recipes.ready_files import (
+    DISTANT_BOUNDS,
+    FOLDER,
+    NO_GROUP_BASELINE,
+    ReadyFile,
+    ready_files,
+)
 from benchmarks.parts.recipes.report import Learnt, markdown, page, plot
 from benchmarks.parts.recipes.rows import Key, Kind, Measured, Row, Rows
 from benchmarks.recipes import Measurement, _rows_file
@@ -41,7 +47,8 @@ def test_every_recipe_on_rollouts_is_trained() -> None:
     assert {name for name, file in files.items() if file.has_teacher} == {"distillation"}
     assert {name for name, file in files.items() if file.has_critic} == {"ppo", "pf_ppo"}
     clipping = {name for name, file in files.items() if file.clips}
-    assert {"dapo", "gspo", "cispo", "two_sided", "dual_clip", "ppo"} <= clipping
+    assert {"dapo", "gspo", "two_sided", "dual_clip", "ppo"} <= clipping
+    assert {"cispo"} == DISTANT_BOUNDS
     assert not {"grpo", "rloo", "rpo", "distillation"} & clipping  # one update, or no bound
 
 
@@ -74,7 +81,8 @@ def test_a_run_is_the_ready_file_s_but_for_what_tells_runs_apart(
     assert changed <= {"max_steps"}
     assert config.trainer.max_steps == 3 * config.trainer.updates_per_batch
     assert config.run.mode == ("sync" if kind == "sync" else "async") and config.run.seed == 2
-    assert config.scoring.shuffle_rewards is (kind == "shuffled")
+    across = "across_prompts" if name in NO_GROUP_BASELINE else True
+    assert config.scoring.shuffle_rewards == (across if kind == "shuffled" else False)
     assert config.evaluation is None and config.checkpoint.export_at_end
     assert config.inference.launch is not None and not config.inference.endpoints
     if not file.has_teacher:

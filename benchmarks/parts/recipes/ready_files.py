@@ -13,6 +13,10 @@ from easyrl.recipes.loading import load_recipe
 
 FOLDER = ROOT / "configs" / "recipes"
 CLIPPING_UPDATES = 4  # per batch, from which on a clip has to act
+DISTANT_BOUNDS = {"cispo"}  # 5 as published: no ratio of the demo's gets there
+# A response is not compared with its group's mean: rewards that are permuted inside a group tell
+# of its prompt, and of how many right responses there were (easyrl/build/control.py).
+NO_GROUP_BASELINE = {"ppo", "pf_ppo", "reinforce_pp"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,13 @@ class ReadyFile:
     @property
     def clips(self) -> bool:
         """Whether a bound of the ratio has updates enough to act in."""
-        is_bounded = bool(load_recipe(self.config).ratio_keys)
+        is_bounded = bool(load_recipe(self.config).ratio_keys) and self.recipe not in DISTANT_BOUNDS
         return is_bounded and self.config.trainer.updates_per_batch >= CLIPPING_UPDATES
+
+    @property
+    def shuffle(self) -> str:
+        """``scoring.shuffle_rewards`` of the control that must not learn."""
+        return "across_prompts" if self.recipe in NO_GROUP_BASELINE else "true"
 
     @property
     def num_batches(self) -> int:

@@ -156,8 +156,9 @@ def page(learnt: Sequence[Learnt], figure: str, num_batches: int | None) -> str:
             f"three-digit addition, {length}, two CPU",
             "cores. Accuracy is of 1,000 held-out problems, one answer each sampled at temperature "
             "1 with plain `transformers`. *async* is the mean",
-            "of its seeds; in *shuffled* the rewards of each group are permuted, which must teach "
-            "nothing. *clipped* is the largest share",
+            "of its seeds; in *shuffled* the rewards of each group are permuted (where no group's "
+            "mean is a baseline: those of another",
+            "prompt), which must teach nothing. *clipped* is the largest share",
             "of a batch's tokens at which a bound of the ratio acts, *explained variance* the "
             "critic's, the best mean over five batches;",
             "both are of the asynchronous runs.",

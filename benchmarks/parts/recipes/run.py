@@ -87,7 +87,7 @@ class Task:
             "inference.endpoints": "[]",
             "inference.launch": SERVER,
             "trainer.max_steps": file.num_steps(num_batches),
-            "scoring.shuffle_rewards": str(kind == "shuffled").lower(),
+            "scoring.shuffle_rewards": file.shuffle if kind == "shuffled" else "false",
             "evaluation": "null",  # the held-out problems are measured behind the run
         }
         if file.has_teacher:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from easyrl.recipes import DAPO, GRPO, DrGRPO, Recipe, RunSettings, Terms, group
 from easyrl.recipes.groups import trained_groups
 from easyrl.recipes.losses import terms_of
 from easyrl.runtime.seeding import sample_seed
-from easyrl.schema import FrozenLogprobs, RolloutGroup, Score, TrainedGroup
+from easyrl.schema import NOTHING_SAID, FrozenLogprobs, RolloutGroup, Score, TrainedGroup
 from tests.recipes import run_settings, token_grpo
 from tests.tiny_models import random_group
 
@@ -202,6 +203,42 @@ def test_shuffled_rewards_are_permuted_inside_their_group_before_the_recipe_sees
     got = [response.advantages[0] for response in trained.responses]
     assert got == group_advantages(expected, "group_std").tolist()
     assert group_functions(config()).scored(made) is made
+
+
+def test_a_group_can_have_the_rewards_of_the_prompt_before_it() -> None:
+    scoring = {"shuffle_rewards": "across_prompts"}
+    scored = group_functions(config(scoring=scoring, run={"seed": 3})).scored
+    rewards = [[float(10 * index + i) for i in range(8)] for index in range(3)]
+    made = [group([2] * 8, own, index=index) for index, own in enumerate(rewards)]
+    first, *others = [scored(one) for one in made]
+    within = group_functions(config(scoring={"shuffle_rewards": True}, run={"seed": 3})).scored
+    assert first == within(made[0]) != made[0]
+    assert [one.rewards.tolist() for one in others] == rewards[:2]
+    assert [one.completions for one in others] == [one.completions for one in made[1:]]
+    with pytest.raises(ValueError, match=r"prompt 7 of epoch 0 has 2 responses, the one before 8"):
+        scored(group([2, 2], [0, 1], index=7))
+
+
+def test_only_a_group_s_mean_hides_that_a_prompt_s_own_rewards_were_permuted() -> None:
+    """Over all permutations inside groups, the mean advantage of each response.
+
+    With the group's mean as baseline it is 0; with the batch's, it is above 0 for the group that
+    has more right responses: what ``across_prompts`` is for.
+    """
+    rewards = [np.array([1.0, 1.0, 0.0]), np.array([1.0, 0.0, 0.0])]
+    means = {}
+    for name in ("reinforce_pp_baseline", "reinforce_pp"):
+        functions = group_functions(config(recipe={"name": name}))
+        advantages = []
+        for orders in itertools.product(itertools.permutations(range(3)), repeat=2):
+            own = [r[list(order)] for r, order in zip(rewards, orders, strict=True)]
+            groups = [group([1] * 3, list(r), index=i) for i, r in enumerate(own)]
+            batch = [functions.batch_rewards(one, NOTHING_SAID) for one in groups]
+            trained = functions.trained(groups, batch, [NOTHING_SAID] * 2)
+            advantages.append([[float(r.advantages[0]) for r in one.responses] for one in trained])
+        means[name] = np.mean(advantages, axis=0)
+    assert np.abs(means["reinforce_pp_baseline"]).max() < 1e-6
+    assert means["reinforce_pp"][0].min() > 0.3 and means["reinforce_pp"][1].max() < -0.3
 
 
 def test_has_signal() -> None:
