@@ -19,7 +19,10 @@ With ``--base REV`` ours of an earlier revision takes its turn in each pair, wit
 
 What is measured goes to ``OUT/rows.jsonl`` at once; with ``--resume`` what is there of this commit
 is not measured again, with ``--keep-trl`` TRL's rows of other commits neither (then the sides did
-not take turns, which the table says). The last line printed is one JSON object.
+not take turns, which the table says), with ``--any-revision`` those of no side. Where OUT has none,
+the rows that were kept in ``docs/end-to-end-rows.jsonl`` are gone on with, so that an hour here and
+there adds up: the sides of a pair take turns on one machine. The last line printed is one JSON
+object.
 
 In ``benchmarks/parts/end_to_end``: ``workloads.py`` says what is trained, ``ours.py`` and
 ``trl_side.py`` train it, ``bound.py`` says what no schedule could beat, ``rows.py`` keeps what was
@@ -34,7 +37,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -47,9 +49,11 @@ from benchmarks.parts.end_to_end.report import Comparison, spans
 from benchmarks.parts.end_to_end.revision import revision
 from benchmarks.parts.end_to_end.rows import Key, Measured, Row, Rows, Step
 from benchmarks.parts.end_to_end.workloads import WORKLOADS, Workload, write_model
+from benchmarks.parts.row_file import rows_file
 from benchmarks.parts.worktree import ROOT, NoCheckout, worktree
 from easyrl.runtime.machine import usable_cpus
 
+KEPT = ROOT / "docs" / "end-to-end-rows.jsonl"
 START_S = 85.0  # of a pair's processes, added up
 
 
@@ -250,10 +254,8 @@ def _measure(arguments: argparse.Namespace, measured: str, base: Base | None) ->
     _estimate(chosen, arguments.pairs)
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    rows_file = out / "rows.jsonl"
-    if rows_file.exists() and not arguments.resume:
-        rows_file.rename(out / f"rows-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-    rows = Rows(rows_file)
+    path = rows_file(out, KEPT, resume=arguments.resume)
+    rows = Rows(path, of_any_revision=arguments.any_revision)
     compared: list[Comparison] = []
     for work in chosen:
         print(f"{work.name}: {work.batch_size} x {work.num_generations}", flush=True)
@@ -330,6 +332,9 @@ def _parse() -> argparse.Namespace:
         "--keep-trl", action="store_true", help="with --resume: TRL's rows of other commits too"
     )
     parser.add_argument(
+        "--any-revision", action="store_true", help="with --resume: all rows of other commits too"
+    )
+    parser.add_argument(
         "--cores",
         choices=get_args(ours.Cores),
         default="default",
@@ -344,8 +349,10 @@ def _parse() -> argparse.Namespace:
         help="further settings of our run",
     )
     arguments = parser.parse_args()
-    if arguments.keep_trl and not arguments.resume:
-        parser.error("--keep-trl: only with --resume; without, all is measured again")
+    for option in ("keep_trl", "any_revision"):
+        if getattr(arguments, option) and not arguments.resume:
+            name = option.replace("_", "-")
+            parser.error(f"--{name}: only with --resume; without, all is measured again")
     return arguments
 
 

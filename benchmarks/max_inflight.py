@@ -11,9 +11,10 @@ over the runs. A number above a batch's responses is the same as any other such:
 them.
 
 Rows go to ``OUT/ENGINE/rows.jsonl``; with ``--resume`` what is there of this commit is not measured
-again. The last line printed is one JSON object: for each workload what the chosen number took
-(``auto_s``), the best fixed number and what that took, their ratio, and what was chosen in each
-run.
+again, with ``--any-revision`` of other commits neither; where OUT has none, the rows that were kept
+in ``docs/max-inflight-ENGINE.jsonl`` are gone on with. The last line printed is one JSON object:
+for each workload what the chosen number took (``auto_s``), the best fixed number and what that
+took, their ratio, and what was chosen in each run.
 
 In ``benchmarks/parts/max_inflight``: ``rotating_trainer.py`` is the trainer whose limits are given.
 """
@@ -26,7 +27,6 @@ import shutil
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from benchmarks.parts.end_to_end.revision import revision
 from benchmarks.parts.end_to_end.rows import Key, Measured, Row, Rows
 from benchmarks.parts.end_to_end.workloads import WORKLOADS, Workload, write_model
 from benchmarks.parts.max_inflight.rotating_trainer import NUM_UNCOUNTED
+from benchmarks.parts.row_file import rows_file
 from benchmarks.parts.worktree import ROOT
 from easyrl.demo.servers import Engine, vllm_python
 
@@ -190,10 +191,10 @@ def main() -> int:
     _estimate(arguments, works)
     out: Path = arguments.out / arguments.engine
     out.mkdir(parents=True, exist_ok=True)
-    rows_file = out / "rows.jsonl"
-    if rows_file.exists() and not arguments.resume:
-        rows_file.rename(out / f"rows-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-    rows = Rows(rows_file)
+    kept = ROOT / "docs" / f"max-inflight-{arguments.engine}.jsonl"
+    rows = Rows(
+        rows_file(out, kept, resume=arguments.resume), of_any_revision=arguments.any_revision
+    )
     lines = []
     for work in works:
         print(f"{work.name}: {work.batch_size} x {work.num_generations}", flush=True)
@@ -249,6 +250,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--limits", type=int, nargs="+", default=FIXED, help="fixed ones")
     parser.add_argument("--out", type=Path, default=Path("runs/max_inflight"), help="folder")
     parser.add_argument("--resume", action="store_true", help="keep what was measured in OUT")
+    parser.add_argument(
+        "--any-revision", action="store_true", help="with --resume: what other commits measured too"
+    )
     parser.add_argument("--quick", action="store_true", help="one short run of two: it works")
     parser.add_argument("--cores", choices=get_args(ours.Cores), default="default")
     parser.add_argument(

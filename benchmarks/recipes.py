@@ -29,7 +29,6 @@ import logging
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
@@ -42,6 +41,7 @@ from benchmarks.parts.recipes.ready_files import ReadyFile, ready_files
 from benchmarks.parts.recipes.report import Learnt, markdown, page, plot
 from benchmarks.parts.recipes.rows import Key, Kind, Measured, Row, Rows
 from benchmarks.parts.recipes.run import Task
+from benchmarks.parts.row_file import rows_file
 from benchmarks.parts.worktree import ROOT
 
 NAME = "recipes-results"
@@ -108,8 +108,8 @@ def main() -> int:
     disable_progress_bar()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    rows_file = _rows_file(out, resume=arguments.resume)
-    rows = Rows(rows_file, of_any_revision=arguments.any_revision)
+    path = rows_file(out, KEPT, resume=arguments.resume)
+    rows = Rows(path, of_any_revision=arguments.any_revision)
     chosen = [files[name] for name in arguments.recipes]
     measurement = Measurement(Task(out), rows, measured, arguments.max_batches, arguments.seeds)
     num_runs = sum(map(measurement.num_runs, chosen))
@@ -125,22 +125,12 @@ def main() -> int:
         return 1
     is_whole = not failed and arguments.max_batches is None and set(arguments.recipes) == set(files)
     if is_whole:
-        shutil.copyfile(rows_file, KEPT)
+        shutil.copyfile(path, KEPT)
     _write(learnt, ROOT / "docs" if is_whole else out, arguments.max_batches)
     for said in [problem for each in learnt for problem in each.problems()]:
         print(f"recipes: {said}", file=sys.stderr)
     print(json.dumps({"rows": [each.row() for each in learnt]}))
     return 1 if failed else 3 if any(each.problems() for each in learnt) else 0
-
-
-def _rows_file(out: Path, *, resume: bool) -> Path:
-    """Where rows go: with those that are gone on with, and no others."""
-    rows_file = out / "rows.jsonl"
-    if not resume and rows_file.exists():
-        rows_file.rename(out / f"rows-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
-    if resume and not rows_file.exists() and KEPT.exists():
-        shutil.copyfile(KEPT, rows_file)
-    return rows_file
 
 
 def _write(learnt: Sequence[Learnt], folder: Path, num_batches: int | None) -> None:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
+
+
+def rows_file(out: Path, kept: Path, *, resume: bool) -> Path:
+    """Where rows go, in ``out``: with those that are gone on with, and no others.
+
+    ``kept``: rows of the repository, which another machine begins with.
+    """
+    rows = out / "rows.jsonl"
+    if not resume and rows.exists():
+        rows.rename(out / f"rows-{time.strftime('%Y%m%d-%H%M%S')}.jsonl")
+    if resume and not rows.exists() and kept.exists():
+        shutil.copyfile(kept, rows)
+    return rows
 
 
 class RowKey(Protocol):

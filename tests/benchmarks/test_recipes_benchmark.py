@@ -23,7 +23,8 @@ from benchmarks.parts.recipes.ready_files import (
 )
 from benchmarks.parts.recipes.report import Learnt, markdown, page, plot
 from benchmarks.parts.recipes.rows import Key, Kind, Measured, Row, Rows
-from benchmarks.recipes import Measurement, _rows_file
+from benchmarks.parts.row_file import rows_file
+from benchmarks.recipes import Measurement
 from easyrl.config.file import load_config
 from easyrl.demo.build_model import build_model
 from easyrl.recipes.loading import BUILT_IN, load_recipe
@@ -202,19 +203,16 @@ def test_another_revision_s_row_counts_where_that_is_asked_for(tmp_path: Path) -
     assert Rows(path, of_any_revision=True).get(later, never).key.revision == "abcd"
 
 
-def test_rows_that_were_kept_are_gone_on_with_where_there_are_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_were_kept_are_gone_on_with_where_there_are_none(tmp_path: Path) -> None:
     kept, out = tmp_path / "kept.jsonl", tmp_path / "out"
     out.mkdir()
-    monkeypatch.setattr("benchmarks.recipes.KEPT", kept)
-    assert not _rows_file(out, resume=True).exists()
+    assert not rows_file(out, kept, resume=True).exists()
     Rows(kept).get(KEY, lambda: MEASURED)
-    assert not _rows_file(out, resume=False).exists()
+    assert not rows_file(out, kept, resume=False).exists()
     for _ in range(2):
-        assert Rows(_rows_file(out, resume=True)).get(KEY, never).measured == MEASURED
+        assert Rows(rows_file(out, kept, resume=True)).get(KEY, never).measured == MEASURED
         kept.write_text("")  # those of OUT come first
-    assert not _rows_file(out, resume=False).exists() and len(list(out.iterdir())) == 1
+    assert not rows_file(out, kept, resume=False).exists() and len(list(out.iterdir())) == 1
 
 
 def test_the_runs_of_a_recipe(tmp_path: Path) -> None:

@@ -151,14 +151,22 @@ class Comparison:
         return statistics.median(_heldout(row) for row in rows) - self.untrained
 
     def _other_revisions(self) -> list[str]:
-        ours = {row.key.revision for row in self.ours}
-        theirs = {row.key.revision for rows in self.trl.values() for row in rows} - ours
-        if not theirs:
-            return []
-        return [
-            f"  TRL's rows are of {', '.join(sorted(theirs))}, ours of {', '.join(sorted(ours))}: "
-            "they did not take turns, and the machine may have been another's"
+        said = []
+        all_ours = sorted({row.key.revision for row in self.ours})
+        if len(all_ours) > 1:
+            said.append(f"  the pairs are of several revisions: {', '.join(all_ours)}")
+        pairs = [
+            (own.key.revision, row.key.revision)
+            for rows in self.trl.values()
+            for own, row in zip(self.ours, rows, strict=True)
         ]
+        if apart := sorted({pair for pair in pairs if pair[0] != pair[1]}):
+            listed = ", ".join(f"{theirs} with ours of {ours}" for ours, theirs in apart)
+            said.append(
+                f"  TRL's rows are of {listed}: they did not take turns, and the machine may have "
+                "been another's"
+            )
+        return said
 
     def _ratios(self) -> list[str]:
         row = self.row()
