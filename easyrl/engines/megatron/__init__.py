@@ -1,0 +1,1 @@
+"""Models split over devices by megatron-core: tensor, sequence and pipeline parallelism."""

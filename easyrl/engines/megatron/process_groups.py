@@ -1,0 +1,35 @@
+"""megatron-core's process groups for a layout."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+from easyrl.config import ConfigError
+from easyrl.engines.megatron.cpu import redirect_cuda
+from easyrl.engines.megatron.layout import Layout, Place
+
+
+def start_model_parallel(layout: Layout) -> Place:
+    """This process's place, once ``torch.distributed`` runs. Collective.
+
+    Raises ``ConfigError`` if the layout is for another number of processes.
+    """
+    world_size = dist.get_world_size()
+    if layout.world_size != world_size:
+        raise ConfigError(
+            f"parallel: {layout.tensor} x {layout.pipeline} processes for each of {layout.data} "
+            f"copies of the model, but the launcher has started {world_size}; start a multiple of "
+            f"{layout.tensor * layout.pipeline}"
+        )
+    redirect_cuda()
+    if not parallel_state.model_parallel_is_initialized():  # once in a process
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        )
+    # There is no dropout; the tracker that changes nothing needs no seed and no CUDA.
+    initialize_rng_tracker(inference_rng_tracker=True)
+    return layout.place(dist.get_rank())
