@@ -73,6 +73,7 @@ setup(
             "bitsandbytes>=0.50",
             "build",
             "hypothesis>=6.100",
+            "megatron-core==0.16.1",
             "kernels",  # Hugging Face's; tests prove that our folder does not hide it
             "mypy>=1.13",
             "openai>=1.50",

@@ -1,6 +1,6 @@
 """Models that are split over processes, against the same model in one.
 
-``python -m benchmarks.layouts [--only tp2 pp2] [--out DIR]``
+``python -m benchmarks.layouts [--only tp2 pp2] [--out DIR] [--break TRAP]``
 
 Each layout is launched by ``deepspeed`` on CPU processes over gloo: random Qwen3 models with tied
 and untied embeddings, ragged groups packed several to a row, GRPO with a KL term to another
@@ -9,6 +9,7 @@ sequence on its own: log-probabilities (largest difference), each parameter's gr
 clip (relative, worst), the norm before the clip (relative, worst update), and the weights after two
 steps of AdamW (largest difference).
 
+``--break`` plants a mistake that would give wrong numbers in silence, and has to end with status 3.
 The last line printed is one JSON object. Exit status 3: an error above its limit; 1: a case failed.
 """
 
@@ -26,6 +27,7 @@ import torch
 
 from benchmarks.parts.layouts.cases import Case, cases, write_models
 from benchmarks.parts.layouts.gold import gold
+from benchmarks.parts.layouts.traps import TRAP, TRAPS
 from benchmarks.parts.worktree import ROOT
 from easyrl.runtime.machine import free_port
 
@@ -47,7 +49,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.layouts", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("runs/layouts"), help="folder")
+    parser.add_argument(
+        "--break",
+        dest="trap",
+        choices=TRAPS,
+        help="plant a mistake; only a layout in which it has to show is run",
+    )
     arguments = parser.parse_args()
+    if arguments.trap:
+        os.environ[TRAP] = arguments.trap
+        arguments.only = [TRAPS[arguments.trap][1]]
     folder: Path = arguments.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.jsonl").unlink(missing_ok=True)

@@ -8,6 +8,7 @@ Started by the ``deepspeed`` launcher with a folder that ``cases.write_models`` 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from dataclasses import asdict, dataclass
@@ -33,6 +34,7 @@ from benchmarks.parts.layouts.cases import (
     updates,
 )
 from benchmarks.parts.layouts.gold import Gold
+from benchmarks.parts.layouts.traps import TRAP, plant
 from easyrl.engines.megatron.engine import MegatronEngine
 from easyrl.engines.process_group import start_process_group
 from easyrl.schema import MicroBatch, RolloutGroup
@@ -185,6 +187,8 @@ def main() -> None:
     folder, names = Path(given[0]), given[1:]
     start_process_group()
     torch.set_num_threads(1)
+    if trap := os.environ.get(TRAP):
+        plant(trap)
     golds = {
         tied: Gold(*torch.load(folder / f"gold-{t}.pt"))
         for tied, t in ((True, "tied"), (False, "untied"))

@@ -23,6 +23,7 @@ from easyrl.engines.megatron.stage import PolicyStage
 from easyrl.engines.megatron.streams import Loss, StreamStage
 from easyrl.engines.megatron.trainable import initialise, sum_tied_embeddings
 from easyrl.engines.megatron.weights.gathering import WholeModel, gathered_weights
+from easyrl.engines.megatron.weights.loading import stored_shapes
 from easyrl.engines.process_group import start_process_group
 from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.models.loading import DTYPES
@@ -112,7 +113,11 @@ class MegatronEngine:
         streams = [StreamStage(own, own, {"reference": own}) for own in self._chunks]
         pipeline = Pipeline(self._layout, streams)
         said = pipeline.frozen_logprobs([row] * self._least_rows, self._config.rollout.temperature)
-        return said[0].reference.float().cpu() if pipeline.is_last else None
+        if not pipeline.is_last:
+            return None
+        logprobs = said[0].reference
+        assert logprobs is not None
+        return logprobs.float().cpu()
 
     # ---- weights ---------------------------------------------------------------------------------
 
@@ -131,7 +136,7 @@ class MegatronEngine:
         rules = self._chunks[0].rules
         return WholeModel(
             rules,
-            whole_shapes(self._config),
+            stored_shapes(self._config.model.path),
             {name: self._stage_of(name, hf_config.num_hidden_layers) for name in rules},
             self._layout,
             hf_config.num_key_value_heads,
@@ -211,16 +216,3 @@ class MegatronEngine:
     def _least_rows(self) -> int:
         """Of a schedule."""
         return self._layout.pipeline if self._layout.chunks > 1 else 1
-
-
-def whole_shapes(config: Config) -> dict[str, list[int]]:
-    """Of the Hugging Face tensors in the checkpoint's files."""
-    from safetensors import safe_open
-
-    from easyrl.models.weight_files import weight_files
-
-    shapes: dict[str, list[int]] = {}
-    for path in weight_files(config.model.path):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    return shapes

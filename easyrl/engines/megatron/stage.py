@@ -123,13 +123,14 @@ class PolicyStage(GPTModel):  # type: ignore[misc]
             position_embedding_type="none",  # each layer rotates, by the row's positions
             vp_stage=chunk if layout.chunks > 1 else None,
         )
-        self.rotary = LlamaRotaryEmbedding(hf_config)  # the same of all four families
+        of_family: Any = hf_config
+        self.rotary = LlamaRotaryEmbedding(of_family)  # the same of all four families
         if self.is_last:
             is_embedding = self.tied and self.is_first
-            owner = self.embedding.word_embeddings if is_embedding else self.output_layer
-            weight = owner.weight
-            self.output_layer = VocabParallelHead(
-                weight, hf_config.vocab_size, config, logprob_chunk_size
+            parts: Any = self
+            owner = parts.embedding.word_embeddings if is_embedding else parts.output_layer
+            self.output_layer: Any = VocabParallelHead(
+                owner.weight, hf_config.vocab_size, config, logprob_chunk_size
             )
         for module in self.modules():
             if isinstance(module, SharedPromptAttention):

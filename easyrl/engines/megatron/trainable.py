@@ -41,7 +41,7 @@ def initialise(
     config: Config, chunks: list[PolicyStage], factor: Callable[[int], float]
 ) -> deepspeed.DeepSpeedEngine:
     """``factor``: of the learning rate, by optimizer step. Collective."""
-    model = Chunks(chunks)
+    model: Any = Chunks(chunks)
     for copy in copied_embeddings(chunks):
         copy.ds_pipe_replicated = True  # DeepSpeed: not counted in the norm
     optimizer = make_optimizer(config.trainer, model, get_accelerator().device_name())

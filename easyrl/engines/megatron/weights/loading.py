@@ -49,6 +49,15 @@ def load_parameters(
                 raise ConfigError(_other_shape(own[0].tensor, shapes, folder))
 
 
+def stored_shapes(folder: Path) -> dict[str, list[int]]:
+    """Of the tensors in a checkpoint's files."""
+    shapes: dict[str, list[int]] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
 def _read(piece: Piece, stored: Any, parameter: Tensor, folder: Path) -> None:
     end = piece.start + piece.size
     part = stored[piece.start : end] if piece.dim == 0 else stored[:, piece.start : end]
