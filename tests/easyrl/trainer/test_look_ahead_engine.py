@@ -52,8 +52,8 @@ def test_steps_and_metrics_are_the_same(results: Results, case: str) -> None:
         # fp32, rows of other shapes; measured 1e-6
         assert with_["grad_norm"] == pytest.approx(without["grad_norm"], rel=1e-5)
         assert without["grad_norm"] > 0.05
-        # whitened advantages cancel: sums of some 200 terms of 1, each right to 2e-6
-        rounding = 2e-6 * without["trained"]
+        # ppo's whitened advantages cancel: sums of some 200 terms of 1, each right to 2e-6
+        rounding = 2e-6 * without["trained"] if "ppo" in case else 1e-4
         assert with_["sums"] == pytest.approx(without["sums"], rel=1e-5, abs=rounding)
         assert with_["maxima"] == pytest.approx(without["maxima"], rel=1e-4, abs=1e-5)
 
