@@ -247,7 +247,7 @@ def with_rewards(batch: Padded) -> Padded:
 @pytest.mark.parametrize("beta", [0.1, 0.7])
 def test_pairs_loss_and_gradient_are_trl_s(beta: float) -> None:
     batch = with_rewards(padded(9, [200]))
-    expected = trl_loss(batch, beta)
+    expected = trl_loss(batch, beta)[None]  # of the only batch
     assert_same(batch, packed_loss(easyrl.recipes, OnlineDPO(beta=beta), batch), expected)
     with pytest.raises(AssertionError):
         assert_same(batch, packed_loss(easyrl.recipes, OnlineDPO(beta=1.1 * beta), batch), expected)
