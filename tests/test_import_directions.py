@@ -69,8 +69,8 @@ MAY_IMPORT = {
     " models.critic models.loading models.lora models.offload models.policy_model models.teacher"
     " models.teacher_loading models.tri_model",
     "engines.megatron": "schema config engines.base engines.deepspeed engines.process_group recipes"
-    " runtime.ranks kernels.attention kernels.logprobs models.loading models.supported"
-    " models.tri_model models.weight_files",
+    " runtime.ranks kernels.attention kernels.logprobs models.loading models.policy_model"
+    " models.supported models.tri_model models.weight_files",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
     " runtime.streams",

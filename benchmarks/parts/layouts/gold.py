@@ -33,7 +33,6 @@ class Gold(NamedTuple):
     gradients: dict[str, Tensor]  # of the first update, after the clip
     grad_norms: list[float]  # of each update, before it
     weights: dict[str, Tensor]  # after the last update
-    num_clipped: int  # tokens of the last update whose ratio is outside its bounds
 
 
 def gold(folder: Path, tied: bool) -> Gold:
@@ -52,9 +51,9 @@ def gold(folder: Path, tied: bool) -> Gold:
         for sample in range(len(group.completions))
     }
     gradients: dict[str, Tensor] = {}
-    norms, num_clipped = [], 0
+    norms = []
     for groups in updates():
-        loss, num_clipped = _loss(groups, policy, old, reference)
+        loss = _loss(groups, policy, old, reference)
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)))
@@ -63,7 +62,7 @@ def gold(folder: Path, tied: bool) -> Gold:
             gradients = {name: g.clone() for name, g in found.items() if g is not None}
         optimizer.step()
     weights = {name: p.detach() for name, p in policy.named_parameters()}
-    return Gold(logprobs, gradients, norms, weights, num_clipped)
+    return Gold(logprobs, gradients, norms, weights)
 
 
 def _loss(
@@ -71,9 +70,9 @@ def _loss(
     policy: PreTrainedModel,
     old: PreTrainedModel,
     reference: PreTrainedModel,
-) -> tuple[Tensor, int]:
-    """The mean over the trained tokens, and how many of them are clipped."""
-    losses, num_tokens, num_clipped = [], 0, 0
+) -> Tensor:
+    """The mean over the trained tokens."""
+    losses, num_tokens = [], 0
     for group in groups:
         rewards = np.array([score.reward for score in group.scores], dtype=np.float32)
         centred = rewards - rewards.mean()
@@ -89,8 +88,7 @@ def _loss(
             k3 = (base - own).exp() - (base - own) - 1
             losses.append((-surrogate + KL_COEF * k3).sum())
             num_tokens += int(mask.sum())
-            num_clipped += int((surrogate < ratio * advantage).sum())
-    return torch.stack(losses).sum() / num_tokens, num_clipped
+    return torch.stack(losses).sum() / num_tokens
 
 
 def _logprobs(model: PreTrainedModel, group: RolloutGroup, sample: int) -> Tensor:

@@ -42,18 +42,20 @@ def _tied_counted_twice() -> None:
 
 def _loss_divided() -> None:
     """megatron-core's mean over micro-batches in place of a sum."""
-    calculated = pipeline.Pipeline._run
+    of_sums = pipeline.Pipeline._step
 
-    def run(self: Any, step: Any, rows: Any, *, forward_only: bool) -> Any:
+    def of_means(self: Any, at_end: Any) -> Any:
+        step = of_sums(self, at_end)
+
         def of_two(places: Any, chunk: Any) -> Any:
             output, loss = step(places, chunk)
             if loss is None:
                 return output, None
             return output, lambda tensor: (tensor * 1.0, loss(tensor)[2])
 
-        return calculated(self, of_two, rows, forward_only=forward_only)
+        return of_two
 
-    pipeline.Pipeline._run = run  # type: ignore[method-assign]
+    pipeline.Pipeline._step = of_means  # type: ignore[method-assign]
 
 
 def _vocabulary_summed_twice() -> None:

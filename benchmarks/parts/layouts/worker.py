@@ -13,7 +13,6 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,9 +112,8 @@ class CaseRun:
     def _engine(self, optimizer: dict[str, float]) -> MegatronEngine:
         config = configuration(self._folder, self._case, optimizer)
         engine = MegatronEngine(config, self._case.layout)
-        for chunk in engine._frozen[
-            "reference"
-        ]:  # another than the model that training starts from
+        # another than the model that training starts from
+        for chunk in engine._frozen["reference"]:
             chunk.load(model_folder(self._folder, "reference", self._case.tied))
         return engine
 
@@ -196,13 +194,11 @@ def main() -> None:
     for case in cases():
         if case.name not in names:
             continue
-        row: dict[str, Any]
         try:
             row = asdict(CaseRun(folder, case, golds[case.tied]).compare())
         except Exception:
-            row = {"name": case.name, "dtype": case.dtype, "tied": case.tied}
-            row["error"] = traceback.format_exc()
-            (folder / f"error-rank{dist.get_rank()}.txt").write_text(f"{case}\n{row['error']}")
+            said = f"{case}\n{traceback.format_exc()}"
+            (folder / f"error-rank{dist.get_rank()}.txt").write_text(said)
             raise
         if dist.get_rank() == 0:
             with (folder / "rows.jsonl").open("a") as file:

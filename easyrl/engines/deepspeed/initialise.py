@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
@@ -20,9 +21,12 @@ from easyrl.models.policy_model import PolicyModel
 
 
 def initialise(
-    config: Config, model: PolicyModel | CriticModel, factor: Callable[[int], float]
+    config: Config, model: Any, factor: Callable[[int], float], mpu: object | None = None
 ) -> deepspeed.DeepSpeedEngine:
-    """``factor``: of the learning rate, by optimizer step. Collective."""
+    """``factor``: of the learning rate, by optimizer step. Collective.
+
+    ``mpu``: the process groups of a model that is split (DeepSpeed's *model parallel unit*).
+    """
     optimizer = make_optimizer(config.trainer, model, get_accelerator().device_name())
     with quiet():
         engine, *_ = deepspeed.initialize(
@@ -30,6 +34,7 @@ def initialise(
             optimizer=optimizer,
             lr_scheduler=partial(LambdaLR, lr_lambda=factor),
             config=training_config(config),
+            mpu=mpu,
         )
     require_late_scalar(engine.optimizer)
     return engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -21,7 +21,7 @@ from easyrl.engines.megatron.pipeline import Pipeline
 from easyrl.engines.megatron.process_groups import start_model_parallel
 from easyrl.engines.megatron.stage import PolicyStage
 from easyrl.engines.megatron.streams import Loss, StreamStage
-from easyrl.engines.megatron.trainable import initialise, sum_tied_embeddings
+from easyrl.engines.megatron.trainable import initialise_chunks, sum_tied_embeddings
 from easyrl.engines.megatron.weights.gathering import WholeModel, gathered_weights
 from easyrl.engines.megatron.weights.loading import stored_shapes
 from easyrl.engines.process_group import start_process_group
@@ -46,7 +46,7 @@ class MegatronEngine:
         self.ranks = self.place.ranks
         self.device = torch.device(get_accelerator().device_name(local_rank))
         self._config, self._layout = config, layout
-        self._uncontrolled = self._recipe = load_recipe(config)
+        self._recipe = load_recipe(config)
         needs = self._recipe.needs
         self._has_snapshot = needs.old_policy and config.trainer.updates_per_batch > 1
         self._attention = CheckedAttention(config.model.attention)
@@ -57,7 +57,7 @@ class MegatronEngine:
         if self._has_snapshot:
             self._frozen["old_policy"] = self._load_frozen()
         factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
-        self._engine = initialise(config, self._chunks, factor)
+        self._engine = initialise_chunks(config, self._chunks, factor)
         wanted, span = config.model.logprob_backward, self._recipe.span
         self._same_pass = span == "token" if wanted == "auto" else wanted == "same_pass"
         self._old_is_policy = True
@@ -124,11 +124,8 @@ class MegatronEngine:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return gathered_weights(self._whole_model(), self._parameters())
 
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """This rank's, named as the whole model's."""
-        return self._parameters()
-
     def _parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's, named as the whole model's."""
         return {name: p for chunk in self._chunks for name, p in chunk.global_parameters()}
 
     def _whole_model(self) -> WholeModel:

@@ -23,6 +23,8 @@ from easyrl.schema import FrozenLogprobs, MicroBatch
 
 ANY_LENGTH = 1  # variable lengths: the shape of each message goes before it
 Rows = Sequence[MicroBatch]  # on the device, the same on all ranks of the group
+# of a row on the last stage: the loss sum, and what is told of it
+AtEnd = Callable[[StreamStage, MicroBatch, SegmentLayout], tuple[Tensor, Any]]
 Step = Callable[[Iterator[tuple[MicroBatch, SegmentLayout]], StreamStage], tuple[Tensor, Any]]
 
 
@@ -46,34 +48,39 @@ class Pipeline:
     def forward_backward(self, rows: Rows, loss: Loss) -> list[MetricSums]:
         """Adds up the gradients of the rows' loss sums; their metrics, on the last stage."""
 
-        def step(
-            places: Iterator[tuple[MicroBatch, SegmentLayout]], stage: StreamStage
-        ) -> tuple[Tensor, Any]:
-            row, layout = next(places)
-            if not stage.stage.is_last:
-                return stage.hidden(row, layout), None
-            loss_sum, sums = stage.loss(row, layout, loss)
-            return loss_sum, lambda output: (output, torch.tensor(1, dtype=torch.int), sums)
+        def said(
+            stage: StreamStage, row: MicroBatch, layout: SegmentLayout
+        ) -> tuple[Tensor, MetricSums]:
+            return stage.loss(row, layout, loss)
 
-        return self._run(step, rows, forward_only=False)
+        return self._run(said, rows, forward_only=False)
 
     @torch.no_grad()
     def frozen_logprobs(self, rows: Rows, temperature: float) -> list[FrozenLogprobs]:
         """What the frozen models say of each row, on the last stage."""
 
+        def said(
+            stage: StreamStage, row: MicroBatch, layout: SegmentLayout
+        ) -> tuple[Tensor, FrozenLogprobs]:
+            return torch.zeros(()), stage.frozen_logprobs(row, layout, temperature)
+
+        return self._run(said, rows, forward_only=True)
+
+    def _step(self, at_end: AtEnd) -> Step:
+        """What a schedule does with a row on a stage; ``at_end`` on the last."""
+
         def step(
             places: Iterator[tuple[MicroBatch, SegmentLayout]], stage: StreamStage
         ) -> tuple[Tensor, Any]:
             row, layout = next(places)
             if not stage.stage.is_last:
                 return stage.hidden(row, layout), None
-            said = stage.frozen_logprobs(row, layout, temperature)
-            nothing = torch.zeros(())
-            return nothing, lambda output: (output, torch.tensor(1, dtype=torch.int), said)
+            output, said = at_end(stage, row, layout)
+            return output, lambda tensor: (tensor, torch.tensor(1, dtype=torch.int), said)
 
-        return self._run(step, rows, forward_only=True)
+        return step
 
-    def _run(self, step: Step, rows: Rows, *, forward_only: bool) -> list[Any]:
+    def _run(self, at_end: AtEnd, rows: Rows, *, forward_only: bool) -> list[Any]:
         config = self.chunks[0].config
         config.calculate_per_token_loss = True  # sums: divided by nothing
         with_layouts = [(row, SegmentLayout(row.segments)) for row in rows]
@@ -90,7 +97,7 @@ class Pipeline:
         )
         return list(
             schedule(
-                forward_step_func=step,
+                forward_step_func=self._step(at_end),
                 data_iterator=[iter(with_layouts) for _ in self.chunks],
                 model=self.chunks,
                 num_microbatches=len(rows),

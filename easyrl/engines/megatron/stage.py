@@ -26,7 +26,7 @@ from easyrl.engines.megatron.architecture import (
 from easyrl.engines.megatron.layout import Place
 from easyrl.engines.megatron.modules import Row, SharedPromptAttention
 from easyrl.engines.megatron.weights.loading import load_parameters
-from easyrl.engines.megatron.weights.mapping import Rule, Split, rules
+from easyrl.engines.megatron.weights.mapping import Split, rules
 from easyrl.engines.megatron.weights.pieces import TensorRank, padded_share, padded_size
 from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.path_gather import gather_tokens
@@ -186,10 +186,6 @@ class PolicyStage(GPTModel):  # type: ignore[misc]
         """By name, layers numbered from the model's first."""
         for name, parameter in self.named_parameters():
             yield self._global_name(name), parameter
-
-    def rule(self, name: str) -> Rule:
-        """Of a parameter as ``global_parameters`` names it."""
-        return self.rules[name]
 
     def _global_name(self, name: str) -> str:
         head, _, rest = name.partition("decoder.layers.")

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from easyrl.engines.base import MetricSums, TriLogprobs
 from easyrl.engines.megatron.stage import PolicyStage
 from easyrl.kernels.attention.segment_layout import SegmentLayout
+from easyrl.kernels.logprobs.token_losses import RowLoss
+from easyrl.models.policy_model import run_micro_batch
 from easyrl.recipes.losses import loss_metrics, policy_loss, token_loss
 from easyrl.recipes.recipe import Recipe
 from easyrl.schema import FrozenLogprobs, MicroBatch
@@ -60,27 +62,23 @@ class StreamStage(nn.Module):
 
     def hidden(self, row: MicroBatch, layout: SegmentLayout) -> Tensor:
         """For the next stage; only the policy's part carries gradient."""
-        arguments = row.input_ids, row.position_ids, layout, row.predictor_index, row.label_ids
-        outputs = [self._run(self.policy, self.stage, 0, arguments)]
+        outputs = [self._run(self.policy, self.stage, 0, row, layout)]
         with torch.no_grad():
             for number, model in enumerate(self._frozen.values(), start=1):
-                outputs.append(self._run(model, model, number, arguments))
+                outputs.append(self._run(model, model, number, row, layout))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def loss(self, row: MicroBatch, layout: SegmentLayout, loss: Loss) -> tuple[Tensor, MetricSums]:
         """Of the last stage: the recipe's loss sum, which carries gradient, and its metrics."""
-        arguments = row.input_ids, row.position_ids, layout, row.predictor_index, row.label_ids
         said = row.frozen or self.frozen_logprobs(row, layout, loss.temperature)
         recipe = loss.recipe
         if not loss.same_pass:
-            logprobs, entropy = self._run(
-                self.policy, self.stage, 0, (*arguments, loss.temperature)
-            )
+            logprobs, entropy = self._run(self.policy, self.stage, 0, row, layout, loss.temperature)
             tri = TriLogprobs(logprobs, entropy, said, loss.sampled_by)
             return policy_loss(tri, row, recipe)
         losses = token_loss(row, said, recipe)
         loss_sum, logprobs, entropy = self._run(
-            self.policy, self.stage, 0, (*arguments, loss.temperature, losses)
+            self.policy, self.stage, 0, row, layout, loss.temperature, losses
         )
         tri = TriLogprobs(logprobs, entropy, said, loss.sampled_by)
         return loss_sum, loss_metrics(tri, row, recipe, loss_sum)
@@ -90,21 +88,30 @@ class StreamStage(nn.Module):
         self, row: MicroBatch, layout: SegmentLayout, temperature: float
     ) -> FrozenLogprobs:
         """Of the last stage: float32 [N] of each frozen model that there is."""
-        arguments = row.input_ids, row.position_ids, layout, row.predictor_index, row.label_ids
         said: dict[str, Tensor | None] = {"reference": None, "old_policy": None}
         for number, (name, model) in enumerate(self._frozen.items(), start=1):
-            said[name] = self._run(model, model, number, (*arguments, temperature))[0]
+            said[name] = self._run(model, model, number, row, layout, temperature)[0]
         return FrozenLogprobs(said["reference"], said["old_policy"])
 
-    def _run(self, model: nn.Module, stage: PolicyStage, number: int, arguments: Any) -> Any:
+    def _run(
+        self,
+        model: nn.Module,
+        stage: PolicyStage,
+        number: int,
+        row: MicroBatch,
+        layout: SegmentLayout,
+        temperature: float = 1.0,
+        losses: RowLoss | None = None,
+    ) -> Any:
+        """What the stream ``number`` comes to; ``model`` is ``stage`` or an engine around it."""
         stage.set_input_tensor(self._inputs[number])
-        return model(*arguments)
+        return run_micro_batch(model, row, temperature, layout=layout, token_loss=losses)
 
 
 class StreamCommunicator(P2PCommunicator):  # type: ignore[misc]
     """Sends all streams forward, and back only the policy's gradient.
 
-    ``num_streams``: of all rows of a schedule. ``sent_bytes``: payload, for measurements.
+    ``num_streams``: of all rows of a schedule. ``on_sent`` is told the bytes of each message.
     """
 
     def __init__(
@@ -130,7 +137,7 @@ class StreamCommunicator(P2PCommunicator):  # type: ignore[misc]
         There both neighbours are one process, messages to it arrive in the order of sending, and
         what one sends to its previous stage is what the other receives from its next.
         """
-        device = self.pp_group_device
+        device = torch.cuda.current_device()  # where messages have to be
         shapes = {
             name: torch.empty(3, dtype=torch.int64, device=device)
             for name, wanted in (("next", recv_next), ("prev", recv_prev))
@@ -154,11 +161,6 @@ class StreamCommunicator(P2PCommunicator):  # type: ignore[misc]
         nothing = [0, 0, 0]
         received = {name: shape.tolist() for name, shape in shapes.items()}
         return received.get("prev", nothing), received.get("next", nothing)
-
-    @property
-    def pp_group_device(self) -> torch.device:
-        """Where messages have to be."""
-        return torch.device(torch.cuda.current_device())
 
     def _communicate(
         self,

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from megatron.core import parallel_state
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from easyrl.config import Config
-from easyrl.engines.deepspeed.config import training_config
-from easyrl.engines.deepspeed.late_denominator import require_late_scalar
-from easyrl.engines.deepspeed.optimizers import make_optimizer
+from easyrl.engines.deepspeed.initialise import initialise
 from easyrl.engines.megatron.mpu import ModelParallelUnit
 from easyrl.engines.megatron.stage import PolicyStage
-from easyrl.engines.process_group import quiet
 
 
 class Chunks(nn.Module):
@@ -37,24 +31,13 @@ class Chunks(nn.Module):
         return chunk(*arguments)
 
 
-def initialise(
+def initialise_chunks(
     config: Config, chunks: list[PolicyStage], factor: Callable[[int], float]
 ) -> deepspeed.DeepSpeedEngine:
     """``factor``: of the learning rate, by optimizer step. Collective."""
-    model: Any = Chunks(chunks)
     for copy in copied_embeddings(chunks):
         copy.ds_pipe_replicated = True  # DeepSpeed: not counted in the norm
-    optimizer = make_optimizer(config.trainer, model, get_accelerator().device_name())
-    with quiet():
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=partial(LambdaLR, lr_lambda=factor),
-            config=training_config(config),
-            mpu=ModelParallelUnit(),
-        )
-    require_late_scalar(engine.optimizer)
-    return engine
+    return initialise(config, Chunks(chunks), factor, ModelParallelUnit())
 
 
 def copied_embeddings(chunks: list[PolicyStage]) -> Iterator[Any]:
