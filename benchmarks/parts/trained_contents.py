@@ -95,22 +95,29 @@ def check_trained_contents(run_dir: Path, model: Path) -> ContentCheck:
 
 
 def read_masters(folder: Path) -> dict[str, Tensor]:
-    """The fp32 masters of a checkpoint by name, flat: the ranks' pieces behind each other."""
-    pieces: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    """The fp32 masters of a checkpoint by name, flat: put together from the ranks' pieces."""
+    pieces: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for file in folder.glob("rank-*-of-*.safetensors"):
         with safe_open(file, framework="pt") as state:
             starts = json.loads(state.metadata()["DCP_SHARDING_INFO"])
+            columns = json.loads(state.metadata().get("columns", "{}"))
             for key in state.keys():  # noqa: SIM118 - not a dict
                 if key.startswith(f"{MASTER}/"):
-                    (start,) = starts[key]["saved_offsets"]
-                    pieces[key.removeprefix(f"{MASTER}/")].append((start, state.get_tensor(key)))
+                    values = state.get_tensor(key)
+                    places = torch.arange(len(values))
+                    if key in columns:  # of a matrix: where it starts in them, first, width, of
+                        start, first, width, of = columns[key]
+                        places = (start + places) // width * of + first + (start + places) % width
+                    else:
+                        places += starts[key]["saved_offsets"][0]
+                    pieces[key.removeprefix(f"{MASTER}/")].append((places, values))
     masters = {}
     for name, found in pieces.items():
-        found.sort(key=lambda piece: piece[0])
-        ends = [start + len(values) for start, values in found]
-        if [start for start, _ in found] != [0, *ends[:-1]]:
+        places, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ordered, order = places.sort()
+        if not torch.equal(ordered, torch.arange(len(ordered))):
             raise ValueError(f"{folder}: {name} is not whole")
-        masters[name] = torch.cat([values for _, values in found])
+        masters[name] = values[order]
     return masters
 
 

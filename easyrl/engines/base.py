@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
 
@@ -102,21 +104,52 @@ class MetricSums:
             self.compared.setdefault(url, LogprobComparison()).add(comparison)
 
 
+class Columns(NamedTuple):
+    """Consecutive columns of a matrix, such as a tensor-parallel rank has."""
+
+    first: int
+    width: int
+    of: int  # columns of the whole matrix
+
+
 @dataclass(frozen=True, slots=True)
 class StatePiece:
-    """Elements ``[start, start + n)`` of a flattened tensor of the engine's state."""
+    """Elements ``[start, start + n)`` of a flattened tensor of the engine's state.
 
-    key: str  # of the tensor, the same on all ranks and for any number of them
+    With ``columns`` of the flattened matrix that these are by themselves: element i of it is in row
+    i // width, column first + i % width of the tensor.
+    """
+
+    key: str  # of the tensor, the same on all ranks and in any layout
     start: int
     values: Tensor  # [n], on the host
+    columns: Columns | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class EngineState:
-    """One rank's share of what a run goes on from; the shares of all ranks make the whole."""
+class StateFile:
+    """A file that a snapshot has written."""
 
-    pieces: list[StatePiece]
-    description: dict[str, Any]  # JSON, equal on all ranks
+    name: str
+    num_bytes: int
+    blake3: str  # of all of it, 64 hex digits
+
+
+class Snapshot(Protocol):
+    """A copy of what a run goes on from: the share of one caller of ``TrainEngine.snapshot``.
+
+    The shares of all callers make the whole.
+    """
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """JSON, equal on all ranks."""
+
+    def write(self, folder: Path, stem: str) -> list[StateFile]:
+        """Writes and fsyncs files whose names begin with ``stem``, unlike any other caller's.
+
+        In a thread, beside the training. Raises ``OSError`` naming the file.
+        """
 
 
 class SavedState(Protocol):
@@ -125,13 +158,17 @@ class SavedState(Protocol):
     @property
     def description(self) -> Mapping[str, Any]: ...
 
+    @property
+    def files(self) -> Sequence[Path]:
+        """Of all shares."""
+
     def numel(self, key: str) -> int:
         """Elements of the whole tensor; 0 if there is none of that name."""
 
-    def read(self, key: str, start: int, numel: int) -> Tensor:
-        """Elements ``[start, start + numel)``, on the host.
+    def read(self, key: str, start: int, numel: int, columns: Columns | None = None) -> Tensor:
+        """Elements ``[start, start + numel)``, counted as in ``StatePiece``; on the host.
 
-        Raises ``ValueError`` if they are not all there.
+        Raises ``ValueError`` naming the tensor if they are not all there.
         """
 
 
@@ -218,14 +255,14 @@ class TrainEngine(Protocol):
         ``adapter``: what each adapter adds to its layer is, and the model itself is not.
         """
 
-    def snapshot(self) -> EngineState:
+    def snapshot(self) -> Snapshot:
         """A copy, in host memory, of this rank's share of weights, optimizer and schedule.
 
         Of a step that is over: no gradients. Training may go on at once. All ranks call it.
         """
 
     def restore(self, saved: SavedState) -> None:
-        """Inverse of ``snapshot``, to the bit, also with another number of ranks. Collective.
+        """Inverse of ``snapshot``, to the bit, also in another layout or engine. Collective.
 
         Raises ``ValueError`` if the checkpoint does not fit.
         """

@@ -19,8 +19,8 @@ from benchmarks.parts.trained_contents import (
     read_masters,
     response_difference,
 )
-from easyrl.engines.base import StatePiece
-from easyrl.ledger.checkpoints.state_file import write_state_file
+from easyrl.engines.base import Columns, StatePiece
+from easyrl.engines.state_file import write_state_file
 from easyrl.schema import Completion, RolloutGroup, Score
 from tests.tiny_models import VOCAB_SIZE, random_group, tiny_model
 
@@ -116,6 +116,19 @@ def test_a_checkpoint_of_several_ranks_is_put_together(tmp_path):
     masters = read_masters(tmp_path)
     assert list(masters) == ["a"] and torch.equal(masters["a"], values)
     files[0].unlink()
+    with pytest.raises(ValueError, match="a is not whole"):
+        read_masters(tmp_path)
+
+
+def test_columns_of_split_models_are_put_together(tmp_path):
+    values = torch.arange(12.0).view(3, 4)
+    for rank, (first, width) in enumerate([(0, 1), (1, 3)]):
+        part = torch.tensor(values[:, first : first + width].flatten().tolist())
+        for number, (start, stop) in enumerate([(0, 2), (2, len(part))]):
+            piece = StatePiece("master/a", start, part[start:stop], Columns(first, width, 4))
+            write_state_file(tmp_path / f"rank-0-of-1-{rank}-{number}.safetensors", [piece])
+    assert torch.equal(read_masters(tmp_path)["a"], values.flatten())
+    (tmp_path / "rank-0-of-1-0-1.safetensors").unlink()
     with pytest.raises(ValueError, match="a is not whole"):
         read_masters(tmp_path)
 

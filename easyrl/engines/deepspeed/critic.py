@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from easyrl.config import Config
-from easyrl.engines.base import EngineState, MetricSums, SavedState
+from easyrl.engines.base import MetricSums, SavedState
 from easyrl.engines.deepspeed.config import critic_config, schedule_factor
 from easyrl.engines.deepspeed.initialise import initialise, num_elements, trained_parameters
 from easyrl.engines.deepspeed.late_denominator import step_divided
+from easyrl.engines.deepspeed.shards import Shard, shards_of
 from easyrl.engines.deepspeed.state import (
     optimizer_pieces,
     restore,
@@ -26,15 +27,16 @@ from easyrl.engines.deepspeed.state import (
     restore_schedule,
 )
 from easyrl.engines.process_group import quiet
+from easyrl.engines.state_file import EngineState
 from easyrl.engines.weight_names import saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.critic import VALUE_HEAD, load_critic_model
 from easyrl.recipes.recipe import Recipe
 from easyrl.recipes.value_losses import value_loss
+from easyrl.runtime.ranks import Ranks
 from easyrl.schema import MicroBatch, Segment
 
-# In a checkpoint: of the tensors' names; its schedule; how many parameters it has.
-PREFIX, SCHEDULE, CRITIC = "critic/", "critic schedule", "number of the critic's parameters"
+PREFIX, SCHEDULE = "critic/", "critic schedule"  # in a checkpoint: of tensors' names; its own
 
 
 class DeepSpeedCritic:
@@ -42,15 +44,21 @@ class DeepSpeedCritic:
 
     Args:
         config: the whole tree, of the policy.
+        ranks: as they share the policy.
         total_steps: where a decaying schedule ends.
     """
 
     def __init__(
-        self, config: Config, device: torch.device, *, total_steps: int | None = None
+        self,
+        config: Config,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        total_steps: int | None = None,
     ) -> None:
         own = critic_config(config)
         load = partial(load_critic_model, own.model, seed=own.run.seed)
-        self._device = device
+        self._ranks, self._device = ranks, device
         with quiet():
             self._model = load()
             # With one update per batch the critic itself is what it was when the batch began.
@@ -125,18 +133,21 @@ class DeepSpeedCritic:
 
     def snapshot(self) -> EngineState:
         """This rank's share of masters, moments and step counts, under names of its own."""
-        pieces = list(optimizer_pieces(self._engine.optimizer, self._parameters()))
+        pieces = list(optimizer_pieces(self._engine.optimizer, self._shards()))
         return EngineState(pieces, {SCHEDULE: self._engine.lr_scheduler.last_epoch})
 
     def restore(self, saved: SavedState) -> None:
         """Inverse of ``snapshot``. Collective. Raises ``ValueError`` where it does not fit."""
-        restore_optimizer(self._engine.optimizer, self._parameters(), saved)
+        restore_optimizer(self._engine.optimizer, self._shards(), saved)
         restore_schedule(self._engine.lr_scheduler, saved.description[SCHEDULE])
 
     @property
     def num_parameters(self) -> int:
         """That are trained."""
         return sum(map(num_elements, self._parameters().values()))
+
+    def _shards(self) -> list[Shard]:
+        return shards_of(self._engine.optimizer, self._parameters(), self._ranks)
 
     def _parameters(self) -> dict[str, Any]:
         return {f"{PREFIX}{n}": p for n, p in trained_parameters(self._model).items()}

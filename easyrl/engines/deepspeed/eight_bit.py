@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from easyrl.config import ConfigError
 from easyrl.engines.base import SavedState, StatePiece
@@ -50,7 +49,7 @@ def quantised_pieces(shard: Shard, state: dict[str, Any]) -> Iterator[StatePiece
     for kind in (*CODES, *SCALES):
         if kind in state:
             yield from copy_pieces(kind, state[kind], [_own(shard, state[kind].numel())])
-    if not _is_replicated(shard) or dist.get_rank() == 0:
+    if not _is_replicated(shard) or shard.ranks.dp_rank == 0:
         yield StatePiece(key_of(STEP, shard.name), 0, torch.tensor([float(state["step"])]))
 
 
@@ -74,9 +73,7 @@ def restore_quantised(optimizer: torch.optim.Optimizer, shard: Shard, saved: Sav
 
 def _own(shard: Shard, numel: int) -> Fragment:
     whole = Fragment(shard.name, 0, numel, 0)
-    if not _is_replicated(shard):
-        return whole
-    return own_part(whole, dist.get_rank(), dist.get_world_size())
+    return own_part(whole, shard.ranks) if _is_replicated(shard) else whole
 
 
 def _is_replicated(shard: Shard) -> bool:

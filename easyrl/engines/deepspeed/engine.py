@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from easyrl.config import Config, ConfigError
 from easyrl.engines.base import (
-    EngineState,
     MetricSums,
     NonFiniteLossError,
     SavedState,
@@ -27,15 +25,20 @@ from easyrl.engines.base import (
     WeightKind,
 )
 from easyrl.engines.deepspeed.config import frozen_config, schedule_factor, training_config
-from easyrl.engines.deepspeed.critic import CRITIC, DeepSpeedCritic
-from easyrl.engines.deepspeed.eight_bit import partitions_of
+from easyrl.engines.deepspeed.critic import DeepSpeedCritic
 from easyrl.engines.deepspeed.initialise import initialise, num_elements, trained_parameters
 from easyrl.engines.deepspeed.joint_step import step_together
 from easyrl.engines.deepspeed.late_denominator import step_divided
 from easyrl.engines.deepspeed.muon import MuonWithAdamW
-from easyrl.engines.deepspeed.pieces import MASTER, copy_pieces, key_of, read_pieces
+from easyrl.engines.deepspeed.pieces import copy_pieces, read_pieces
 from easyrl.engines.deepspeed.sharded_loading import sharded_loading, take_projection
-from easyrl.engines.deepspeed.shards import Fragment, own_part, shards_of, zero_3_fragment
+from easyrl.engines.deepspeed.shards import (
+    Fragment,
+    Shard,
+    own_part,
+    shards_of,
+    zero_3_fragment,
+)
 from easyrl.engines.deepspeed.state import (
     copy_of,
     optimizer_pieces,
@@ -43,7 +46,10 @@ from easyrl.engines.deepspeed.state import (
     restore_optimizer,
     restore_schedule,
 )
+from easyrl.engines.deepspeed.state_fit import SCHEDULE, require_fit, state_description
+from easyrl.engines.perturbation import perturbation
 from easyrl.engines.process_group import quiet, start_process_group
+from easyrl.engines.state_file import EngineState
 from easyrl.engines.weight_names import adapter_weights, saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model
@@ -66,7 +72,7 @@ from easyrl.recipes.recipe import Teacher
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import FrozenLogprobs, MicroBatch, Segment
 
-OLD_POLICY, SCHEDULE = "old_policy", "schedule"  # in a checkpoint
+OLD_POLICY = "old_policy"  # in a checkpoint
 
 
 class DeepSpeedEngine:
@@ -114,8 +120,7 @@ class DeepSpeedEngine:
         self._engine = initialise(config, self._policy, factor)
         inner = self._engine.optimizer.optimizer
         if isinstance(inner, MuonWithAdamW) and self._stage > 0:
-            parameters = self._parameters()
-            inner.take_partitions(shards_of(self._engine.optimizer, parameters), parameters)
+            inner.take_partitions(self._shards(), self._parameters())
         self._old_parameters: dict[str, nn.Parameter] = {}  # by the trained one's name
         self._tri_model = TriModel(
             self._engine,
@@ -127,7 +132,7 @@ class DeepSpeedEngine:
         )
         self._critic: DeepSpeedCritic | None = None
         if needs.critic:
-            self._critic = DeepSpeedCritic(config, self.device, total_steps=total_steps)
+            self._critic = DeepSpeedCritic(config, self.ranks, self.device, total_steps=total_steps)
         frozen = needs.reference, with_old_policy, needs.critic, needs.scores_with_teacher
         self.can_look_ahead = any(frozen) and not self._shards_frozen
         wanted, span = config.model.logprob_backward, self._recipe.span
@@ -398,7 +403,7 @@ class DeepSpeedEngine:
         Host memory: 12 bytes per trained parameter (Muon 8, 8-bit Adam 6), divided by the number of
         ranks; with a lagged old policy its own size more.
         """
-        pieces = list(optimizer_pieces(self._engine.optimizer, self._parameters()))
+        pieces = list(optimizer_pieces(self._engine.optimizer, self._shards()))
         if self._is_lagged:
             for tensor, _, own in self._old_policy_fragments():
                 pieces += copy_pieces(OLD_POLICY, tensor, [own])
@@ -412,21 +417,8 @@ class DeepSpeedEngine:
         """Also from another ZeRO stage, but for 8-bit moments; not of another model, dtype,
         optimizer or kind of old policy.
         """
-        mine = self._description()
-        # checkpoints without the keys are AdamW's, and without a critic
-        found = {"trainer.optimizer": "adamw", CRITIC: 0} | dict(saved.description)
-        theirs = {key: found.get(key) for key in mine}
-        wrong = [f"{k} is {theirs[k]}, now {mine[k]}" for k in mine if theirs[k] != mine[k]]
-        for name, parameter in self._parameters().items():
-            numel = saved.numel(key_of(MASTER, name))
-            if not wrong and numel != num_elements(parameter):
-                wrong.append(f"{name} has {numel} elements, now {num_elements(parameter)}")
-        if wrong:
-            raise ValueError(
-                f"the checkpoint does not fit: {'; '.join(wrong)}; resume with the settings it was "
-                "written with"
-            )
-        restore_optimizer(self._engine.optimizer, self._parameters(), saved)
+        require_fit(self._description(), self._sizes(), saved)
+        restore_optimizer(self._engine.optimizer, self._shards(), saved)
         if self._is_lagged:
             with torch.no_grad():
                 for tensor, held, _ in self._old_policy_fragments():
@@ -439,33 +431,32 @@ class DeepSpeedEngine:
         """What is trained, by a name that depends on neither ranks nor ZeRO stage."""
         return trained_parameters(self._policy)
 
+    def _shards(self) -> list[Shard]:
+        return shards_of(self._engine.optimizer, self._parameters(), self.ranks)
+
     def _old_policy_fragments(self) -> Iterator[tuple[Tensor, Fragment, Fragment]]:
         """The old policy's tensors on this rank: what they hold, what is saved of it."""
         tensors = self._local(self._old_parameters.values())
         for (name, parameter), tensor in zip(self._old_parameters.items(), tensors, strict=True):
             if self._stage == 3:
-                held = own = zero_3_fragment(name, parameter, 0, tensor.numel())
+                held = own = zero_3_fragment(name, parameter, 0, tensor.numel(), self.ranks)
             else:
                 held = Fragment(name, 0, tensor.numel(), 0)
-                own = own_part(held, self.ranks.dp_rank, self.ranks.dp_size)
+                own = own_part(held, self.ranks)
             if held.numel > 0:
                 yield tensor, held, own
 
     def _description(self) -> dict[str, Any]:
-        lora, trainer = self._config.model.lora, self._config.trainer
-        description = {
-            "engine": "deepspeed",
-            "model.dtype": self._config.model.dtype,
-            "model.lora": None if lora is None else lora.model_dump(),
-            "trainer.old_policy": trainer.old_policy,
-            "trainer.optimizer": trainer.optimizer,
-            "number of parameters": sum(num_elements(p) for p in self._parameters().values()),
-            CRITIC: 0 if self._critic is None else self._critic.num_parameters,
-        }
-        if trainer.optimizer == "adam8bit":
-            partitions = partitions_of(trainer.zero_stage, self.ranks.dp_size)
-            description["blocks of 8-bit moments"] = partitions
-        return description
+        return state_description(
+            self._config,
+            engine="deepspeed",
+            num_parameters=sum(self._sizes().values()),
+            num_critic_parameters=0 if self._critic is None else self._critic.num_parameters,
+            dp_size=self.ranks.dp_size,
+        )
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: num_elements(p) for name, p in self._parameters().items()}
 
 
 def _reference_is_sharded(config: Config) -> str:
@@ -474,11 +465,3 @@ def _reference_is_sharded(config: Config) -> str:
         f"{config.recipe.name}, as it is set, makes advantages of what the reference says, which a "
         "rank asks for its own rows; use 2, or recipe.kl_coef (the KL in the loss)"
     )
-
-
-def perturbation(name: str) -> float:
-    """``1 + 0.05 u`` with ``0.3 <= |u| <= 1`` from a hash of ``name``: always to be seen."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    magnitude = 0.3 + 0.7 * int.from_bytes(digest[:4], "little") / 2**32
-    sign = 1 if digest[4] & 1 else -1
-    return 1 + 0.05 * sign * magnitude

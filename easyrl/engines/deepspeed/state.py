@@ -7,7 +7,7 @@ number of ranks finds what it needs; 8-bit moments are the exception (``eight_bi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from easyrl.engines.deepspeed.eight_bit import is_eight_bit, quantised_pieces, r
 from easyrl.engines.deepspeed.late_denominator import LateScalarOptimizer
 from easyrl.engines.deepspeed.muon import MOMENTUM, MuonWithAdamW, fresh_muon_state
 from easyrl.engines.deepspeed.pieces import MASTER, STEP, copy_pieces, key_of, read_pieces
-from easyrl.engines.deepspeed.shards import Shard, shards_of
+from easyrl.engines.deepspeed.shards import Fragment, Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -38,13 +38,13 @@ def restore(tensors: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def optimizer_pieces(optimizer: Any, parameters: Mapping[str, Any]) -> Iterator[StatePiece]:
+def optimizer_pieces(optimizer: Any, shards: Sequence[Shard]) -> Iterator[StatePiece]:
     """Copies of this rank's share of masters, moments or momentum, and step counts.
 
-    Before the first step there are only masters.
+    Before the first step there are only masters. ``shards`` are the optimizer's.
     """
     inner: torch.optim.Optimizer = optimizer.optimizer
-    for shard in shards_of(optimizer, parameters):
+    for shard in shards:
         yield from copy_pieces(MASTER, shard.tensor, shard.saved)
         if not (state := inner.state.get(shard.tensor)):
             continue
@@ -55,12 +55,12 @@ def optimizer_pieces(optimizer: Any, parameters: Mapping[str, Any]) -> Iterator[
             yield from copy_pieces(kind, state[kind], shard.saved)
         count = state["step"].detach().float().cpu().reshape(1)
         for fragment in shard.saved:
-            if fragment.start == 0 and fragment.numel > 0:
+            if _has_first_element(fragment):
                 yield StatePiece(key_of(STEP, fragment.name), 0, count.clone())
 
 
 @torch.no_grad()
-def restore_optimizer(optimizer: Any, parameters: Mapping[str, Any], saved: SavedState) -> None:
+def restore_optimizer(optimizer: Any, shards: Sequence[Shard], saved: SavedState) -> None:
     """Writes masters, the optimizer's state, then the model's weights from the masters.
 
     Collective. Raises ``ValueError`` where the checkpoint does not fit.
@@ -68,7 +68,7 @@ def restore_optimizer(optimizer: Any, parameters: Mapping[str, Any], saved: Save
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.checkpoint_event_prologue()  # nothing gathered
     inner: torch.optim.Optimizer = optimizer.optimizer
-    for shard in shards_of(optimizer, parameters):
+    for shard in shards:
         read_pieces(MASTER, shard.tensor, shard.fragments, saved)
         if is_eight_bit(inner):
             restore_quantised(inner, shard, saved)
@@ -114,6 +114,12 @@ def _step_count(shard: Shard, saved: SavedState) -> float:
             "cannot say; resume with trainer.zero_stage=0"
         )
     return counts.pop() if counts else 0.0
+
+
+def _has_first_element(fragment: Fragment) -> bool:
+    """Of the whole tensor: one rank tells its step count."""
+    left = 0 if fragment.columns is None else fragment.columns.first
+    return fragment.start == 0 and left == 0 and fragment.numel > 0
 
 
 def _kinds(inner: torch.optim.Optimizer, tensor: Tensor) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import closing
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from easyrl.engines.base import EngineState, TrainEngine
+from easyrl.engines.base import Snapshot, TrainEngine
+from easyrl.engines.state_file import StateReader
 from easyrl.ledger.checkpoints.folder import CheckpointFolder, Damaged, problems_of, read_manifest
-from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.durable_files import remedy
@@ -111,7 +111,7 @@ class Checkpoints:
                 self._restore(folder, record)
                 return record["state"]
             skipped += problems
-            if self.collectives.ranks.rank == 0:
+            if self.collectives.ranks.dp_rank == 0:
                 logger.warning("%s is damaged, it is skipped: %s", folder, "; ".join(problems))
         if skipped:
             raise ValueError(
@@ -142,21 +142,19 @@ class Checkpoints:
     # ---- writing: in the thread ------------------------------------------------------------------
 
     def _write(
-        self, step: int, state: dict[str, Any], snapshot: EngineState, generators: dict[str, Any]
+        self, step: int, state: dict[str, Any], snapshot: Snapshot, generators: dict[str, Any]
     ) -> None:
         """All ranks write, then rank 0 gives the folder its name."""
         start = time.monotonic()
-        rank, num_ranks = self._between_writers.ranks.rank, self._between_writers.ranks.world_size
-        name = f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
+        rank, num_ranks = self._between_writers.ranks.dp_rank, self._between_writers.ranks.dp_size
+        stem = f"rank-{rank:05d}-of-{num_ranks:05d}"
 
         def begin() -> None:
             if rank == 0:
                 self.folder.begin(step)
 
-        def write() -> dict[str, Any]:
-            file = self.folder.unfinished(step) / name
-            num_bytes, digest = write_state_file(file, snapshot.pieces)
-            return {"num_bytes": num_bytes, "blake3": digest, "name": name}
+        def write() -> list[dict[str, Any]]:
+            return [asdict(file) for file in snapshot.write(self.folder.unfinished(step), stem)]
 
         def finish() -> None:
             if rank == 0:
@@ -165,7 +163,7 @@ class Checkpoints:
                     {
                         "step": step,
                         "state": state,
-                        "engine": snapshot.description,
+                        "engine": dict(snapshot.description),
                         "files": {file.pop("name"): file for file in files},
                         "random_states": random_states,
                     },
@@ -174,7 +172,7 @@ class Checkpoints:
 
         try:
             self._on_all_ranks(step, begin)
-            files = self._on_all_ranks(step, write)
+            files = [file for written in self._on_all_ranks(step, write) for file in written]
             random_states = self._between_writers.all_gather(generators)
             self._on_all_ranks(step, finish)
         except CheckpointError:
@@ -207,7 +205,7 @@ class Checkpoints:
 
     def _checked(self, folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
         """The manifest and what is wrong with the checkpoint; each rank reads some of its files."""
-        rank, num_ranks = self.collectives.ranks.rank, self.collectives.ranks.world_size
+        rank, num_ranks = self.collectives.ranks.dp_rank, self.collectives.ranks.dp_size
         record = None
         try:
             record = read_manifest(folder)
@@ -217,12 +215,12 @@ class Checkpoints:
         return record, sorted({p for found in self.collectives.all_gather(problems) for p in found})
 
     def _restore(self, folder: Path, record: dict[str, Any]) -> None:
-        files = [folder / name for name in sorted(record["files"])]  # in rank order
+        files = [folder / name for name in sorted(record["files"])]
         with closing(StateReader(files, record["engine"])) as reader:
             self.engine.restore(reader)
         states = record["random_states"]
-        if len(states) == self.collectives.ranks.world_size:
-            restore_random_state(states[self.collectives.ranks.rank])
+        if len(states) == self.collectives.ranks.dp_size:
+            restore_random_state(states[self.collectives.ranks.dp_rank])
 
 
 # ---- the state of all generators of this process, as JSON ---------------------------------------

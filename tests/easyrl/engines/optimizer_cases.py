@@ -169,7 +169,7 @@ class FlatAdamW8bit:
 
     @staticmethod
     def copy(fragments: list[Fragment], flat: Tensor, values: dict[str, Tensor]) -> None:
-        for name, start, numel, offset in fragments:
+        for name, start, numel, offset, _ in fragments:
             flat[offset : offset + numel] = values[name].detach().view(-1)[start : start + numel]
 
     def step(self) -> None:
@@ -179,7 +179,7 @@ class FlatAdamW8bit:
             self.copy(fragments, flat.grad, gradients)
         self.optimizer.step()
         for flat, fragments in self.laid:
-            for name, start, numel, offset in fragments:
+            for name, start, numel, offset, _ in fragments:
                 whole = self.parameters[name].detach().view(-1)
                 whole[start : start + numel] = flat.detach()[offset : offset + numel]
 

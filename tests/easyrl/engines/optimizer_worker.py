@@ -86,7 +86,7 @@ def of_kind(state: Mapping[str, Tensor], *kinds: str) -> dict[str, Tensor]:
 
 def layout_of(engine: DeepSpeedEngine) -> Layout:
     """The flat tensors of all ranks; of one where all hold the same."""
-    shards = shards_of(engine._engine.optimizer, engine._parameters())
+    shards = shards_of(engine._engine.optimizer, engine._parameters(), engine.ranks)
     mine = [(shard.tensor.numel(), shard.fragments) for shard in shards if shard.fragments]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)

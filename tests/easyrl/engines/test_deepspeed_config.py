@@ -12,8 +12,8 @@ from transformers import get_scheduler
 from easyrl.config import Config, ConfigError, TrainerConfig
 from easyrl.config.file import validate_config
 from easyrl.engines.deepspeed.config import schedule_factor, training_config
-from easyrl.engines.deepspeed.engine import perturbation
 from easyrl.engines.deepspeed.late_denominator import require_late_scalar
+from easyrl.engines.perturbation import perturbation
 
 
 def factors(num_steps: int, **trainer: object) -> list[float]:

@@ -131,6 +131,8 @@ class Arrivals:
     def __init__(self, calls: list[list[RolloutGroup]]) -> None:
         self._calls = list(calls)
 
+    def note_trained(self, num_tokens: int) -> None: ...
+
     def drain_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
         return self._calls.pop(0) if self._calls else []
 

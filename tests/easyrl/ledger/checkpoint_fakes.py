@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from easyrl.engines.base import EngineState, SavedState, StatePiece
+from easyrl.engines.base import SavedState, StatePiece
+from easyrl.engines.state_file import EngineState
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
@@ -41,7 +42,8 @@ def checkpoints(
     directory: Path, *, keep: int = 2, background: bool = False, **options: Any
 ) -> tuple[FakeEngine, Checkpoints]:
     """A fake engine and its checkpoints, one rank."""
-    engine = FakeEngine(options.pop("num_elements", NUM_ELEMENTS))
+    num_elements = options.pop("num_elements", NUM_ELEMENTS)
+    engine = options.pop("engine", None) or FakeEngine(num_elements)
     return engine, Checkpoints(
         directory,
         keep,

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from blake3 import blake3
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from easyrl.engines import state_file
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.kernels.attention.segment_layout import SegmentLayout
-from easyrl.ledger.checkpoints import checkpoints as module
 from easyrl.ledger.checkpoints.checkpoints import CheckpointError, Checkpoints
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
@@ -188,13 +188,13 @@ def _hash(tensor: torch.Tensor) -> str:
 @contextlib.contextmanager
 def late_writing(gate: threading.Event) -> Iterator[None]:
     """The writer touches its copy only when training has gone on."""
-    write = module.write_state_file
+    write = state_file.write_state_file
 
     def gated(*args: Any) -> Any:
         assert gate.wait(60)
         return write(*args)
 
-    with mock.patch.object(module, "write_state_file", gated):
+    with mock.patch.object(state_file, "write_state_file", gated):
         yield
 
 

@@ -22,12 +22,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from easyrl.engines.base import StatePiece
+from easyrl.engines import state_file
+from easyrl.engines.base import StateFile, StatePiece
+from easyrl.engines.state_file import EngineState, StateReader, write_state_file
 from easyrl.ledger.checkpoints import checkpoints as module
 from easyrl.ledger.checkpoints.checkpoints import CheckpointError
 from easyrl.ledger.checkpoints.folder import MANIFEST
-from easyrl.ledger.checkpoints.state_file import StateReader, write_state_file
-from tests.easyrl.ledger.checkpoint_fakes import checkpoints, load, save
+from tests.easyrl.ledger.checkpoint_fakes import FakeEngine, checkpoints, load, save
 
 STATE_FILE = "rank-00000-of-00001.safetensors"
 
@@ -235,6 +236,60 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", disk], check=True)
 
 
+# ---- several files of one rank -------------------------------------------------------------------
+
+
+class TwoFiles(FakeEngine):
+    """A model-parallel group: its head's share and a follower's, which may have no room."""
+
+    problem: str | None = None
+
+    def snapshot(self) -> EngineState:
+        return SharesOfTwo(super().snapshot(), self.problem)  # type: ignore[return-value]
+
+
+class SharesOfTwo:
+    def __init__(self, both: EngineState, problem: str | None) -> None:
+        self.description = both.description
+        self._problem = problem
+        self._shares = [EngineState(part, {}) for part in (both.pieces[:1], both.pieces[1:])]
+
+    def write(self, folder: Path, stem: str) -> list[StateFile]:
+        files = self._shares[0].write(folder, stem)
+        if self._problem is not None:
+            raise OSError(self._problem)
+        return files + self._shares[1].write(folder, f"{stem}-process-00001")
+
+
+def test_all_files_of_a_rank_are_named_checked_and_read(tmp_path: Path) -> None:
+    engine, saved = checkpoints(tmp_path, engine=TwoFiles())
+    for engine.step in (1, 2):
+        saved.save(engine.step, {"at": engine.step})
+    second = "rank-00000-of-00001-process-00001.safetensors"
+    assert names(tmp_path / "step-2") == [MANIFEST, second, STATE_FILE]
+    record = json.loads((tmp_path / "step-2" / MANIFEST).read_text())["record"]
+    assert set(record["files"]) == {STATE_FILE, second} and len(record["random_states"]) == 1
+    assert record["files"][second].keys() == {"num_bytes", "blake3"}
+    assert load(tmp_path) == 2  # one that has a single file reads both
+    damage_flipped(tmp_path / "step-2" / second)
+    assert load(tmp_path) == 1
+
+
+def test_a_file_of_a_rank_that_cannot_be_written_fails_the_checkpoint(tmp_path: Path) -> None:
+    engine, saved = checkpoints(tmp_path, engine=TwoFiles())
+    saved.save(1, {"at": 0})
+    engine.problem = "rank 1: no room"  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="rank 0: rank 1: no room"):
+        saved.save(2, {"at": 0})
+    assert names(tmp_path) == ["step-1"]
+
+
+def damage_flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 # ---- in the background ---------------------------------------------------------------------------
 
 
@@ -246,7 +301,7 @@ def slow_disk(gate: threading.Event) -> Iterator[None]:
         assert gate.wait(10)
         return write_state_file(*args)
 
-    with mock.patch.object(module, "write_state_file", gated):
+    with mock.patch.object(state_file, "write_state_file", gated):
         yield
 
 
