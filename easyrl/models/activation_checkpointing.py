@@ -8,10 +8,12 @@ layout, and the same code runs again on them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
+import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -49,14 +51,41 @@ def checkpoint_activations(
     """
     if mode == "none":
         return
-    again: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if mode == "selective":
-        again = partial(again, context_fn=_contexts)
+    again = _recomputed(mode)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     assert layers, f"{type(model).__name__} has no layers that transformers can checkpoint"
     for layer in layers[::every]:
         layer.gradient_checkpointing = True
         setattr(layer, "_gradient_checkpointing_func", again)  # noqa: B010, for the type checker
+
+
+def checkpoint_layers(
+    layers: Iterable[nn.Module], mode: Literal["none", "layer", "selective"]
+) -> None:
+    """``checkpoint_activations`` of layers that are no Hugging Face model's."""
+    if mode == "none":
+        return
+    again = _recomputed(mode)
+    for layer in layers:
+        setattr(layer, "forward", partial(_in_training, layer, again, layer.forward))  # noqa: B010
+
+
+def _in_training(
+    layer: nn.Module,
+    again: Callable[..., Any],
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if layer.training and torch.is_grad_enabled():
+        return again(forward, *args, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def _recomputed(mode: Literal["layer", "selective"]) -> Callable[..., Any]:
+    """``torch.utils.checkpoint`` as the mode asks for it."""
+    again: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return partial(again, context_fn=_contexts) if mode == "selective" else again
 
 
 def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:

@@ -12,6 +12,7 @@ from easyrl.runtime.user_code import describe
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
+    "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
@@ -27,12 +28,18 @@ def read_model_config(model: ModelConfig) -> PreTrainedConfig:
     Raises ``ConfigError`` naming ``model.path`` if the folder holds no model, or one that cannot be
     trained on packed rows.
     """
+    config = trainable_config(model)
+    check_weight_files(model.path)
+    return config
+
+
+def trainable_config(model: ModelConfig) -> PreTrainedConfig:
+    """``read_model_config`` of a folder that needs no weights, its ``config.json`` alone."""
     config = _configuration(model)
     _check_architecture(config, model)
     values = config.to_dict()
     _check_not_quantised(values, model)
     _check_auxiliary_loss(values, model)
-    check_weight_files(model.path)
     return config
 
 
@@ -102,7 +109,7 @@ def _check_architecture(config: PreTrainedConfig, model: ModelConfig) -> None:
         )
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     obstacles = {
-        "sliding-window attention (use_sliding_window)": architecture != "LlamaForCausalLM"
+        "sliding-window attention (sliding_window)": architecture != "LlamaForCausalLM"
         and config.sliding_window is not None,
         "attention dropout (attention_dropout)": bool(config.attention_dropout),
         f"{rope_type} rotary frequencies (rope_parameters)": rope_type in LENGTH_DEPENDENT_ROPE,

@@ -19,6 +19,7 @@ from easyrl.schema import Completion, Prompt, RolloutGroup, Score, VersionSpan
 from easyrl.trainer.accumulation import GroupFunctions
 
 VOCAB_SIZE = 101  # of no number of ranks a multiple: padded
+PADDING_ID = 7  # in prompts and responses too: its embedding has no gradient but as a label's
 NUM_LAYERS = 4
 NUM_UPDATES = 2
 GROUPS_PER_UPDATE = 8
@@ -51,6 +52,7 @@ def cases() -> list[Case]:
         "pp2": (Layout(pipeline=2), 1),
         "pp2-interleaved": (Layout(pipeline=2, chunks=2), 1),
         "pp4": (Layout(pipeline=4), 1),
+        "pp-uneven": (Layout(pipeline=2, layers_per_stage=(1, 3)), 1),
         "tp2pp2": (Layout(tensor=2, pipeline=2), 1),
         "tp2dp2-zero1": (Layout(tensor=2, data=2), 1),
         "tp2dp2-zero2": (Layout(tensor=2, data=2), 2),
@@ -90,6 +92,7 @@ def write_models(folder: Path) -> None:
                 tie_word_embeddings=tied,
                 bos_token_id=None,
                 eos_token_id=0,
+                pad_token_id=PADDING_ID,
             )
             model = Qwen3ForCausalLM(config)
             with torch.no_grad():

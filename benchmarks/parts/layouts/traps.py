@@ -42,10 +42,10 @@ def _tied_counted_twice() -> None:
 
 def _loss_divided() -> None:
     """megatron-core's mean over micro-batches in place of a sum."""
-    of_sums = pipeline.Pipeline._step
+    of_sums = pipeline._step
 
-    def of_means(self: Any, at_end: Any) -> Any:
-        step = of_sums(self, at_end)
+    def of_means(at_end: Any) -> Any:
+        step = of_sums(at_end)
 
         def of_two(places: Any, chunk: Any) -> Any:
             output, loss = step(places, chunk)
@@ -55,7 +55,7 @@ def _loss_divided() -> None:
 
         return of_two
 
-    pipeline.Pipeline._step = of_means  # type: ignore[method-assign]
+    pipeline._step = of_means
 
 
 def _vocabulary_summed_twice() -> None:
@@ -68,6 +68,17 @@ def _vocabulary_summed_twice() -> None:
     stage.VocabShard = shard  # type: ignore[assignment, misc]
 
 
+def _padding_trained() -> None:
+    """The padding token's embedding gets a gradient, which Hugging Face's does not."""
+    made = stage.PolicyStage.__init__
+
+    def init(self: Any, *args: Any, **settings: Any) -> None:
+        made(self, *args, **settings)
+        self._padding_id = None
+
+    stage.PolicyStage.__init__ = init  # type: ignore[method-assign]
+
+
 TRAP = "EASYRL_BENCH_TRAP"  # environment of a launch: which is planted
 # By name: the mistake, and a layout in which it shows.
 TRAPS: dict[str, tuple[Callable[[], None], str]] = {
@@ -76,6 +87,7 @@ TRAPS: dict[str, tuple[Callable[[], None], str]] = {
     "tied-not-summed": (_tied_not_summed, "pp2"),
     "tied-counted-twice": (_tied_counted_twice, "pp2"),
     "loss-divided": (_loss_divided, "pp2"),
+    "padding-trained": (_padding_trained, "tp2"),
     "vocabulary-summed-twice": (_vocabulary_summed_twice, "tp2"),
 }
 

@@ -126,8 +126,7 @@ class CaseRun:
         return result.grad_norm
 
     def _rows(self, groups: list[RolloutGroup]) -> list[MicroBatch]:
-        """This data-parallel rank's, with dummies where the schedule wants a multiple, or ZeRO as
-        many on each rank."""
+        """This data-parallel rank's, with dummies where ZeRO wants as many on each rank."""
         layout = self._case.layout
         of_ranks = [
             self._functions.pack(self._functions.trained(groups[rank :: layout.data], (), ()))
@@ -135,15 +134,13 @@ class CaseRun:
         ]
         rows = of_ranks[self._place.data]
         wanted = max(map(len, of_ranks)) if self._case.zero_stage >= 2 else len(rows)
-        if layout.chunks > 1:
-            wanted += -wanted % layout.pipeline
         return rows + [self._functions.dummy()] * (wanted - len(rows))
 
     def _logprob_error(self, engine: MegatronEngine, rows: list[MicroBatch]) -> float:
         worst = 0.0
         for row in rows:
             said = engine.logprobs(row)
-            if said is None or row.is_dummy:
+            if len(said) == 0 or row.is_dummy:
                 continue
             worst = max(worst, float((said.double() - self._expected(row)).abs().max()))
         return worst

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -18,35 +19,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
-from easyrl.config import ConfigError
 from easyrl.engines.megatron.layout import Layout
-from easyrl.engines.megatron.modules import HeadRMSNorm, RMSNorm, SharedPromptAttention
-from easyrl.engines.megatron.weights.mapping import LAYERS
+from easyrl.engines.megatron.modules import (
+    HeadRMSNorm,
+    OutputProjection,
+    RMSNorm,
+    SharedPromptAttention,
+)
+from easyrl.engines.megatron.splittable import WITH_QKV_BIAS, architecture_of, check_sizes
 
-WITH_QKV_BIAS, WITH_QK_NORMS = {"Qwen2ForCausalLM"}, {"Qwen3ForCausalLM"}
-
-
-def architecture_of(config: PreTrainedConfig) -> str:
-    """Raises ``ConfigError`` naming ``parallel`` if it is none that can be split."""
-    name = str((config.architectures or [config.model_type])[0])
-    if name not in LAYERS:
-        raise ConfigError(
-            f"parallel: a {name} cannot be split over devices, only {', '.join(LAYERS)}; remove "
-            "parallel, and use trainer.zero_stage"
-        )
-    obstacles = {
-        "biases of its attention (attention_bias)": name not in WITH_QKV_BIAS
-        and getattr(config, "attention_bias", False),
-        "biases of its MLP (mlp_bias)": getattr(config, "mlp_bias", False),
-        f"{config.hidden_act} in its MLP (hidden_act)": config.hidden_act != "silu",
-    }
-    found = [said for said, present in obstacles.items() if present]
-    if found:
-        raise ConfigError(
-            f"parallel: a {name} with {' and '.join(found)} cannot be split over devices; remove "
-            "parallel, and use trainer.zero_stage"
-        )
-    return name
+WITH_QK_NORMS = {"Qwen3ForCausalLM"}
 
 
 def transformer_config(
@@ -54,7 +36,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Raises ``ConfigError`` naming the key of ``parallel`` that does not fit the model."""
     name = architecture_of(config)
-    _check_sizes(config, layout)
+    check_sizes(config, layout)
     settings: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -91,6 +73,8 @@ def transformer_config(
         # In one batch with both neighbours the same process (two stages), activations and gradients
         # would be taken for each other.
         settings["batch_p2p_comm"] = False
+    if layout.layers_per_stage is not None:
+        settings["pipeline_model_parallel_layout"] = _parts_of_stages(layout.layers_per_stage)
     return TransformerConfig(**settings)
 
 
@@ -103,14 +87,14 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=SharedPromptAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=OutputProjection,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
     mlp = ModuleSpec(
         module=MLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=OutputProjection),
     )
     return ModuleSpec(
         module=TransformerLayer,
@@ -132,31 +116,14 @@ def block_submodules(config: TransformerConfig, num_layers: int) -> TransformerB
     )
 
 
+def _parts_of_stages(layers_per_stage: Sequence[int]) -> list[list[str]]:
+    """megatron-core's names of what each pipeline stage has."""
+    stages = [["decoder"] * number for number in layers_per_stage]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
+
+
 def head_size(config: PreTrainedConfig) -> int:
     own = getattr(config, "head_dim", None)
     return int(own or config.hidden_size // config.num_attention_heads)
-
-
-def _check_sizes(config: PreTrainedConfig, layout: Layout) -> None:
-    shared = {
-        "attention heads": config.num_attention_heads,
-        "features of its MLP": config.intermediate_size,
-    }
-    for what, number in shared.items():
-        if number % layout.tensor:
-            raise ConfigError(
-                f"parallel.tensor: {number} {what} cannot be shared by {layout.tensor} ranks; use "
-                "a divisor"
-            )
-    heads = config.num_key_value_heads
-    if heads % layout.tensor and layout.tensor % heads:
-        raise ConfigError(
-            f"parallel.tensor: {heads} key-value heads and {layout.tensor} ranks: neither is a "
-            "multiple of the other; use another number of ranks"
-        )
-    stages = layout.pipeline * layout.chunks
-    if config.num_hidden_layers % stages:
-        raise ConfigError(
-            f"parallel.pipeline: {config.num_hidden_layers} layers cannot be shared evenly by "
-            f"{stages} stages; set parallel.layers_per_stage"
-        )

@@ -17,6 +17,8 @@ def redirect_cuda() -> None:
     """
     if torch.cuda.is_available() or getattr(torch.cuda, "_easyrl_redirected", False):
         return
+    with torch.device("meta"):  # looks up at its first use which functions it redirects itself
+        torch.empty(0)
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_: None

@@ -2,42 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import GatheredParameters
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from easyrl.config import Config
-from easyrl.engines.base import MetricSums, NonFiniteLossError, StepResult
+from easyrl.config import Config, ConfigError
+from easyrl.engines.base import (
+    MetricSums,
+    NonFiniteLossError,
+    SavedState,
+    StepResult,
+    WeightKind,
+)
 from easyrl.engines.deepspeed.config import schedule_factor
 from easyrl.engines.deepspeed.late_denominator import step_divided
 from easyrl.engines.deepspeed.state import copy_of, restore
 from easyrl.engines.megatron.layout import Layout
+from easyrl.engines.megatron.making import StageMaker
 from easyrl.engines.megatron.padding import padded_row
-from easyrl.engines.megatron.pipeline import Pipeline
+from easyrl.engines.megatron.pipeline import Pipeline, SingleStage
 from easyrl.engines.megatron.process_groups import start_model_parallel
-from easyrl.engines.megatron.stage import PolicyStage
-from easyrl.engines.megatron.streams import Loss, StreamStage
+from easyrl.engines.megatron.state import SplitState
+from easyrl.engines.megatron.streams import Loss
 from easyrl.engines.megatron.trainable import initialise_chunks, sum_tied_embeddings
-from easyrl.engines.megatron.weights.gathering import WholeModel, gathered_weights
-from easyrl.engines.megatron.weights.loading import stored_shapes
+from easyrl.engines.megatron.weights.gathering import gathered_weights, stage_weights
+from easyrl.engines.perturbation import perturbation
 from easyrl.engines.process_group import start_process_group
+from easyrl.engines.state_file import EngineState
 from easyrl.kernels.attention.attention_check import CheckedAttention
-from easyrl.models.loading import DTYPES
-from easyrl.models.supported import read_model_config
-from easyrl.models.tri_model import FrozenModel, TriModel
 from easyrl.recipes.loading import load_recipe
-from easyrl.schema import MicroBatch
+from easyrl.recipes.recipe import Models
+from easyrl.schema import FrozenLogprobs, MicroBatch
+
+REFERENCE, OLD_POLICY = "reference", "old_policy"
 
 
 class MegatronEngine:
     """A policy split by tensor and pipeline parallelism; see ``TrainEngine`` for its methods.
 
-    Without a pipeline the three models run as in DeepSpeed's engine; with one, rows go through
-    megatron-core's schedules.
+    All processes of a model-parallel group call each of them with the same arguments. What it
+    returns is right on the one that ``Place.tells``, ``StepResult`` on all.
+
+    Raises ``ConfigError`` for what a split model cannot do.
     """
 
     def __init__(self, config: Config, layout: Layout, *, total_steps: int | None = None) -> None:
@@ -46,170 +61,184 @@ class MegatronEngine:
         self.ranks = self.place.ranks
         self.device = torch.device(get_accelerator().device_name(local_rank))
         self._config, self._layout = config, layout
-        self._recipe = load_recipe(config)
+        self._zero_stage = config.trainer.zero_stage
+        self.lockstep = self._zero_stage >= 2 and self.ranks.dp_size > 1
+        self._uncontrolled = self._recipe = load_recipe(config)
         needs = self._recipe.needs
+        _refuse(config, needs)
+        attention = CheckedAttention(config.model.attention)
+        maker = StageMaker(config, self.place, attention, self.device)
+        self._chunks = maker.trained()
+        self._whole = maker.whole_model(self._chunks[0])
         self._has_snapshot = needs.old_policy and config.trainer.updates_per_batch > 1
-        self._attention = CheckedAttention(config.model.attention)
-        self._chunks = self._load()
-        self._frozen: dict[str, list[PolicyStage]] = {}
-        if needs.reference:
-            self._frozen["reference"] = self._load_frozen()
-        if self._has_snapshot:
-            self._frozen["old_policy"] = self._load_frozen()
+        wanted_models = {REFERENCE: needs.reference, OLD_POLICY: self._has_snapshot}
+        self._frozen = {name: maker.frozen() for name, wanted in wanted_models.items() if wanted}
+        self.can_look_ahead = bool(self._frozen)
         factor = schedule_factor(config.trainer, total_steps or config.trainer.max_steps)
         self._engine = initialise_chunks(config, self._chunks, factor)
         wanted, span = config.model.logprob_backward, self._recipe.span
         self._same_pass = span == "token" if wanted == "auto" else wanted == "same_pass"
         self._old_is_policy = True
         self._sampled_by: str | None = "policy"
-        self._pipeline = self._make_pipeline() if layout.pipeline > 1 else None
-        self._tri_model = self._make_tri_model() if layout.pipeline == 1 else None
+        self._num_backwards = 0
+        self._runner = self._make_runner()
 
     # ---- training --------------------------------------------------------------------------------
 
+    def set_controls(self, controls: Mapping[str, float]) -> None:
+        self._recipe = self._uncontrolled.controlled(controls)
+
     def begin_batch(self) -> None:
         if self._has_snapshot:
-            for old, own in zip(self._frozen["old_policy"], self._chunks, strict=True):
+            for old, own in zip(self._frozen[OLD_POLICY], self._chunks, strict=True):
                 for kept, parameter in zip(old.parameters(), own.parameters(), strict=True):
                     with GatheredParameters([parameter]):
                         restore([kept], copy_of([parameter]))
-            self._set_old_is_policy(True)
+        self._old_is_policy = True  # in the first update: no forward of the snapshot
         self._sampled_by = "policy"
 
+    def prepare(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        return list(micro_batches)
+
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
-        rows = [self._padded(row).to(self.device) for row in micro_batches]
-        if self._pipeline is not None:
-            return self._pipeline.forward_backward(rows, self._loss())
-        assert self._tri_model is not None
-        self._tri_model.sampled_by = self._sampled_by  # type: ignore[assignment]
-        metrics, problem = [], None
-        for index, row in enumerate(rows):
-            loss_sum, sums = self._tri_model.loss(row, self._recipe, same_pass=self._same_pass)
-            if not bool(torch.isfinite(loss_sum)):
-                problem = f"micro-batch {index}: loss sum is {loss_sum.item()}"
-                loss_sum = loss_sum * math.nan
-            self._engine.backward(loss_sum)
-            metrics.append(sums)
-        if problem is not None:
-            raise NonFiniteLossError(problem)
-        return metrics
+        """Rows of which the frozen models have said all go without these."""
+        rows = self._on_device(micro_batches)
+        told: list[tuple[MetricSums, str | None]] = []
+        for frozen, some in itertools.groupby(rows, self._unknown):
+            told += self._runner.forward_backward(list(some), self._loss(), frozen)
+        self._num_backwards += len(rows)
+        problems = [f"micro-batch {i}: {said}" for i, (_, said) in enumerate(told) if said]
+        if problems:
+            raise NonFiniteLossError(problems[-1])
+        return [metrics for metrics, _ in told]
 
     def optimizer_step(self, denominator: float, value_denominator: float = 0.0) -> StepResult:
         assert denominator > 0
         learning_rate = float(self._engine.get_lr()[0])
+        if self._backwards_of_all_ranks() == 0:
+            return StepResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
+        if self._num_backwards == 0:  # other ranks had rows; DeepSpeed reduces only what exists
+            self._runner.backward_of_nothing(scale=0.0)
         sum_tied_embeddings(self._engine, self._chunks)
         grad_norm, applied = step_divided(self._engine, denominator / self.ranks.dp_size)
+        self._num_backwards = 0
         if applied:
-            self._set_old_is_policy(False)
+            self._old_is_policy = False
             self._sampled_by = "old_policy" if self._has_snapshot else None
         return StepResult(grad_norm, learning_rate, skipped=not applied)
 
-    @torch.no_grad()
-    def logprobs(self, micro_batch: MicroBatch) -> Tensor | None:
-        """The policy's, float32 [N], on the CPU; on the last stage, None on others. Collective."""
-        row = self._padded(micro_batch).to(self.device)
-        if self._tri_model is not None:
-            return self._tri_model.policy_logprobs(row).float().cpu()
-        streams = [StreamStage(own, own, {"reference": own}) for own in self._chunks]
-        pipeline = Pipeline(self._layout, streams)
-        said = pipeline.frozen_logprobs([row] * self._least_rows, self._config.rollout.temperature)
-        if not pipeline.is_last:
-            return None
-        logprobs = said[0].reference
-        assert logprobs is not None
-        return logprobs.float().cpu()
+    def discard_gradients(self) -> None:
+        """By a step that cannot be taken."""
+        self._runner.backward_of_nothing(scale=math.nan)
+        _, applied = step_divided(self._engine, 1.0)
+        assert not applied
+        self._num_backwards = 0
+
+    # ---- without gradient ------------------------------------------------------------------------
+
+    @property
+    def has_frozen_models(self) -> bool:
+        return bool(self._needed)
+
+    def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
+        rows, temperature = self._on_device([micro_batch]), self._config.rollout.temperature
+        said = self._runner.frozen_logprobs(rows, temperature, self._needed)
+        return said[0] if said else FrozenLogprobs(None, None)
+
+    def evaluate(self, micro_batch: MicroBatch) -> MetricSums:
+        rows = self._on_device([micro_batch])
+        said = self._runner.evaluate(rows, self._loss(), self._unknown(rows[0]))
+        return said[0] if said else MetricSums()
+
+    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        rows, temperature = self._on_device([micro_batch]), self._config.rollout.temperature
+        said = self._runner.policy_logprobs(rows, temperature)
+        return said[0].float().cpu() if said else torch.empty(0)
 
     # ---- weights ---------------------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return gathered_weights(self._whole_model(), self._parameters())
+    def named_weights(self, kind: WeightKind = "full") -> Iterator[tuple[str, Tensor]]:
+        assert kind == "full", "adapters and critics are refused"
+        return gathered_weights(self._whole, self._parameters())
+
+    def stage_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Of this pipeline stage; valid on ``Layout.writer`` alone. Collective over the stage."""
+        return stage_weights(self._whole, self._parameters(), self.place.stage)
+
+    @contextmanager
+    def perturbed_weights(self, kind: str = "full") -> Iterator[None]:
+        """Inside, all copies and parts of a tensor are scaled by one factor of its own."""
+        assert kind == "full", "adapters are refused"
+        parameters = self._parameters()
+        tensors = self._local(parameters.values())
+        saved = copy_of(tensors)
+        for name, tensor in zip(parameters, tensors, strict=True):
+            tensor.mul_(perturbation(self._whole.rules[name].tensors[0]))
+        try:
+            yield
+        finally:
+            restore(self._local(parameters.values()), saved)
+
+    def snapshot(self) -> EngineState:
+        return self._state().snapshot()
+
+    def restore(self, saved: SavedState) -> None:
+        self._state().restore(saved)
+
+    # ---- parts -----------------------------------------------------------------------------------
+
+    def _state(self) -> SplitState:
+        return SplitState(self._config, self._engine, self._parameters(), self._whole, self.place)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """This rank's, named as the whole model's."""
         return {name: p for chunk in self._chunks for name, p in chunk.global_parameters()}
 
-    def _whole_model(self) -> WholeModel:
-        hf_config = read_model_config(self._config.model)
-        rules = self._chunks[0].rules
-        return WholeModel(
-            rules,
-            stored_shapes(self._config.model.path),
-            {name: self._stage_of(name, hf_config.num_hidden_layers) for name in rules},
-            self._layout,
-            hf_config.num_key_value_heads,
-        )
+    def _local(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """This rank's storage of each parameter, with nothing gathered by ZeRO-3."""
+        if self._zero_stage < 3:
+            return [parameter.data for parameter in parameters]
+        self._engine.optimizer.empty_partition_cache()
+        with_shards: list[Any] = list(parameters)  # DeepSpeed adds the attribute
+        return [parameter.ds_tensor.data for parameter in with_shards]
 
-    def _stage_of(self, name: str, num_layers: int) -> int:
-        """The pipeline stage that has a parameter."""
-        if name.startswith("embedding."):
-            return 0
-        if not name.startswith("decoder.layers."):
-            return self._layout.pipeline - 1
-        chunk_size = num_layers // (self._layout.pipeline * self._layout.chunks)
-        return int(name.split(".")[2]) // chunk_size % self._layout.pipeline
-
-    # ---- making ----------------------------------------------------------------------------------
-
-    def _load(self) -> list[PolicyStage]:
-        """This stage's chunks of the model at ``model.path``."""
-        model = self._config.model
-        chunks = [
-            PolicyStage(
-                read_model_config(model),
-                self.place,
-                DTYPES[model.dtype],
-                attention=self._attention,
-                chunk=chunk,
-                logprob_chunk_size=model.logprob_chunk_size,
-            )
-            for chunk in range(self._layout.chunks)
-        ]
-        for chunk in chunks:
-            chunk.load(model.path)
-            chunk.to(self.device).train()
-        return chunks
-
-    def _load_frozen(self) -> list[PolicyStage]:
-        return [chunk.requires_grad_(False).eval() for chunk in self._load()]
-
-    def _make_tri_model(self) -> TriModel:
-        frozen = {name: FrozenModel(chunks[0]) for name, chunks in self._frozen.items()}
-        models = TriModel(
-            self._engine,
-            reference=frozen.get("reference"),
-            old_policy=frozen.get("old_policy"),
-            temperature=self._config.rollout.temperature,
-            device=self.device,
-        )
-        models.old_is_policy = True
-        return models
-
-    def _make_pipeline(self) -> Pipeline:
-        names = [n for n in self._frozen if n != "old_policy" or not self._old_is_policy]
-        streams = []
-        for index, chunk in enumerate(self._chunks):
-            policy = self._engine if self._layout.chunks == 1 else chunk
-            frozen = {name: self._frozen[name][index] for name in names}
-            streams.append(StreamStage(policy, chunk, frozen))
-        return Pipeline(self._layout, streams)
-
-    def _set_old_is_policy(self, is_policy: bool) -> None:
-        """In a batch's first update there is no forward of the snapshot."""
-        self._old_is_policy = is_policy
-        if self._tri_model is not None:
-            self._tri_model.old_is_policy = is_policy
-        else:
-            self._pipeline = self._make_pipeline()
+    def _make_runner(self) -> Pipeline:
+        runner = Pipeline if self._layout.pipeline > 1 else SingleStage
+        policy = self._engine if self._layout.chunks == 1 else None
+        return runner(self._layout, self._chunks, policy, self._frozen, self.device)
 
     def _loss(self) -> Loss:
         return Loss(
             self._recipe, self._same_pass, self._sampled_by, self._config.rollout.temperature
         )
 
-    def _padded(self, row: MicroBatch) -> MicroBatch:
-        return padded_row(row, self._layout.tensor) if self._layout.sequence_parallel else row
+    def _on_device(self, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
+        multiple = self._layout.tensor if self._layout.sequence_parallel else 1
+        return [padded_row(row, multiple).to(self.device) for row in rows]
 
     @property
-    def _least_rows(self) -> int:
-        """Of a schedule."""
-        return self._layout.pipeline if self._layout.chunks > 1 else 1
+    def _needed(self) -> tuple[str, ...]:
+        """Frozen models that differ from the policy."""
+        return tuple(n for n in self._frozen if n != OLD_POLICY or not self._old_is_policy)
+
+    def _unknown(self, row: MicroBatch) -> tuple[str, ...]:
+        """Frozen models whose log-probabilities do not come with ``row``."""
+        given = row.frozen or FrozenLogprobs(None, None)
+        return tuple(name for name in self._needed if getattr(given, name) is None)
+
+    def _backwards_of_all_ranks(self) -> int:
+        count = torch.tensor([self._num_backwards], device=self.device)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(count, group=group)
+        return int(count)
+
+
+def _refuse(config: Config, needs: Models) -> None:
+    """Raises ``ConfigError`` for what the recipe asks of a model that is split."""
+    key, name = config.parallel.split_key, config.recipe.name
+    for what, wanted in (("a critic", needs.critic), ("a teacher", needs.teacher is not None)):
+        if wanted:
+            raise ConfigError(
+                f"{key}: recipe {name} needs {what}, which is not built for a model that is split; "
+                f"remove {key} and use trainer.zero_stage, or another recipe"
+            )

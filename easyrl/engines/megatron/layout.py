@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from easyrl.config import ConfigError
+from easyrl.config.parallel import ParallelConfig
 from easyrl.engines.megatron.weights.pieces import TensorRank
 from easyrl.runtime.ranks import Ranks
 
@@ -20,6 +22,44 @@ class Layout:
     data: int = 1
     chunks: int = 1  # of layers, in each pipeline stage (interleaved 1F1B)
     sequence_parallel: bool = False
+    layers_per_stage: tuple[int, ...] | None = None  # None: as many in each
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, world_size: int) -> Layout:
+        """Raises ``ConfigError`` if so many processes have not whole copies of the model."""
+        if world_size % parallel.ranks_per_model:
+            raise ConfigError(
+                f"{parallel.split_key}: {parallel.ranks_per_model} processes share one copy of the "
+                f"model, but the launcher has started {world_size}; start a multiple of "
+                f"{parallel.ranks_per_model}"
+            )
+        stages = parallel.layers_per_stage
+        return cls(
+            parallel.tensor,
+            parallel.pipeline,
+            world_size // parallel.ranks_per_model,
+            parallel.chunks_per_stage,
+            parallel.sequence,
+            None if stages is None else tuple(stages),
+        )
+
+    def layers_of(self, stage: int, chunk: int, num_layers: int) -> range:
+        """Of all ``num_layers``, those of a chunk of a pipeline stage."""
+        if self.layers_per_stage is not None:
+            start = sum(self.layers_per_stage[:stage])
+            return range(start, start + self.layers_per_stage[stage])
+        size = num_layers // (self.pipeline * self.chunks)
+        start = (chunk * self.pipeline + stage) * size
+        return range(start, start + size)
+
+    def stage_of(self, layer: int, num_layers: int) -> int:
+        """The pipeline stage that has a layer."""
+        return next(
+            stage
+            for stage in range(self.pipeline)
+            for chunk in range(self.chunks)
+            if layer in self.layers_of(stage, chunk, num_layers)
+        )
 
     @property
     def world_size(self) -> int:
@@ -37,6 +77,26 @@ class Layout:
     def rank(self, tensor: int, data: int, stage: int) -> int:
         """Inverse of ``place``."""
         return (stage * self.data + data) * self.tensor + tensor
+
+    def head(self, data: int) -> int:
+        """Rank of the process that runs the trainer of a model-parallel group."""
+        return self.rank(0, data, 0)
+
+    def teller(self, data: int) -> int:
+        """Rank of the process of a group that has what the model says."""
+        return self.rank(0, data, self.pipeline - 1)
+
+    def writer(self, stage: int) -> int:
+        """Rank of the process that writes a pipeline stage's weights for the endpoints."""
+        return self.rank(0, 0, stage)
+
+    def group(self, data: int) -> list[int]:
+        """Ranks of a model-parallel group, the head first."""
+        return [
+            self.rank(tensor, data, stage)
+            for stage in range(self.pipeline)
+            for tensor in range(self.tensor)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +118,14 @@ class Place:
         return self.tensor == 0 and self.stage == 0
 
     @property
+    def tells(self) -> bool:
+        """Whether it is the one of its group that has what the model says."""
+        return self.tensor == 0 and self.stage == self.layout.pipeline - 1
+
+    @property
     def ranks(self) -> Ranks:
         """What the trainer knows of it."""
         layout = self.layout
         rank = layout.rank(self.tensor, self.data, self.stage)
-        return Ranks(rank, layout.world_size, self.data, layout.data, self.is_head)
+        heads = tuple(map(layout.head, range(layout.data)))
+        return Ranks(rank, layout.world_size, self.data, layout.data, self.is_head, heads)

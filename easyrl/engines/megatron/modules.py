@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -59,6 +59,18 @@ class HeadRMSNorm(RMSNorm):
     """Of query or key heads, which tensor-parallel ranks share."""
 
     of_heads = True
+
+
+class OutputProjection(RowParallelLinear):  # type: ignore[misc]
+    """megatron-core's, which sums the tensor ranks' products; here a copy of its own product.
+
+    It sums in place: a product that selective checkpointing has kept would be summed again.
+    """
+
+    def _forward_impl(self, *arguments: Any, **settings: Any) -> Tensor:
+        product: Tensor = super()._forward_impl(*arguments, **settings)
+        is_summed_in_place = self.tp_group.size() > 1 and not self.sequence_parallel
+        return product.clone() if is_summed_in_place else product
 
 
 class SharedPromptAttention(nn.Module):

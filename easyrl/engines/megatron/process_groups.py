@@ -6,23 +6,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-from easyrl.config import ConfigError
 from easyrl.engines.megatron.cpu import redirect_cuda
 from easyrl.engines.megatron.layout import Layout, Place
 
 
 def start_model_parallel(layout: Layout) -> Place:
-    """This process's place, once ``torch.distributed`` runs. Collective.
-
-    Raises ``ConfigError`` if the layout is for another number of processes.
-    """
-    world_size = dist.get_world_size()
-    if layout.world_size != world_size:
-        raise ConfigError(
-            f"parallel: {layout.tensor} x {layout.pipeline} processes for each of {layout.data} "
-            f"copies of the model, but the launcher has started {world_size}; start a multiple of "
-            f"{layout.tensor * layout.pipeline}"
-        )
+    """This process's place, once ``torch.distributed`` runs. Collective."""
+    assert layout.world_size == dist.get_world_size(), layout
     redirect_cuda()
     if not parallel_state.model_parallel_is_initialized():  # once in a process
         parallel_state.initialize_model_parallel(

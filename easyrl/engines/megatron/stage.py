@@ -18,13 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from easyrl.engines.megatron.architecture import (
-    architecture_of,
-    block_submodules,
-    transformer_config,
-)
+from easyrl.engines.megatron.architecture import block_submodules, transformer_config
 from easyrl.engines.megatron.layout import Place
 from easyrl.engines.megatron.modules import Row, SharedPromptAttention
+from easyrl.engines.megatron.splittable import architecture_of
 from easyrl.engines.megatron.weights.loading import load_parameters
 from easyrl.engines.megatron.weights.mapping import Split, rules
 from easyrl.engines.megatron.weights.pieces import TensorRank, padded_share, padded_size
@@ -111,10 +108,10 @@ class PolicyStage(GPTModel):  # type: ignore[misc]
         self.is_first = place.stage == 0 and chunk == 0
         self.is_last = place.stage == layout.pipeline - 1 and chunk == layout.chunks - 1
         self.tied = bool(hf_config.tie_word_embeddings)
-        num_layers = hf_config.num_hidden_layers // (layout.pipeline * layout.chunks)
+        layers = layout.layers_of(place.stage, chunk, hf_config.num_hidden_layers)
         super().__init__(
             config,
-            block_submodules(config, num_layers),
+            block_submodules(config, len(layers)),
             vocab_size=padded_size(hf_config.vocab_size, layout.tensor),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=self.is_first,
@@ -136,6 +133,8 @@ class PolicyStage(GPTModel):  # type: ignore[misc]
             if isinstance(module, SharedPromptAttention):
                 module.attention = attention
         self._place, self._num_kv_heads = place, hf_config.num_key_value_heads
+        padding = hf_config.pad_token_id
+        self._padding_id = None if padding is None else padding % hf_config.vocab_size
         self.rules = rules(architecture_of(hf_config), hf_config.num_hidden_layers, tied=self.tied)
         self._mark_split()
 
@@ -166,11 +165,21 @@ class PolicyStage(GPTModel):  # type: ignore[misc]
         assert teacher is None
         hidden = None
         if self.is_first:
-            hidden = self.embedding(input_ids=input_ids[None], position_ids=position_ids[None])
+            hidden = self._embedded(input_ids, position_ids)
         hidden = self.decoder(hidden, attention_mask=self.row(layout, position_ids))
         if not self.is_last:
             return hidden
         return self.output_layer(hidden, predictor_index, label_ids, temperature, token_loss)
+
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """[T, 1, H], or this rank's share of the tokens. As Hugging Face's embeddings, that of the
+        padding token gets no gradient here, wherever it stands; as a label's it does."""
+        hidden: Tensor = self.embedding(input_ids=input_ids[None], position_ids=position_ids[None])
+        if self._padding_id is None:
+            return hidden
+        start = 0 if len(hidden) == len(input_ids) else self._place.tensor * len(hidden)
+        is_padding = input_ids[start : start + len(hidden)] == self._padding_id
+        return torch.where(is_padding[:, None, None], hidden.detach(), hidden)
 
     def load(self, folder: Path) -> None:
         """Raises ``ConfigError`` naming ``model.path`` if the files do not fit."""

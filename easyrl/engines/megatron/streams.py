@@ -7,7 +7,7 @@ a row costs one message however many models there are. Only the policy's send gr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,20 +39,29 @@ class Loss:
 class StreamStage(nn.Module):
     """``policy`` and the frozen models whose log-probabilities are to be had, of one stage.
 
-    ``frozen``: by their names in ``FrozenLogprobs``, in the order in which they travel.
+    ``frozen``: by their names in ``FrozenLogprobs``, in the order in which they travel, behind the
+    policy unless that is left out.
     """
 
-    def __init__(self, policy: nn.Module, stage: PolicyStage, frozen: dict[str, PolicyStage]):
+    def __init__(
+        self,
+        policy: nn.Module,
+        stage: PolicyStage,
+        frozen: dict[str, PolicyStage],
+        *,
+        with_policy: bool = True,
+    ) -> None:
         super().__init__()
         self.policy = policy  # an engine around ``stage``, or itself
         self.stage = stage
         self._frozen = frozen  # not submodules: nothing of them is trained
         self.config, self.model_type, self.vp_stage = stage.config, stage.model_type, stage.vp_stage
+        self._num_policies = int(with_policy)
         self._inputs: Sequence[Tensor | None] = ()
 
     @property
     def num_streams(self) -> int:
-        return 1 + len(self._frozen)
+        return self._num_policies + len(self._frozen)
 
     def set_input_tensor(self, tensor: Any) -> None:
         """Hidden states of all streams, [streams · T, 1, H]; None for the first stage."""
@@ -62,18 +71,20 @@ class StreamStage(nn.Module):
 
     def hidden(self, row: MicroBatch, layout: SegmentLayout) -> Tensor:
         """For the next stage; only the policy's part carries gradient."""
-        outputs = [self._run(self.policy, self.stage, 0, row, layout)]
+        outputs = []
+        if self._num_policies:
+            outputs.append(self._run(self.policy, self.stage, 0, row, layout))
         with torch.no_grad():
-            for number, model in enumerate(self._frozen.values(), start=1):
+            for number, model in enumerate(self._frozen.values(), start=self._num_policies):
                 outputs.append(self._run(model, model, number, row, layout))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def loss(self, row: MicroBatch, layout: SegmentLayout, loss: Loss) -> tuple[Tensor, MetricSums]:
         """Of the last stage: the recipe's loss sum, which carries gradient, and its metrics."""
-        said = row.frozen or self.frozen_logprobs(row, layout, loss.temperature)
+        said = self.frozen_logprobs(row, layout, loss.temperature)
         recipe = loss.recipe
         if not loss.same_pass:
-            logprobs, entropy = self._run(self.policy, self.stage, 0, row, layout, loss.temperature)
+            logprobs, entropy = self.policy_logprobs(row, layout, loss.temperature)
             tri = TriLogprobs(logprobs, entropy, said, loss.sampled_by)
             return policy_loss(tri, row, recipe)
         losses = token_loss(row, said, recipe)
@@ -83,15 +94,24 @@ class StreamStage(nn.Module):
         tri = TriLogprobs(logprobs, entropy, said, loss.sampled_by)
         return loss_sum, loss_metrics(tri, row, recipe, loss_sum)
 
+    def policy_logprobs(
+        self, row: MicroBatch, layout: SegmentLayout, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Of the last stage: the policy's log-probabilities and entropy, float32 [N] each."""
+        logprobs, entropy = self._run(self.policy, self.stage, 0, row, layout, temperature)
+        return logprobs, entropy
+
     @torch.no_grad()
     def frozen_logprobs(
         self, row: MicroBatch, layout: SegmentLayout, temperature: float
     ) -> FrozenLogprobs:
-        """Of the last stage: float32 [N] of each frozen model that there is."""
-        said: dict[str, Tensor | None] = {"reference": None, "old_policy": None}
-        for number, (name, model) in enumerate(self._frozen.items(), start=1):
+        """Of the last stage: float32 [N] of each frozen model that there is, and what comes with
+        the row."""
+        given = row.frozen or FrozenLogprobs(None, None)
+        said: dict[str, Tensor | None] = {}
+        for number, (name, model) in enumerate(self._frozen.items(), start=self._num_policies):
             said[name] = self._run(model, model, number, row, layout, temperature)[0]
-        return FrozenLogprobs(said["reference"], said["old_policy"])
+        return replace(given, **said)
 
     def _run(
         self,
@@ -111,7 +131,8 @@ class StreamStage(nn.Module):
 class StreamCommunicator(P2PCommunicator):  # type: ignore[misc]
     """Sends all streams forward, and back only the policy's gradient.
 
-    ``num_streams``: of all rows of a schedule. ``on_sent`` is told the bytes of each message.
+    ``num_streams``: of all rows of a schedule. ``on_sent`` is told the direction and the bytes of
+    each message.
     """
 
     def __init__(
@@ -119,7 +140,7 @@ class StreamCommunicator(P2PCommunicator):  # type: ignore[misc]
         group: Any,
         config: ModelParallelConfig,
         num_streams: int,
-        on_sent: Callable[[int], None],
+        on_sent: Callable[[str, int], None],
     ) -> None:
         super().__init__(group, config)
         self._num_streams = num_streams
@@ -172,9 +193,9 @@ class StreamCommunicator(P2PCommunicator):  # type: ignore[misc]
         if tensor_send_prev is not None:
             own = len(tensor_send_prev) // self._num_streams
             tensor_send_prev = tensor_send_prev[:own].contiguous()
-        for tensor in (tensor_send_next, tensor_send_prev):
+        for direction, tensor in (("forward", tensor_send_next), ("backward", tensor_send_prev)):
             if tensor is not None:
-                self._on_sent(tensor.numel() * tensor.element_size())
+                self._on_sent(direction, tensor.numel() * tensor.element_size())
         received, gradient, requests = super()._communicate(
             tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev, **settings
         )

@@ -18,7 +18,7 @@ from tests.easyrl.models.test_policy_model import pack
 from tests.kernels.counted_layers import LAYERS, counted_backend
 from tests.tiny_models import FAMILIES, Family, save_tiny_model
 
-NORMS = {"llama": 2, "qwen2": 2, "qwen3": 4, "qwen3_moe": 4}  # of a decoder layer
+NORMS = {"llama": 2, "mistral": 2, "qwen2": 2, "qwen3": 4, "qwen3_moe": 4}  # of a decoder layer
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
@@ -31,6 +32,7 @@ from tests.kernels.memory_recorder import PeakMemory
 from tests.recipes import pack_groups
 from tests.tiny_models import CLASSES, FAMILIES, Family, random_group, save_tiny_model, tiny_config
 
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm)
 TEMPERATURE = 0.7
 ENTROPY_WEIGHT = 0.3  # the test objective is Σ a·logprob + 0.3·entropy, a the sequence's advantage
 # 143 tokens: one row with budget 200; several rows, with groups split, with budget 40.
@@ -131,7 +133,7 @@ def no_casts(monkeypatch: pytest.MonkeyPatch) -> None:
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 
-    for norm_class in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm):
+    for norm_class in NORMS:
         monkeypatch.setattr(norm_class, "forward", norm)
     monkeypatch.setattr(
         nn.functional, "softmax", lambda logits, dim, dtype=None: torch.softmax(logits, dim)
@@ -348,6 +350,7 @@ def test_runs_in_bf16(tmp_path: Path) -> None:
     [
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "sliding-window"),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding-window"),
+        ("mistral", {"sliding_window": 4096}, "sliding-window"),  # its default
         ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
         (
             "llama",

@@ -34,12 +34,16 @@ class WholeModel:
     layout: Layout
     num_kv_heads: int
 
+    def parameters(self) -> list[str]:
+        """By name, each tensor once: a tied projection is the embedding."""
+        first = {rule.tensors[0]: name for name, rule in reversed([*self.rules.items()])}
+        return [name for name, rule in self.rules.items() if first[rule.tensors[0]] == name]
+
     def pieces(self, rule: Rule, tensor_rank: int) -> list[Piece]:
         place = TensorRank(tensor_rank, self.layout.tensor)
         return pieces(rule, self.shapes, place, self.num_kv_heads)
 
 
-@torch.no_grad()
 def gathered_weights(
     model: WholeModel, parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -49,12 +53,27 @@ def gathered_weights(
     data-parallel rank that has it. Ranks other than the writer get tensors without data (device
     ``meta``).
     """
+    return _gathered(model, parameters, model.parameters(), WRITER)
+
+
+def stage_weights(
+    model: WholeModel, parameters: Mapping[str, Tensor], stage: int
+) -> Iterator[tuple[str, Tensor]]:
+    """As ``gathered_weights``, of one pipeline stage, on the rank that ``Layout.writer`` says.
+
+    Collective over the stage's ranks. A tied embedding is the first stage's.
+    """
+    own = [name for name in model.parameters() if model.stages[name] == stage]
+    return _gathered(model, parameters, own, model.layout.writer(stage))
+
+
+@torch.no_grad()
+def _gathered(
+    model: WholeModel, parameters: Mapping[str, Tensor], names: Sequence[str], writer: int
+) -> Iterator[tuple[str, Tensor]]:
     rank, layout = dist.get_rank(), model.layout
-    done: set[str] = set()
-    for name, rule in model.rules.items():
-        if rule.tensors[0] in done:  # a tied projection is the embedding
-            continue
-        done.update(rule.tensors)
+    for name in names:
+        rule = model.rules[name]
         parts = {
             layout.rank(tensor, 0, model.stages[name]): model.pieces(rule, tensor)
             for tensor in range(layout.tensor)
@@ -64,10 +83,10 @@ def gathered_weights(
         if own is not None:  # all ranks that share it by ZeRO-3
             with GatheredParameters([own]):
                 held = _joined(own, model.pieces(rule, layout.place(rank).tensor))
-        if rank != WRITER:
+        if rank != writer:
             if rank in parts:
                 assert held is not None
-                dist.send(held, WRITER)
+                dist.send(held, writer)
             for tensor in rule.tensors:
                 yield tensor, torch.empty(tuple(model.shapes[tensor]), device="meta")
             continue

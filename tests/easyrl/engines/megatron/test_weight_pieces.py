@@ -19,6 +19,7 @@ from tests.tiny_models import Family, tiny_model
 
 ARCHITECTURES: dict[Family, str] = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
