@@ -174,6 +174,7 @@ class Decision(NamedTuple):
     position: int
     accepted: bool
     exclusion: Exclusion | None = None
+    trains: int | None = None  # data-parallel rank that is to train it; None: the one that drew it
 
 
 # Versions of an adapter for which a proof of the model below it holds. That never changes: a bit of
@@ -334,6 +335,8 @@ class RolloutGroup:
     rejected: str | None = None  # the recipe's reason not to train it
     # blake3 of its journal record, or of a supervised record's tokens, 32 hex digits; None: neither
     digest: str | None = None
+    drawn_by: int | None = None  # data-parallel rank; None: the one that trains it
+    bytes_moved: int = 0  # that brought it here from the rank that drew it, in this attempt
 
     @property
     def rewards(self) -> np.ndarray:
@@ -361,7 +364,8 @@ class GroupOutcome(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True
     stamped: list[str]  # versions on its tokens, sorted
     endpoints: list[str]  # URLs that made them, sorted
     update: int = 0  # of the batch's optimizer steps
-    rank: int = 0  # data-parallel, that drew it
+    rank: int = 0  # data-parallel, that trained it, or drew it if it was refused
+    drawn_by: int | None = None  # the rank whose journal has its record, where that is another one
     reason: str | None = None  # why it was excluded or rejected
     exclusion: ExclusionKind | None = None
     recovered: bool = False  # from the journal of an earlier attempt
@@ -391,6 +395,7 @@ class GroupOutcome(msgspec.Struct, omit_defaults=True, frozen=True, kw_only=True
             reason=group.refused,
             exclusion=None if group.excluded is None else group.excluded.kind,
             recovered=recovered,
+            drawn_by=group.drawn_by,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ class RowCost:
         """
         pairs = (end * (end + 1) - begin * (begin + 1)) / 2
         return self.per_token * (end - begin) + self.per_pair * pairs
+
+    def of_group(self, prompt: int, responses: Sequence[int]) -> int:
+        """Of a row with a prompt of so many tokens and its responses, all trained: as many tokens
+        as cost the same where each attends to itself alone."""
+        ends = np.array([prompt, *(prompt + length for length in responses)], dtype=np.float64)
+        begins = np.array([0, *(prompt for _ in responses)], dtype=np.float64)
+        cost = self.tokens(begins, ends).sum() + self.per_label * sum(responses)
+        return round(float(cost) / (self.per_token + self.per_pair))
 
 
 def model_cost(shape: Mapping[str, Any]) -> RowCost:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
+from easyrl.dataloaders.producer.balance import Balance
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.schema import Decision, Exclusion
 
@@ -28,8 +29,13 @@ class SharedDecisions(Protocol):
         """A number, from 0, that no other call on any rank is given."""
 
     def publish(
-        self, position: int, accepted: bool, exclusion: Exclusion | None = None
-    ) -> None: ...
+        self,
+        position: int,
+        accepted: bool,
+        exclusion: Exclusion | None = None,
+        trains: int | None = None,
+    ) -> None:
+        """``trains``: another rank that is to train the group."""
 
     def news(self) -> Sequence[Decision]:
         """What other ranks have published since the last call."""
@@ -57,11 +63,14 @@ class Draws:
         kept: Mapping[int, bool] | None = None,
         # told of each exclusion, of any rank; why there are too many of them now, or None
         count: Callable[[int, Exclusion], str | None] = lambda position, exclusion: None,
+        # which rank trains what this one has drawn; None: this one
+        balance: Balance | None = None,
     ) -> None:
         self.membership = membership
         self._shared = shared
         self._room = room
         self._count = count
+        self.balance = balance
         self._claims = shared is not None and fixed is None
         self._open: set[int] = set()  # drawn by this rank and not decided
         self._changed = asyncio.Event()
@@ -74,6 +83,8 @@ class Draws:
         # This rank's, and may not be drawn yet. None: to be claimed.
         self._next = None if self._claims else next(self._undecided)
         self.on_change: Callable[[], object] = lambda: None  # after every decision
+        # before the decision of a group that another rank hands over to this one
+        self.on_handed_over: Callable[[int], Awaitable[object]] = _nowhere
         self.on_notice: Callable[[Notice, str], object] = lambda notice, reason: None  # another's
         self.on_too_many: Callable[[str], object] = lambda problem: None  # ... exclusions
 
@@ -83,7 +94,7 @@ class Draws:
     async def __anext__(self) -> int:
         """Ends when the batch is complete: every drawn position of all ranks is decided."""
         while True:
-            self._hear()
+            await self._hear()
             if self.membership.complete:
                 raise StopAsyncIteration
             if (position := self._drawn()) is not None:
@@ -103,12 +114,18 @@ class Draws:
         assert self._next is not None, "nobody knows what this rank will claim"
         return min(self._open, default=self._next)  # positions are drawn in their order
 
-    def decide(self, position: int, accepted: bool, exclusion: Exclusion | None = None) -> None:
-        """What became of a position that this rank has drawn."""
+    def decide(
+        self,
+        position: int,
+        accepted: bool,
+        exclusion: Exclusion | None = None,
+        trains: int | None = None,
+    ) -> None:
+        """What became of a position that this rank has drawn; ``trains``: another rank does."""
         self._open.discard(position)
-        self._take(Decision(position, accepted, exclusion))
+        self._take(Decision(position, accepted, exclusion, trains))
         if self._shared is not None:
-            self._shared.publish(position, accepted, exclusion)
+            self._shared.publish(position, accepted, exclusion, trains)
         self._tell()
 
     def announce(self, notice: Notice, reason: str) -> None:
@@ -137,11 +154,15 @@ class Draws:
         self._num_claimed = number + 1
         return next(self._undecided)
 
-    def _hear(self) -> None:
+    async def _hear(self) -> None:
         if self._shared is None:
             return
+        if self.balance is not None:
+            self.balance.tell()
         news = self._shared.news()
         for decision in news:
+            if self.balance is not None and decision.trains == self.balance.rank:
+                await self.on_handed_over(decision.position)  # it has to be here when it counts
             self._take(decision)
         if news:
             self._tell()
@@ -158,3 +179,7 @@ class Draws:
     def _tell(self) -> None:
         self.on_change()
         self._changed.set()
+
+
+async def _nowhere(position: int) -> None:
+    raise AssertionError(f"nobody takes the group of position {position}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from easyrl.dataloaders.producer.open_samples import OpenSamples
@@ -22,6 +22,8 @@ class ProducerError(RuntimeError):
 class StoredGroup(Protocol):
     """A finished group that is somewhere else than in memory."""
 
+    @property
+    def lengths(self) -> tuple[int, ...]: ...  # tokens of the prompt, and of each response
     @property
     def num_tokens(self) -> int: ...  # packed
     @property
@@ -49,6 +51,7 @@ class ReadyGroup(NamedTuple):
     num_tokens: int  # packed
     group: RolloutGroup | StoredGroup
     is_recovered: bool = False  # finished in an earlier attempt
+    cost: int = 0  # of training on it (``balance.GroupCost``)
 
 
 Idle = Callable[[], bool]  # does one piece of other work; False if there was none
@@ -86,6 +89,7 @@ class GroupStream:
         self._failure: ProducerError | None = None
         self._interruption: BaseException | None = None
         self._ahead: list[Piece] = []  # since the last drain
+        self._untrained = [0, 0]  # cost and packed tokens of what was handed out
         # finished responses of groups that are not complete
         self.open_samples = OpenSamples(num_generations, wake=lambda: self._ready.put(None))
         self.recovered: set[Key] = set()  # put, and finished in an earlier attempt
@@ -95,6 +99,13 @@ class GroupStream:
         # is told of each drain, and of what was computed ahead since the one before; what it
         # raises, ``drain_ready`` does
         self.on_drain: Callable[[Sequence[Key], int, Sequence[Piece]], object] = lambda *drain: None
+        # is told the cost of what was trained, row by row where ``note_trained`` is called, and of
+        # what is left of a drain when the next one begins
+        self.on_trained: Callable[[int], object] = lambda cost: None
+        self.trained_at_end = False  # all groups are drained before the first of them is trained
+        # groups that are not put, and of which responses may have been computed ahead: this rank
+        # has drawn them, and another one trains them or nobody does
+        self.elsewhere: Mapping[Key, RolloutGroup | StoredGroup] = {}
         self.wait_s = 0.0  # time the consumer was blocked
         self.load_s = 0.0  # time the consumer read groups back from the store
         self.first_group_wait_s: float | None = None
@@ -134,6 +145,8 @@ class GroupStream:
         first group is returned whatever its size.
         What an earlier attempt drained at once is so again, whatever ``max_tokens``.
         """
+        if not self.trained_at_end:
+            self.note_trained(self._untrained[1])
         groups: list[RolloutGroup] = []
         if self.past_drains:
             groups = self.drain(self.past_drains.popleft().keys)
@@ -162,6 +175,15 @@ class GroupStream:
                 assert self._has_more, f"group {key} was handed out before"
                 self._receive(block=True)
         return [self._hand_out(key) for key in keys]
+
+    def note_trained(self, num_tokens: int) -> None:
+        """Rows of so many packed tokens of what was drained were trained."""
+        cost, tokens = self._untrained
+        done = min(num_tokens, tokens)
+        trained = cost if done == tokens else cost * done // tokens
+        self._untrained = [cost - trained, tokens - done]
+        if trained:
+            self.on_trained(trained)
 
     def note_ahead(self, piece: Sequence[FinishedSamples]) -> None:
         """These responses were computed ahead, in one piece and in this order."""
@@ -252,7 +274,12 @@ class GroupStream:
             raise self._failure
 
     def _hand_out(self, key: Key) -> RolloutGroup:
-        group = self._here.pop(key).group
+        ready = self._here.pop(key)
+        group = ready.group
+        self._untrained = [
+            old + new
+            for old, new in zip(self._untrained, (ready.cost, ready.num_tokens), strict=True)
+        ]
         self._num_handed_out += 1
         if self.first_group_wait_s is None:
             self.first_group_wait_s = self.wait_s
@@ -266,15 +293,20 @@ class GroupStream:
             self.load_s += time.monotonic() - start
 
     def _samples(self, key: Key, numbers: Sequence[int]) -> FinishedSamples | None:
-        if key not in self._here:
+        found = self._here[key].group if key in self._here else self.elsewhere.get(key)
+        if found is None:
             return None
-        found = self._here[key].group
         group = found if isinstance(found, RolloutGroup) else found.load()
         if not all(n < len(group.completions) for n in numbers):
             return None
         return FinishedSamples(group.prompt, {n: group.completions[n] for n in numbers})
 
 
+def lengths_of(group: RolloutGroup) -> tuple[int, ...]:
+    """Tokens of the prompt, and of each response."""
+    return (len(group.prompt.token_ids), *(len(c.token_ids) for c in group.completions))
+
+
 def packed_tokens(group: RolloutGroup) -> int:
     """Tokens of a group packed with its prompt once: P + ΣR (paper §4.2). A tree has no more."""
-    return len(group.prompt.token_ids) + sum(len(c.token_ids) for c in group.completions)
+    return sum(lengths_of(group))

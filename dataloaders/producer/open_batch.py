@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from easyrl.dataloaders.producer.draws import Draws, Notice
 from easyrl.dataloaders.producer.group_stream import (
     GroupStream,
     ReadyGroup,
     StoredGroup,
-    packed_tokens,
+    lengths_of,
 )
 from easyrl.schema import (
     BatchWithdrawn,
@@ -67,6 +67,9 @@ class OpenBatch:
         self._held: dict[int, ReadyGroup] = {}
         self._held_samples: dict[int, tuple[Prompt, dict[int, Completion]]] = {}
         self._num_ended = 0  # streams
+        if draws.balance is not None:
+            for stream in self.updates:
+                stream.on_trained = lambda cost: self._note(-cost)
         draws.on_change = self.release
         draws.on_notice = self._hear
         draws.on_too_many = self.stop
@@ -86,7 +89,10 @@ class OpenBatch:
             return False
         in_memory = stored is None or self._room.acquire(blocking=False)
         kept = group if stored is None or in_memory else stored
-        self._held[position] = ReadyGroup(group.prompt.key, packed_tokens(group), kept)
+        lengths = lengths_of(group)
+        cost = self.cost_of(lengths)
+        self._note(cost)
+        self._held[position] = ReadyGroup(group.prompt.key, sum(lengths), kept, cost=cost)
         return True
 
     def add_stored(self, position: int, prompt: Prompt, stored: StoredGroup) -> bool:
@@ -94,9 +100,19 @@ class OpenBatch:
         if stored.refused and not self.hands_out_refused:
             self.refused.append(GroupOutcome.of(stored.load(), recovered=stored.is_recovered))
             return False
-        num_tokens, is_recovered = stored.num_tokens, stored.is_recovered
-        self._held[position] = ReadyGroup(prompt.key, num_tokens, stored, is_recovered)
+        self._note(self.cost_of(stored.lengths))
+        self.add_handed_over(position, prompt, stored)
         return True
+
+    def add_handed_over(self, position: int, prompt: Prompt, stored: StoredGroup) -> None:
+        """A group that was queued for this rank already, by another one; it will be handed out."""
+        num_tokens, cost = stored.num_tokens, self.cost_of(stored.lengths)
+        self._held[position] = ReadyGroup(prompt.key, num_tokens, stored, stored.is_recovered, cost)
+
+    def cost_of(self, lengths: Sequence[int]) -> int:
+        """Of a group with so many tokens in its prompt and in each response; 0: nobody asks."""
+        balance = self._draws.balance
+        return 0 if balance is None else balance.cost_of(lengths[0], lengths[1:])
 
     def add_sample(
         self, position: int, prompt: Prompt, number: int, completion: Completion
@@ -147,6 +163,10 @@ class OpenBatch:
         """Gives up what is not finished. Safe to call twice."""
         for stream in self.updates:
             stream.close()
+
+    def _note(self, cost: int) -> None:
+        if self._draws.balance is not None:
+            self._draws.balance.note(cost)
 
     def _cancel(self) -> None:
         if self.producing is not None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from easyrl.dataloaders.producer.draws import Draws
@@ -48,6 +49,12 @@ class GroupStore(Protocol):
     def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredGroup]:
         """Stores a finished group; returns it with ``digest`` set, and how to read it back."""
 
+    def give(self, stored: StoredGroup) -> bytes:
+        """A group that it stores, for another rank's ``receive``."""
+
+    def receive(self, payload: bytes, prompt: Prompt) -> StoredGroup:
+        """A group that another rank stores and this one is to train, from now on for good."""
+
     def flush(self) -> None:
         """Nothing more comes for now: what takes long may be done while the trainer is busy."""
 
@@ -67,8 +74,9 @@ class _Run(NamedTuple):
 class RolloutGenerator:
     """Turns prompts into streams of finished groups, in the background.
 
-    Records ``batch_dispatched``, ``response_scored``, ``group_ready``, ``batch_generated`` when all
-    drawn positions of all ranks are decided, and ``group_recovered`` for each group of a store.
+    Records ``batch_dispatched``, ``response_scored``, ``group_ready``, ``group_handed_over`` where
+    another rank is to train one, ``batch_generated`` when all drawn positions of all ranks are
+    decided, and ``group_recovered`` for each group of a store.
     """
 
     thread: LoopThread  # its loop runs the requests
@@ -126,6 +134,7 @@ class RolloutGenerator:
             self._add_stored(batch, position, prompt_at(position), stored)
         batch.release()  # what is recovered is ready from the start
         run = _Run(draws, prompt_at, version, store, accept, batch)
+        draws.on_handed_over = partial(self._receive, run)
         batch.producing = self.thread.submit(self._produce(run))
         return batch
 
@@ -162,11 +171,40 @@ class RolloutGenerator:
             if run.store is not None:
                 async with self._disk:  # the loop goes on meanwhile
                     group, stored = await asyncio.to_thread(run.store.add, group)
-            hands_out = run.batch.add(position, group, stored)
+            self.record("group_ready", epoch=prompt.epoch, index=prompt.index)
+            trains = await self._hand_over(position, group, stored, run)
+            hands_out = trains is not None or run.batch.add(position, group, stored)
         finally:
             run.batch.close_open_group(position, prompt)
-        self.record("group_ready", epoch=prompt.epoch, index=prompt.index)
-        run.draws.decide(position, hands_out, group.excluded)
+        run.draws.decide(position, hands_out, group.excluded, trains)
+
+    async def _hand_over(
+        self, position: int, group: RolloutGroup, stored: StoredGroup | None, run: _Run
+    ) -> int | None:
+        """The other rank that is to train ``group`` and can fetch it now; None: this one is."""
+        balance, store = run.draws.balance, run.store
+        if balance is None or store is None or stored is None or group.refused is not None:
+            return None
+        cost = run.batch.cost_of(stored.lengths)
+        rank = await asyncio.to_thread(balance.choose, cost)
+        if rank == balance.rank:
+            return None
+        payload = await asyncio.to_thread(store.give, stored)
+        await asyncio.to_thread(balance.shared.put_group, position, payload)
+        epoch, index = group.prompt.key
+        self.record(
+            "group_handed_over", epoch=epoch, index=index, rank=rank, num_bytes=len(payload)
+        )
+        return rank
+
+    async def _receive(self, run: _Run, position: int) -> None:
+        """The group of ``position``, which another rank has drawn, is this one's."""
+        assert run.draws.balance is not None and run.store is not None
+        shared, prompt = run.draws.balance.shared, run.prompt_at(position)
+        payload = await asyncio.to_thread(shared.take_group, position)
+        async with self._disk:
+            stored = await asyncio.to_thread(run.store.receive, payload, prompt)
+        run.batch.add_handed_over(position, prompt, stored)
 
     def _add_stored(
         self, batch: OpenBatch, position: int, prompt: Prompt, stored: StoredGroup

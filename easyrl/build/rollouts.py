@@ -7,8 +7,10 @@ from easyrl.build.endpoints import Endpoints, set_aside
 from easyrl.build.recipe import accept_function
 from easyrl.build.run import OpenRun
 from easyrl.build.steps import max_draws
+from easyrl.dataloaders.packing.cost import cost_of_model_at
 from easyrl.ledger.journal.batch import Journal
 from easyrl.ledger.journal.rollouts import BatchRules, JournalledRollouts
+from easyrl.recipes.loading import load_recipe
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.rank_coordination import RankCoordination
 
@@ -18,6 +20,7 @@ def open_rollouts(
 ) -> JournalledRollouts:
     """The producer of this rank; it starts with the first batch. Collective."""
     config, inference = run.config, endpoints.inference
+    balance = config.trainer.balance and run.ranks.dp_size > 1
     rollouts = JournalledRollouts(
         inference.rollouts(),
         journal,
@@ -29,6 +32,8 @@ def open_rollouts(
             max_excluded=config.data.max_excluded,
             accept=accept_function(config),
             in_prompt_order=is_strict(config),
+            cost_of=cost_of_model_at(config.model.path).of_group if balance else None,
+            trained_at_end=load_recipe(config).scope == "batch",
         ),
         run.ranks,
         RankCoordination(run.collectives),

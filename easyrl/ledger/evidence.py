@@ -72,6 +72,8 @@ class JournalEvidence:
         for key, group in trained_on.items():
             if not any(key in share.groups for share in shares):
                 raise _not_found(group, shares, others.get(key), f"journal/{folder.name}")
+            with located(key=key, file=f"journal/{folder.name}"):
+                _refuse_other_ranks(group, shares)
 
     def _compare(
         self, record: BatchRecord, group: GroupOutcome, entry: GroupRecord, weights: str
@@ -121,6 +123,34 @@ class JournalEvidence:
                     f"is {told} in certificate and journal, its recipe says: {replayed}"
                 )
         self.num_replayed += 1
+
+
+def _refuse_other_ranks(group: GroupOutcome, shares: Sequence[Share]) -> None:
+    """The ranks that are said to have drawn and trained a group are those of the journal.
+
+    Of a group from an earlier attempt only who drew it is known: there may have been more ranks.
+    """
+    if group.recovered and group.drawn_by is None:
+        return
+    drawn_by = group.rank if group.drawn_by is None else group.drawn_by
+    found = {
+        share.file.rank
+        for share in shares
+        if group.key in share.groups and share.groups[group.key].place.digest.hex() == group.digest
+    }
+    if drawn_by not in found:
+        ranks = ", ".join(map(str, sorted(found))) or "none"
+        raise CertificateError(
+            f"drawn by: rank {drawn_by} in the certificate, {ranks} in the journal"
+        )
+    if drawn_by == group.rank or group.recovered:
+        return
+    told = {(share.file.rank, h.digest) for share in shares for h in share.handovers}
+    if (group.rank, group.digest) not in told:
+        raise CertificateError(
+            f"was drawn by rank {drawn_by} and trained by rank {group.rank}, whose journal has no "
+            "hand-over of it"
+        )
 
 
 def _span_problem(completion: Completion, accepted: list[str]) -> str | None:

@@ -234,6 +234,9 @@ class RecordedRollouts:
         stream = GroupStream(cancel=lambda: None, in_prompt_order=True)
         stream.accepted_versions = frozenset(record.accepted_versions)
         stream.past_drains.extend(drains)
+        ahead = {key for drain in drains for piece in drain.ahead for key, _ in piece}
+        elsewhere = {g.key for g in record.groups if g.digest is not None} & ahead - set(keys)
+        stream.elsewhere = self.run.groups(record.batch, frozenset(elsewhere))
         for key in keys:
             stream.put(ReadyGroup(key, packed_tokens(groups[key]), groups[key]))
         stream.end()

@@ -64,6 +64,8 @@ class BatchTotals:
         ngrams = [count_ngrams(c.token_ids) for c in group.completions]
         sums = {
             "groups": 1.0,
+            "groups_moved": float(group.bytes_moved > 0),
+            "bytes_moved": float(group.bytes_moved),
             "prompt_tokens": float(len(group.prompt.token_ids)),
             "responses": float(len(lengths)),
             "response_tokens": float(lengths.sum()),
@@ -154,7 +156,8 @@ def batch_metrics(updates: Sequence[Update], groups: Sequence[GroupOutcome]) -> 
     ``critic/*`` means over the updates, and each update's own are under ``update<i>/``. The times
     of arrival (``time/…_group_s``) are of all groups, each after the first request of its rank's
     update. The comparison with the inference server is the first update's. ``groups`` are all that
-    the batch has drawn.
+    the batch has drawn. ``balance/*``, of what ranks have handed over, is there where there are
+    several.
     """
     rows = [_update_metrics(update) for update in updates]
     outcomes = Counter(group.outcome for group in groups)
@@ -166,6 +169,11 @@ def batch_metrics(updates: Sequence[Update], groups: Sequence[GroupOutcome]) -> 
         "batch/groups_excluded_refused": float(exclusions["refused"]),
         "batch/groups_excluded_too_long": float(exclusions["too_long"]),
     }
+    if updates[0].totals.num_ranks > 1:
+        drawn |= {
+            f"balance/{name}": sum(u.totals.metrics.sums.get(name, 0.0) for u in updates)
+            for name in ("groups_moved", "bytes_moved")
+        }
     if len(rows) == 1:
         return rows[0] | drawn
     whole = BatchTotals()

@@ -8,7 +8,7 @@ from threading import Event
 import numpy as np
 
 from easyrl.dataloaders.producer.draws import Draws
-from easyrl.dataloaders.producer.group_stream import GroupStream, packed_tokens
+from easyrl.dataloaders.producer.group_stream import GroupStream, lengths_of, packed_tokens
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.runtime.loop_thread import LoopThread
@@ -127,6 +127,10 @@ class MemoryStore:
 class Stored:
     store: MemoryStore
     group: RolloutGroup
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return lengths_of(self.group)
 
     @property
     def num_tokens(self) -> int:

@@ -38,7 +38,13 @@ class Shared:
         self.board.num_claims += 1
         return self.board.num_claims - 1
 
-    def publish(self, position: int, accepted: bool, exclusion: Exclusion | None = None) -> None:
+    def publish(
+        self,
+        position: int,
+        accepted: bool,
+        exclusion: Exclusion | None = None,
+        trains: int | None = None,
+    ) -> None:
         self.board.said.append((self.rank, position, accepted))
 
     def news(self) -> Sequence[Decision]:

@@ -113,7 +113,9 @@ def _outcomes(record: BatchRecord) -> None:
     for group in record.groups:
         expected = "skipped" if group.update in record.skipped_updates else "trained"
         problem = None
-        if not group.accepted:
+        if group.drawn_by is not None and (why := _bad_drawer(record, group)) is not None:
+            problem = why
+        elif not group.accepted:
             problem = None if group.reason else f"is {group.outcome} without a reason"
         elif not 0 <= group.update < record.num_updates:
             problem = f"is of update {group.update}, there are {record.num_updates}"
@@ -121,6 +123,18 @@ def _outcomes(record: BatchRecord) -> None:
             problem = f"counts as {group.outcome}, its update as {expected}"
         if problem is not None:
             raise CertificateError(problem, key=group.key)
+
+
+def _bad_drawer(record: BatchRecord, group: GroupOutcome) -> str | None:
+    """What is wrong with the rank that is said to have drawn a group for another one."""
+    drawn_by = group.drawn_by
+    assert drawn_by is not None
+    if drawn_by == group.rank:
+        return f"was drawn by rank {drawn_by} for itself"
+    # an earlier attempt may have had more ranks
+    if drawn_by < 0 or (drawn_by >= record.num_ranks and not group.recovered):
+        return f"was drawn by rank {drawn_by} of {record.num_ranks}"
+    return None
 
 
 def _whole_updates(record: BatchRecord, context: Context) -> None:

@@ -15,10 +15,12 @@ from blake3 import blake3
 from easyrl.completion_check import CompletionLimits
 from easyrl.config import Config, RewardConfig
 from easyrl.config.secrets import redact
-from easyrl.dataloaders.producer.group_stream import Piece
+from easyrl.dataloaders.producer.group_stream import Piece, StoredGroup
 from easyrl.ledger.journal.codec import (
     EVER,
     DrainRecord,
+    HandedGroup,
+    HandoverRecord,
     Header,
     WithdrawalRecord,
     encode,
@@ -27,6 +29,7 @@ from easyrl.ledger.journal.codec import (
     token_digest,
 )
 from easyrl.ledger.journal.earlier_attempts import (
+    MadeBy,
     Share,
     StoredRecord,
     UnusableRecord,
@@ -35,13 +38,20 @@ from easyrl.ledger.journal.earlier_attempts import (
     read_earlier_attempts,
     usable_drains,
 )
+from easyrl.ledger.journal.handed_record import HandedRecord
 from easyrl.ledger.journal.reading import (
     JournalFile,
     batch_folder,
     file_name,
     journalled_batches,
 )
-from easyrl.ledger.journal.record_file import FsyncPolicy, JournalError, RecordWriter
+from easyrl.ledger.journal.record_file import (
+    FsyncPolicy,
+    JournalError,
+    RecordLocation,
+    RecordWriter,
+    read_record,
+)
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.schema import BatchWithdrawn, Key, Prompt, RolloutGroup, ServedWeights
 
@@ -96,7 +106,8 @@ class BatchJournal:
                 f"epoch {prompt.epoch} had other tokens when this was journalled; resume with the "
                 "same data, chat template and tokenizer, or start a new run"
             )
-        return replace(finished, prompt=prompt)
+        drawn_by = None if finished.rank == self._journal.rank else finished.rank
+        return replace(finished, prompt=prompt, drawn_by=drawn_by)
 
     def add(
         self, group: RolloutGroup, restart: int | None = None
@@ -112,22 +123,39 @@ class BatchJournal:
         payload = encode(record)
         with self._lock:
             assert not self._closed, "the batch is over"
-            if restart not in (None, self.num_restarts):
-                raise BatchWithdrawn("the batch has begun again")
-            for endpoint, proof in self._in_doubt:
-                if is_withdrawn(record.made_by, endpoint, proof):
-                    raise BatchWithdrawn(f"{endpoint} failed its proof")
+            self._refuse_withdrawn(record.made_by, restart)
             assert key not in self._own.groups, f"{key} was journalled before"
             assert key not in self._finished, f"{key} was journalled in an earlier attempt"
-            place = self._open_writer().append(payload)
-            if self._journal.fsync == "group":
-                self._open_writer().sync()
+            place = self._append(payload)
             stored = self._own.groups[key] = replace(
                 StoredRecord.of(record, place, self._journal.rank),
                 prompt=group.prompt,
                 times_s=(group.dispatched_s, group.completed_s),
             )
         return replace(group, digest=place.digest.hex()), stored
+
+    def give(self, stored: StoredGroup) -> bytes:
+        """A group that ``add`` has stored, for another rank. Raises ``JournalError``."""
+        assert isinstance(stored, StoredRecord) and stored.times_s is not None
+        began_s, ended_s = stored.times_s
+        record = read_record(stored.place)
+        return encode(
+            HandedGroup(self._journal.rank, ended_s - began_s, record, stored.place.digest)
+        )
+
+    def receive(self, payload: bytes, prompt: Prompt, restart: int | None = None) -> HandedRecord:
+        """Journals that this rank trains the group of another one.
+
+        Its record is in the other's journal, and there alone. Raises as ``add`` does, and
+        ``JournalError`` where the group is not the one that was sent.
+        """
+        handed = HandedRecord.of(payload, prompt)
+        with self._lock:
+            assert not self._closed, "the batch is over"
+            self._refuse_withdrawn(handed.record.made_by, restart)
+            told = HandoverRecord(prompt.key, handed.digest, handed.drawn_by, self.num_restarts)
+            self._append(encode(told))
+        return handed
 
     def withdraw(self, endpoint: str, proof: int) -> int:
         """Drops the groups with a completion that ``endpoint`` made since its ``proof``.
@@ -197,6 +225,21 @@ class BatchJournal:
                 self._writer.close()
             self._closed = True
 
+    def _refuse_withdrawn(self, made_by: MadeBy, restart: int | None) -> None:
+        """Raises ``BatchWithdrawn`` for a group that comes too late."""
+        if restart not in (None, self.num_restarts):
+            raise BatchWithdrawn("the batch has begun again")
+        for endpoint, proof in self._in_doubt:
+            if is_withdrawn(made_by, endpoint, proof):
+                raise BatchWithdrawn(f"{endpoint} failed its proof")
+
+    def _append(self, payload: bytes) -> RecordLocation:
+        """What must not be lost with the machine, where the policy says so."""
+        place = self._open_writer().append(payload)
+        if self._journal.fsync == "group":
+            self._open_writer().sync()
+        return place
+
     def _open_writer(self) -> RecordWriter:
         if self._writer is None:  # here and not before: making files takes long
             self._writer = RecordWriter(self._own.file.path, durable=self._journal.fsync != "never")
@@ -212,10 +255,14 @@ class Production:
         self._journal = journal
         self._restart = journal.num_restarts
         self.find = journal.find
+        self.give = journal.give
         self.flush = journal.sync  # early, while the trainer is busy with the last groups
 
     def add(self, group: RolloutGroup) -> tuple[RolloutGroup, StoredRecord]:
         return self._journal.add(group, self._restart)
+
+    def receive(self, payload: bytes, prompt: Prompt) -> HandedRecord:
+        return self._journal.receive(payload, prompt, self._restart)
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,10 @@ class GroupRecord(_Struct):
         return [(completion.endpoint, completion.proof) for completion in self.completions]
 
     @property
-    def num_tokens(self) -> int:
-        """Packed: P + ΣR."""
-        tokens = len(self.prompt_token_ids) + sum(len(c.token_ids) for c in self.completions)
-        return tokens // 4
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of the prompt, and of each response."""
+        parts = (self.prompt_token_ids, *(c.token_ids for c in self.completions))
+        return tuple(len(part) // 4 for part in parts)
 
     def prompt(self) -> Prompt:
         """The prompt as far as the record has it: without text, answer and metadata."""
@@ -111,6 +111,25 @@ class WithdrawalRecord(_Struct):
     proof: int  # number, on this rank, of the last proof that it passed; or ``EVER``
     restart: int  # how often the batch had begun again in this attempt; it does so now
     kind: Literal["withdrawal"] = "withdrawal"
+
+
+class HandoverRecord(_Struct):
+    """This rank trains a group that another one has drawn and journalled (``balance.py``)."""
+
+    key: Key
+    digest: str  # of its record, 32 hex digits
+    rank: int  # that drew it
+    restart: int  # how often the batch had begun again in this attempt
+    kind: Literal["handover"] = "handover"
+
+
+class HandedGroup(_Struct):
+    """A journalled group on its way to the rank that trains it."""
+
+    rank: int  # that drew it
+    seconds: float  # from its first request to its last score
+    record: bytes  # its payload in that rank's journal
+    digest: bytes  # of the payload, there
 
 
 encode = msgspec.msgpack.encode
@@ -163,12 +182,17 @@ def decode_record(payload: bytes) -> GroupRecord:
     return decode(GroupRecord, payload, "a group")
 
 
-def decode_any(payload: bytes) -> GroupRecord | DrainRecord | WithdrawalRecord:
+AnyRecord = GroupRecord | DrainRecord | WithdrawalRecord | HandoverRecord
+
+
+def decode_any(payload: bytes) -> AnyRecord:
     """Whatever may come behind a header. Raises ``CodecError``."""
     if payload.endswith(_DRAIN_END):
         return decode(DrainRecord, payload, "a record of the trainer's")
     if payload.endswith(_WITHDRAWAL_END):
         return decode(WithdrawalRecord, payload, "a record of the trainer's")
+    if payload.endswith(_HANDOVER_END):
+        return decode(HandoverRecord, payload, "a record of the trainer's")
     return decode_record(payload)
 
 
@@ -220,6 +244,7 @@ def token_digest(token_ids: bytes) -> bytes:
 
 _DRAIN_END = encode("drain")
 _WITHDRAWAL_END = encode("withdrawal")
+_HANDOVER_END = encode("handover")
 
 
 def _completion(stored: _Completion) -> Completion:

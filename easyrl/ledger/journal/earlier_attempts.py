@@ -11,16 +11,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from easyrl.completion_check import CompletionLimits
 from easyrl.ledger.journal.codec import (
     EVER,
+    AnyRecord,
     CodecError,
     DrainRecord,
     GroupRecord,
+    HandoverRecord,
     Header,
     WithdrawalRecord,
     decode_record,
@@ -29,7 +31,6 @@ from easyrl.ledger.journal.codec import (
     token_digest,
 )
 from easyrl.ledger.journal.reading import (
-    AnyRecord,
     JournalFile,
     journal_files,
     last_drains,
@@ -59,7 +60,7 @@ class StoredRecord:
 
     place: RecordLocation
     rank: int  # that finished it
-    num_tokens: int  # packed: P + ΣR
+    lengths: tuple[int, ...]  # tokens of the prompt, and of each response
     refused: bool
     exclusion: Exclusion | None
     made_by: MadeBy
@@ -67,13 +68,15 @@ class StoredRecord:
     prompt_digest: bytes  # ``codec.token_digest``
     prompt: Prompt | None = None  # where it is known
     times_s: tuple[float, float] | None = None  # dispatched, completed; None: an earlier attempt's
+    handed_to: int | None = None  # rank; None: nobody
+    drawn_by: int | None = None  # ``rank``, for another one that trains it
 
     @classmethod
     def of(cls, record: GroupRecord, place: RecordLocation, rank: int) -> StoredRecord:
         return cls(
             place,
             rank,
-            record.num_tokens,
+            record.lengths,
             record.refused,
             record.excluded,
             record.made_by,
@@ -82,9 +85,19 @@ class StoredRecord:
         )
 
     @property
+    def num_tokens(self) -> int:
+        """Packed: P + ΣR."""
+        return sum(self.lengths)
+
+    @property
     def is_recovered(self) -> bool:
         """Finished in an earlier attempt."""
         return self.times_s is None
+
+    @property
+    def trains(self) -> int:
+        """The rank that trained it, or was to."""
+        return self.rank if self.handed_to is None else self.handed_to
 
     def load(self) -> RolloutGroup:
         """Raises ``JournalError`` if the record is no longer what it was."""
@@ -92,9 +105,10 @@ class StoredRecord:
         payload = read_record(self.place)
         digest = self.place.digest.hex()
         try:
-            return to_group(decode_record(payload), self.prompt, digest, self.times_s)
+            group = to_group(decode_record(payload), self.prompt, digest, self.times_s)
         except CodecError as error:
             raise JournalError(f"{self.place.path}: byte {self.place.offset}: {error}") from error
+        return replace(group, drawn_by=self.drawn_by)
 
 
 class UnusableRecord(NamedTuple):
@@ -130,11 +144,14 @@ class Share:
         self.withdrawals: set[tuple[str, int]] = set()  # endpoint, number of restarts
         self.withdrawn_before: set[str] = set()  # endpoints, of which earlier attempts' groups too
         self.drains: list[DrainRecord] = []
+        self.handovers: list[HandoverRecord] = []  # to this rank
 
     def add(self, place: RecordLocation, record: AnyRecord) -> None:
         match record:
             case DrainRecord():
                 self.drains.append(record)
+            case HandoverRecord():
+                self.handovers.append(record)
             case WithdrawalRecord():
                 self.withdrawals.add((record.endpoint, record.restart))
                 self.withdraw(record.endpoint, record.proof)
@@ -165,6 +182,19 @@ def withdraw_untold(shares: Sequence[Share]) -> None:
                     # A later one took back the same, and more.
                     if not any(url == endpoint and n >= restart for url, n in share.withdrawals):
                         share.withdraw(endpoint, 0)
+
+
+def standing_handovers(shares: Sequence[Share]) -> dict[str, int]:
+    """By the digest of a group's record, the rank that it was handed over to last.
+
+    When a batch begins again, what was handed over in it goes back: an attempt's hand-overs are
+    those behind its last withdrawal.
+    """
+    ranks: dict[str, int] = {}
+    for share in shares:  # by attempt
+        begun = max((restart + 1 for _, restart in share.withdrawals), default=0)
+        ranks |= {h.digest: share.file.rank for h in share.handovers if h.restart >= begun}
+    return ranks
 
 
 def read_earlier_attempts(
@@ -208,8 +238,12 @@ def read_earlier_attempts(
         if file.rank == rank:
             earlier.drains.append(last_drains(share.drains))
     withdraw_untold(shares)
+    trained_by = standing_handovers(shares)
     for share in shares:
-        earlier.finished |= share.groups
+        earlier.finished |= {
+            key: replace(group, handed_to=trained_by.get(group.place.digest.hex()))
+            for key, group in share.groups.items()
+        }
         earlier.made_otherwise.update(share.withdrawn)
     if earlier.finished or earlier.made_otherwise:
         log.info(

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from easyrl.ledger.journal.codec import (
+    AnyRecord,
     CodecError,
     DrainRecord,
     GroupRecord,
     Header,
-    WithdrawalRecord,
     decode,
     decode_any,
     to_group,
@@ -21,8 +21,6 @@ from easyrl.ledger.journal.record_file import JournalError, RecordLocation, read
 from easyrl.schema import PolicyVersion, RolloutGroup
 
 _FILE = re.compile(r"attempt(\d+)-rank(\d+)\.journal")
-
-AnyRecord = GroupRecord | DrainRecord | WithdrawalRecord
 
 
 class JournalFile(NamedTuple):

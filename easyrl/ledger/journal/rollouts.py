@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
+from easyrl.dataloaders.producer.balance import Balance, GroupCost
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_batch import OpenBatch
@@ -17,7 +19,14 @@ from easyrl.ledger.journal.codec import EVER
 from easyrl.ledger.journal.earlier_attempts import StoredRecord
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import ExcludedPrompt, Exclusion, Prompt, ServedWeights, TooManyExcluded
+from easyrl.schema import (
+    ExcludedPrompt,
+    Exclusion,
+    Key,
+    Prompt,
+    ServedWeights,
+    TooManyExcluded,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,19 @@ class BatchRules:
     # their prompts; else a rank with room claims the next position, and what an earlier attempt
     # drained at once is drained so again.
     in_prompt_order: bool = False
+    # By which a finished group goes to the rank with the least to train; None, or in prompt order:
+    # the rank that drew it trains it.
+    cost_of: GroupCost | None = None
+    trained_at_end: bool = False  # all of a step's groups are taken before the first is trained
+
+
+class Known(NamedTuple):
+    """What the journal has of a batch that begins, for this rank."""
+
+    mine: dict[int, StoredRecord]  # by position, this rank trains them
+    elsewhere: dict[Key, StoredRecord]  # other ranks train them, or nobody does
+    # not drawn yet, of what was journalled before the batch began again: whether it is this rank's
+    kept: dict[int, bool]
 
 
 @dataclass
@@ -188,7 +210,7 @@ class JournalledRollouts:
                 limit.add(ExcludedPrompt(position + place, epoch, index, exclusion.reason))
             return limit.problem()
 
-        mine, kept = self._decide_known(membership, journal, prompt_at, count)
+        mine, elsewhere, kept = self._decide_known(membership, journal, prompt_at, count)
         if (problem := limit.problem()) is not None:  # on all ranks
             raise TooManyExcluded(problem)
         # A group that was lost since then may have shifted those behind it to another update.
@@ -196,13 +218,18 @@ class JournalledRollouts:
                    for p, stored in mine.items() if not stored.refused}  # fmt: skip
         draws = Draws(membership, count=count)
         if ranks.dp_size > 1:
+            shared = self.coordination.open_batch(f"{served.version}/{journal.num_restarts}")
+            balance = None
+            if rules.cost_of is not None and not rules.in_prompt_order:
+                balance = Balance(shared, ranks.dp_rank, rules.cost_of)
             draws = Draws(
                 membership,
-                self.coordination.open_batch(f"{served.version}/{journal.num_restarts}"),
+                shared,
                 fixed=(ranks.dp_rank, ranks.dp_size) if rules.in_prompt_order else None,
                 room=-(-rules.batch_size // ranks.dp_size),
                 kept=kept,
                 count=count,
+                balance=balance,
             )
         batch = self.generator.produce_batch(
             draws,
@@ -219,6 +246,8 @@ class JournalledRollouts:
             stream.accepted_versions = journal.accepted_versions
             stream.past_drains.extend(drain for drain in drains if drain.update == update)
             stream.on_drain = partial(journal.add_drain, update)
+            stream.elsewhere = elsewhere
+            stream.trained_at_end = rules.trained_at_end
         self._open = batch
         # For what was decided before anybody was told: all, if nothing is left to be generated.
         self.generator.thread.loop.call_soon_threadsafe(self.on_decision)
@@ -243,12 +272,12 @@ class JournalledRollouts:
         journal: BatchJournal,
         prompt_at: Callable[[int], Prompt],
         count: Callable[[int, Exclusion], object],
-    ) -> tuple[dict[int, StoredRecord], dict[int, bool]]:
-        """Decides what the journal knows, on all ranks the same; this rank's groups by position.
+    ) -> Known:
+        """Decides what the journal knows, on all ranks the same.
 
-        What all earlier attempts left is read by every rank; what this attempt has journalled
-        before the batch began again is known to the rank that did. Of that, what the batch has not
-        drawn yet: whether it is this rank's, by position.
+        What all earlier attempts left is read by every rank, and each group is trained by the rank
+        that it was handed over to, if it was; what this attempt has journalled before the batch
+        began again is known to the rank that did, which trains it.
         """
         rank, num_ranks = self.ranks.dp_rank, self.ranks.dp_size
         added: dict[int, bool] = {}  # by position, of all ranks
@@ -262,21 +291,26 @@ class JournalledRollouts:
                     if exclusion is not None:
                         excluded[place] = Exclusion(*exclusion)
         mine: dict[int, StoredRecord] = {}
+        elsewhere: dict[Key, StoredRecord] = {}
         position = 0
         while position < membership.bound:
-            stored = journal.find(prompt_at(position))
+            prompt = prompt_at(position)
+            stored = journal.find(prompt)
             if stored is not None:
                 membership.decide(position, not stored.refused)
                 if stored.exclusion is not None:
                     count(position, stored.exclusion)
-                owner = position if self.rules.in_prompt_order else stored.rank
+                owner = position if self.rules.in_prompt_order else stored.trains
                 if position in own or owner % num_ranks == rank:
                     mine[position] = stored
+                if position not in mine or stored.refused:
+                    elsewhere[prompt.key] = stored
             elif position in added:
                 membership.decide(position, added[position])
                 if position in excluded:
                     count(position, excluded[position])
             position += 1
+        kept = {p: p in own for p in added if not membership.is_decided(p)}
         if self.rules.in_prompt_order:
-            return mine, {}  # a position is drawn by the rank that has drawn it before
-        return mine, {p: p in own for p in added if not membership.is_decided(p)}
+            kept = {}  # a position is drawn by the rank that has drawn it before
+        return Known(mine, elsewhere, kept)

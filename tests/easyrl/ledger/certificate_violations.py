@@ -146,6 +146,21 @@ VIOLATIONS = {
         "is of update 1, there are 1",
         ("key",),
     ),
+    "a group drawn by a rank that there was not": (
+        lambda r: first_group(r, drawn_by=1),
+        "was drawn by rank 1 of 1",
+        ("key",),
+    ),
+    "a group drawn by less than no rank": (
+        lambda r: first_group(r, drawn_by=-1),
+        "was drawn by rank -1 of 1",
+        ("key",),
+    ),
+    "a group handed over to the rank that drew it": (
+        lambda r: first_group(r, drawn_by=0),
+        "was drawn by rank 0 for itself",
+        ("key",),
+    ),
     "no update": (
         lambda r: replace(r, num_updates=0),
         "has 0 updates, the run takes 1 per batch",

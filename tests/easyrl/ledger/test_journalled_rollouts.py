@@ -598,7 +598,7 @@ class FakeStore:
             return self._values[key]
 
     def set(self, key, value):
-        self._values[key] = value.encode()
+        self._values[key] = value.encode() if isinstance(value, str) else value
 
     def check(self, keys):
         return all(key in self._values for key in keys)
@@ -642,7 +642,7 @@ class OneOfRanks:
         self._rank = rank
 
     def open_batch(self, name: str) -> SharedBatch:
-        return SharedBatch(self._run.store, name, self._rank)
+        return SharedBatch(self._run.store, name, self._rank, self._run.num_ranks)
 
     def gather(self, value):
         self._run.slots[self._rank] = value
