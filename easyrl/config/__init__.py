@@ -15,6 +15,7 @@ from easyrl.config.evaluation import EvaluationConfig
 from easyrl.config.inference import EndpointConfig, InferenceConfig, LaunchConfig, endpoint_url
 from easyrl.config.ledger import CheckpointConfig, JournalConfig
 from easyrl.config.model import LoraConfig, ModelConfig
+from easyrl.config.parallel import ParallelConfig, parallel_contradictions
 from easyrl.config.recipe import RecipeConfig
 from easyrl.config.rewards import RewardConfig, ScoringConfig
 from easyrl.config.rollout import RolloutConfig, SamplingConfig, rollout_contradictions
@@ -40,6 +41,7 @@ class Config(Section):
     scoring: ScoringConfig = ScoringConfig()
     recipe: RecipeConfig = RecipeConfig()
     trainer: TrainerConfig = TrainerConfig()
+    parallel: ParallelConfig = ParallelConfig()
     critic: CriticConfig = CriticConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig | None = None
@@ -64,6 +66,9 @@ class Config(Section):
                 "evaluation: has nothing to measure without rewards; add one, or remove it"
             )
         problems += trainer_contradictions(self.trainer, self.model, self.run)
+        problems += parallel_contradictions(
+            self.parallel, self.model, self.trainer, self.critic, self.weight_sync, self.source
+        )
         if self.weight_sync.lora != "merged" and self.model.lora is None:
             problems.append(
                 "weight_sync.lora: has no effect without adapters; remove it, or set model.lora"

@@ -167,6 +167,7 @@ class RecordsConfig(Config):
                 "every record is trained; remove it",
             ),
             ("trainer.look_ahead", trainer.look_ahead, True, "nothing is waited for; remove it"),
+            ("trainer.balance", trainer.balance, True, "nothing is waited for; remove it"),
         )
         problems = [
             f"{key}: {value} has no effect with source: records: {remedy}"

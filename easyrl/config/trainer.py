@@ -27,6 +27,8 @@ class TrainerConfig(Section):
     look_ahead: bool = True  # while no group is complete: reference and old log-probabilities of
     # finished responses; not in strict or sync mode, with offload_reference, or with ZeRO 2 or 3
     # over several ranks
+    balance: bool = True  # a finished group goes to the data-parallel rank that has least to train
+    # before it; not in strict mode, where ranks have fixed shares
     learning_rate: PositiveFloat = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
@@ -78,6 +80,11 @@ def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig, run: RunC
         )
     if not trainer.look_ahead and (reason := no_look_ahead(trainer, run)) is not None:
         problems.append(f"trainer.look_ahead: {reason}; remove it")
+    if not trainer.balance and run.determinism == "strict":
+        problems.append(
+            "trainer.balance: has no effect with run.determinism=strict, where ranks have fixed "
+            "shares of the prompts; remove it"
+        )
     if trainer.max_steps and trainer.max_steps % trainer.updates_per_batch:
         problems.append(
             f"trainer.max_steps: {trainer.max_steps} ends inside a batch of "

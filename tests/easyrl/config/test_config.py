@@ -12,7 +12,8 @@ from easyrl.config.file import dump_config, load_config
 from easyrl.config.machine import check_paths
 from easyrl.config.run import MOST_CHARACTERS, RunConfig
 
-CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").rglob("*.yaml"))
+FOLDER = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = sorted(path for path in FOLDER.rglob("*.yaml") if path.parent.name != "launch")
 MINIMAL = """
 model: {path: models/tiny}
 data: {files: [train.jsonl]}
@@ -179,6 +180,10 @@ BAD_VALUES = {
         [*KL, "trainer.look_ahead=false", "trainer.offload_reference=true"],
         "trainer.look_ahead: has no effect with trainer.offload_reference; remove it",
     ),
+    "no balance in strict mode": (
+        ["trainer.balance=false", "run.determinism=strict"],
+        "trainer.balance: has no effect with run.determinism=strict",
+    ),
     "engine to choose": (["trainer.engine=deepspeed"], "trainer.engine: unknown key"),
     "a path as the run's name": (
         ["run.name=a/../b"],
@@ -328,6 +333,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
             "rollout.allow_off_policy_sampling=true",
         ],
         ["scoring.truncated_reward=-1.0"],
+        ["trainer.balance=false"],
         ["trainer.look_ahead=false", *KL],
         ["trainer.look_ahead=false", "trainer.old_policy=lagged"],
         ["trainer.look_ahead=false", "trainer.updates_per_batch=2"],
