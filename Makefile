@@ -5,8 +5,8 @@ VLLM_VENV ?= .venv-vllm
 BIN    := $(VENV)/bin
 # As many test processes as there are CPUs, up to 4. A file stays in one process, which makes its
 # fixtures once. In the order of the files: xdist's own begins with those of many tests, and would
-# leave the whole runs, few tests of many seconds, for the end. One process: make test PARALLEL=
-PARALLEL ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# leave the whole runs, few tests of many seconds, for the end. One process: make test WORKERS=
+WORKERS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 RUN    := runs/demo
 ENGINE ?= embedded
 
@@ -20,14 +20,15 @@ endif
 .PHONY: demo test test-gpu bench-gpu test-runs test-slow test-triton test-peers test-npu-signatures test-vllm test-hosts lint typecheck setup setup-vllm clean
 
 # extra settings: make demo ARGS="trainer.max_steps=5"; served by real vLLM: make demo ENGINE=vllm
+# split over processes: make demo PARALLEL=tp2pp2
 demo: setup $(if $(filter vllm,$(ENGINE)),$(VLLM_SETUP))   ## train the demo model
-	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m easyrl.demo --engine $(ENGINE) --run-dir $(RUN) $(ARGS)
+	EASYRL_VLLM_PYTHON=$(EASYRL_VLLM_PYTHON) $(BIN)/python -m easyrl.demo --engine $(ENGINE) --run-dir $(RUN) $(if $(PARALLEL),--parallel $(PARALLEL)) $(ARGS)
 
 test: setup lint typecheck   ## lint, types and all fast tests
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-runs: setup       ## whole runs and several ranks, a quarter of an hour
-	$(BIN)/python -m pytest $(PARALLEL) -m "runs and not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "runs and not slow"
 
 test-slow: setup       ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

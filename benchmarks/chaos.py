@@ -1,12 +1,14 @@
 """A run whose trainer and endpoints are killed at random moments, against one that nobody disturbs.
 
-``python -m benchmarks.chaos [--kills 200] [--batches 100] [--seed 0] [--reject 0.3] [--updates 2]``
+``python -m benchmarks.chaos [--kills 200] [--batches 100] [--seed 0] [--reject 0.3] [--updates 2]
+[--parallel tp2pp2]``
 
 Real runs of two data-parallel ranks through the ``deepspeed`` launcher, in strict mode, against two
 embedded servers, all proofs on. After each hit the trainer is started again with ``--resume``.
 In the end, weights and reproducible metrics have to be those of the undisturbed run to the bit, and
 ``easyrl verify`` and the event log have to say that every prompt was trained exactly once, or, with
 ``--reject``, rejected; the order of the prompts then goes through as many epochs as it takes.
+With ``--parallel tp2pp2`` the model is split over the ranks, of which one is killed at a time.
 The last line printed is one JSON object; the exit status is 0 if all that held.
 """
 
@@ -35,12 +37,13 @@ from benchmarks.parts.run_phase import PHASES
 from benchmarks.parts.run_watch import RunStuck
 from benchmarks.parts.scratch import scratch
 from easyrl.dataloaders.prompts.dataset import PromptOrder
+from easyrl.demo.layouts import NamedLayout, named_layout
 from easyrl.inference_client.servers.managed.server_process import ServerProcess
 from easyrl.metrics.event_log import read_events
 from easyrl.schema import Prompt
 
 CONFIG = "benchmarks/chaos.yaml"
-NUM_RANKS, NUM_SERVERS = 2, 2
+NUM_SERVERS = 2
 BATCH_SIZE, EPOCHS = 8, 2
 PROMPT_TOKENS, MAX_MODEL_LEN = 12, 64
 
@@ -62,7 +65,8 @@ def main() -> int:
 def _compare(arguments: argparse.Namespace, folder: Path) -> bool:
     """Both runs, and what is to be said of them."""
     num_prompts = arguments.batches * BATCH_SIZE // EPOCHS
-    model = write_random_model(folder / "model", hidden_size=256, num_layers=3)
+    layout = named_layout(arguments.parallel)
+    model = write_random_model(folder / "model", hidden_size=256, num_layers=4)
     prompts = write_prompts(folder / "prompts.jsonl", num_prompts, PROMPT_TOKENS)
     start_s = time.monotonic()
     with ExitStack() as opened:
@@ -76,13 +80,15 @@ def _compare(arguments: argparse.Namespace, folder: Path) -> bool:
             f"inference.endpoints=[{','.join(server.url for server in servers)}]",
             f"trainer.batch_size={BATCH_SIZE}",
             *_recipe(arguments),
+            *layout.overrides,
             *arguments.overrides,
         ]
-        pace = _run_undisturbed(_attempts(folder / "undisturbed", overrides), servers, folder)
+        undisturbed = _attempts(folder / "undisturbed", overrides, layout)
+        pace = _run_undisturbed(undisturbed, servers, folder)
         print(f"undisturbed: {pace.start_s:.1f} s to the first batch, {pace.batch_s:.2f} s each")
         strikes = plan_strikes(arguments.kills, arguments.batches, arguments.seed)
         chaos = ChaosRun(
-            _attempts(folder / "disturbed", overrides),
+            _attempts(folder / "disturbed", overrides, layout),
             servers,
             folder / "disturbed",
             folder / "disturbed.log",
@@ -141,13 +147,13 @@ def _expected(arguments: argparse.Namespace, folder: Path, num_prompts: int) -> 
     return {order.prompt(position).key for position in range(cursor)}
 
 
-def _attempts(run_dir: Path, overrides: Sequence[str]) -> StartAttempt:
+def _attempts(run_dir: Path, overrides: Sequence[str], layout: NamedLayout) -> StartAttempt:
     log = run_dir.with_suffix(".log")
     settings = [f"run.output_dir={run_dir}", *overrides]
 
     def start(number: int, resume: bool) -> Attempt:
         further = ["--resume"] if resume else []
-        return Attempt(number, CONFIG, [*settings, *further], log, NUM_RANKS)
+        return Attempt(number, CONFIG, [*settings, *further], log, layout.num_processes)
 
     return start
 
@@ -210,6 +216,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reject", type=float, default=0.0, help="share of the groups")
     parser.add_argument("--updates", type=int, default=1, help="optimizer steps on each batch")
+    parser.add_argument("--parallel", default="dp2", metavar="LAYOUT", help="of the trainer")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds without progress")
     parser.add_argument("--keep", action="store_true", help="keep the runs' folder")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")

@@ -76,6 +76,8 @@ class ReadyGroups:
     def __init__(self, groups: Sequence[RolloutGroup]) -> None:
         self._groups = list(groups)
 
+    def note_trained(self, num_tokens: int) -> None: ...
+
     def drain_ready(self, max_tokens: int, idle: object = None) -> list[RolloutGroup]:
         """As many as fit."""
         taken: list[RolloutGroup] = []

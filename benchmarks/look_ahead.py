@@ -216,6 +216,8 @@ class PlayedStream:
         self.wait_s = 0.0
         self.idle_work_s = 0.0
 
+    def note_trained(self, num_tokens: int) -> None: ...
+
     def drain_ready(
         self, max_tokens: int, idle: Callable[[], bool] | None = None
     ) -> list[RolloutGroup]:

@@ -100,10 +100,14 @@ def run(
     config = _checked(config)
     from easyrl.build.ledger import load_seal_key, print_chain
     from easyrl.build.parts import build_parts
+    from easyrl.build.ranks import is_follower
     from easyrl.runtime.signals import RunSignals
     from easyrl.runtime.stopping import StopRequest
     from easyrl.schema import RunComplete
 
+    if is_follower(config):
+        _follow(config, signals)
+        return
     seal_key = load_seal_key(seal, config.run.output_dir, resume=resume)
     progress: Progress | None = None
     folders = [config.run.output_dir, config.weight_sync.directory]
@@ -138,6 +142,15 @@ def run(
         signals.begin_training()
         trainer.fit()
         _finish(config, engine)
+
+
+def _follow(config: Config, signals: RunSignals | None) -> None:
+    """Without a trainer: this process has a part of the model of another's."""
+    from easyrl.build.follower import follow
+    from easyrl.runtime.signals import RunSignals
+    from easyrl.runtime.stopping import StopRequest
+
+    follow(config, signals or RunSignals(StopRequest(config.trainer.grace_s)))
 
 
 @contextmanager

@@ -64,13 +64,18 @@ MAY_IMPORT = {
     " kernels.logprobs.token_losses rewards.overlong runtime.user_code",
     "models": "schema config engines.base kernels recipes runtime.numerics runtime.user_code",
     "engines.base": "schema runtime.ranks",
-    "engines": "schema config runtime.allocator runtime.interfaces runtime.rank_store"
+    "engines": "schema config runtime.allocator runtime.durable_files runtime.interfaces"
+    " runtime.rank_store"
     " runtime.ranks recipes kernels.attention.segment_layout"
     " models.critic models.loading models.lora models.offload models.policy_model models.teacher"
     " models.teacher_loading models.tri_model",
-    "engines.megatron": "schema config engines.base engines.deepspeed engines.process_group recipes"
-    " runtime.ranks kernels.attention kernels.logprobs models.loading models.policy_model"
-    " models.supported models.tri_model models.weight_files",
+    "engines.megatron": "schema config engines.base engines.deepspeed engines.perturbation"
+    " engines.process_group engines.state_file recipes runtime.ranks kernels.attention"
+    " kernels.logprobs models.activation_checkpointing models.loading models.policy_model"
+    " models.supported models.weight_files",
+    "memory_plan": "config engines.deepspeed.config engines.deepspeed.memory"
+    " engines.megatron.layout engines.megatron.splittable engines.megatron.weights"
+    " kernels.logprobs models.supported recipes",
     # the run
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
     " runtime.streams",
@@ -80,7 +85,8 @@ MAY_IMPORT = {
     "ledger.journal": "ledger.format ledger.exclusions schema config completion_check"
     " metrics.event_log runtime.durable_files runtime.ranks"
     " runtime.rank_coordination dataloaders.producer dataloaders.prompts.dataset",
-    "ledger.checkpoints": "ledger.format schema config engines.base metrics.event_log"
+    "ledger.checkpoints": "ledger.format schema config engines.base engines.state_file"
+    " metrics.event_log"
     " runtime.collectives runtime.durable_files models.lora inference_client.transfer.artifact",
     "ledger.certificate": "ledger.format schema runtime.durable_files metrics.logprob_agreement"
     " dataloaders.producer.membership",
@@ -114,7 +120,7 @@ MAY_IMPORT = {
     " models recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "config train runtime.machine",
-    "commands": "schema config train build ledger recipes runtime"
+    "commands": "schema config train build ledger memory_plan recipes runtime"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
     "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
@@ -129,7 +135,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
 LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
-    commands.recipes commands.replay commands.sft commands.dpo
+    commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -23,11 +25,12 @@ from transformers import (
 
 from easyrl.schema import Completion, Prompt, RolloutGroup, Score, VersionSpan
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "qwen3_moe")
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 VOCAB_SIZE = 67
 CLASSES: dict[Family, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
@@ -51,6 +54,8 @@ def tiny_config(family: Family, *, tied: bool = False, **overrides: object) -> P
     }
     if family in ("llama", "qwen2"):
         settings["head_dim"] = 8
+    if family == "mistral":
+        settings["sliding_window"] = None  # unlike its configuration's default
     if family == "qwen3_moe":
         settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         settings |= {"norm_topk_prob": True, "mlp_only_layers": [0]}

@@ -51,6 +51,7 @@ def build_accumulator(
         record=record,
         max_tokens=config.trainer.max_tokens_per_micro_batch,
         rows_per_drain=rows_per_drain(config),
+        rows_at_once=rows_per_drain(config) if config.parallel.pipeline > 1 else 1,
         synchronous=synchronous,
         agreement_limit=agreement_limit,
         on_trained=on_trained,
@@ -80,6 +81,6 @@ def looks_ahead(config: Config, engine: TrainEngine) -> bool:
 def rows_per_drain(config: Config) -> int:
     """Micro-batches' worth of ready groups that are packed together.
 
-    One in strict mode, where a take waits for each of its groups.
+    In strict mode a take waits for each of its groups: as few as keep the model busy.
     """
-    return 1 if is_strict(config) else ROWS_PER_DRAIN
+    return config.parallel.pipeline if is_strict(config) else ROWS_PER_DRAIN

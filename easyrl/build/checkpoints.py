@@ -39,7 +39,7 @@ def open_kept_state(run: OpenRun, data: TrainingData, model: LoadedModel) -> Kep
     journal = Journal(
         run.output / "journal",
         run.version.attempt,
-        run.ranks.rank,
+        run.ranks.dp_rank,
         config.journal.fsync,
         settings=group_settings(config, rejects=load_recipe(config).rejects),
         # what a context left of max_tokens then is not known any more

@@ -14,7 +14,8 @@ from easyrl.build.run import OpenRun
 from easyrl.build.servers import StartedServers
 from easyrl.config import Config, ConfigError
 from easyrl.dataloaders.packing.row import dummy_micro_batch
-from easyrl.engines.deepspeed.engine import DeepSpeedEngine
+from easyrl.engines.base import TrainEngine
+from easyrl.engines.group.leader import GroupLeader
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, RequestRejected
 from easyrl.inference_client.pool.endpoint_list import (
     MembershipFollower,
@@ -22,10 +23,12 @@ from easyrl.inference_client.pool.endpoint_list import (
     begin_membership,
 )
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.runtime.rank_store import spans_hosts
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.schema import Prompt
 from easyrl.weight_sync.canary import FEWEST_TOKENS, Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
+from easyrl.weight_sync.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ def open_endpoints(
     run: OpenRun,
     scoring: Scoring,
     data: TrainingData,
-    engine: DeepSpeedEngine,
+    engine: TrainEngine,
     servers: StartedServers,
     cores: SharedCores,
 ) -> Endpoints:
@@ -146,7 +149,7 @@ def warn_of_short_contexts(config: Config, inference: Inference, *, rollout: boo
 
 def _build_weight_sync(
     run: OpenRun,
-    engine: DeepSpeedEngine,
+    engine: TrainEngine,
     inference: Inference,
     prompts: Sequence[Prompt],
     cores: SharedCores,
@@ -185,9 +188,15 @@ def _build_weight_sync(
             api_keys=inference.api_keys,
             cores=cores,
             lora=config.model.lora,
+            shares=_shares(engine),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _shares(engine: TrainEngine) -> Shares | None:
+    """None where one process writes all: ``weight_sync.directory`` is each host's own."""
+    return engine if isinstance(engine, GroupLeader) and not spans_hosts() else None
 
 
 def _limits(pool: EndpointPool) -> dict[str, int]:

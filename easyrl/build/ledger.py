@@ -176,7 +176,7 @@ def open_certificate(
     on_rollouts = config.source == "rollouts"
     attempt = AttemptRecord(
         attempt=run.version.attempt,
-        num_ranks=run.ranks.world_size,
+        num_ranks=run.ranks.dp_size,
         first_batch=progress.closed_batches,
         reason="checkpoint" if progress.step else "start",
         epochs=num_epochs(config),

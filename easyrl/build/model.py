@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from easyrl.build.ledger import last_certified_step
 from easyrl.build.run import OpenRun
 from easyrl.build.steps import total_steps, trained_before
+from easyrl.engines.base import TrainEngine
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
+from easyrl.engines.group.leader import GroupLeader
 from easyrl.ledger.earlier_run import EarlierRun
 from easyrl.recipes.loading import load_recipe
 
@@ -16,7 +18,7 @@ from easyrl.recipes.loading import load_recipe
 class LoadedModel:
     """As ``model.path`` has it: no checkpoint is loaded yet."""
 
-    engine: DeepSpeedEngine
+    engine: TrainEngine
     num_steps: int | None  # of the whole run; None: nobody knows
     resume_at_most: int | None  # the step whose checkpoint, or an earlier one, is to be loaded
 
@@ -33,4 +35,25 @@ def load_model(run: OpenRun, num_prompts: int, earlier: EarlierRun | None) -> Lo
         position=position,
         rejects=load_recipe(run.config).rejects,
     )
-    return LoadedModel(DeepSpeedEngine(run.config, total_steps=num_steps), num_steps, certified)
+    return LoadedModel(_open_engine(run, num_steps), num_steps, certified)
+
+
+def _open_engine(run: OpenRun, num_steps: int | None) -> TrainEngine:
+    """DeepSpeed's; of a model that is split, the leader of this head's group."""
+    group = run.group
+    if group is None:
+        return DeepSpeedEngine(run.config, total_steps=num_steps)
+    from easyrl.engines.megatron.engine import MegatronEngine  # megatron-core may not be installed
+
+    group.calls.tell(("engine", (num_steps,)))
+    own = MegatronEngine(run.config, group.place.layout, total_steps=num_steps)
+    run.opened.callback(group.files.tell_last, None)
+    layout = group.place.layout
+    writers = [layout.writer(stage) for stage in range(layout.pipeline)]
+    return GroupLeader(
+        own,
+        group.calls,
+        group.files,
+        group.teller,
+        writers if group.place.data == 0 else [],
+    )

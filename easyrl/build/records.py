@@ -25,7 +25,7 @@ from easyrl.config.records import RecordDatasetConfig, RecordsConfig
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.dataloaders.supervised.batches import RecordBatches, group_of
 from easyrl.dataloaders.supervised.dataset import RecordDataset, load_records, record_digest
-from easyrl.engines.deepspeed.engine import DeepSpeedEngine
+from easyrl.engines.base import TrainEngine
 from easyrl.ledger.certificate.seal import SealKey
 from easyrl.ledger.supervised import RecordsLedger
 from easyrl.metrics.reporter import StepReporter
@@ -77,7 +77,7 @@ def build_record_parts(
     signals: RunSignals,
     on_folder: Callable[[], object],
     seal_key: SealKey | None,
-) -> tuple[Trainer, DeepSpeedEngine]:
+) -> tuple[Trainer, TrainEngine]:
     """As ``build_parts``, for a run on records."""
     run = open_run(config, opened, signals, resume=resume, on_folder=on_folder)
     records = _read_records(run, config)

@@ -8,13 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
-from easyrl.build.peers import watch_peers
+from easyrl.build.ranks import GroupChannels, join_ranks
 from easyrl.build.trial import try_attention
 from easyrl.config import Config
 from easyrl.config.file import plain_secrets
-from easyrl.engines.process_group import start_process_group
+from easyrl.engines.group.calls import END
 from easyrl.metrics.event_log import Record
 from easyrl.metrics.logprob_agreement import not_judged
 from easyrl.models.supported import model_notices
@@ -42,6 +40,7 @@ class OpenRun:
     resume: bool
     collectives: Collectives
     peers: Notices  # the board that all ranks read
+    group: GroupChannels | None  # of this head's model-parallel group; None: nothing is split
     output: Path  # this run's alone
     version: PolicyVersion  # of this attempt, with v 0
     tokens: TokenProgress
@@ -67,9 +66,10 @@ def open_run(
     make_deterministic(config)
     check_rewards(config.rewards)
     said_of_model = model_notices(config.model)  # refuses a model before servers start
-    start_process_group()
-    collectives = Collectives(Ranks.data_parallel(dist.get_rank(), dist.get_world_size()))
-    peers = watch_peers(collectives, opened, signals, config.watchdog.peer_timeout_s)
+    joined = join_ranks(config, opened, signals)
+    if joined.group is not None:
+        opened.callback(joined.group.calls.tell_last, (END, ()))
+    collectives = Collectives(joined.ranks)
     try_attention(config)
     output = prepare_output(config, collectives, opened, resume=resume)
     on_folder()
@@ -82,7 +82,8 @@ def open_run(
         signals,
         resume,
         collectives,
-        peers,
+        joined.peers,
+        joined.group,
         output,
         next_attempt(config, output, collectives),
         tokens,

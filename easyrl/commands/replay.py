@@ -150,9 +150,9 @@ def _reasons(
             "the arithmetic itself the same"
         )
     others = {run.batch(v).num_ranks for v in range(replayed.first, replayed.last + 1)}
-    if others != {replayed.ranks.world_size}:
+    if others != {replayed.ranks.dp_size}:
         ranks = " and ".join(map(str, sorted(others)))
-        reasons.append(f"trained on {ranks} ranks, replayed on {replayed.ranks.world_size}")
+        reasons.append(f"trained on {ranks} ranks, replayed on {replayed.ranks.dp_size}")
     own = run.attempt_of(replayed.last)
     attempts = {run.attempt_of(v) for v in range(replayed.first, replayed.last)} - {own}
     for attempt in sorted(attempts):

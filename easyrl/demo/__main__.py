@@ -2,7 +2,8 @@
 
 ``--config`` names another run on the same task: ``configs/recipes`` has one for each recipe.
 ``--engine vllm`` serves it with real vLLM, whose environment's interpreter is named by the
-environment variable EASYRL_VLLM_PYTHON. The last line printed is one JSON object.
+environment variable EASYRL_VLLM_PYTHON. ``--parallel tp2pp2`` splits it over four processes. The
+last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
 from easyrl.demo.build_model import build_model
 from easyrl.demo.build_teacher import build_teacher
+from easyrl.demo.layouts import NamedLayout, named_layout
 from easyrl.demo.servers import SERVER_KEY, Engine, divided_cores, start_server, vllm_python
 from easyrl.demo.task import END_THINK, write_splits
 from easyrl.inference_client.api_keys import new_api_key
 from easyrl.inference_client.servers.managed.server_process import ServerStartError
 from easyrl.metrics.trackers import read_metrics
 from easyrl.recipes.loading import load_recipe
-from easyrl.runtime.machine import pin_process
+from easyrl.runtime.machine import pin_process, usable_cpus
 from easyrl.runtime.run_files import LOCK_FILE
 from easyrl.runtime.run_folder import locked_folder
 
@@ -58,9 +60,12 @@ def main() -> int:
         "data.files": f"[{data / 'train.jsonl'}]",
         "evaluation.data.files": f"[{data / 'heldout.jsonl'}]",
     }
-    overrides = [*(f"{key}={value}" for key, value in own.items()), *arguments.overrides]
+    overrides = [*(f"{key}={value}" for key, value in own.items())]
     own_keys = (*own, "inference.endpoints", "inference.api_key_env", "checkpoint.export_at_end")
     try:
+        if arguments.parallel is not None:
+            overrides += named_layout(arguments.parallel).overrides
+        overrides += arguments.overrides
         for override in arguments.overrides:
             if override.startswith(tuple(f"{key}=" for key in own_keys)):
                 raise ValueError(f"{override}: the demo sets this key itself")
@@ -252,6 +257,7 @@ def _train(
     """
     deepspeed = Path(sys.executable).with_name("deepspeed")
     engine: Engine = arguments.engine
+    layout = named_layout(arguments.parallel) if arguments.parallel else NamedLayout()
     with ExitStack() as servers:
         urls, api_key = [], new_api_key()
         cores = servers.enter_context(divided_cores(engine, run_dir))
@@ -264,7 +270,8 @@ def _train(
             urls.append(servers.enter_context(server).url)
         print(f"{arguments.num_servers} {engine} server(s): {', '.join(urls)}")
         command = [
-            *(sys.executable, str(deepspeed), "--quiet", "--num_accelerators", "1"),
+            *(sys.executable, str(deepspeed), "--quiet"),
+            *("--num_accelerators", str(layout.num_processes)),
             *("--module", "easyrl.train", str(arguments.config)),
             *(f"inference.endpoints=[{','.join(urls)}]", f"inference.api_key_env={SERVER_KEY}"),
             *overrides,
@@ -276,6 +283,9 @@ def _train(
             **cores.environment,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
+        if layout.num_processes > 1:  # threads that spin would stand in each other's way
+            threads = max(1, len(usable_cpus()) // layout.num_processes)
+            environment["OMP_NUM_THREADS"] = str(threads)
         held.close()
         trainer = subprocess.Popen(command, env=environment)
         if cores.of_trainer is not None:
@@ -296,6 +306,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--engine", choices=get_args(Engine), default="embedded")
     parser.add_argument("--num-servers", type=int, default=1)
+    parser.add_argument("--parallel", metavar="LAYOUT", help="tp2pp2, tp2dp2, … default: 1 process")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     return parser.parse_intermixed_args()
 

@@ -123,6 +123,12 @@ def _contradictions(config: Config, recipe: Recipe) -> list[str]:
         )
     problems += _without_rewards(config, recipe)
     needs, first = recipe.needs, recipe.before_advantages
+    problems += [
+        f"recipe.name: {config.recipe.name} has a {model}, which is not built for a model that is "
+        f"split; remove {config.parallel.split_key}, or use another recipe"
+        for model, is_needed in (("critic", needs.critic), ("teacher", needs.teacher is not None))
+        if is_needed and config.parallel.is_split
+    ]
     if first != Models(reference=first.reference and needs.reference, critic=needs.critic):
         problems.append(
             "recipe.name: before_advantages names the critic that needs does, and of other models "

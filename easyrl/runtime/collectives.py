@@ -1,4 +1,4 @@
-"""Collective operations of the ranks on small values, over a CPU group and in JSON."""
+"""Collective operations of the trainers on small values, over a CPU group and in JSON."""
 
 from __future__ import annotations
 
@@ -46,25 +46,31 @@ def _kind(error: Exception) -> int:
 
 
 class Collectives:
-    """Gathers and broadcasts small values between ranks. With one rank everything is local."""
+    """Gathers and broadcasts small values between data-parallel ranks, of split models their
+    heads. With one everything is local."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._group: dist.ProcessGroup | None = None
-        if ranks.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
+        if ranks.dp_size > 1:
+            self._group = dist.new_group(
+                None if ranks.heads is None else list(ranks.heads),
+                backend="gloo",
+                timeout=LONGEST_WAIT,
+                use_local_synchronization=ranks.heads is not None,  # other processes do not call it
+            )
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's JSON-able ``value``, in rank order. Collective."""
+        """Every data-parallel rank's JSON-able ``value``, in their order. Collective."""
         if self._group is None:
             return [value]
         payload = torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.world_size)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.dp_size)]
         self._gather(sizes, torch.tensor([len(payload)]))
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(payload)] = payload
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.ranks.world_size)]
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.ranks.dp_size)]
         self._gather(rows, padded)
         return [
             orjson.loads(row[: int(size)].numpy().tobytes())
@@ -77,7 +83,7 @@ class Collectives:
 
     def open_store(self) -> dist.TCPStore | None:
         """A store of its own that all ranks see; None where nobody else is there. Collective."""
-        if self.ranks.world_size == 1:
+        if self.ranks.dp_size == 1:
             return None
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store: dist.TCPStore | None = None

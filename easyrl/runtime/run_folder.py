@@ -113,7 +113,7 @@ def open_event_log(
     """Where this rank's events go."""
     if not config.run.event_log:
         return ignore
-    log = EventLog(output / f"events-rank{collectives.ranks.rank}.jsonl")
+    log = EventLog(output / f"events-rank{collectives.ranks.dp_rank}.jsonl")
     opened.callback(log.close)
     return log.record
 

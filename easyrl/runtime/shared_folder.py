@@ -19,7 +19,7 @@ def require_shared(folder: Path, collectives: Collectives) -> None:
 
     Each rank keeps its journal there, and all of them read each other's.
     """
-    if collectives.ranks.world_size == 1:
+    if collectives.ranks.dp_size == 1:
         return
     mark = folder / f".seen-{secrets.token_hex(8)}"
     if collectives.ranks.is_first:

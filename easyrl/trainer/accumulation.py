@@ -59,6 +59,9 @@ class GroupSource(Protocol):
     def drain_ready(
         self, max_tokens: int, idle: Callable[[], bool] | None = None
     ) -> list[RolloutGroup]: ...
+    def note_trained(self, num_tokens: int) -> None:
+        """Rows of so many packed tokens of what was drained were trained."""
+
     def note_ahead(self, piece: Sequence[FinishedSamples]) -> None:
         """Keeps what was computed ahead, in this order, for another attempt of the run."""
 
@@ -117,6 +120,7 @@ class Accumulator:
     synchronous: bool  # wait for all groups before training (``mode: sync``)
     # micro-batches' worth of ready groups that are packed together: fuller rows, of more even cost
     rows_per_drain: int = 1
+    rows_at_once: int = 1  # micro-batches of one call of the engine: a pipeline overlaps them
     look_ahead: bool = False  # the frozen models run ahead while no group is complete
     # Told, where training begins before the last group is there, how many seconds of an update were
     # spent on training how many groups of this rank's.
@@ -144,21 +148,23 @@ class Accumulator:
             )
         work = self._micro_batches(groups, totals, outputs, ahead, timer)
         if self.engine.lockstep:
-            work = self.collectives.in_lockstep(work, self.functions.dummy)
+            work = self.collectives.in_lockstep(work, lambda: [self.functions.dummy()])
         with self.stop.wakes(groups.interrupt):
-            for micro_batch in work:
-                self.record("micro_batch_start", num_tokens=micro_batch.num_tokens)
+            for rows in work:
+                num_tokens = sum(row.num_tokens for row in rows)
+                self.record("micro_batch_start", num_tokens=num_tokens)
                 self.cores.take()
                 with timer.span():
                     try:
-                        for sums in self.engine.forward_backward([micro_batch]):
+                        for sums in self.engine.forward_backward(rows):
                             totals.metrics.add(sums)
                     except NonFiniteLossError as error:
                         # The gradient is NaN now: every rank will skip the step; the batch goes on.
                         self.record("non_finite_loss", problem=str(error))
-                if not micro_batch.is_dummy:
-                    totals.num_packed_tokens += micro_batch.num_tokens
-                    totals.num_micro_batches += 1
+                if not rows[0].is_dummy:
+                    totals.num_packed_tokens += num_tokens
+                    totals.num_micro_batches += len(rows)
+                    groups.note_trained(num_tokens)
                 self.record("micro_batch_end")
         if ahead is not None:
             totals.look_ahead_s = ahead.work_s
@@ -182,8 +188,9 @@ class Accumulator:
         outputs: ModelOutputs,
         ahead: LookAhead | None,
         timer: DeviceTimer,
-    ) -> Iterator[MicroBatch]:
-        """Packed rows as groups arrive; ends early, noting it in ``totals``, when interrupted."""
+    ) -> Iterator[list[MicroBatch]]:
+        """Packed rows as groups arrive, ``rows_at_once`` of them where so many are ready; ends
+        early, noting it in ``totals``, when interrupted."""
         compared: set[str] = set()  # endpoints
         try:
             if self.synchronous and self.functions.scope == "group":  # "batch" waits by itself
@@ -194,9 +201,9 @@ class Accumulator:
                 rows = self.functions.pack(self._to_run(trained, compared, totals))
                 with timer.span():
                     rows = self.engine.prepare([outputs.complete(row) for row in rows])
-                for row in rows:
+                for start in range(0, len(rows), self.rows_at_once):
                     self.stop.raise_if_requested()
-                    yield row
+                    yield rows[start : start + self.rows_at_once]
                     self.judge(agreement(totals.metrics.compared))
         except Exception as error:
             if not self.is_interruption(error):

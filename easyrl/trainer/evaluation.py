@@ -92,7 +92,7 @@ class Evaluator:
     def prepare(self, version: str | None) -> RunningEvaluation:
         """An evaluation of this rank's prompts that is not started yet."""
         ranks = self.collectives.ranks
-        return RunningEvaluation(self, self.prompts[ranks.rank :: ranks.world_size], version)
+        return RunningEvaluation(self, self.prompts[ranks.dp_rank :: ranks.dp_size], version)
 
     def judge(self, group: RolloutGroup) -> Judged:
         """What counts of a finished group."""
@@ -213,7 +213,7 @@ class RunningEvaluation:
             mine.append(self._withdrawn.get())
         collectives = self._evaluator.collectives
         return [
-            (endpoint, proof if rank == collectives.ranks.rank else 0)
+            (endpoint, proof if rank == collectives.ranks.dp_rank else 0)
             for rank, told in enumerate(collectives.all_gather(mine))
             for endpoint, proof in told
         ]

@@ -408,7 +408,7 @@ class Trainer:
                 skipped=update.skipped,
             )
         for group in account.groups:
-            if group.rank == self._collectives.ranks.rank:
+            if group.rank == self._collectives.ranks.dp_rank:
                 self._record("group_closed", version=version, **msgspec.to_builtins(group))
         self.progress.closed_batches += 1
         self.progress.weights = ""

@@ -23,11 +23,12 @@ from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
 from easyrl.schema import Completion, MicroBatch, NoEndpointServes, StopRequested
 from easyrl.weight_sync.adapter import AdapterForm, write_base
-from easyrl.weight_sync.broadcasting import Broadcaster
+from easyrl.weight_sync.broadcasting import Broadcaster, TensorTee
 from easyrl.weight_sync.canary import Canary, Expected
 from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.proof import Shown
 from easyrl.weight_sync.reconcile import DamagedCopy, Reconciler
+from easyrl.weight_sync.shares import Shares
 from easyrl.weight_sync.store import NamedWeights, WeightStore
 from easyrl.weight_sync.target import Target
 
@@ -106,6 +107,7 @@ class Deliverer:
     reconciler: Reconciler
     broadcaster: Broadcaster | None
     cores: SharedCores
+    shares: Shares | None = None  # of a model whose parts are written where they are
     adapter: AdapterForm | None = None
 
     def __post_init__(self) -> None:
@@ -151,7 +153,8 @@ class Deliverer:
                 )
             else:
                 if not is_written:
-                    for _ in self._weights():
+                    shares = self.shares
+                    for _ in self._weights() if shares is None else shares.begin_shares({}):
                         pass
                     meanwhile()
                 self.answer_questions(None, delivery, canary)
@@ -309,12 +312,7 @@ class Deliverer:
         running = self.thread.submit(fan_out.run())
         try:
             if write:
-                named_weights = self._weights()
-                if tee is not None:
-                    named_weights = tee.pass_on(named_weights)
-                elif broadcaster is not None:
-                    named_weights = broadcaster.note(named_weights)
-                self.store.write(target, named_weights, self.thread.loop)
+                self._write(target, tee)
                 meanwhile()
             self.answer_questions(fan_out, delivery, canary)
             outcomes = running.result()
@@ -328,6 +326,18 @@ class Deliverer:
         damages = (e.reason for e in errors.values() if isinstance(e, DamagedCopy))
         delivery.damage = next(damages, None)
         return {u: e.reason for u, e in errors.items() if not isinstance(e, EndpointUnavailable)}
+
+    def _write(self, target: Target, tee: TensorTee | None) -> None:
+        """The weights as ``target``'s artefact, or past it to who takes them on the way."""
+        if self.shares is not None:
+            self.store.write_shares(target, self.shares, self.thread.loop)
+            return
+        named_weights = self._weights()
+        if tee is not None:
+            named_weights = tee.pass_on(named_weights)
+        elif self.broadcaster is not None and self.adapter is None:
+            named_weights = self.broadcaster.note(named_weights)
+        self.store.write(target, named_weights, self.thread.loop)
 
 
 def split_outcomes(

@@ -34,6 +34,7 @@ from easyrl.weight_sync.fan_out import FanOut
 from easyrl.weight_sync.proof import PROBE, Probe, Prover, Shown
 from easyrl.weight_sync.push import WeightPusher
 from easyrl.weight_sync.reconcile import Reconciler
+from easyrl.weight_sync.shares import Shares
 from easyrl.weight_sync.store import WeightStore
 from easyrl.weight_sync.target import Target
 
@@ -53,6 +54,7 @@ class WeightSync:
         open_group: of a broadcast; default: what the transport says.
         cores: on which the trainer answers for the canaries.
         lora: the policy's adapters; None: it has none.
+        shares: of a split model, whose stages write their weights each by itself.
     """
 
     config: WeightSyncConfig
@@ -71,6 +73,7 @@ class WeightSync:
     open_group: OpenGroup | None = None
     cores: SharedCores = field(default_factory=SharedCores)
     lora: LoraConfig | None = None
+    shares: Shares | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -99,6 +102,7 @@ class WeightSync:
             reconciler=self._reconciler,
             broadcaster=self._broadcaster,
             cores=self.cores,
+            shares=self.shares,
         )
         self._adapter_choice: AdapterChoice | None = AdapterChoice(
             wanted=config.lora,

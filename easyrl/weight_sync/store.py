@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,12 +18,20 @@ from easyrl.config import WeightSyncConfig
 from easyrl.inference_client.errors import EndpointUnavailable
 from easyrl.inference_client.transfer.access import GROUP, OWNER
 from easyrl.inference_client.transfer.announcement import Announcement
-from easyrl.inference_client.transfer.artifact import remove_artifact, write_artifact
+from easyrl.inference_client.transfer.artifact import (
+    Chunk,
+    make_artifact_folder,
+    remove_artifact,
+    write_artifact,
+    write_manifest,
+    write_share,
+)
 from easyrl.inference_client.transfer.artifact_reader import ArtifactReader
 from easyrl.inference_client.transfer.chunk_server import ChunkServer
 from easyrl.inference_client.transfer.keyed_hasher import KeyedHasher
 from easyrl.runtime.interfaces import is_loopback, own_address
 from easyrl.runtime.machine import url_host
+from easyrl.weight_sync.shares import ShareRequest, Shares, read_messages
 from easyrl.weight_sync.target import Target
 
 logger = logging.getLogger(__name__)
@@ -68,6 +77,47 @@ class WeightStore:
             )
         reader = ArtifactReader(directory, chunks)
         loop.call_soon_threadsafe(target.complete, reader, keyed.digests)
+
+    def write_shares(self, target: Target, shares: Shares, loop: asyncio.AbstractEventLoop) -> None:
+        """As ``write``, of a model that is split: each of its writers writes what it holds."""
+        announced = self._announcement
+        assert announced is not None
+        directory = announced.root / target.name
+        memory, access = announced.memory, announced.access
+        chunks: list[Chunk] = []
+
+        def add(chunk: Chunk) -> None:
+            chunks.append(chunk)
+            loop.call_soon_threadsafe(target.add, chunk)
+
+        make_artifact_folder(directory, memory, access)
+        prove, chunk_bytes = self._config.prove, self._config.chunk_bytes
+        request = ShareRequest(
+            str(directory),
+            str(announced.root),
+            chunk_bytes,
+            (access.folder, access.file),
+            in_memory=memory is not None,
+            nonce=target.nonce.hex() if prove else None,
+        )
+        try:
+            with closing(KeyedHasher(target.nonce)) as keyed:
+                write_share(
+                    shares.begin_shares(asdict(request)),
+                    directory,
+                    chunk_bytes,
+                    add,
+                    memory=memory,
+                    access=access,
+                    keyed=keyed if prove else None,
+                )
+            digests = keyed.digests | read_messages(shares.share_messages(), add)
+            write_manifest(directory, target.version, chunks, access)
+        except BaseException:
+            remove_artifact(directory, memory)
+            raise
+        reader = ArtifactReader(directory, chunks)
+        loop.call_soon_threadsafe(target.complete, reader, digests)
 
     def discard(self, target: Target | None) -> None:
         """Removes a version that nobody serves any more."""

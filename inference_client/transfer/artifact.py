@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,6 +31,7 @@ from easyrl.inference_client.vllm_plugin.easyrl_vllm.mapping import Bytes, map_f
 MANIFEST = "manifest.json"
 FREE = ".free"  # folder in the root, of files that wait for their next use
 HEADER_BYTES = 2**16  # in front of the tensors, padded with spaces; longer only for one long name
+CHUNKS_PER_WRITER = 10**5
 BLOCK_BYTES = 2**19  # copied and hashed at a time: stays in the processor's cache
 
 
@@ -72,28 +74,75 @@ def write_artifact(
     each tensor a second time, meanwhile.
     """
     directory = directory.absolute()
-    remove_artifact(directory, memory)
-    directory.mkdir(parents=True)
-    if access is not None:
-        directory.chmod(access.folder)
-    chunks: list[Chunk] = []
+    make_artifact_folder(directory, memory, access)
     try:
-        for chunk in _write_chunks(named_weights, directory, chunk_bytes, memory, keyed):
-            chunks.append(chunk)
-            if access is not None:
-                (directory / chunk.file).chmod(access.file)
-            if on_chunk is not None:
-                on_chunk(chunk)
-        record = {"version": version, "chunks": [chunk.describe() for chunk in chunks]}
-        unfinished = directory / f".{MANIFEST}.part"
-        unfinished.write_text(json.dumps(record))
-        if access is not None:
-            unfinished.chmod(access.file)
-        unfinished.rename(directory / MANIFEST)
+        chunks = write_share(
+            named_weights,
+            directory,
+            chunk_bytes,
+            on_chunk,
+            memory=memory,
+            access=access,
+            keyed=keyed,
+        )
+        write_manifest(directory, version, chunks, access)
     except BaseException:
         remove_artifact(directory, memory)
         raise
     return chunks
+
+
+def make_artifact_folder(
+    directory: Path, memory: ReusedMemory | None, access: Access | None
+) -> None:
+    """Of an artifact that is going to be written; one of the same name is removed."""
+    remove_artifact(directory, memory)
+    directory.mkdir(parents=True)
+    if access is not None:
+        directory.chmod(access.folder)
+
+
+def write_share(
+    named_weights: Iterable[tuple[str, Tensor]],
+    directory: Path,
+    chunk_bytes: int,
+    on_chunk: Callable[[Chunk], object] | None = None,
+    *,
+    writer: int = 0,
+    memory: ReusedMemory | None = None,
+    access: Access | None = None,
+    keyed: KeyedHasher | None = None,
+) -> list[Chunk]:
+    """What one of the processes that share a model writes into the artifact's folder.
+
+    ``writer``: its number, by which its files are unlike any other's; else as ``write_artifact``.
+    """
+    chunks: list[Chunk] = []
+    first = writer * CHUNKS_PER_WRITER
+    for chunk in _write_chunks(named_weights, directory, chunk_bytes, memory, keyed, first):
+        assert len(chunks) < CHUNKS_PER_WRITER
+        chunks.append(chunk)
+        if access is not None:
+            (directory / chunk.file).chmod(access.file)
+        if on_chunk is not None:
+            on_chunk(chunk)
+    return chunks
+
+
+def write_manifest(
+    directory: Path, version: str, chunks: Iterable[Chunk], access: Access | None
+) -> None:
+    """The artifact is complete. Raises ``ValueError`` if two of its chunks have one tensor."""
+    chunks = list(chunks)
+    names = [entry.name for chunk in chunks for entry in chunk.entries]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"weight {twice[0]!r} was written twice")
+    record = {"version": version, "chunks": [chunk.describe() for chunk in chunks]}
+    unfinished = directory / f".{MANIFEST}.part"
+    unfinished.write_text(json.dumps(record))
+    if access is not None:
+        unfinished.chmod(access.file)
+    unfinished.rename(directory / MANIFEST)
 
 
 def _write_chunks(
@@ -102,10 +151,11 @@ def _write_chunks(
     chunk_bytes: int,
     memory: ReusedMemory | None,
     keyed: KeyedHasher | None,
+    number: int,
 ) -> Iterator[Chunk]:
-    """Distributes tensors over chunk files; each file comes when it can be read."""
+    """Distributes tensors over chunk files, numbered from ``number``; each comes when it can be
+    read."""
     names: set[str] = set()
-    num_chunks = 0
     file: ChunkFile | None = None
     try:
         for name, weight in named_weights:
@@ -118,8 +168,8 @@ def _write_chunks(
                     yield file.finish()
                     file = None
             if file is None:
-                file = ChunkFile(directory / f"chunk-{num_chunks:05d}.safetensors", memory)
-                num_chunks += 1
+                file = ChunkFile(directory / f"chunk-{number:05d}.safetensors", memory)
+                number += 1
             file.append(name, weight, keyed)
         if file is not None:
             yield file.finish()

@@ -58,6 +58,8 @@ class Ready:
         self.groups = groups
         self.asked: list[int] = []
 
+    def note_trained(self, num_tokens: int) -> None: ...
+
     def drain_ready(self, max_tokens: int, idle: object = None) -> list[RolloutGroup]:
         self.asked.append(max_tokens)
         groups, self.groups = self.groups, []

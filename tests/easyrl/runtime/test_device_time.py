@@ -118,6 +118,8 @@ class Groups:
         rng = np.random.default_rng(0)
         self._drains = [[random_group(rng, 3, [2, 2], index=i)] for i in range(2)] + [[]]
 
+    def note_trained(self, num_tokens): ...
+
     def drain_ready(self, max_tokens, idle=None):
         ready = self._drains.pop(0)
         if len(self._drains) == 1:  # the second comes 10 s after it is waited for

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.runtime.machine import free_port
-from easyrl.runtime.rank_coordination import SharedBatch
+from easyrl.runtime.rank_coordination import CHUNK_BYTES, SharedBatch
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_what_the_other_rank_decides_is_heard_once_and_in_its_order(
     heard = on_both(work)
     for rank in range(2):
         rng = random.Random(1 - rank)  # the other's
-        assert heard[rank] == [(number, rng.random() < 0.5, None) for number in range(60)]
+        assert heard[rank] == [(number, rng.random() < 0.5, None, None) for number in range(60)]
 
 
 def test_a_decision_is_heard_behind_those_that_it_rests_on(stores: list[dist.TCPStore]) -> None:
@@ -90,7 +90,7 @@ def test_a_decision_is_heard_behind_those_that_it_rests_on(stores: list[dist.TCP
     assert list(reader.news()) == []
     written.set()
     writing.join(10)
-    assert list(reader.news()) == [(0, False, None), (1, True, None)]
+    assert list(reader.news()) == [(0, False, None, None), (1, True, None, None)]
 
 
 def test_what_a_rank_has_written_is_removed(stores: list[dist.TCPStore]) -> None:
@@ -100,6 +100,45 @@ def test_what_a_rank_has_written_is_removed(stores: list[dist.TCPStore]) -> None
     assert stores[1].check(["batch/0", "batch/1", "batch/2"])
     batch.forget()
     assert not any(stores[1].check([f"batch/{number}"]) for number in range(3))
+
+
+def test_queues_are_sums_that_every_rank_sees(stores: list[dist.TCPStore]) -> None:
+    def work(rank: int) -> None:
+        batch = SharedBatch(stores[rank], "batch", rank, 2)
+        for _ in range(50):
+            batch.enqueue(0, 3)
+            batch.enqueue(1, -1 - rank)
+
+    on_both(work)
+    for rank in range(2):
+        assert SharedBatch(stores[rank], "batch", rank, 2).queued() == [300, -150]
+        assert SharedBatch(stores[rank], "next batch", rank, 2).queued() == [0, 0]
+
+
+@pytest.mark.parametrize("num_bytes", [1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 5])
+def test_a_group_of_any_size_and_any_bytes_arrives_and_is_gone(
+    stores: list[dist.TCPStore], num_bytes: int
+) -> None:
+    """A value of 8 MiB and more would break the connection."""
+    payload = random.Random(num_bytes).randbytes(num_bytes - 1) + b"\0"
+    giver, taker = (SharedBatch(stores[rank], "batch", rank, 2) for rank in range(2))
+    giver.put_group(7, payload)
+    giver.publish(7, True, trains=1)
+    assert [each.trains for each in taker.news()] == [1]
+    assert taker.take_group(7) == payload
+    assert not stores[0].check(["batch/group/7/0"])
+    with pytest.raises(LookupError, match="position 7"):
+        taker.take_group(7)
+
+
+def test_a_group_that_nobody_has_taken_is_removed_with_its_batch(
+    stores: list[dist.TCPStore],
+) -> None:
+    batch = SharedBatch(stores[0], "batch", 0, 2)
+    batch.put_group(0, b"group")
+    batch.enqueue(0, 5)
+    batch.forget()
+    assert not any(stores[1].check([key]) for key in ("batch/group/0/0", "batch/queued/0"))
 
 
 @pytest.mark.parametrize("seed", range(3))

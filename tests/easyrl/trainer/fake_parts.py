@@ -70,6 +70,9 @@ class FakeStream:
             raise self.error
         return [self.groups.pop(0)] if self.groups else []
 
+    def note_trained(self, num_tokens):
+        pass
+
     def interrupt(self, error):
         self.error = error
 

@@ -52,6 +52,8 @@ class Source:
     def __init__(self, takes: list[list[RolloutGroup] | Exception]) -> None:
         self._takes = list(takes)
 
+    def note_trained(self, num_tokens: int) -> None: ...
+
     def drain_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
         take = self._takes.pop(0) if self._takes else []
         if isinstance(take, Exception):

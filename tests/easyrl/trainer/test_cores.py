@@ -35,6 +35,8 @@ class RecordedDrains(Drains):
         super().__init__([group(0, OTHER), group(1, OTHER)], [group(2, OTHER)])
         self.events = events
 
+    def note_trained(self, num_tokens: int) -> None: ...
+
     def drain_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
         self.events.append("wait")
         return super().drain_ready(max_tokens, idle)

@@ -369,6 +369,8 @@ class Scripted:
                 raise self._error
         return []
 
+    def note_trained(self, num_tokens: int) -> None: ...
+
     def note_ahead(self, piece: Any) -> None:
         self.noted.append(piece)
 

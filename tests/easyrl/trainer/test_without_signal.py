@@ -48,6 +48,8 @@ class Drains:
     def __init__(self, *drains: list[RolloutGroup]) -> None:
         self._drains = list(drains)
 
+    def note_trained(self, num_tokens: int) -> None: ...
+
     def drain_ready(self, max_tokens: int, idle: Any = None) -> list[RolloutGroup]:
         return self._drains.pop(0) if self._drains else []
 

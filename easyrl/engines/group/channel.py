@@ -1,0 +1,119 @@
+"""What the processes of a model-parallel group tell each other, over a CPU group of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from easyrl.engines.group.codec import decode, encode
+
+LONGEST_WAIT = timedelta(days=7)  # the head may wait hours for a group
+END_S = 5.0  # a follower that does not listen any more does not keep the head
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.005
+
+
+class GroupLost(RuntimeError):
+    """A process of the model-parallel group is gone."""
+
+
+class GroupChannel:
+    """From the head to its followers, and back from one or all of them.
+
+    Methods raise ``GroupLost``. One thread of each process uses it. All members make it, at the
+    same place among the process groups that they make.
+
+    Args:
+        members: ranks of the group's processes; the first is the head.
+    """
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self._members = list(members)
+        self._group = dist.new_group(
+            self._members, backend="gloo", timeout=LONGEST_WAIT, use_local_synchronization=True
+        )
+        self.is_head = dist.get_rank() == self.head
+
+    @property
+    def head(self) -> int:
+        return self._members[0]
+
+    def tell(self, message: Any, *, within_s: float = math.inf) -> None:
+        """From the head to all followers, which ``hear`` it.
+
+        Raises ``TimeoutError`` if it is not sent ``within_s`` seconds, and ends the channel.
+        """
+        payload = _bytes(message)
+        for part in (_size(payload), payload):
+            sent = dist.broadcast(part, self.head, group=self._group, async_op=True)
+            self._wait(sent, within_s)
+
+    def tell_last(self, message: Any) -> None:
+        """``tell``, where followers may be gone."""
+        with suppress(GroupLost, TimeoutError):
+            self.tell(message, within_s=END_S)
+
+    def hear(self) -> Any:
+        """What the head told next."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self._wait(dist.broadcast(size, self.head, group=self._group, async_op=True))
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        self._wait(dist.broadcast(payload, self.head, group=self._group, async_op=True))
+        return decode(payload.numpy().tobytes())
+
+    def answer(self, message: Any) -> None:
+        """From a follower to the head, which ``fetch``es it."""
+        payload = _bytes(message)
+        for part in (_size(payload), payload):
+            _finish(dist.isend(part, self.head, group=self._group))
+
+    def fetch(self, follower: int) -> Any:
+        """What the process of this rank answered."""
+        size = torch.zeros(1, dtype=torch.int64)
+        _finish(dist.irecv(size, follower, group=self._group))
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        _finish(dist.irecv(payload, follower, group=self._group))
+        return decode(payload.numpy().tobytes())
+
+    def fetch_all(self) -> list[Any]:
+        """What each follower answered."""
+        return [self.fetch(member) for member in self._members[1:]]
+
+    def _wait(self, work: Any, within_s: float = math.inf) -> None:
+        """Lets Python's signal handlers run, which a wait in C would defer."""
+        pause_s, deadline_s = FIRST_PAUSE_S, time.monotonic() + within_s
+        try:
+            while not work.is_completed():
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError("a process of the model-parallel group does not listen")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except BaseException:
+            # as in ``Collectives``: its destructor would wait for processes that do not come
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            raise
+        _finish(work)
+
+
+def _finish(work: Any) -> None:
+    """Of one message Gloo says only here that it is there; who answers is at work on it."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise GroupLost(str(error)) from error
+
+
+def _bytes(message: Any) -> Tensor:
+    return torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
+
+
+def _size(payload: Tensor) -> Tensor:
+    return torch.tensor([len(payload)])
