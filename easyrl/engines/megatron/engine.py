@@ -141,6 +141,8 @@ class MegatronEngine:
         return bool(self._needed)
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
+        if not self._needed:
+            return FrozenLogprobs(None, None)
         rows, temperature = self._on_device([micro_batch]), self._config.rollout.temperature
         said = self._runner.frozen_logprobs(rows, temperature, self._needed)
         return said[0] if said else FrozenLogprobs(None, None)

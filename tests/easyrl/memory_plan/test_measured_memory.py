@@ -66,7 +66,7 @@ def test_a_plan_is_what_an_engine_needs(
     assert got["running"] - bucket == pytest.approx(running, rel=RUNNING)
 
 
-@pytest.mark.runs
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT_CASES)
 def test_a_plan_is_what_each_stage_of_a_split_model_needs(
     models: Path, split: dict[str, list[Measured]], name: str
