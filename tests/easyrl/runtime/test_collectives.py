@@ -153,8 +153,8 @@ def test_ranks_share_the_decisions_of_a_batch(results):
     (first, gathered, num_keys), (second, also_gathered, _) = (seen["notes"] for seen in results)
     for (mine, news, again), (theirs, their_news, _) in zip(first, second, strict=True):
         assert sorted(mine + theirs) == list(range(10))  # each number is claimed once
-        assert news == [(claim, claim % 2 == 1, None) for claim in theirs] and again == []
-        assert their_news == [(claim, claim % 2 == 0, None) for claim in mine]
+        assert news == [(claim, claim % 2 == 1, None, None) for claim in theirs] and again == []
+        assert their_news == [(claim, claim % 2 == 0, None, None) for claim in mine]
     assert gathered == also_gathered == [[[0, True]], [[1, True]]]
     # of the last two batches: ten decisions each; of all: the two counters
     assert num_keys <= 2 * 10 + 4 * 2 + 1

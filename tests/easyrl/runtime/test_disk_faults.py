@@ -12,6 +12,7 @@ import pytest
 
 from easyrl import train
 from easyrl.build import parts
+from easyrl.config.parallel import ParallelConfig
 from easyrl.ledger.checkpoints.checkpoints import CheckpointError
 from easyrl.ledger.journal.record_file import JournalError, RecordWriter
 from easyrl.runtime.disk_faults import disk_fault
@@ -63,6 +64,7 @@ def ended_by(monkeypatch, folder, error, closed_batches):
     monkeypatch.setattr(parts, "build_parts", build)
     monkeypatch.setattr(train, "_checked", lambda config: config)
     config = SimpleNamespace(
+        parallel=ParallelConfig(),
         run=SimpleNamespace(output_dir=folder),
         weight_sync=SimpleNamespace(directory=folder / "weights"),
     )

@@ -1,7 +1,8 @@
 """A head and its followers, real processes over gloo, with an engine that notes its calls."""
 
 import asyncio
-from contextlib import contextmanager
+import os
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ class NotingEngine:
     rank: int
     calls: list = field(default_factory=list)
     refuses: bool = False
+    dies: bool = False
 
     def __post_init__(self):
         self.ranks = Ranks(self.rank, SIZE, 0, 1, self.rank == 0, (0,))
@@ -94,6 +96,8 @@ class NotingEngine:
     def stage_weights(self):
         self._note("stage_weights")
         for number in range(3):
+            if self.dies and self.rank == 2 and number == 2:
+                os._exit(0)  # in the middle of a push
             yield f"{self.rank}.{number}", torch.full((2**14,), float(self.rank))
 
     def snapshot(self):
@@ -110,11 +114,13 @@ def process(rank, port, folder, scenario, results):
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE
     )
     calls, files = GroupChannel(range(SIZE)), GroupChannel(range(SIZE))
-    engine = NotingEngine(rank, refuses=scenario == "refuses")
+    engine = NotingEngine(rank, refuses=scenario == "refuses", dies=scenario == "dies")
     if rank > 0:
         # rank 1 shares its stage with the head, rank 2 writes one of its own
         write_share = partial(ShareWriter().write, 1) if rank == 2 else None
-        Follower(engine, calls, files, TELLER, write_share).serve()
+        follower = Follower(engine, calls, files, TELLER, write_share)
+        with suppress(GroupLost) if engine.dies else nullcontext():
+            follower.serve()
         results[rank] = engine.calls
     else:
         leader = GroupLeader(engine, calls, files, TELLER, writers=(0, 2))
@@ -122,6 +128,8 @@ def process(rank, port, folder, scenario, results):
         files.tell_last(None)
         calls.tell_last((END, ()))
         results[rank] = engine.calls
+    if engine.dies:
+        os._exit(0)  # a group that is broken is not left in order
     dist.destroy_process_group()
 
 
@@ -188,6 +196,27 @@ def shares(leader, folder):
         loop.close()
 
 
+def a_writer_dies(leader, folder):
+    """What is left of the version that was on its way."""
+    store = WeightStore(WeightSyncConfig(directory=folder, chunk_bytes=2**16), "run")
+    loop = asyncio.new_event_loop()
+    target = store.begin("run:0:1")
+    try:
+        store.write_shares(target, leader, loop)
+    except GroupLost as error:
+        loop.run_until_complete(asyncio.sleep(0))
+        left = [path.name for path in folder.rglob("manifest.json")]
+        whole = asyncio.wait_for(target.completed(), 0.2)
+        try:
+            loop.run_until_complete(whole)
+        except TimeoutError:  # no endpoint is asked for a proof of it: none is stamped with it
+            return type(error).__name__, left, "never whole"
+    finally:
+        store.close()
+        loop.close()
+    return "nothing was raised"
+
+
 def refused(leader, folder):
     files = leader.snapshot().write(folder, "rank")
     reader = StateReader([folder / file.name for file in files], {})
@@ -203,6 +232,7 @@ SCENARIOS = {
     "a_full_disk": a_full_disk,
     "refuses": refused,
     "shares": shares,
+    "dies": a_writer_dies,
 }
 
 
@@ -248,6 +278,10 @@ def test_each_stage_writes_its_weights_and_the_head_merges_the_lists(tmp_path):
     said = run("shares", tmp_path)
     assert said["head"] == (True, True, None)
     assert [said[rank] for rank in range(SIZE)] == [[("stage_weights",)]] * SIZE
+
+
+def test_a_writer_that_dies_in_a_push_leaves_no_version(tmp_path):
+    assert run("dies", tmp_path)["head"] == ("GroupLost", [], "never whole")
 
 
 def test_what_a_follower_refuses_is_raised_on_the_head(tmp_path):
