@@ -27,7 +27,8 @@ def _write_share(place: Place) -> WriteShare | None:
 
 
 def follow(config: Config, signals: RunSignals) -> None:
-    """Until the head's run ends. Raises ``InterruptedRun`` where the head is gone before that.
+    """Until the head's run ends. Raises ``InterruptedRun`` where a process of its group is gone
+    before that.
 
     A stop that is asked for here is the head's to make: it is told, and saves.
     """
@@ -49,7 +50,7 @@ def follow(config: Config, signals: RunSignals) -> None:
             ).serve()
         except GroupLost as error:
             raise InterruptedRun(
-                f"rank {group.calls.head}, the head of this process's group, has ended ({error}); "
-                "go on with --resume",
+                f"a process of the model-parallel group of rank {group.calls.head} has ended "
+                f"({error}); go on with --resume",
                 status=TEMPORARY_FAILURE,
             ) from error
