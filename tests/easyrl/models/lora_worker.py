@@ -185,7 +185,7 @@ def check_behaviour(session: LoraSession, stage: int, dtype: str) -> Results:
 
 
 def _masters(engine: DeepSpeedEngine) -> list[Any]:
-    pieces = optimizer_pieces(engine._engine.optimizer, engine._parameters())
+    pieces = optimizer_pieces(engine._engine.optimizer, engine._shards())
     return [piece for piece in pieces if piece.key.startswith("master/")]
 
 
