@@ -67,7 +67,7 @@ def test_a_load_is_as_long_as_asked() -> None:
     assert idle_share(longest_first(load, 2), load.arrivals_s) <= 0.01
 
 
-@pytest.mark.runs
+@pytest.mark.slow
 def test_the_quick_form() -> None:
     """On a busy machine threads are late; what they are not is as far apart as fixed shares are."""
     command = [sys.executable, "-m", "benchmarks.balance", "--quick"]
