@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ import torch
 from benchmarks.parts.layouts.cases import Case, cases, write_models
 from benchmarks.parts.layouts.gold import gold
 from benchmarks.parts.layouts.traps import TRAP, TRAPS
+from benchmarks.parts.rank_launch import run_on_ranks
 from benchmarks.parts.worktree import ROOT
-from easyrl.runtime.machine import free_port
 
 LIMITS = {
     "fp32": {
@@ -41,7 +40,7 @@ LIMITS = {
     "bf16": {"grad_norm_err": 0.02},
 }
 ERRORS = ("logprob_err", "grad_err", "grad_norm_err", "step2_err")
-LAUNCH_TIMEOUT_S = 600
+WORKER = ROOT / "benchmarks/parts/layouts/worker.py"
 
 
 def main() -> int:
@@ -82,24 +81,8 @@ def launch(folder: Path, some: list[Case]) -> None:
     """All cases of one number of processes; output goes to ``FOLDER/N-processes.log``."""
     size = some[0].layout.world_size
     names = list(dict.fromkeys(case.name for case in some))
-    launcher = [str(Path(sys.executable).with_name("deepspeed"))]
-    launcher += ["--num_accelerators", str(size), "--master_port", str(free_port())]
-    worker = [str(ROOT / "benchmarks/parts/layouts/worker.py"), str(folder), *names]
-    environment = os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
     log = folder / f"{size}-processes.log"
-    with log.open("w") as output:
-        finished = subprocess.run(
-            [*launcher, *worker],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=LAUNCH_TIMEOUT_S,
-        )
-    if finished.returncode:
+    if not run_on_ranks(WORKER, [str(folder), *names], size, log):
         print(f"layouts: {' '.join(names)}: failed, see {log}", file=sys.stderr)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from easyrl.config import ConfigError
+from easyrl.runtime.gloo_wait import LONGEST_WAIT, wait_with_signals
 from easyrl.runtime.rank_store import serve_store
 from easyrl.runtime.ranks import Ranks
 from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested, TooManyExcluded
 
 T = TypeVar("T")
 
-LONGEST_WAIT = timedelta(days=7)  # a rank may wait hours for the slowest group of another
 STORE_TIMEOUT = timedelta(seconds=30)
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.01
+LONGEST_PAUSE_S = 0.01
 WORK, FINISHED, FAILED = range(3)  # what a rank has for the next round (docs/architecture.md)
 
 
@@ -135,17 +133,7 @@ class Collectives:
     def _gather(self, outputs: list[torch.Tensor], mine: torch.Tensor) -> None:
         """``all_gather`` that lets Python's signal handlers run, which a wait in C would defer."""
         work = dist.all_gather(outputs, mine, group=self._group, async_op=True)
-        pause_s = FIRST_PAUSE_S
-        try:
-            while not work.is_completed():
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        except BaseException:
-            # The group's destructor joins a thread that waits for the other ranks, which Gloo's
-            # abort() and shutdown() do not wake: the process would not end. Keep it for ever.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            raise
-        work.wait()  # raises what went wrong
+        wait_with_signals(work, self._group, longest_pause_s=LONGEST_PAUSE_S)
 
 
 def on_rank_zero(collectives: Collectives, work: Callable[[], T]) -> T:

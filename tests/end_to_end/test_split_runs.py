@@ -51,7 +51,6 @@ def easyrl(*arguments):
     """A command's status and what it printed."""
     done = subprocess.run(
         [sys.executable, "-m", "easyrl", *map(str, arguments)],
-        *(),
         cwd=ROOT,
         env=environment(),
         capture_output=True,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from easyrl.engines.group.codec import decode, encode
+from easyrl.runtime.gloo_wait import LONGEST_WAIT, wait_with_signals
 
-LONGEST_WAIT = timedelta(days=7)  # the head may wait hours for a group
 END_S = 5.0  # a follower that does not listen any more does not keep the head
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.005
+LONGEST_PAUSE_S = 0.005
 
 
 class GroupLost(RuntimeError):
@@ -88,19 +85,10 @@ class GroupChannel:
         return [self.fetch(member) for member in self._members[1:]]
 
     def _wait(self, work: Any, within_s: float = math.inf) -> None:
-        """Lets Python's signal handlers run, which a wait in C would defer."""
-        pause_s, deadline_s = FIRST_PAUSE_S, time.monotonic() + within_s
         try:
-            while not work.is_completed():
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError("a process of the model-parallel group does not listen")
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        except BaseException:
-            # as in ``Collectives``: its destructor would wait for processes that do not come
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-            raise
-        _finish(work)
+            wait_with_signals(work, self._group, longest_pause_s=LONGEST_PAUSE_S, within_s=within_s)
+        except RuntimeError as error:
+            raise GroupLost(str(error)) from error
 
 
 def _finish(work: Any) -> None:

@@ -169,7 +169,7 @@ class MegatronEngine:
 
     @contextmanager
     def perturbed_weights(self, kind: str = "full") -> Iterator[None]:
-        """Inside, all copies and parts of a tensor are scaled by one factor of its own."""
+        """Inside, all copies and parts of a parameter are scaled by one factor of its own."""
         assert kind == "full", "adapters are refused"
         parameters = self._parameters()
         tensors = self._local(parameters.values())
@@ -215,7 +215,7 @@ class MegatronEngine:
         )
 
     def _on_device(self, rows: Sequence[MicroBatch]) -> list[MicroBatch]:
-        multiple = self._layout.tensor if self._layout.sequence_parallel else 1
+        multiple = self._layout.row_multiple
         return [padded_row(row, multiple).to(self.device) for row in rows]
 
     @property

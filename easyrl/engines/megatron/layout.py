@@ -62,6 +62,11 @@ class Layout:
         )
 
     @property
+    def row_multiple(self) -> int:
+        """Of which a row's number of tokens has to be one."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.data
 

@@ -148,8 +148,7 @@ class Pipeline:
 
     def _nothing(self) -> MicroBatch:
         """A row without loss, of a length that tensor ranks can share."""
-        multiple = self.layout.tensor if self.layout.sequence_parallel else 1
-        return padded_row(row_of_nothing(), multiple).to(self.device)
+        return padded_row(row_of_nothing(), self.layout.row_multiple).to(self.device)
 
     def _streams(self, frozen: Collection[str], with_policy: bool) -> list[StreamStage]:
         """Of each chunk."""
