@@ -108,7 +108,7 @@ class SnapshotWriter:
     def __init__(self, files: GroupChannel) -> None:
         self._files = files
         self._kept: dict[int, Snapshot] = {}  # by number; of a checkpoint that failed one may stay
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="checkpoint", daemon=True)
 
     def start(self) -> None:
@@ -120,13 +120,16 @@ class SnapshotWriter:
 
     def keep(self, number: int, snapshot: Snapshot) -> None:
         """Until it is asked for; those before it are not asked for any more."""
-        with self._lock:
+        with self._changed:
             self._kept = {number: snapshot}
+            self._changed.notify()
 
     def _serve(self) -> None:
         while (wanted := self._files.hear()) is not None:
             number, folder, stem = wanted
-            with self._lock:
+            with self._changed:  # the head's copy may have been made before this process's
+                while number not in self._kept:
+                    self._changed.wait()
                 snapshot = self._kept.pop(number)
             problem, files = None, []
             try:
