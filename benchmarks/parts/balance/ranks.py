@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 from benchmarks.parts.balance.idle import Trained
 from benchmarks.parts.balance.workload import Load, cost_of
+from benchmarks.parts.one_reward import OneReward
 from easyrl.build.accumulation import ROWS_PER_DRAIN
 from easyrl.dataloaders.producer.balance import Balance
 from easyrl.dataloaders.producer.draws import Draws
@@ -37,7 +38,6 @@ from easyrl.schema import (
     PolicyVersion,
     Prompt,
     RolloutGroup,
-    Score,
     ServedWeights,
     VersionSpan,
 )
@@ -104,7 +104,7 @@ class _Rank:
         self._shared = SharedBatch(store, "batch", rank, NUM_RANKS)
         self._start_s = start_s
         self._producer = RolloutGenerator(
-            thread, self._begin_group, _OneReward(), num_generations=len(load.lengths[0]) - 1
+            thread, self._begin_group, OneReward(), num_generations=len(load.lengths[0]) - 1
         )
         self._served = ServedWeights(PolicyVersion("benchmark", 0, 0), "0" * 64)
         self._journal = Journal(folder, 0, rank, "never").open_batch(self._served)
@@ -192,13 +192,3 @@ def _completion(length: int, version: str) -> Completion:
         endpoint="http://sleeping",
         loss_mask=np.ones(length, dtype=bool),
     )
-
-
-class _OneReward:
-    async def score_sample(self, prompt: Prompt, completion: Completion) -> float:
-        return 1.0
-
-    async def score_group(
-        self, prompt: Prompt, completions: Sequence[Completion], sample_scores: Sequence[float]
-    ) -> tuple[Score, ...]:
-        return tuple(Score(reward, {"one": reward}) for reward in sample_scores)

@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import queue
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ import numpy as np
 from torch.distributed import TCPStore
 
 from benchmarks.parts.dynamic_sampling.load import Load
+from benchmarks.parts.one_reward import OneReward
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.group_stream import GroupStream
 from easyrl.dataloaders.producer.membership import BatchMembership
@@ -26,7 +27,7 @@ from easyrl.dataloaders.producer.open_batch import OpenBatch
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator, Sample
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.rank_coordination import SharedBatch
-from easyrl.schema import Completion, Prompt, RolloutGroup, Score, VersionSpan
+from easyrl.schema import Completion, Prompt, RolloutGroup, VersionSpan
 
 VERSION = "benchmark:0:0"
 _TOKEN = Completion(
@@ -76,16 +77,6 @@ class SleepingEndpoint:
         return _TOKEN
 
 
-class _OneReward:
-    async def score_sample(self, prompt: Prompt, completion: Completion) -> float:
-        return 1.0
-
-    async def score_group(
-        self, prompt: Prompt, completions: Sequence[Completion], sample_scores: Sequence[float]
-    ) -> tuple[Score, ...]:
-        return tuple(Score(reward, {"one": reward}) for reward in sample_scores)
-
-
 class _Rank:
     """One data-parallel rank: its producer, its trainer."""
 
@@ -104,7 +95,7 @@ class _Rank:
         self._producer = RolloutGenerator(
             thread,
             self._begin_group,
-            _OneReward(),
+            OneReward(),
             num_generations=load.num_samples,
             queue_size=load.num_groups,
         )
