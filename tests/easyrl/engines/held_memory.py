@@ -7,7 +7,8 @@ import gc
 import torch
 from torch import nn
 
-Storages = dict[int, int]  # bytes by address
+# By address. They are kept alive: an address that is given out again would hide what is new there.
+Storages = dict[int, torch.UntypedStorage]
 
 
 def held_storages(model: nn.Module | None = None) -> Storages:
@@ -17,10 +18,10 @@ def held_storages(model: nn.Module | None = None) -> Storages:
     if model is not None:  # which live on the C++ side
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
     storages = [t.untyped_storage() for t in tensors if t.device.type != "meta"]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def held_bytes(model: nn.Module, before: Storages) -> int:
     """What is held beyond ``before``."""
     now = held_storages(model)
-    return sum(nbytes for address, nbytes in now.items() if address not in before)
+    return sum(storage.nbytes() for address, storage in now.items() if address not in before)

@@ -60,7 +60,7 @@ def buckets(engine: deepspeed.DeepSpeedEngine) -> Storages:
     """DeepSpeed's buffers of constant size, ``BUFFERED``."""
     some = getattr(engine.optimizer, "ipg_buckets", {}).values()
     buffers = [buffer.untyped_storage() for bucket in some for buffer in bucket.buffer]
-    return {storage.data_ptr(): storage.nbytes() for storage in buffers}
+    return {storage.data_ptr(): storage for storage in buffers}
 
 
 def measure(settings: Config) -> dict[str, int]:
