@@ -3,12 +3,12 @@
 ``python -m benchmarks.schedules [--pp 2 4] [--rows 24] [--repeats 5]``
 
 Rows of a batch become ready one after another. *Flushes*: all that are ready go through
-megatron-core's 1F1B schedule together, then those that are ready by then. *Single*: one schedule
-for the whole batch, whose first stage waits for each row. Both on CPU processes over gloo, a small
-random model whose stages take the time of a large one's: each sleeps, forward and backward, since
-these cores could not stand for as many devices. Arrivals are scripted (``arrivals.py``): all rows
-at once, evenly over one and two times a stage's work, and as log-normal lengths end. Medians; the
-two take turns; their gradients are compared.
+megatron-core's 1F1B schedule together, then those that are ready by then. *Single*: one 1F1B order
+for the whole batch, which each row enters as it comes (``OpenSchedule``). Both on CPU processes
+over gloo, a small random model whose stages take the time of a large one's: each sleeps, forward
+and backward, since these cores could not stand for as many devices. Arrivals are scripted
+(``arrivals.py``): all rows at once, evenly over one and two times a stage's work, and as log-normal
+lengths end. Medians; the two take turns; their gradients are compared.
 
 *bubble* is the share of the flushes' time that no schedule needs (``bound_s``). The last line
 printed is one JSON object. Exit status 3 if the gradients are apart by more than 1e-5.

@@ -8,6 +8,7 @@ from easyrl.build.recipe import group_functions
 from easyrl.config import Config
 from easyrl.config.trainer import no_look_ahead
 from easyrl.engines.base import TrainEngine
+from easyrl.engines.megatron.layout import Layout
 from easyrl.inference_client.errors import is_outage
 from easyrl.metrics.event_log import Record
 from easyrl.runtime.collectives import Collectives
@@ -51,7 +52,7 @@ def build_accumulator(
         record=record,
         max_tokens=config.trainer.max_tokens_per_micro_batch,
         rows_per_drain=rows_per_drain(config),
-        rows_at_once=rows_per_drain(config) if config.parallel.pipeline > 1 else 1,
+        rows_at_once=rows_at_once(config),
         synchronous=synchronous,
         agreement_limit=agreement_limit,
         on_trained=on_trained,
@@ -83,4 +84,17 @@ def rows_per_drain(config: Config) -> int:
 
     In strict mode a take waits for each of its groups: as few as keep the model busy.
     """
-    return config.parallel.pipeline if is_strict(config) else ROWS_PER_DRAIN
+    if not is_strict(config):
+        return ROWS_PER_DRAIN
+    return config.parallel.pipeline if _has_flushes(config) else 1
+
+
+def rows_at_once(config: Config) -> int:
+    """Micro-batches of one call of the engine."""
+    return rows_per_drain(config) if _has_flushes(config) else 1
+
+
+def _has_flushes(config: Config) -> bool:
+    """Whether a pipeline has a schedule for each set of micro-batches that it is given."""
+    layout = Layout.of(config.parallel, config.parallel.ranks_per_model)
+    return layout.pipeline > 1 and not layout.is_open_schedule

@@ -13,6 +13,7 @@ from easyrl.build.recipe import pack_in_order
 from easyrl.build.run import OpenRun
 from easyrl.build.servers import StartedServers
 from easyrl.config import Config, ConfigError
+from easyrl.config.weight_sync import SHARED_MEMORY
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.base import TrainEngine
 from easyrl.engines.group.leader import GroupLeader
@@ -25,6 +26,7 @@ from easyrl.inference_client.pool.endpoint_list import (
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.runtime.rank_store import spans_hosts
 from easyrl.runtime.shared_cores import SharedCores
+from easyrl.runtime.shared_folder import marked
 from easyrl.schema import Prompt
 from easyrl.weight_sync.canary import FEWEST_TOKENS, Canary, canary_prompts
 from easyrl.weight_sync.publish import WeightSync
@@ -188,15 +190,26 @@ def _build_weight_sync(
             api_keys=inference.api_keys,
             cores=cores,
             lora=config.model.lora,
-            shares=_shares(engine),
+            shares=_shares(run, engine),
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _shares(engine: TrainEngine) -> Shares | None:
-    """None where one process writes all: ``weight_sync.directory`` is each host's own."""
-    return engine if isinstance(engine, GroupLeader) and not spans_hosts() else None
+def _shares(run: OpenRun, engine: TrainEngine) -> Shares | None:
+    """None where one process writes all: of a model in one piece, and on several hosts that do not
+    share ``weight_sync.directory``. Collective."""
+    if not isinstance(engine, GroupLeader):
+        return None
+    is_shared, folder = not spans_hosts(), run.config.weight_sync.directory
+    if not is_shared and folder != SHARED_MEMORY:
+        seen = None
+        if run.ranks.is_first:  # the first group writes
+            folder.mkdir(parents=True, exist_ok=True)
+            with marked(folder) as mark:
+                seen = engine.group_sees(mark)
+        is_shared = run.collectives.broadcast(seen)
+    return engine if is_shared else None
 
 
 def _limits(pool: EndpointPool) -> dict[str, int]:

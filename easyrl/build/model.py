@@ -56,4 +56,5 @@ def _open_engine(run: OpenRun, num_steps: int | None) -> TrainEngine:
         group.files,
         group.teller,
         writers if group.place.data == 0 else [],
+        layout.pipeline - 1 if layout.is_open_schedule else 0,
     )

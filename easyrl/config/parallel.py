@@ -12,6 +12,8 @@ from easyrl.config.model import ModelConfig
 from easyrl.config.trainer import TrainerConfig
 from easyrl.config.weight_sync import WeightSyncConfig
 
+Schedule = Literal["auto", "single", "flush"]
+
 
 class ParallelConfig(Section):
     """Tensor and pipeline parallelism; with either the model is split by megatron-core.
@@ -25,8 +27,9 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1  # stages, each with consecutive layers
     chunks_per_stage: PositiveInt = 1  # of layers; more than one: interleaved 1F1B
     layers_per_stage: list[PositiveInt] | None = None  # by stage; default: as many in each
-    schedule: Literal["flush"] = "flush"  # of micro-batches in a pipeline; flush: one schedule for
-    # each set of rows that is ready together
+    schedule: Schedule = "auto"  # of micro-batches in a pipeline; single: one for all of an update,
+    # which each enters as it comes; flush: one for each set that is ready together; auto: flush for
+    # several chunks of layers, else single
     context: PositiveInt = 1  # ranks that share a sequence: not built yet
     expert: PositiveInt = 1  # ranks that share a layer's experts: not built yet
 
@@ -80,6 +83,11 @@ def _pipeline_contradictions(parallel: ParallelConfig) -> list[str]:
         problems.append(
             "parallel.chunks_per_stage: has no effect without a pipeline; remove it, or raise "
             "parallel.pipeline"
+        )
+    if parallel.schedule == "single" and parallel.chunks_per_stage > 1:
+        problems.append(
+            "parallel.schedule: single has no order for several chunks of layers in a stage; use "
+            "flush, or remove parallel.chunks_per_stage"
         )
     if stages is None:
         return problems

@@ -212,8 +212,15 @@ class TrainEngine(Protocol):
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
         """Accumulates the gradients of the recipe's *sums*; one metrics record per micro-batch.
 
-        Collective when ``lockstep``. Raises ``NonFiniteLossError`` when all backwards are done; the
-        gradient is then NaN, and ``optimizer_step`` skips on every rank.
+        A pipeline may keep the last ones, and what there is to say of them, under way until
+        ``finish_backwards``. Collective when ``lockstep``. Raises ``NonFiniteLossError`` when all
+        backwards are done; the gradient is then NaN, and ``optimizer_step`` skips on every rank.
+        """
+
+    def finish_backwards(self) -> list[MetricSums]:
+        """Ends what ``forward_backward`` has under way, and returns or raises what it would have.
+
+        All ranks call it behind an update's last micro-batch. Never collective.
         """
 
     def optimizer_step(self, denominator: float, value_denominator: float = 0.0) -> StepResult:

@@ -1,10 +1,12 @@
-"""Whether the run's folder is one and the same on all nodes."""
+"""Whether a folder is one and the same on all nodes."""
 
 from __future__ import annotations
 
 import secrets
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from easyrl.config import ConfigError
@@ -21,20 +23,14 @@ def require_shared(folder: Path, collectives: Collectives) -> None:
     """
     if collectives.ranks.dp_size == 1:
         return
-    mark = folder / f".seen-{secrets.token_hex(8)}"
-    if collectives.ranks.is_first:
-        mark.touch()
-    mark = folder / collectives.broadcast(mark.name)
-    try:
-        said = [_appears(mark), socket.gethostname()]
+    with marked(folder) if collectives.ranks.is_first else nullcontext(folder) as mark:
+        mark = folder / collectives.broadcast(mark.name)
+        said = [appears(mark), socket.gethostname()]
         blind = [
             f"rank {rank} on {host}"
             for rank, (sees, host) in enumerate(collectives.all_gather(said))
             if not sees
         ]
-    finally:
-        if collectives.ranks.is_first:
-            mark.unlink(missing_ok=True)
     if blind:
         raise ConfigError(
             f"run.output_dir: {folder} is not the same folder on all training nodes: "
@@ -43,7 +39,19 @@ def require_shared(folder: Path, collectives: Collectives) -> None:
         )
 
 
-def _appears(file: Path) -> bool:
+@contextmanager
+def marked(folder: Path) -> Iterator[Path]:
+    """A new file in ``folder``, gone afterwards: who shares the folder sees it."""
+    mark = folder / f".seen-{secrets.token_hex(8)}"
+    mark.touch()
+    try:
+        yield mark
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def appears(file: Path) -> bool:
+    """Whether it is there, or comes to be within ``VISIBLE_S``."""
     deadline = time.monotonic() + VISIBLE_S
     while not file.exists():
         if time.monotonic() > deadline:

@@ -155,17 +155,14 @@ class Accumulator:
                 self.record("micro_batch_start", num_tokens=num_tokens)
                 self.cores.take()
                 with timer.span():
-                    try:
-                        for sums in self.engine.forward_backward(rows):
-                            totals.metrics.add(sums)
-                    except NonFiniteLossError as error:
-                        # The gradient is NaN now: every rank will skip the step; the batch goes on.
-                        self.record("non_finite_loss", problem=str(error))
+                    self._add_metrics(totals, partial(self.engine.forward_backward, rows))
                 if not rows[0].is_dummy:
                     totals.num_packed_tokens += num_tokens
                     totals.num_micro_batches += len(rows)
                     groups.note_trained(num_tokens)
                 self.record("micro_batch_end")
+            with timer.span():
+                self._add_metrics(totals, self.engine.finish_backwards)
         if ahead is not None:
             totals.look_ahead_s = ahead.work_s
             totals.num_look_ahead_tokens = outputs.num_ahead_tokens
@@ -175,6 +172,16 @@ class Accumulator:
         if not self.synchronous and self.functions.scope == "group":
             self.on_trained(totals.train_s, len(totals.groups))
         return totals
+
+    def _add_metrics(
+        self, totals: BatchTotals, backward: Callable[[], Sequence[MetricSums]]
+    ) -> None:
+        try:
+            for sums in backward():
+                totals.metrics.add(sums)
+        except NonFiniteLossError as error:
+            # The gradient is NaN now: every rank will skip the step; the batch goes on.
+            self.record("non_finite_loss", problem=str(error))
 
     def judge(self, seen: Sequence[EndpointAgreement]) -> None:
         """Raises ``EndpointsDisagree`` if log-probabilities of endpoints are over the limit."""

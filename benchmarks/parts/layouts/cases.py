@@ -50,6 +50,7 @@ def cases() -> list[Case]:
         "tp2sp": (Layout(tensor=2, sequence_parallel=True), 1),
         "tp4": (Layout(tensor=4), 1),  # more ranks than key-value heads
         "pp2": (Layout(pipeline=2), 1),
+        "pp2-flush": (Layout(pipeline=2, schedule="flush"), 1),
         "pp2-interleaved": (Layout(pipeline=2, chunks=2), 1),
         "pp4": (Layout(pipeline=4), 1),
         "pp-uneven": (Layout(pipeline=2, layers_per_stage=(1, 3)), 1),

@@ -86,7 +86,7 @@ TRAPS: dict[str, tuple[Callable[[], None], str]] = {
     "split-not-marked": (_split_not_marked, "tp2"),
     "tied-not-summed": (_tied_not_summed, "pp2"),
     "tied-counted-twice": (_tied_counted_twice, "pp2"),
-    "loss-divided": (_loss_divided, "pp2"),
+    "loss-divided": (_loss_divided, "pp2-flush"),
     "padding-trained": (_padding_trained, "tp2"),
     "vocabulary-summed-twice": (_vocabulary_summed_twice, "tp2"),
 }

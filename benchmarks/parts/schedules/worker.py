@@ -10,7 +10,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch import Tensor
 from benchmarks.parts.layouts.cases import Case, configuration, functions, updates
 from benchmarks.parts.schedules.arrivals import LAST, bound_s, script
 from easyrl.engines.megatron.layout import Layout
+from easyrl.engines.megatron.open_schedule import OpenSchedule
 from easyrl.engines.megatron.pipeline import Pipeline
 from easyrl.engines.megatron.process_groups import start_model_parallel
 from easyrl.engines.megatron.stage import PolicyStage
+from easyrl.engines.megatron.stage_links import StageLinks
 from easyrl.engines.megatron.streams import Loss, StreamStage
 from easyrl.engines.process_group import start_process_group
 from easyrl.kernels.attention.attention_check import CheckedAttention
@@ -60,30 +62,15 @@ class BusyStage(StreamStage):
         return Busy.apply(loss_sum), metrics  # type: ignore[no-untyped-call]
 
 
-class BusyPipeline(Pipeline):
+class BusyStages(Pipeline):
     """Of such stages."""
 
     def _streams(self, frozen: Collection[str], with_policy: bool) -> list[StreamStage]:
         return [BusyStage(stage, stage, {}) for stage in self.stages]
 
 
-class Arriving(Sequence[MicroBatch]):
-    """Rows, each of which the first stage waits for."""
-
-    def __init__(self, rows: Sequence[MicroBatch], arrivals: Sequence[float], start_s: float):
-        self._rows, self._arrivals, self._start_s = rows, arrivals, start_s
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for row, at_s in zip(self._rows, self._arrivals, strict=True):
-            if dist.get_rank() == 0:
-                time.sleep(max(0.0, self._start_s + at_s - time.monotonic()))
-            yield row
+class BusyOpenSchedule(BusyStages, OpenSchedule):
+    """Of such stages."""
 
 
 class Schedules:
@@ -107,7 +94,9 @@ class Schedules:
         self.rows = [of_each[number % len(of_each)] for number in range(num_rows)]
         recipe = load_recipe(config.model_copy(update={"recipe": _without_kl(config)}))
         self._loss = Loss(recipe, True, "policy", config.rollout.temperature)
-        self._pipeline = BusyPipeline(layout, [self._stage], None, {}, torch.device("cpu"))
+        parts = (layout, [self._stage], None, {}, torch.device("cpu"))
+        self._flushed = BusyStages(*parts)
+        self._open = BusyOpenSchedule(*parts, links=StageLinks(place))
 
     def flushes(self, arrivals: Sequence[float], start_s: float) -> int:
         """A schedule for each set of rows that is there; their number."""
@@ -120,13 +109,17 @@ class Schedules:
                 ready[0] = sum(at_s <= now_s for at_s in arrivals)
             dist.broadcast(ready, 0)
             taken = self.rows[done : max(int(ready), done + 1)]
-            self._pipeline.forward_backward(taken, self._loss, ())
+            self._flushed.forward_backward(taken, self._loss, ())
             done, number = done + len(taken), number + 1
         return number
 
     def single(self, arrivals: Sequence[float], start_s: float) -> int:
-        """One schedule, in which the first stage waits for each row."""
-        self._pipeline.forward_backward(Arriving(self.rows, arrivals, start_s), self._loss, ())
+        """One schedule, into which the head hands each row when it is there."""
+        for row, at_s in zip(self.rows, arrivals, strict=True):
+            if dist.get_rank() == 0:
+                time.sleep(max(0.0, start_s + at_s - time.monotonic()))
+            self._open.forward_backward([row], self._loss, ())
+        self._open.finish()
         return 1
 
     def timed(self, kind: str, arrivals: Sequence[float]) -> tuple[float, int, dict[str, Tensor]]:

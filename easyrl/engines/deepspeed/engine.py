@@ -182,6 +182,9 @@ class DeepSpeedEngine:
             raise NonFiniteLossError(problem)  # only now: ranks in lock-step are not left waiting
         return metrics
 
+    def finish_backwards(self) -> list[MetricSums]:
+        return []
+
     def optimizer_step(self, denominator: float, value_denominator: float = 0.0) -> StepResult:
         assert denominator > 0
         learning_rate = float(self._engine.get_lr()[0])

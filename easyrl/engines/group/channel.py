@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ from easyrl.runtime.gloo_wait import LONGEST_WAIT, wait_with_signals
 
 END_S = 5.0  # a follower that does not listen any more does not keep the head
 LONGEST_PAUSE_S = 0.005
+MOST_ANSWERS = 64  # of a follower that the head has not fetched; more than stages of a pipeline
 
 
 class GroupLost(RuntimeError):
@@ -25,7 +27,8 @@ class GroupLost(RuntimeError):
 class GroupChannel:
     """From the head to its followers, and back from one or all of them.
 
-    Methods raise ``GroupLost``. One thread of each process uses it. All members make it, at the
+    ``tell`` and ``answer`` do not wait until they are heard; methods raise ``GroupLost``, if of a
+    message that was sent before. One thread of each process uses it. All members make it, at the
     same place among the process groups that they make.
 
     Args:
@@ -38,25 +41,30 @@ class GroupChannel:
             self._members, backend="gloo", timeout=LONGEST_WAIT, use_local_synchronization=True
         )
         self.is_head = dist.get_rank() == self.head
+        self._telling: deque[Any] = deque()
+        self._answering: deque[tuple[Any, Tensor]] = deque()
 
     @property
     def head(self) -> int:
         return self._members[0]
 
-    def tell(self, message: Any, *, within_s: float = math.inf) -> None:
-        """From the head to all followers, which ``hear`` it.
-
-        Raises ``TimeoutError`` if it is not sent ``within_s`` seconds, and ends the channel.
-        """
+    def tell(self, message: Any) -> None:
+        """From the head to all followers, which ``hear`` it."""
+        while self._telling and self._telling[0].is_completed():
+            self._wait(self._telling.popleft())
         payload = _bytes(message)
         for part in (_size(payload), payload):
-            sent = dist.broadcast(part, self.head, group=self._group, async_op=True)
-            self._wait(sent, within_s)
+            self._telling.append(dist.broadcast(part, self.head, group=self._group, async_op=True))
 
     def tell_last(self, message: Any) -> None:
-        """``tell``, where followers may be gone."""
+        """``tell``, where followers may be gone: it waits until they have heard, and not for long.
+
+        The channel ends with it.
+        """
         with suppress(GroupLost, TimeoutError):
-            self.tell(message, within_s=END_S)
+            self.tell(message)
+            while self._telling:
+                self._wait(self._telling.popleft(), END_S)
 
     def hear(self) -> Any:
         """What the head told next."""
@@ -70,7 +78,9 @@ class GroupChannel:
         """From a follower to the head, which ``fetch``es it."""
         payload = _bytes(message)
         for part in (_size(payload), payload):
-            _finish(dist.isend(part, self.head, group=self._group))
+            self._answering.append((dist.isend(part, self.head, group=self._group), part))
+        while len(self._answering) > 2 * MOST_ANSWERS:
+            _finish(self._answering.popleft()[0])
 
     def fetch(self, follower: int) -> Any:
         """What the process of this rank answered."""

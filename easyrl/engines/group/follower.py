@@ -17,6 +17,7 @@ from easyrl.engines.group.calls import ANSWERED, END, perform
 from easyrl.engines.group.channel import GroupChannel
 from easyrl.engines.group.leader import SplitEngine
 from easyrl.engines.state_file import StateReader
+from easyrl.runtime.shared_folder import appears
 
 # Writes weights as a request says, and what it has to tell of them.
 WriteShare = Callable[[Iterator[tuple[str, Tensor]], dict[str, Any], Callable[[Any], object]], None]
@@ -58,6 +59,9 @@ class Follower:
             case "named_weights":
                 for _ in self._engine.named_weights(*arguments):
                     pass
+            case "sees":
+                (file,) = arguments
+                self._calls.answer(appears(Path(file)))
             case "write_share":
                 self._share(*arguments)
             case "perturb":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from easyrl.engines.group.calls import perform
 from easyrl.engines.group.channel import GroupChannel
 from easyrl.schema import FrozenLogprobs, MicroBatch
 
+Backward = tuple[list[MetricSums], str | None]  # of a call's rows, and what was not finite
+
 
 class SplitEngine(TrainEngine, Protocol):
     """A part of a model that is split."""
@@ -42,6 +45,8 @@ class GroupLeader:
         teller: rank of the process that has what the model says.
         writers: ranks of the group that write weights, each its stage's; empty in all groups but
             the first.
+        calls_under_way: of ``forward_backward``, that the teller may still be at work on when this
+            process goes on.
     """
 
     def __init__(
@@ -51,10 +56,14 @@ class GroupLeader:
         files: GroupChannel,
         teller: int,
         writers: Sequence[int] = (),
+        calls_under_way: int = 0,
     ) -> None:
         self._engine = engine
         self._calls, self._files = calls, files
         self._teller, self._writers = teller, writers
+        self._most_under_way = calls_under_way
+        self._under_way: deque[Backward] = deque()  # what this process had to say of each
+        self._told: list[Backward] = []  # what the teller has said, and nobody has asked for yet
         self._num_snapshots = 0
         self.ranks = engine.ranks
         self.device = engine.device
@@ -75,11 +84,12 @@ class GroupLeader:
         return self._engine.prepare(micro_batches)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> list[MetricSums]:
-        metrics: list[MetricSums]
-        metrics, problem = self._told("forward_backward", list(micro_batches))
-        if problem is not None:
-            raise NonFiniteLossError(problem)
-        return metrics
+        self._under_way.append(self._all("forward_backward", list(micro_batches)))
+        return self._backwards(self._most_under_way)
+
+    def finish_backwards(self) -> list[MetricSums]:
+        self._all("finish_backwards")
+        return self._backwards(0)
 
     def optimizer_step(self, denominator: float, value_denominator: float = 0.0) -> StepResult:
         result: StepResult = self._all("optimizer_step", denominator, value_denominator)
@@ -89,15 +99,15 @@ class GroupLeader:
         self._all("discard_gradients")
 
     def frozen_logprobs(self, micro_batch: MicroBatch) -> FrozenLogprobs:
-        said: FrozenLogprobs = self._told("frozen_logprobs", micro_batch)
+        said: FrozenLogprobs = self._ask("frozen_logprobs", micro_batch)
         return said
 
     def evaluate(self, micro_batch: MicroBatch) -> MetricSums:
-        metrics: MetricSums = self._told("evaluate", micro_batch)
+        metrics: MetricSums = self._ask("evaluate", micro_batch)
         return metrics
 
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        said: Tensor = self._told("logprobs", micro_batch)
+        said: Tensor = self._ask("logprobs", micro_batch)
         return said
 
     def named_weights(self, kind: WeightKind = "full") -> Iterator[tuple[str, Tensor]]:
@@ -112,6 +122,11 @@ class GroupLeader:
                 yield
             finally:
                 self._calls.tell(("unperturb", ()))
+
+    def group_sees(self, file: Path) -> bool:
+        """Whether all processes see ``file``, which this one has made."""
+        self._calls.tell(("sees", (str(file),)))
+        return all(self._calls.fetch_all())
 
     def begin_shares(self, request: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         """Has every writer write its pipeline stage as ``request`` says; this process's stage."""
@@ -146,9 +161,27 @@ class GroupLeader:
         self._calls.tell((call, arguments))
         return perform(self._engine, call, arguments)
 
-    def _told(self, call: str, *arguments: Any) -> Any:
+    def _ask(self, call: str, *arguments: Any) -> Any:
         """Made by all; what the teller has."""
         own = self._all(call, *arguments)
+        self._hear_backwards(0)  # it answers in the order of the calls
+        return self._of_teller(own)
+
+    def _backwards(self, still_under_way: int) -> list[MetricSums]:
+        """What the teller has said of calls, all but so many of the last."""
+        self._hear_backwards(still_under_way)
+        told, self._told = self._told, []
+        problems = [problem for _, problem in told if problem is not None]
+        if problems:
+            raise NonFiniteLossError(problems[-1])
+        return [metrics for rows, _ in told for metrics in rows]
+
+    def _hear_backwards(self, still_under_way: int) -> None:
+        while len(self._under_way) > still_under_way:
+            self._told.append(self._of_teller(self._under_way.popleft()))
+
+    def _of_teller(self, own: Any) -> Any:
+        """Of the oldest call that it has not been asked for; ``own`` where that is this process."""
         return own if self._teller == self._calls.head else self._calls.fetch(self._teller)
 
 

@@ -28,9 +28,11 @@ from easyrl.engines.deepspeed.late_denominator import step_divided
 from easyrl.engines.deepspeed.state import copy_of, restore
 from easyrl.engines.megatron.layout import Layout
 from easyrl.engines.megatron.making import StageMaker
+from easyrl.engines.megatron.open_schedule import OpenSchedule
 from easyrl.engines.megatron.padding import padded_row
 from easyrl.engines.megatron.pipeline import Pipeline, SingleStage
 from easyrl.engines.megatron.process_groups import start_model_parallel
+from easyrl.engines.megatron.stage_links import StageLinks
 from easyrl.engines.megatron.state import SplitState
 from easyrl.engines.megatron.streams import Loss
 from easyrl.engines.megatron.trainable import initialise_chunks, sum_tied_embeddings
@@ -112,9 +114,14 @@ class MegatronEngine:
             raise NonFiniteLossError(problems[-1])
         return [metrics for metrics, _ in told]
 
+    def finish_backwards(self) -> list[MetricSums]:
+        self._runner.finish()
+        return []
+
     def optimizer_step(self, denominator: float, value_denominator: float = 0.0) -> StepResult:
         assert denominator > 0
         learning_rate = float(self._engine.get_lr()[0])
+        self._runner.finish()
         if self._backwards_of_all_ranks() == 0:
             return StepResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
         if self._num_backwards == 0:  # other ranks had rows; DeepSpeed reduces only what exists
@@ -129,6 +136,7 @@ class MegatronEngine:
 
     def discard_gradients(self) -> None:
         """By a step that cannot be taken."""
+        self._runner.finish()
         self._runner.backward_of_nothing(scale=math.nan)
         _, applied = step_divided(self._engine, 1.0)
         assert not applied
@@ -205,9 +213,14 @@ class MegatronEngine:
         return [parameter.ds_tensor.data for parameter in with_shards]
 
     def _make_runner(self) -> Pipeline:
-        runner = Pipeline if self._layout.pipeline > 1 else SingleStage
-        policy = self._engine if self._layout.chunks == 1 else None
-        return runner(self._layout, self._chunks, policy, self._frozen, self.device)
+        layout = self._layout
+        policy = self._engine if layout.chunks == 1 else None
+        parts = (layout, self._chunks, policy, self._frozen, self.device)
+        if layout.pipeline == 1:
+            return SingleStage(*parts)
+        if layout.is_open_schedule:
+            return OpenSchedule(*parts, links=StageLinks(self.place))
+        return Pipeline(*parts)
 
     def _loss(self) -> Loss:
         return Loss(

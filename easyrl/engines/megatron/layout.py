@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from easyrl.config import ConfigError
-from easyrl.config.parallel import ParallelConfig
+from easyrl.config.parallel import ParallelConfig, Schedule
 from easyrl.engines.megatron.weights.pieces import TensorRank
 from easyrl.runtime.ranks import Ranks
 
@@ -23,6 +23,7 @@ class Layout:
     chunks: int = 1  # of layers, in each pipeline stage (interleaved 1F1B)
     sequence_parallel: bool = False
     layers_per_stage: tuple[int, ...] | None = None  # None: as many in each
+    schedule: Schedule = "auto"  # of rows in a pipeline
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> Layout:
@@ -41,6 +42,7 @@ class Layout:
             parallel.chunks_per_stage,
             parallel.sequence,
             None if stages is None else tuple(stages),
+            parallel.schedule,
         )
 
     def layers_of(self, stage: int, chunk: int, num_layers: int) -> range:
@@ -60,6 +62,11 @@ class Layout:
             for chunk in range(self.chunks)
             if layer in self.layers_of(stage, chunk, num_layers)
         )
+
+    @property
+    def is_open_schedule(self) -> bool:
+        """Whether rows enter a pipeline one by one, in one schedule for all of an update."""
+        return self.pipeline > 1 and self.chunks == 1 and self.schedule != "flush"
 
     @property
     def row_multiple(self) -> int:

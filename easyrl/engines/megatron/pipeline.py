@@ -56,7 +56,10 @@ class Pipeline:
         ``frozen``: the models that the rows have nothing of yet. A loss that is not finite makes
         the gradient NaN on all stages.
         """
-        return self._run(_finite(_loss(loss)), rows, frozen, forward_only=False)
+        return self._run(loss_at_end(loss), rows, frozen, forward_only=False)
+
+    def finish(self) -> None:
+        """Runs the backward of rows that are still under way; a schedule leaves none."""
 
     @torch.no_grad()
     def evaluate(self, rows: Rows, loss: Loss, frozen: Collection[str]) -> list[MetricSums]:
@@ -200,6 +203,11 @@ def _iterators(rows: Rows, further: Rows, num_chunks: int) -> list[Iterator[Row]
         return [with_layouts(rows)]
     shared = list(with_layouts([*rows, *further]))
     return [iter(shared) for _ in range(num_chunks)]
+
+
+def loss_at_end(loss: Loss) -> AtEnd:
+    """The loss sum; metrics, and what is not finite."""
+    return _finite(_loss(loss))
 
 
 def _loss(loss: Loss) -> AtEnd:

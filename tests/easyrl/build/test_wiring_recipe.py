@@ -79,6 +79,9 @@ class Engine:
         self.rows: list[list[int]] = []
         self._stop, self._last = stop, last
 
+    def finish_backwards(self) -> list[object]:
+        return []
+
     def prepare(self, rows: list[MicroBatch]) -> list[MicroBatch]:
         return rows
 

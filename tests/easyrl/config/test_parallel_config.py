@@ -46,6 +46,10 @@ CONTRADICTIONS = {
         [*PIPELINE, "parallel.layers_per_stage=[1, 3]", "parallel.chunks_per_stage=2"],
         "parallel.layers_per_stage: the chunks of an interleaved schedule are of one size; remove",
     ),
+    "one schedule for several chunks": (
+        [*PIPELINE, "parallel.chunks_per_stage=2", "parallel.schedule=single"],
+        "parallel.schedule: single has no order for several chunks of layers in a stage; use flush",
+    ),
     "pipeline with ZeRO 2, the default": (
         ["parallel.pipeline=2"],
         "trainer.zero_stage: 2 does not go with parallel.pipeline, whose stages run backwards in ",

@@ -150,6 +150,9 @@ class OneRank:
     def __init__(self, tri: TriModel) -> None:
         self._tri = tri
 
+    def finish_backwards(self) -> list[MetricSums]:
+        return []
+
     def prepare(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         return micro_batches
 

@@ -160,6 +160,9 @@ class FakeEngine:
     def begin_batch(self):
         pass
 
+    def finish_backwards(self):
+        return []
+
     def prepare(self, micro_batches):
         return list(micro_batches)
 

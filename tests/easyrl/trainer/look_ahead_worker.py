@@ -108,6 +108,7 @@ class Watched:
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         self.device, self.prepare = engine.device, engine.prepare
+        self.finish_backwards = engine.finish_backwards
         self.lockstep = engine.lockstep
         self.has_frozen_models = engine.has_frozen_models
         self.seen: Callable[[MicroBatch], object] = lambda row: None

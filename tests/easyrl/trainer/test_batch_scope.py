@@ -73,6 +73,9 @@ class Engine:
     def __init__(self) -> None:
         self.rows: list[MicroBatch] = []
 
+    def finish_backwards(self) -> list[MetricSums]:
+        return []
+
     def prepare(self, rows: list[MicroBatch]) -> list[MicroBatch]:
         return rows
 

@@ -81,6 +81,9 @@ class TellingEngine:
             of(-1) if reference else None, of(self.weights) if old_policy else None
         )
 
+    def finish_backwards(self) -> list[MetricSums]:
+        return []
+
     def prepare(self, rows: list[MicroBatch]) -> list[MicroBatch]:
         return rows
 

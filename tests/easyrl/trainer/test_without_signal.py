@@ -66,6 +66,9 @@ class Engine:
     def __init__(self) -> None:
         self.prompts: list[int] = []
 
+    def finish_backwards(self) -> list[MetricSums]:
+        return []
+
     def prepare(self, rows: list[MicroBatch]) -> list[MicroBatch]:
         return rows
 

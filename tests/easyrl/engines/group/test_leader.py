@@ -23,14 +23,17 @@ from easyrl.engines.group.follower import Follower
 from easyrl.engines.group.leader import GroupLeader
 from easyrl.engines.state_file import EngineState, StateReader
 from easyrl.inference_client.transfer.artifact import bytes_of
+from easyrl.runtime import shared_folder
 from easyrl.runtime.machine import free_port
 from easyrl.runtime.ranks import Ranks
+from easyrl.runtime.shared_folder import marked
 from easyrl.schema import FrozenLogprobs
 from easyrl.weight_sync.shares import ShareWriter
 from easyrl.weight_sync.store import WeightStore
 from tests.easyrl.engines.group.test_codec import row
 
 SIZE, TELLER = 3, 2
+SLOW_S = 1.0  # that a slow teller works on a call
 
 
 @dataclass
@@ -41,6 +44,7 @@ class NotingEngine:
     calls: list = field(default_factory=list)
     refuses: bool = False
     dies: bool = False
+    is_slow: bool = False
 
     def __post_init__(self):
         self.ranks = Ranks(self.rank, SIZE, 0, 1, self.rank == 0, (0,))
@@ -61,9 +65,15 @@ class NotingEngine:
 
     def forward_backward(self, rows):
         self._note("forward_backward", len(rows), rows[0].sequences)
+        if self.is_slow and self.rank == TELLER:
+            time.sleep(SLOW_S)
         if self.rank == TELLER and len(rows) == 3:
             raise NonFiniteLossError("row 2 is infinite")
-        return [MetricSums({"rank": float(self.rank)}) for _ in rows]
+        return [MetricSums({"rank": float(self.rank), "rows": float(len(rows))}) for _ in rows]
+
+    def finish_backwards(self):
+        self._note("finish_backwards")
+        return []
 
     def optimizer_step(self, denominator, value_denominator=0.0):
         self._note("optimizer_step", denominator, value_denominator)
@@ -115,8 +125,11 @@ def process(rank, port, folder, scenario, results):
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE
     )
+    shared_folder.VISIBLE_S = 0.2
     calls, files = GroupChannel(range(SIZE)), GroupChannel(range(SIZE))
-    engine = NotingEngine(rank, refuses=scenario == "refuses", dies=scenario == "dies")
+    engine = NotingEngine(
+        rank, refuses=scenario == "refuses", dies=scenario == "dies", is_slow=scenario == "slow"
+    )
     if rank > 0:
         # rank 1 shares its stage with the head, rank 2 writes one of its own
         write_share = partial(ShareWriter().write, 1) if rank == 2 else None
@@ -125,7 +138,8 @@ def process(rank, port, folder, scenario, results):
             follower.serve()
         results[rank] = engine.calls
     else:
-        leader = GroupLeader(engine, calls, files, TELLER, writers=(0, 2))
+        under_way = 2 if engine.is_slow else 0
+        leader = GroupLeader(engine, calls, files, TELLER, (0, 2), under_way)
         results["head"] = SCENARIOS[scenario](leader, Path(folder))
         files.tell_last(None)
         calls.tell_last((END, ()))
@@ -153,6 +167,32 @@ def a_batch(leader, folder):
     with leader.perturbed_weights():
         said.weights = [(name, float(values)) for name, values in leader.named_weights()]
     return vars(said)
+
+
+def a_slow_teller(leader, folder):
+    """Rows go on while it is at work on those before; what it says is not lost to other calls."""
+    start = time.monotonic()
+    told = [leader.forward_backward([row()] * number) for number in (1, 2)]
+    seconds = time.monotonic() - start
+    told.append(leader.forward_backward([row()]))
+    logprobs = leader.logprobs(row()).tolist()
+    told.append(leader.finish_backwards())
+    leader.forward_backward([row()] * 3)  # infinite
+    told.append(leader.forward_backward([row()]))
+    with pytest.raises(NonFiniteLossError, match="row 2 is infinite"):
+        leader.finish_backwards()
+    told.append(leader.finish_backwards())
+    rows = [[each.sums["rows"] for each in metrics] for metrics in told]
+    ranks = {each.sums["rank"] for metrics in told for each in metrics}
+    return SimpleNamespace(
+        rows=rows, ranks=ranks, logprobs=logprobs, waited=seconds > SLOW_S
+    ).__dict__
+
+
+def a_folder(leader, folder):
+    """That the others share, and one that they do not."""
+    with marked(folder) as mark:
+        return leader.group_sees(mark), leader.group_sees(folder / "missing" / mark.name)
 
 
 def a_checkpoint(leader, folder):
@@ -230,6 +270,8 @@ def refused(leader, folder):
 
 SCENARIOS = {
     "a_batch": a_batch,
+    "slow": a_slow_teller,
+    "sees": a_folder,
     "a_checkpoint": a_checkpoint,
     "a_full_disk": a_full_disk,
     "refuses": refused,
@@ -261,6 +303,21 @@ def test_all_processes_make_the_calls_and_the_teller_is_heard(tmp_path):
     assert said[0] == said[1] == said[2]
     names = [call[0] for call in said[0]]
     assert names.count("forward_backward") == 2 and names[-2:] == ["named_weights", "restored"]
+
+
+def test_calls_go_on_while_the_teller_is_at_work(tmp_path):
+    said = run("slow", tmp_path)
+    assert said["head"] == {
+        "rows": [[], [], [1.0], [2.0, 2.0, 1.0], [], []],
+        "ranks": {float(TELLER)},
+        "logprobs": [float(TELLER)] * 2,
+        "waited": False,
+    }
+    assert said[0] == said[1] == said[2]
+
+
+def test_processes_say_whether_they_share_a_folder(tmp_path):
+    assert run("sees", tmp_path)["head"] == (True, False)
 
 
 def test_a_checkpoint_has_a_file_of_each_process(tmp_path):

@@ -25,6 +25,7 @@ SPLIT = {
     2: [
         Case("tp2sp", Layout(tensor=2, sequence_parallel=True)),
         Case("pp2", Layout(pipeline=2)),
+        Case("pp2-flush", Layout(pipeline=2, schedule="flush")),
         Case("pp-uneven", Layout(pipeline=2, layers_per_stage=(3, 1)), tied=False),
         Case("pp2-interleaved", Layout(pipeline=2, chunks=2)),
         Case("dp2-zero3", Layout(data=2), zero_stage=3),

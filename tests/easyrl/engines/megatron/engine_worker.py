@@ -143,6 +143,7 @@ class Calls:
             own = rows if engine.ranks.dp_rank == 0 else []
         sent = self._sent()
         said = [engine.forward_backward(some) for some in (own[:1], own[1:]) if some]
+        assert engine.finish_backwards() == []  # one that tells has told all
         self.told["trained-0"] = metrics([each for some in said for each in some])
         self.told["sent-0"] = {name: self._sent()[name] - sent[name] for name in sent}
         self.told["tokens-0"] = sum(row.num_tokens for row in own)
@@ -158,6 +159,7 @@ class Calls:
         known = partly_known(rows, said["frozen-1"])
         sent = self._sent()
         self.told["trained-1"] = metrics(engine.forward_backward(self._own(known)))
+        engine.finish_backwards()
         self.told["sent-1"] = {name: self._sent()[name] - sent[name] for name in sent}
         self.told["streams-1"] = [3 - _num_known(row) for row in known]
         self.told["tokens-1"] = [row.num_tokens for row in known]
@@ -243,8 +245,10 @@ def recomputed(folder: Path) -> None:
                 engine.forward_backward(rows)
                 norm = engine.optimizer_step(denominator).grad_norm
                 engine.forward_backward(rows[:1])
+                engine.finish_backwards()
                 with PeakMemory() as memory:
                     engine.forward_backward(rows[:1])
+                    engine.finish_backwards()
                 engine.discard_gradients()
                 told[f"{mode}-{every}"] = norm, memory.peak, weights(engine)
         torch.save(told, folder / f"recomputed-{case.name}-{dist.get_rank()}.pt")

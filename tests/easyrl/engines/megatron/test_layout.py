@@ -59,3 +59,18 @@ def test_the_number_of_processes_has_to_fit():
             Layout.of(parallel, wrong)
     with pytest.raises(ConfigError, match="parallel.pipeline: 3 processes"):
         Layout.of(ParallelConfig(pipeline=3), 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_open"),
+    [
+        (Layout(pipeline=2), True),
+        (Layout(pipeline=2, schedule="flush"), False),
+        (Layout(pipeline=2, chunks=2), False),  # auto
+        (Layout(tensor=2), False),
+    ],
+)
+def test_rows_enter_a_pipeline_of_one_chunk_a_stage_one_by_one(
+    layout: Layout, is_open: bool
+) -> None:
+    assert layout.is_open_schedule == is_open
