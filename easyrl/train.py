@@ -112,6 +112,7 @@ def run(
     progress: Progress | None = None
     folders = [config.run.output_dir, config.weight_sync.directory]
     with (
+        _lost_processes_told(),
         _disk_faults_told(folders, lambda: progress is not None and progress.closed_batches > 0),
         ExitStack() as at_end,
         ExitStack() as open_parts,
@@ -151,6 +152,24 @@ def _follow(config: Config, signals: RunSignals | None) -> None:
     from easyrl.runtime.stopping import StopRequest
 
     follow(config, signals or RunSignals(StopRequest(config.trainer.grace_s)))
+
+
+@contextmanager
+def _lost_processes_told() -> Iterator[None]:
+    """Raises ``InterruptedRun`` where another process of the run is gone."""
+    from easyrl.runtime.lost_process import lost_process
+    from easyrl.schema import TEMPORARY_FAILURE, InterruptedRun
+
+    try:
+        yield
+    except Exception as error:
+        problem = lost_process(error)
+        if problem is None or isinstance(error, InterruptedRun):
+            raise
+        raise InterruptedRun(
+            f"another process of the run has ended ({problem}); go on with --resume",
+            status=TEMPORARY_FAILURE,
+        ) from error
 
 
 @contextmanager
