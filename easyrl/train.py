@@ -225,6 +225,7 @@ def _finish(config: Config, engine: TrainEngine) -> None:
         dtype = {"bf16": "bfloat16", "fp32": "float32"}[config.model.dtype]
         source, tokenizer = config.model.path, config.model.tokenizer_path
         export_model(weights, source, tokenizer, output / "model", dtype)
+        print(f"easyrl: the trained model is in {output / 'model'}", file=sys.stderr)
         if lora is not None:
             adapter = engine.named_weights("adapter")
             export_adapter(adapter, lora, source, output / "adapter")

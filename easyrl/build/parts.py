@@ -17,6 +17,7 @@ from easyrl.build.records import build_record_parts
 from easyrl.build.reporter import open_reporter
 from easyrl.build.rollouts import open_rollouts
 from easyrl.build.run import open_run
+from easyrl.build.run_arithmetic import tell_run
 from easyrl.build.servers import start_servers
 from easyrl.build.trainer import build_trainer
 from easyrl.build.watchdog import watch_progress
@@ -65,6 +66,7 @@ def build_parts(
     if run.ranks.is_first:
         keep_config(config, run.output, run.version.attempt)
         remember_arithmetic(config, run.output)
+        tell_run(config, len(data.prompts), model.num_steps, kept.progress)
     follow_membership(run, endpoints)
     rollouts = open_rollouts(run, data, endpoints, kept.journal)
     evaluation = schedule_evaluation(

@@ -16,6 +16,7 @@ from easyrl.build.model import load_model
 from easyrl.build.recipe import group_functions
 from easyrl.build.reporter import open_trackers
 from easyrl.build.run import OpenRun, open_run
+from easyrl.build.run_arithmetic import tell_run
 from easyrl.build.steps import num_epochs
 from easyrl.build.watchdog import watch_records
 from easyrl.build.weights_digest import digest_of_weights
@@ -94,6 +95,7 @@ def build_record_parts(
     if run.ranks.is_first:
         keep_config(config, run.output, run.version.attempt)
         remember_arithmetic(config, run.output)
+        tell_run(config, len(records.data.records), model.num_steps, progress)
     ranks = run.ranks
     batches = RecordBatches(
         records.data.records, order, config.trainer.batch_size, ranks.dp_rank, ranks.dp_size
