@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
+from collections import deque
+from datetime import timedelta
 from operator import itemgetter
 from typing import TextIO
 
@@ -14,25 +18,27 @@ from easyrl.runtime.streams import tolerant
 
 Columns = tuple[tuple[str, str, str], ...]  # heading, metric, format
 
+# All of them fit 80 characters. Times are seconds of the step: what the trainer waited for groups,
+# the endpoints had nothing to do, and the weights took to reach them.
 COLUMNS: Columns = (
     ("reward", "reward/mean", "{:.3f}"),
-    ("accuracy", "eval/accuracy", "{:.3f}"),
-    ("tokens/s/device", "throughput/tokens_per_s_per_device", "{:,.0f}"),
+    ("eval", "eval/accuracy", "{:.3f}"),
+    ("tok/s/dev", "throughput/tokens_per_s_per_device", "{:,.0f}"),
     ("step s", "time/step_s", "{:.2f}"),
-    ("trainer waited s", "time/wait_s", "{:.2f}"),
-    ("inference idle s", "time/inference_idle_s", "{:.2f}"),
-    ("sync s", "time/sync_s", "{:.2f}"),
-    ("response tokens", "response/mean_tokens", "{:.1f}"),
-    ("grad norm", "grad_norm", "{:.3f}"),
+    ("wait", "time/wait_s", "{:.2f}"),
+    ("idle", "time/inference_idle_s", "{:.2f}"),
+    ("sync", "time/sync_s", "{:.2f}"),
+    ("length", "response/mean_tokens", "{:.0f}"),
+    ("grad", "grad_norm", "{:.2f}"),
 )
 RECORD_COLUMNS: Columns = (
     ("loss", "loss", "{:.4f}"),
-    ("held-out loss", "eval/loss", "{:.4f}"),
+    ("eval", "eval/loss", "{:.4f}"),
     ("accuracy", "policy/accuracy", "{:.3f}"),
-    ("tokens/s/device", "throughput/tokens_per_s_per_device", "{:,.0f}"),
+    ("tok/s/dev", "throughput/tokens_per_s_per_device", "{:,.0f}"),
     ("step s", "time/step_s", "{:.2f}"),
-    ("learning rate", "learning_rate", "{:.2e}"),
-    ("grad norm", "grad_norm", "{:.3f}"),
+    ("rate", "learning_rate", "{:.1e}"),
+    ("grad", "grad_norm", "{:.2f}"),
 )  # of a run on records
 ROWS_SHOWN = 12
 
@@ -58,7 +64,7 @@ class ConsoleView:
         self._columns = columns
         self._console = _Console(file=stream)
         self._rows: list[tuple[int, dict[str, float]]] = []
-        self._last_accuracy: dict[str, float] = {}
+        self._seconds: deque[float] = deque(maxlen=ROWS_SHOWN)  # of the last steps
         self._live: Live | None = None
         if self._console.is_terminal:
             live = Live(self._table(), console=self._console, auto_refresh=False)
@@ -67,21 +73,24 @@ class ConsoleView:
                 self._live = live
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        shown = self._last_accuracy | metrics
-        self._last_accuracy = {m: v for m, v in shown.items() if m == "eval/accuracy"}
+        if "time/step_s" in metrics:
+            self._seconds.append(metrics["time/step_s"])
+        left = self._left(step)
         if self._live is None:
             cells = [
-                f"{head} {form.format(shown[m])}" for head, m, form in self._columns if m in shown
+                f"{head} {form.format(metrics[m])}"
+                for head, m, form in self._columns
+                if m in metrics
             ]
-            line = "  ".join([f"step {self._step(step)}", *cells])
+            line = "  ".join([time.strftime("%H:%M:%S"), f"step {self._step(step)}", *cells])
             with tolerant(self._console.file):
-                print(line, file=self._console.file, flush=True)
+                print(line + left, file=self._console.file, flush=True)
             return
         before = [row for row in self._rows if row[0] != step]
         same = dict(next((row for number, row in self._rows if number == step), {}))
-        self._rows = sorted([*before, (step, same | shown)], key=itemgetter(0))[-ROWS_SHOWN:]
+        self._rows = sorted([*before, (step, same | metrics)], key=itemgetter(0))[-ROWS_SHOWN:]
         with tolerant(self._console.file):
-            self._live.update(self._table(), refresh=True)
+            self._live.update(self._table(left.strip()), refresh=True)
 
     def note(self, name: str, text: str) -> None:
         """Nothing: the run's last line, behind all that ends, has it."""
@@ -91,8 +100,17 @@ class ConsoleView:
             with tolerant(self._console.file):
                 self._live.stop()
 
-    def _table(self) -> Table:
-        table = Table("step", *(heading for heading, _, _ in self._columns))
+    def _left(self, step: int) -> str:
+        """How long the run still takes, if its steps are as long as the last ones."""
+        if self._total_steps is None or not self._seconds or step >= self._total_steps:
+            return ""
+        seconds = statistics.median(self._seconds) * (self._total_steps - step)
+        return f"  left {timedelta(seconds=round(seconds))}"
+
+    def _table(self, caption: str = "") -> Table:
+        table = Table(box=None, padding=(0, 1, 0, 0), caption=caption or None)
+        for heading in ("step", *(heading for heading, _, _ in self._columns)):
+            table.add_column(heading, justify="right", no_wrap=True)
         for step, metrics in self._rows:
             cells = [
                 form.format(metrics[m]) if m in metrics else "" for _, m, form in self._columns

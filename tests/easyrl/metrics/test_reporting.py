@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,12 +13,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.text import Text
 
 from easyrl.build import reporter
 from easyrl.config import EvaluationConfig
 from easyrl.inference_client.errors import Outage, is_outage
 from easyrl.metrics.batch_metrics import BatchTotals
-from easyrl.metrics.console import ConsoleView
+from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView
 from easyrl.metrics.event_log import EventLog, read_events
 from easyrl.metrics.plot import plot_reward_curve
 from easyrl.metrics.reporter import StepReporter
@@ -493,26 +495,44 @@ def test_console_prints_a_line_per_step_where_there_is_no_terminal():
     stream = io.StringIO()
     view = ConsoleView(total_steps=7, stream=stream)
     view.log(0, {"eval/accuracy": 0.25})
-    view.log(1, {"reward/mean": 0.5, "time/wait_s": 1.5, "time/inference_idle_s": 0.75})
+    view.log(1, {"reward/mean": 0.5, "time/step_s": 90.0, "time/wait_s": 1.5})
+    view.log(2, {"reward/mean": 0.5, "time/step_s": 30.0})
     view.close()
-    first, second = stream.getvalue().splitlines()
-    assert first == "step 0/7  accuracy 0.250"
-    for part in (
-        "step 1/7",
-        "reward 0.500",
-        "accuracy 0.250",
-        "trainer waited s 1.50",
-        "idle s 0.75",
-    ):
-        assert part in second
+    times, lines = zip(
+        *(line.split("  ", 1) for line in stream.getvalue().splitlines()), strict=True
+    )
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", each) for each in times)
+    assert lines == (
+        "step 0/7  eval 0.250",
+        "step 1/7  reward 0.500  step s 90.00  wait 1.50  left 0:09:00",
+        "step 2/7  reward 0.500  step s 30.00  left 0:05:00",  # at the median of both
+    )
 
 
 def test_console_tells_the_last_step_only_where_it_is_known():
     stream = io.StringIO()
     view = ConsoleView(total_steps=None, stream=stream)
-    view.log(3, {"reward/mean": 0.5})
+    view.log(3, {"reward/mean": 0.5, "time/step_s": 1.0})
     view.close()
-    assert stream.getvalue().splitlines() == ["step 3  reward 0.500"]
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith("  step 3  reward 0.500  step s 1.00")
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, RECORD_COLUMNS])
+def test_the_columns_of_a_terminal_fit_80_characters(columns, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    view = ConsoleView(total_steps=9999, stream=stream, columns=columns)
+    figures = {metric: 123.456 for _, metric, _ in columns}
+    figures |= {"throughput/tokens_per_s_per_device": 12345.6, "response/mean_tokens": 12345.0}
+    view.log(9998, figures)
+    view.close()
+    text = Text.from_ansi(stream.getvalue()).plain
+    assert "9998/9999" in text and "left 0:02:03" in text
+    for heading, metric, form in columns:
+        assert heading in text and form.format(figures[metric]) in text  # nothing is cut off
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_reward_curve_is_a_png(tmp_path):
