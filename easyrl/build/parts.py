@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -28,6 +29,7 @@ from easyrl.ledger.certificate.seal import SealKey
 from easyrl.runtime.determinism import remember_arithmetic
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
+from easyrl.runtime.start_phases import StartPhases
 from easyrl.trainer.loop import Trainer
 
 
@@ -46,20 +48,33 @@ def build_parts(
     rank, for the certificate. Raises ``ConfigError`` for what cannot be used, ``RunComplete`` where
     nothing is left to do.
     """
+    starting = StartPhases(is_told=os.environ.get("RANK", "0") == "0")
+    opened.callback(starting.abandon)
+    starting.begin("processes and folder")
     if isinstance(config, RecordsConfig):
         return build_record_parts(
-            config, opened, resume=resume, signals=signals, on_folder=on_folder, seal_key=seal_key
+            config,
+            opened,
+            starting,
+            resume=resume,
+            signals=signals,
+            on_folder=on_folder,
+            seal_key=seal_key,
         )
     run = open_run(config, opened, signals, resume=resume, on_folder=on_folder)
+    starting.begin("data")
     scoring = open_scoring(config, opened)  # its processes start while the data is read
     data = read_data(run, scoring)
     earlier = open_earlier_run(run, data.order) if resume else None
     cores = share_cores(config, opened)
     log_dir = run.output / "servers"
     servers = start_servers(config, opened, log_dir, cores)  # up when the model is loaded
+    starting.begin("model")
     model = load_model(run, len(data.prompts), earlier)
     kept = open_kept_state(run, data, model)
+    starting.begin("endpoints")
     endpoints = open_endpoints(run, scoring, data, model.engine, servers, cores)
+    starting.end()
 
     # From here on the folder is written: whatever could be refused has been.
     certificate = open_certificate(run, data.order, kept.progress, earlier, seal_key)

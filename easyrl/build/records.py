@@ -37,6 +37,7 @@ from easyrl.runtime.determinism import remember_arithmetic
 from easyrl.runtime.run_files import CONFIG_FILE
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
+from easyrl.runtime.start_phases import StartPhases
 from easyrl.schema import Confirmation, PolicyVersion, Published, ServedWeights
 from easyrl.trainer.held_out_loss import HeldOutLoss
 from easyrl.trainer.loop import Trainer
@@ -73,6 +74,7 @@ class NotPublished:
 def build_record_parts(
     config: RecordsConfig,
     opened: ExitStack,
+    starting: StartPhases,
     *,
     resume: bool,
     signals: RunSignals,
@@ -81,14 +83,17 @@ def build_record_parts(
 ) -> tuple[Trainer, TrainEngine]:
     """As ``build_parts``, for a run on records."""
     run = open_run(config, opened, signals, resume=resume, on_folder=on_folder)
+    starting.begin("data")
     records = _read_records(run, config)
     order = records.order
     earlier = open_earlier_run(run, order) if resume else None
+    starting.begin("model")
     model = load_model(run, len(records.data.records), earlier)
     engine = model.engine
     checkpoints = open_checkpoints(run, engine)
     reference = reference_identity(config, run.collectives)
     progress = resumed_progress(run, checkpoints, order, reference, model.resume_at_most)
+    starting.end()
 
     # From here on the folder is written: whatever could be refused has been.
     certificate = open_certificate(run, order, progress, earlier, seal_key)

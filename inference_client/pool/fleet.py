@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -38,6 +37,7 @@ Admission = Callable[[Endpoint], str | None]  # why it may not take part
 
 POLL_S = 0.05
 SAY_AFTER_S = 2.0  # without an endpoint that is up at the start
+SAY_EVERY_S = 30.0
 MAX_BACK_OFF_S = 30.0
 MAX_PROBE_TIMEOUT_S = 10.0
 MIN_PROBE_TIMEOUT_S = 1.0
@@ -138,7 +138,7 @@ class Fleet:
         say_at = time.monotonic() + SAY_AFTER_S
         while not any(endpoint.is_up for endpoint in self.endpoints):
             if time.monotonic() >= say_at:
-                say_at = math.inf
+                say_at = time.monotonic() + SAY_EVERY_S
                 if any(endpoint.url not in own for endpoint in self._awaited(given_up)):
                     log.warning(
                         "inference.endpoints: none is up yet; waiting for one for up to %g s "
