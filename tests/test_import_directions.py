@@ -107,7 +107,8 @@ MAY_IMPORT = {
     " runtime.collectives runtime.device_time runtime.shared_cores runtime.stopping"
     " trainer.look_ahead trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account ledger.exclusions runtime.device_time trainer.accumulation trainer.parts",
+    " ledger.account ledger.exclusions runtime.device_time runtime.phase_clock"
+    " trainer.accumulation trainer.parts",
     "trainer.parts": "schema ledger.certificate.records trainer.accumulation",
     "trainer.held_out_loss": "schema config engines.base metrics.batch_metrics runtime.collectives"
     " runtime.schedule runtime.stopping trainer.accumulation",

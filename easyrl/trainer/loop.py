@@ -18,6 +18,7 @@ from easyrl.ledger.exclusions import recent_exclusions
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics, recipe_metrics
 from easyrl.metrics.reporter import StepReporter
 from easyrl.runtime.device_time import DeviceTimer
+from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.schema import (
     NEEDS_CHANGE,
     TEMPORARY_FAILURE,
@@ -99,6 +100,7 @@ class Trainer:
         self._record = self.accumulator.record
         self._open_updates = 0  # optimizer steps of the open batch
         self._trained: TrainedBatch | None = None
+        self._clock = PhaseClock()
 
     @property
     def version(self) -> PolicyVersion:
@@ -146,17 +148,20 @@ class Trainer:
         """
         progress = self.progress
         start = time.monotonic()
-        batch = self.rollouts.begin(published.served, progress.position, progress.excluded)
         with ExitStack() as on_error:
-            on_error.callback(batch.close)
-            evaluation = self._begin_evaluation(is_last=False)
-            if evaluation is not None:
-                on_error.callback(evaluation.close)
-            published = self.weight_sync.settle(published)
+            with self._clock.phase("begin"):
+                batch = self.rollouts.begin(published.served, progress.position, progress.excluded)
+                on_error.callback(batch.close)
+                evaluation = self._begin_evaluation(is_last=False)
+                if evaluation is not None:
+                    on_error.callback(evaluation.close)
+            with self._clock.phase("settle"):
+                published = self.weight_sync.settle(published)
             self._report(published)
-            if self.alarms is not None:
-                self.alarms.act(self.ledger, progress)
-            self.ledger.save_if_due(progress)
+            with self._clock.phase("save"):
+                if self.alarms is not None:
+                    self.alarms.act(self.ledger, progress)
+                self.ledger.save_if_due(progress)
             on_error.pop_all()
         with closing(evaluation) if evaluation is not None else nullcontext():
             self._trained = self._train(published.served, batch, evaluation)
@@ -168,11 +173,12 @@ class Trainer:
 
     def _end(self, published: Published) -> None:
         """The last version's evaluation has the endpoints for itself."""
-        published = self.weight_sync.settle(published)
+        with self._clock.phase("settle"):
+            published = self.weight_sync.settle(published)
         evaluation = self._begin_evaluation(is_last=True)
         figures: dict[str, float] = {}
         if evaluation is not None:
-            with closing(evaluation):
+            with closing(evaluation), self._clock.phase("evaluation"):
                 figures = evaluation.finish()
             self.progress.unevaluated = False
         self._report(published, figures)
@@ -249,7 +255,8 @@ class Trainer:
         self._record("evaluation_wait", version=str(self.version))
         start = time.monotonic()
         try:
-            figures = evaluation.finish()
+            with self._clock.phase("evaluation"):
+                figures = evaluation.finish()
         except Exception:
             self._engine.discard_gradients()
             raise
@@ -260,6 +267,10 @@ class Trainer:
         trained, self._trained = self._trained, None
         if trained is None:
             return
+        with self._clock.phase("ledger"):
+            self._count_batch(trained)
+
+    def _count_batch(self, trained: TrainedBatch) -> None:
         progress, updates = self.progress, trained.updates
         account = self._account(trained.batch, updates, trained.served, trained.refused)
         metrics = {"time/batch_s": trained.seconds} | batch_metrics(updates, account.groups)
@@ -274,7 +285,16 @@ class Trainer:
 
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
-        totals = self.accumulator.accumulate(groups)
+        with self._clock.phase("pack"):
+            totals = self.accumulator.accumulate(groups)
+        self._clock.move(totals.wait_s, of="pack", to="wait")
+        self._clock.move(totals.look_ahead_s, of="pack", to="look_ahead")
+        self._clock.move(totals.train_s, of="pack", to="train")
+        with self._clock.phase("ranks"):
+            return self._merged(totals)
+
+    def _merged(self, totals: BatchTotals) -> BatchTotals:
+        """The sums of all ranks, unless one is interrupted. Collective."""
         if isinstance(totals.interruption, EndpointsDisagree):
             self._compare(totals)  # says why, as far as this rank knows
             self.rollouts.withdraw_endpoints(totals.interruption.problems)
@@ -299,16 +319,17 @@ class Trainer:
         The refused groups of all ranks if the batch is ``whole``. Collective.
         """
         start = time.monotonic()
-        self._raise_if_withdrawn(batch)
-        refused = self._refused(batch) if whole else None
-        account = self._account(batch, updates, served, refused)
-        try:
-            self.accumulator.judge(account.agreement)  # of all ranks, and all updates so far
-        except EndpointsDisagree as error:
-            self.rollouts.withdraw_endpoints(error.problems)
-            self._engine.discard_gradients()
-            raise
-        self.ledger.check(account, whole=whole)
+        with self._clock.phase("check"):
+            self._raise_if_withdrawn(batch)
+            refused = self._refused(batch) if whole else None
+            account = self._account(batch, updates, served, refused)
+            try:
+                self.accumulator.judge(account.agreement)  # of all ranks, and all updates so far
+            except EndpointsDisagree as error:
+                self.rollouts.withdraw_endpoints(error.problems)
+                self._engine.discard_gradients()
+                raise
+            self.ledger.check(account, whole=whole)
         updates[-1].check_s = time.monotonic() - start
         return refused
 
@@ -323,7 +344,7 @@ class Trainer:
         """The late scalar, the clip, the step."""
         timer = DeviceTimer.of(self._engine.device)
         self.accumulator.cores.take()
-        with timer.span():
+        with self._clock.phase("step"), timer.span():
             if update.totals.denominator > 0:
                 totals = update.totals
                 update.result = self._engine.optimizer_step(
@@ -444,7 +465,10 @@ class Trainer:
             version = version._replace(v=version.v + 1)
         self._record("sync_start", version=str(version))
         try:
-            published = self.weight_sync.publish(version, self._count_trained, canary_follows=True)
+            with self._clock.phase("sync"):
+                published = self.weight_sync.publish(
+                    version, self._count_trained, canary_follows=True
+                )
         except Exception as error:
             # Before the weights are on their way: all ranks raise what is an interruption.
             if self.accumulator.is_interruption(error):
@@ -464,11 +488,14 @@ class Trainer:
     def _report(self, published: Published, figures: Mapping[str, float] | None = None) -> None:
         """What the last batch, its sync and ``figures`` have to say goes out, once."""
         progress, figures = self.progress, dict(figures or {})
-        if progress.reported_step < progress.step:  # not if an earlier attempt has
-            metrics = progress.unreported | dict(published.metrics) | figures
-            self.reporter.report(progress.step, metrics)
-        elif figures:
-            self.reporter.report_evaluation(progress.step, figures)
+        with self._clock.phase("report"):
+            if progress.reported_step < progress.step:  # not if an earlier attempt has
+                metrics = progress.unreported | dict(published.metrics) | figures
+                spent = self._clock.take()  # since the report before
+                metrics |= {f"time/phase_{name}_s": seconds for name, seconds in spent.items()}
+                self.reporter.report(progress.step, metrics)
+            elif figures:
+                self.reporter.report_evaluation(progress.step, figures)
         progress.reported_step = progress.step
         progress.unreported = {}
 

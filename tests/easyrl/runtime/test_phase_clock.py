@@ -1,0 +1,66 @@
+"""Each second counts once, for the innermost phase."""
+
+from __future__ import annotations
+
+import pytest
+
+from easyrl.runtime import phase_clock
+from easyrl.runtime.phase_clock import PhaseClock
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(phase_clock, "time", clock)
+    return clock
+
+
+def test_a_phase_inside_another_interrupts_it(clock: Clock) -> None:
+    phases = PhaseClock()
+    clock.passes(1)
+    with phases.phase("sync"):
+        clock.passes(2)
+        with phases.phase("ledger"):
+            clock.passes(4)
+        clock.passes(8)
+    clock.passes(16)
+    assert phases.take() == {"other": 17, "sync": 10, "ledger": 4}
+    clock.passes(32)
+    assert phases.take() == {"other": 32}
+
+
+def test_a_phase_that_raises_is_over(clock: Clock) -> None:
+    phases = PhaseClock()
+    with pytest.raises(OSError), phases.phase("save"):
+        clock.passes(1)
+        raise OSError
+    clock.passes(2)
+    assert phases.take() == {"other": 2, "save": 1}
+
+
+def test_one_that_is_taken_inside_a_phase_goes_on_in_it(clock: Clock) -> None:
+    phases = PhaseClock()
+    with phases.phase("report"):
+        clock.passes(1)
+        assert phases.take() == {"other": 0, "report": 1}
+        clock.passes(2)
+    assert phases.take() == {"report": 2, "other": 0}
+
+
+def test_seconds_are_moved(clock: Clock) -> None:
+    phases = PhaseClock()
+    with phases.phase("pack"):
+        clock.passes(10)
+    phases.move(7, of="pack", to="train")
+    assert phases.take() == {"other": 0, "pack": 3, "train": 7}
