@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,7 +17,7 @@ class PhaseClock:
     """
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._running = [OTHER]
         self._since_s = time.monotonic()
 
@@ -40,7 +40,7 @@ class PhaseClock:
     def take(self) -> dict[str, float]:
         """Seconds by phase since this was called before; their sum is the time since then."""
         self._count()
-        taken, self._seconds = dict(self._seconds), Counter()
+        taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
 
     def _count(self) -> None:
