@@ -16,6 +16,7 @@ Columns = tuple[tuple[str, str, str], ...]  # heading, metric, format
 
 COLUMNS: Columns = (
     ("reward", "reward/mean", "{:.3f}"),
+    ("failed rewards", "reward/failures", "{:.0f}"),
     ("accuracy", "eval/accuracy", "{:.3f}"),
     ("tokens/s/device", "throughput/tokens_per_s_per_device", "{:,.0f}"),
     ("step s", "time/step_s", "{:.2f}"),
@@ -35,6 +36,7 @@ RECORD_COLUMNS: Columns = (
     ("grad norm", "grad_norm", "{:.3f}"),
 )  # of a run on records
 ROWS_SHOWN = 12
+IF_ANY = "reward/failures"  # shown where it is not zero
 
 
 class _Console(Console):
@@ -67,7 +69,7 @@ class ConsoleView:
                 self._live = live
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        shown = self._last_accuracy | metrics
+        shown = self._last_accuracy | {m: v for m, v in metrics.items() if v or m != IF_ANY}
         self._last_accuracy = {m: v for m, v in shown.items() if m == "eval/accuracy"}
         if self._live is None:
             cells = [
@@ -92,11 +94,11 @@ class ConsoleView:
                 self._live.stop()
 
     def _table(self) -> Table:
-        table = Table("step", *(heading for heading, _, _ in self._columns))
+        has_any = any(IF_ANY in metrics for _, metrics in self._rows)
+        columns = [column for column in self._columns if has_any or column[1] != IF_ANY]
+        table = Table("step", *(heading for heading, _, _ in columns))
         for step, metrics in self._rows:
-            cells = [
-                form.format(metrics[m]) if m in metrics else "" for _, m, form in self._columns
-            ]
+            cells = [form.format(metrics[m]) if m in metrics else "" for _, m, form in columns]
             table.add_row(self._step(step), *cells)
         return table
 

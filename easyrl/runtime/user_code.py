@@ -27,7 +27,7 @@ def raised_at(error: BaseException, file: Path) -> str:
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename) == file
+        if Path(frame.filename).resolve() == file
     ]
     return f"{file}:{lines[-1]}" if lines else str(file)
 
