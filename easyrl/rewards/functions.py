@@ -28,7 +28,7 @@ from easyrl.rewards.signatures import (
     form_of,
     why_not,
 )
-from easyrl.runtime.user_code import FileRaises, NoPythonFile, run_file
+from easyrl.runtime.user_code import FileRaises, NoPythonFile, definition, run_file
 from easyrl.schema import Prompt
 
 # What a reward says of one response; None: no opinion; a mapping: its ``score``, and other parts
@@ -155,9 +155,9 @@ def as_group_reward(reward: RewardConfig, function: RewardFunction) -> GroupRewa
 
 def own_file(reward: RewardConfig, function: RewardFunction) -> Path | None:
     """The user's file that ``function`` is written in; None for a built-in one."""
-    if reward.is_pickled:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        return reward.file if code is None else Path(code.co_filename)
+    if reward.is_pickled and (place := definition(function)) is not None:
+        file = Path(place.rpartition(":")[0])
+        return file if file.is_file() else reward.file
     return reward.file
 
 

@@ -7,18 +7,35 @@ level is pickled by name, and imported.
 from __future__ import annotations
 
 import inspect
+import io
 import pickle
 import sys
 from pathlib import Path
+from types import CodeType
 from typing import Any
+
+DYNAMIC = "<dynamic-code>"  # cloudpickle's name of every file
 
 
 def pickle_reward(function: Any) -> bytes:
     """``function`` for ``load_pickled``. Raises ``ValueError`` for what cannot be pickled."""
-    import cloudpickle
+    from cloudpickle import CloudPickler
 
+    def with_its_file(code: CodeType) -> tuple[Any, ...]:
+        make, parts, *state = CloudPickler.dispatch_table[CodeType](code)
+        if Path(code.co_filename).is_file():  # a notebook's cells have other names each time
+            parts = tuple(code.co_filename if part == DYNAMIC else part for part in parts)
+        return make, parts, *state
+
+    class Pickler(CloudPickler):
+        """Tracebacks name the script and its lines."""
+
+        dispatch_table = CloudPickler.dispatch_table.new_child({CodeType: with_its_file})
+
+    text = io.BytesIO()
     try:
-        return cloudpickle.dumps((function, _imported_source(function)))
+        Pickler(text).dump((function, _imported_source(function)))
+        return text.getvalue()
     except Exception as error:  # of whatever object it refers to
         said = " ".join(str(error).split())
         raise ValueError(

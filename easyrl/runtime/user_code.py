@@ -14,8 +14,11 @@ from easyrl.schema import EndedBySignal
 
 
 def definition(function: Any) -> str | None:
-    """Of a function (a wrapped one's own); None if it has no code of its own."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    """Of a function (a wrapped one's own, an object's ``__call__``); None if it has no code of its
+    own."""
+    unwrapped = inspect.unwrap(getattr(function, "func", function))  # of a partial
+    called = getattr(type(unwrapped), "__call__", None)  # noqa: B004
+    code = getattr(unwrapped, "__code__", getattr(called, "__code__", None))
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 

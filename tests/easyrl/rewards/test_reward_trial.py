@@ -85,10 +85,7 @@ def test_what_a_reward_does_is_found(tried, name, caplog):
         message = message.replace(f"{{{key}}}", str(value))
     with pytest.raises(ConfigError, match=rf"rewards\[{index}\]: {message}") as caught:
         thread.run(call)
-    assert (
-        "in a trial call on p.jsonl:1; correct it, it is called with (prompt, texts, token_ids), "
-        in (str(caught.value))
-        or name in ("hanging", "dying")
-    )
+    if name not in ("hanging", "dying"):
+        assert "correct it, it is called with (prompt, texts, token_ids), " in str(caught.value)
     assert "in a trial call on p.jsonl:1; " in str(caught.value)
     assert str(caught.value).endswith("(or set scoring.on_reward_error=zero)")

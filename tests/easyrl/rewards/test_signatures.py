@@ -59,7 +59,8 @@ def trl_prompts(prompts, completions, **kwargs):
 
 
 def trl_column(completions, answer, **kwargs):
-    return [float(said.endswith(str(right))) for said, right in zip(completions, answer, strict=True)]
+    pairs = zip(completions, answer, strict=True)
+    return [float(said.endswith(str(right))) for said, right in pairs]
 
 
 def trl_any_column(prompts, completions, **kwargs):
