@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import orjson
 from omegaconf import OmegaConf
@@ -74,7 +74,8 @@ def _train(
     rank = os.environ.get("RANK", "0")  # each has files of its own
     prompts_file = output / f"prompts-rank{rank}.jsonl"
     content = _prompt_lines(prompts)
-    rewards = GivenRewards.of([reward] if _is_one(reward) else list(reward), output, rank)
+    several = isinstance(reward, Sequence) and not isinstance(reward, str)
+    rewards = GivenRewards.of(reward if several else [reward], output, rank)
     with_answers = any(not isinstance(prompt, str) and "answer" in prompt for prompt in prompts)
     tree = OmegaConf.create(
         {
@@ -124,10 +125,6 @@ def _prompt_lines(prompts: Sequence[str | Mapping[str, Any]]) -> bytes:
         raise ValueError("prompts: the list is empty; give at least one")
     records = [{"prompt": p} if isinstance(p, str) else dict(p) for p in prompts]
     return b"".join(orjson.dumps(record) + b"\n" for record in records)
-
-
-def _is_one(reward: Reward | Sequence[Reward]) -> TypeGuard[Reward]:
-    return isinstance(reward, str) or not isinstance(reward, Sequence)
 
 
 def _own_server() -> dict[str, Any]:

@@ -76,11 +76,12 @@ class GivenRewards:
 
 def _file_of_its_own(function: Any) -> Path | None:
     """The file that defines ``function`` at its top level, if that can be run by itself."""
-    name = getattr(function, "__name__", "")
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if not inspect.isfunction(function):
+        return None
+    module = sys.modules.get(function.__module__)
     if module is None or module.__name__ == "__main__" or module.__package__:
         return None  # a script's, or of a package, whose relative imports need its name
-    if not inspect.isfunction(function) or vars(module).get(name) is not function:
+    if vars(module).get(function.__name__) is not function:
         return None
     file = inspect.getsourcefile(function)
     if file is None or Path(file) != Path(getattr(module, "__file__", None) or ""):
