@@ -37,10 +37,10 @@ class PeerFailed(RuntimeError):
 # What ends a batch on all ranks, by what goes first.
 _PEERS: tuple[type[Exception], ...] = (
     StopRequested,
+    RewardError,  # of which other ranks hear as of an outage
     PeerOutage,
     BatchWithdrawn,
     TooManyExcluded,
-    RewardError,
 )
 
 
@@ -102,7 +102,7 @@ class Collectives:
     def end_together(self, error: Exception | None) -> None:
         """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
 
-        A stop goes first, then an outage, a withdrawal, too many exclusions, a reward. A rank
+        A stop goes first, then a reward, an outage, a withdrawal, too many exclusions. A rank
         raises its own, the others what is in ``_PEERS`` for it, with what the first one said.
         """
         mine = None if error is None else [_kind(error), str(error)]

@@ -15,7 +15,7 @@ from easyrl.runtime.collectives import Collectives, PeerFailed
 from easyrl.runtime.machine import free_port
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import BatchWithdrawn, RewardError, StopRequested
+from easyrl.schema import BatchWithdrawn, PeerOutage, RewardError, StopRequested
 
 
 def _rank(rank: int, port: int, results) -> None:
@@ -96,7 +96,9 @@ SCENARIOS = {
     "two withdrawals": _ending((BatchWithdrawn("http://a"), BatchWithdrawn("http://b"))),
     "stop and outage": _ending((Outage("all are down"), StopRequested("SIGTERM"))),
     "reward": _ending((None, RewardError("rewards[0]: fails"))),
-    "reward and withdrawal": _ending((BatchWithdrawn("http://a"), RewardError("rewards[0]"))),
+    "reward and the outage that others take it for": _ending(
+        (PeerOutage("rank 1: rewards[0]"), RewardError("rewards[0]"))
+    ),
     "notes": _notes,
     "exchange": _exchange,
     "from_rank_zero": _from_rank_zero,
@@ -150,8 +152,8 @@ def test_two_ranks(scenario, expected, results):
             ["RewardError: rank 1: rewards[0]: fails", "RewardError: rewards[0]: fails"],
         ),
         (
-            "reward and withdrawal",
-            ["BatchWithdrawn: http://a", "BatchWithdrawn: rank 0: http://a"],
+            "reward and the outage that others take it for",
+            ["RewardError: rank 1: rewards[0]", "RewardError: rewards[0]"],
         ),
     ],
 )
