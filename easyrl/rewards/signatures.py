@@ -41,7 +41,7 @@ CALLED = {
     "verl": "(data_source=, solution_str=, ground_truth=, extra_info=)",
 }
 BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-DECLARE = "declare the one that is meant, signature: easyrl, trl or verl"
+DECLARE = "set signature to the one that is meant: easyrl, trl or verl"
 
 
 def form_of(function: RewardFunction, declared: str = "auto") -> Form:

@@ -9,7 +9,7 @@ from easyrl.config import ConfigError, RewardConfig
 from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardFunctionError, load_reward
 from easyrl.rewards.signatures import CALLED, form_of
-from easyrl.runtime.user_code import definition
+from easyrl.runtime.user_code import definition, returns_a_value
 from easyrl.runtime.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
 from easyrl.schema import Completion, Prompt
 
@@ -25,8 +25,8 @@ async def try_rewards(
     """Calls every function of a user's file, and every reward that asks endpoints, as the run will.
 
     Raises ``ConfigError`` naming file and line for one that raises, hangs, ends its process, or
-    returns something else than a finite number for each response. One without an opinion on any is
-    warned of: it may lack its ``return``.
+    returns something else than a finite number or ``None`` for each response, or nothing ever. One
+    without an opinion on any of them is warned of.
     """
     group = [completion.token_ids for completion in completions]
     for index, reward in enumerate(rewards):
@@ -56,13 +56,16 @@ async def try_rewards(
             problem = f"{where}: {reward.label} ended its worker process ({error})"
             remedy = "correct it; a reward function must return"
         else:
-            if all(value is None for value in values):
+            if any(value is not None for value in values):
+                continue
+            if reward.file is None or returns_a_value(load_reward(reward)):
                 logger.warning(
-                    "%s: %s: %s returned None in a trial call on %s, no opinion on any response; "
-                    "if it should score them, it needs a return",
+                    "%s: %s: %s returned None in a trial call on %s, no opinion on any response",
                     *(key, where, reward.label, prompt.location or "the first prompt"),
                 )
-            continue
+                continue
+            problem = f"{where}: {reward.label} returned None, as it has no return with a value"
+            remedy = "return a number for each response"
         raise ConfigError(
             f"{key}: {problem}, in a trial call on {prompt.location or 'the first prompt'}; "
             f"{remedy} (or set scoring.on_reward_error=zero)"

@@ -209,7 +209,7 @@ def needs_a_lock():
         ("exakt", {}, r"rewards\[0\].name: Input should be 'exact', "),
         (["exact", "exact"], {"rewards[1].log_as": "exact_0"}, "two are called the same"),
         (len, {}, r"rewards\[0\]\.function: len takes \(obj, /\) but is called with \(prompt, "),
-        (lambda **kwargs: [], {}, r"rewards\[0\]\.signature: lambda takes .*any call fits; decl"),
+        (lambda **kwargs: [], {}, r"rewards\[0\]\.signature: lambda takes .*any call fits; set s"),
         (
             ["format", lambda prompt, completions, ids: []],
             {},

@@ -326,10 +326,10 @@ def written(folder: Path, arguments: str, name: str = "mine", **settings: Any) -
 
 @pytest.mark.parametrize("arguments", AMBIGUOUS)
 def test_an_ambiguous_one_is_refused_and_says_how_to_declare_it(tmp_path, arguments):
-    message = r"rewards\[0\]\.signature: mine takes .*" + AMBIGUOUS[arguments] + "; declare"
+    message = r"rewards\[0\]\.signature: mine takes .*" + AMBIGUOUS[arguments] + "; set signature"
     with pytest.raises(ConfigError, match=message) as caught:
         check_rewards([written(tmp_path, arguments)])
-    assert str(caught.value).endswith("signature: easyrl, trl or verl")
+    assert str(caught.value).endswith("to the one that is meant: easyrl, trl or verl")
 
 
 @pytest.mark.parametrize(
