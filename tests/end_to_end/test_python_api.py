@@ -53,7 +53,9 @@ from easyrl import train_policy
 def no_judge(completions, **columns):
     raise OSError("no judge")
 
-train_policy("model", ["1+1"], no_judge, output_dir="failing", settings={"rollout.max_tokens": 9})
+settings = {"rollout.max_tokens": 9, "data.max_prompt_tokens": 32} | SETTINGS
+prompts = [f"{a}+{b}" for a in range(3) for b in range(2)]
+train_policy("model", prompts, no_judge, output_dir="failing", settings=settings)
 """
 
 
@@ -151,17 +153,36 @@ def test_rewards_of_several_forms_train_and_the_script_is_not_run_again(folder):
         assert metrics[f"reward/{name}/mean"] == 0.0  # a random model's
 
 
-def test_a_reward_that_raises_is_one_sentence_and_no_server_is_started(folder):
-    ended = ended_script(folder, "failing.py", FAILING)
-    assert ended.returncode == 1 and not (folder / "failing" / "servers").exists()
+def sentence(ended) -> str:
+    """The last line, behind the script's own frame and that of ``train_policy``."""
     raised = ended.stderr.partition("Traceback (most recent call last):\n")[2].splitlines()
+    assert len([line for line in raised if line.startswith("  File ")]) == 2, ended.stderr
+    return next(line for line in raised if line.startswith("easyrl."))
+
+
+def test_a_reward_that_raises_is_one_sentence_and_no_server_is_started(folder):
+    ended = ended_script(folder, "failing.py", FAILING.replace("SETTINGS", "{}"))
+    assert ended.returncode == 1 and not (folder / "failing" / "servers").exists()
     line = 1 + FAILING.splitlines().index('    raise OSError("no judge")')
-    assert raised[-1].startswith(
+    said = sentence(ended)
+    assert said.startswith(
         f"easyrl.config.base.ConfigError: rewards[0]: {folder / 'failing.py'}:{line}: no_judge "
         "raised OSError: no judge, in a trial call on "
     )
-    assert raised[-1].endswith("(or set scoring.on_reward_error=zero)")
-    assert len(raised) < 10  # the script's own frame, that of train_policy, and the sentence
+    assert said.endswith("(or set scoring.on_reward_error=zero)")
+
+
+def test_a_batch_without_a_reward_ends_the_run_and_the_first_failure_is_in_the_log(folder):
+    settings = '{"scoring.on_reward_error": "zero"}'
+    ended = ended_script(folder, "failing.py", FAILING.replace("SETTINGS", settings))
+    assert ended.returncode == 1
+    assert sentence(ended).startswith(
+        "easyrl.schema.InterruptedRun: rewards[0]: all 6 calls of no_judge in a row failed, as "
+        "many as a batch has, which scoring.on_reward_error=zero is not for; the last: reward "
+    )
+    assert ended.stderr.count("more like it are only counted") == 1
+    before = ended.stderr.partition("Traceback (most recent")[0]
+    assert before.count('raise OSError("no judge")') == 1
 
 
 @pytest.mark.parametrize(
