@@ -9,6 +9,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ from easyrl.rewards.signatures import (
     RewardFunction,
     adapted,
     form_of,
+    require_columns,
     why_not,
 )
 from easyrl.runtime.user_code import FileRaises, NoPythonFile, definition, run_file
@@ -108,24 +110,36 @@ def _problem(reward: RewardConfig) -> str | None:
 
 
 def check_prompts(rewards: Sequence[RewardConfig], prompts: Iterable[Prompt]) -> None:
-    """Checks that each prompt has what built-in rewards need of it, before a model loads.
+    """Checks that each prompt has what rewards need of it, before a model loads: what built-in ones
+    check, and the arguments of a user's that are columns of the record.
 
     Raises ``ConfigError`` naming the reward, and file and line of the prompt.
     """
     checks = [
         (f"rewards[{index}]", reward, check)
         for index, reward in enumerate(rewards)
-        if reward.name is not None
-        and (check := vars(_module(reward.name)).get("check_prompt")) is not None
+        if (check := _prompt_check(reward)) is not None
     ]
     for prompt in prompts if checks else ():
         for key, reward, check in checks:
             try:
-                check(prompt, **reward.kwargs)
+                check(prompt)
             except ValueError as error:
                 raise ConfigError(
                     f"{key}: {reward.label} cannot score {prompt.location or prompt.index}: {error}"
                 ) from error
+
+
+def _prompt_check(reward: RewardConfig) -> Callable[[Prompt], object] | None:
+    """Raises ``ValueError`` for a prompt that the reward cannot score; None: it scores any."""
+    if reward.name is not None:
+        check = vars(_module(reward.name)).get("check_prompt")
+        return None if check is None else partial(check, **reward.kwargs)
+    function = load_reward(reward)
+    form = form_of(function, reward.signature)
+    if form == "easyrl":
+        return None
+    return partial(require_columns, function, form, keywords(reward))
 
 
 def keywords(reward: RewardConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any, Literal
 
@@ -131,6 +131,20 @@ def adapted(function: RewardFunction, form: Form, keywords: Mapping[str, Any]) -
     return trl if form == "trl" else verl
 
 
+def require_columns(
+    function: RewardFunction, form: Form, keywords: Mapping[str, Any], prompt: Prompt
+) -> None:
+    """Raises ``ValueError`` where the record lacks what ``function`` takes, without a call."""
+    if form == "easyrl":
+        return
+    signature = _signature(function)
+    names = [*OF_TRL, *columns(prompt)]
+    if form == "verl":
+        own = _of_verl(prompt)
+        names = [OF_VERL[1], *own, OF_VERL_BATCH[1], *(f"{name}s" for name in own)]
+    _require(signature, {*names, *keywords}, prompt)
+
+
 def columns(prompt: Prompt) -> dict[str, Any]:
     """The record's fields but its prompt, by name; ``answer``, too, where that has another."""
     own = {} if prompt.answer is None else {"answer": prompt.answer}
@@ -154,6 +168,13 @@ def _of_verl(prompt: Prompt) -> dict[str, Any]:
 
 def _taken(signature: Signature, given: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
     """Those of ``given`` that a function takes. Raises ``ValueError`` if it needs more."""
+    _require(signature, given, prompt)
+    if _takes_any(signature):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in signature.parameters}
+
+
+def _require(signature: Signature, given: Collection[str], prompt: Prompt) -> None:
     if missing := _missing(signature, given):
         remedy = "data.fields.answer" if missing[0].startswith("ground_truth") else "a field of it"
         had = ", ".join(sorted(columns(prompt))) or "nothing"
@@ -161,12 +182,9 @@ def _taken(signature: Signature, given: Mapping[str, Any], prompt: Prompt) -> di
             f"takes {missing[0]!r}, which the record does not have (beside its prompt: {had}); "
             f"give it as {remedy} or in kwargs"
         )
-    if _takes_any(signature):
-        return dict(given)
-    return {name: value for name, value in given.items() if name in signature.parameters}
 
 
-def _missing(signature: Signature, given: Mapping[str, Any] | set[str]) -> list[str]:
+def _missing(signature: Signature, given: Collection[str]) -> list[str]:
     variable = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
     return [
         p.name

@@ -21,7 +21,7 @@ from easyrl.config import ConfigError, DatasetConfig, RewardConfig
 from easyrl.config.file import load_config
 from easyrl.dataloaders.prompts.dataset import load_prompts
 from easyrl.rewards import worker
-from easyrl.rewards.functions import check_rewards, validated
+from easyrl.rewards.functions import check_prompts, check_rewards, validated
 from easyrl.rewards.given import GivenRewards
 from easyrl.rewards.signatures import adapted, form_of
 from easyrl.runtime.loop_thread import LoopThread
@@ -456,6 +456,33 @@ def test_what_the_record_lacks_is_named(tmp_path, form, function, message):
     with pytest.raises(ValueError, match=rf"{message}(?s:.)*") as caught:
         given_by(form, function, asked)
     assert "beside its prompt: level)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "lacks"),
+    [
+        ("(completions, level, **kwargs)", {}, "'level'"),
+        ("(solution_str, level)", {"kwargs": {"level": 3}}, None),
+        ("(completions, level, **kwargs)", {"kwargs": {"level": 3}}, None),
+        ("(completions, level=0, **kwargs)", {}, None),
+        ("(data_source, solution_str, ground_truth, extra_info)", {}, "'ground_truth'"),
+        ("(data_sources, solution_strs, ground_truths, extra_infos)", {}, "'ground_truths'"),
+        ("(data_source, solution_str, ground_truth=None)", {}, None),
+        ("(prompt, texts, level)", {}, None),
+    ],
+)
+def test_all_prompts_are_looked_at_for_what_a_function_takes(tmp_path, arguments, settings, lacks):
+    first = read(tmp_path, RECORD)
+    second = Prompt(1, first.token_ids, "1 =", None, location="p.jsonl:2")
+    rewards = [written(tmp_path, arguments, **settings)]
+    check_rewards(rewards)
+    check_prompts(rewards, [first])
+    if lacks is None:
+        check_prompts(rewards, [first, second])
+        return
+    message = rf"rewards\[0\]: mine cannot score p.jsonl:2: takes {lacks}, which the record does"
+    with pytest.raises(ConfigError, match=message):
+        check_prompts(rewards, [first, second])
 
 
 def test_kwargs_go_before_columns(tmp_path):
