@@ -40,6 +40,7 @@ setup(
     install_requires=[
         "aiohttp>=3.10",
         "blake3>=1.0",
+        "cloudpickle>=3.0",  # rewards of scripts and closures, for the worker processes
         "deepspeed>=0.19.8,<0.20",
         "math-verify>=0.9",
         "matplotlib>=3.9",

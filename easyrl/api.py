@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,14 +13,17 @@ from omegaconf import OmegaConf
 from easyrl.config import ConfigError
 from easyrl.config.file import resolve_config
 from easyrl.config.machine import check_paths
+from easyrl.rewards.given import GivenRewards
+from easyrl.schema import InterruptedRun
 
-Reward = Callable[..., Any]  # (prompt, texts, token_ids) -> one float per response
+# a name of a built-in one, or a function in one of the signatures of docs/rewards.md
+Reward = str | Callable[..., Any]
 
 
 def train_policy(
     model: str | Path,
     prompts: Sequence[str | Mapping[str, Any]],
-    reward: Reward,
+    reward: Reward | Sequence[Reward],
     *,
     output_dir: str | Path = "runs/easyrl",
     endpoints: Sequence[str] | None = None,
@@ -34,9 +36,11 @@ def train_policy(
     Args:
         model: folder of a Hugging Face causal language model.
         prompts: texts, or records with ``prompt`` and, for the reward, ``answer`` and other fields.
-        reward: a function of a file, sync or async, called as ``reward(prompt, texts, token_ids)``
-            with the responses of one group; returns one float for each. Worker processes import its
-            file, so that a script needs ``if __name__ == "__main__":`` around its call of this.
+        reward: a function, sync or async, called as ``reward(prompt, texts, token_ids)`` with the
+            responses of one group, or as TRL or verl call theirs (docs/rewards.md); the name of a
+            built-in one; or a list of these, whose sum is trained. Worker processes call it. They
+            do not run the script again: what that defines, lambdas and closures too, is
+            pickled by value; what an importable file defines is run from there.
         output_dir: receives everything that the run writes.
         endpoints: URLs of inference endpoints. Without any, an embedded server is started on this
             machine's processors, and training runs there too, in fp32.
@@ -46,11 +50,32 @@ def train_policy(
         seal: file with a key, outside ``output_dir``: the certificate's lines are sealed with it.
 
     Raises ``ConfigError`` for settings and data that cannot be used, and for an ``output_dir`` that
-    holds another run; then nothing in it has changed.
+    holds another run; then nothing in it has changed. ``InterruptedRun`` where the run cannot go
+    on, for a reward that fails too.
     """
-    output = Path(output_dir)
-    prompts_file = output / f"prompts-rank{os.environ.get('RANK', '0')}.jsonl"  # each rank's own
+    try:
+        return _train(
+            Path(model), prompts, reward, Path(output_dir), endpoints, settings or {}, resume, seal
+        )
+    except (ConfigError, InterruptedRun) as error:  # the message says it all
+        raise error.with_traceback(None) from None
+
+
+def _train(
+    model: Path,
+    prompts: Sequence[str | Mapping[str, Any]],
+    reward: Reward | Sequence[Reward],
+    output: Path,
+    endpoints: Sequence[str] | None,
+    settings: Mapping[str, Any],
+    resume: bool,
+    seal: str | Path | None,
+) -> Path:
+    rank = os.environ.get("RANK", "0")  # each has files of its own
+    prompts_file = output / f"prompts-rank{rank}.jsonl"
     content = _prompt_lines(prompts)
+    several = isinstance(reward, Sequence) and not isinstance(reward, str)
+    rewards = GivenRewards.of(reward if several else [reward], output, rank)
     with_answers = any(not isinstance(prompt, str) and "answer" in prompt for prompt in prompts)
     tree = OmegaConf.create(
         {
@@ -61,17 +86,17 @@ def train_policy(
                 "fields": {"answer": "answer" if with_answers else None},
             },
             "inference": _own_server() if endpoints is None else {"endpoints": list(endpoints)},
-            "rewards": [{"file": _source_file(reward), "function": reward.__name__}],
+            "rewards": rewards.sections,
             "trainer": {"batch_size": min(32, len(prompts)), "zero_stage": 0},
         }
     )
-    settings = settings or {}
     if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
         tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
     for key, value in settings.items():
         OmegaConf.update(tree, key, value)
     config = resolve_config(tree, source="train_policy")
-    check_paths(config, written_later=[prompts_file])
+    rewards.check(config.rewards)
+    check_paths(config, written_later=[prompts_file, *rewards.files])
     if resume and prompts_file.exists() and prompts_file.read_bytes() != content:
         raise ConfigError(
             f"prompts: are not those that the run in {output} was begun with, {prompts_file}; give "
@@ -79,12 +104,13 @@ def train_policy(
         )
     from easyrl.train import run
 
-    def write_prompts() -> None:
+    def write_files() -> None:
         if not (resume and prompts_file.exists()):
             prompts_file.write_bytes(content)
+        rewards.write()
 
     seal_file = None if seal is None else Path(seal)
-    run(config, resume=resume, on_folder=write_prompts, seal=seal_file)
+    run(config, resume=resume, on_folder=write_files, seal=seal_file)
     return output / "model"
 
 
@@ -99,20 +125,6 @@ def _prompt_lines(prompts: Sequence[str | Mapping[str, Any]]) -> bytes:
         raise ValueError("prompts: the list is empty; give at least one")
     records = [{"prompt": p} if isinstance(p, str) else dict(p) for p in prompts]
     return b"".join(orjson.dumps(record) + b"\n" for record in records)
-
-
-def _source_file(reward: Reward) -> str:
-    try:
-        file = inspect.getsourcefile(reward)
-    except TypeError:
-        file = None
-    named = reward.__name__ == reward.__qualname__ and reward.__name__.isidentifier()
-    if file is None or not Path(file).is_file() or not named:
-        raise ValueError(
-            f"reward: {reward!r} is not a function at the top level of a file; worker processes "
-            "have to import it; define it with def in a file of its own"
-        )
-    return file
 
 
 def _own_server() -> dict[str, Any]:

@@ -7,7 +7,7 @@ N trained tokens of a row, S segments of a row, Q sequences (responses) of a row
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -58,6 +58,10 @@ class StopRequested(RuntimeError):
 
 class TooManyExcluded(RuntimeError):
     """Endpoints refuse more prompts than ``data.max_excluded`` allows; a restart would stop too."""
+
+
+class RewardError(RuntimeError):
+    """A reward could not be had, or a batch had none of it; names reward, cause and remedy."""
 
 
 class StoppedByAlarm(RuntimeError):
@@ -256,11 +260,15 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the other fields of the record
     location: str = ""  # of its record, file and line
     system: str = ""  # the system message; empty without one
+    messages: Sequence[Mapping[str, Any]] | None = None  # the record's own chat; None: text
+    # its answer's field: as the record has it, or as data.answer_pattern has found it
+    answer_column: Mapping[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[type[Prompt], tuple[Any, ...]]:
         """Pickled for each response that is scored: the dataclass's own way takes three times."""
         fields = self.index, self.token_ids, self.text, self.answer, self.epoch, self.metadata
-        return Prompt, (*fields, self.location, self.system)
+        asked = self.location, self.system, self.messages, self.answer_column
+        return Prompt, (*fields, *asked)
 
     @property
     def key(self) -> Key:
@@ -316,7 +324,9 @@ class Score:
     """The reward of one response and the parts it is the weighted sum of."""
 
     reward: float
-    components: Mapping[str, float]  # by reward name, unweighted
+    # By reward name, unweighted; none of a reward without an opinion. What a reward says beside
+    # its score is called NAME/PART, and is no summand.
+    components: Mapping[str, float]
     failed: bool = False  # a reward function raised or timed out and was scored zero
 
 

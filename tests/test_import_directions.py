@@ -120,7 +120,7 @@ MAY_IMPORT = {
     " ledger metrics"
     " models recipes rewards runtime trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
-    "api": "config train runtime.machine",
+    "api": "schema config train runtime.machine rewards.given",
     "commands": "schema config train build ledger memory_plan recipes runtime"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",

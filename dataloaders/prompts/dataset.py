@@ -93,6 +93,8 @@ def _prompt(index: int, question: Question, token_ids: list[int]) -> Prompt:
         metadata=question.metadata,
         location=question.location,
         system=question.system,
+        messages=question.messages,
+        answer_column=question.answer_column,
     )
 
 

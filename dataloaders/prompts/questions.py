@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from easyrl.config import DatasetConfig
@@ -33,6 +33,8 @@ class Question:
     answer: str | None
     metadata: Mapping[str, Any]  # the other fields, and the values of the templates' placeholders
     system: str = ""  # the system message, as it was filled; empty without one
+    messages: list[Message] | None = None  # the prompt field, where it is a chat
+    answer_column: Mapping[str, Any] = field(default_factory=dict)  # ``Prompt.answer_column``
 
 
 class QuestionReader:
@@ -72,7 +74,13 @@ class QuestionReader:
         if not texts[-1].strip():
             raise BadRecordError(f"field {fields.prompt!r} is empty; every prompt needs text")
         require_encodable(fields.prompt, texts)
-        answer = None if fields.answer is None else self._answer(record, fields.answer)
+        answer, answer_column = None, {}
+        if fields.answer is not None:
+            answer = self._answer(record, fields.answer)
+            found = answer
+            if self.config.answer_pattern is None:
+                found = self._field(record, "answer", fields.answer)
+            answer_column = {fields.answer.rpartition(".")[2]: found}
         used = {fields.prompt, fields.answer}
         metadata = {key: value for key, value in record.values.items() if key not in used}
         self._check_placeholders(messages, metadata)
@@ -81,7 +89,16 @@ class QuestionReader:
             system, rendered = self._templates.prompt(prompt, messages, values)
             with_values = {**metadata, **values}
             questions.append(
-                Question(record.location, prompt, rendered, answer, with_values, system)
+                Question(
+                    record.location,
+                    prompt,
+                    rendered,
+                    answer,
+                    with_values,
+                    system,
+                    messages,
+                    answer_column,
+                )
             )
         return questions
 

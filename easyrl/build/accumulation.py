@@ -19,6 +19,7 @@ from easyrl.schema import (
     BatchWithdrawn,
     NoEndpointServes,
     PeerOutage,
+    RewardError,
     StoppedByAlarm,
     StopRequested,
     TooManyExcluded,
@@ -66,7 +67,7 @@ def build_accumulator(
 def is_interruption(error: Exception) -> bool:
     """Whether the run ends for now with sound weights."""
     ends = StopRequested | PeerOutage | BatchWithdrawn | NoEndpointServes
-    rules = TooManyExcluded | StoppedByAlarm
+    rules = TooManyExcluded | StoppedByAlarm | RewardError
     return is_outage(error) or isinstance(error, ends | rules)
 
 

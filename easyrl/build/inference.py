@@ -59,6 +59,7 @@ class Inference:
     pool: EndpointPool
     api_keys: ApiKeys
     record: Record
+    num_shares: int = 1  # ranks that share the endpoints, and each batch
 
     def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""
@@ -68,6 +69,7 @@ class Inference:
             rollout.num_generations,
             self.config.scoring.truncated_reward,
             self.record,
+            groups_per_batch=self.config.trainer.batch_size // self.num_shares,
             in_prompt_order=is_strict(self.config),
         )
 
@@ -89,7 +91,12 @@ class Inference:
             config=evaluation,
             prompts=prompts,
             rollouts=self._generator(
-                evaluation.sampling, evaluation.num_samples, None, record, room=room
+                evaluation.sampling,
+                evaluation.num_samples,
+                None,
+                record,
+                groups_per_batch=len(prompts) // self.num_shares,
+                room=room,
             ),
             is_interruption=is_interruption,
             collectives=collectives,
@@ -105,6 +112,7 @@ class Inference:
         truncated_reward: float | None,
         record: Record,
         *,
+        groups_per_batch: int,
         in_prompt_order: bool = False,
         room: IdleRoom | None = None,
     ) -> RolloutGenerator:
@@ -149,6 +157,8 @@ class Inference:
                 self.workers,
                 truncated_reward=truncated_reward,
                 last=room is not None,
+                groups_per_batch=max(groups_per_batch, 1),
+                num_generations=num_generations,
             ),
             num_generations=num_generations,
             queue_size=config.rollout.queue_size,
@@ -233,7 +243,7 @@ def open_inference(
             f"inference.endpoints: {error}\n(start the servers, or correct their URLs; raise "
             "inference.startup_timeout_s for servers that take longer)"
         ) from error
-    return Inference(config, thread, workers, pool, api_keys, record)
+    return Inference(config, thread, workers, pool, api_keys, record, num_shares)
 
 
 def inference_settings(config: Config) -> InferenceConfig:

@@ -14,7 +14,7 @@ import typer
 from easyrl.config import Config, ConfigError, EvaluationConfig
 from easyrl.config.file import load_config
 from easyrl.config.machine import check_paths
-from easyrl.schema import TooManyExcluded
+from easyrl.schema import RewardError, TooManyExcluded
 
 
 def eval_command(
@@ -36,7 +36,7 @@ def eval_command(
 
         load_recipe(checked)
         _evaluate(checked, checked.evaluation)
-    except (ConfigError, TooManyExcluded) as error:
+    except (ConfigError, TooManyExcluded, RewardError) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 

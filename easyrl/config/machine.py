@@ -14,7 +14,8 @@ def check_paths(config: Config, *, written_later: Collection[Path] = ()) -> None
     """Before anything is loaded, on the machine of the trainer. Raises ``ConfigError`` naming each
     key.
 
-    ``written_later``: data files that the caller writes when the run's folder is its own.
+    ``written_later``: data files and pickled rewards that the caller writes when the run's folder
+    is its own.
     """
     if problems := list(_problems(config, written_later)):
         raise ConfigError("\n".join(["this machine:", *(f"  {problem}" for problem in problems)]))
@@ -60,6 +61,10 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
     yield from _dataset_problems("data", config.data, written_later)
     if config.evaluation is not None:
         yield from _dataset_problems("evaluation.data", config.evaluation.data)
+    for i, reward in enumerate(config.rewards):
+        file = reward.file
+        if file is not None and file not in written_later and not file.is_file():
+            yield f"rewards[{i}].file: {file} does not exist; correct the path"
     if (problem := _output_problem(config.run.output_dir)) is not None:
         yield f"run.output_dir: {problem}"
     if config.source == "records":  # no endpoint is given weights

@@ -27,6 +27,8 @@ OF_ENDPOINTS = ("reward_model", "remote")  # asked over HTTP, a request for a wh
 class RewardConfig(Section):
     """One reward: a built-in by ``name`` or a user's ``function`` in ``file``.
 
+    A ``file`` that ends in .pkl is written by ``train_policy`` and holds one function.
+
     A call may run twice, and one result is dropped: short calls are sent to a worker several at a
     time, and those behind one that takes long are given to another worker as well.
     """
@@ -39,16 +41,20 @@ class RewardConfig(Section):
     scope: Literal["sample", "group"] | None = None
     timeout_s: PositiveFloat = 30.0  # of each call, from when a worker begins it
     kwargs: dict[str, Any] = {}  # passed to the function
+    # how a function of a file is called: as ours, TRL's or verl's; auto: by its arguments' names
+    signature: Literal["auto", "easyrl", "trl", "verl"] = "auto"
     log_as: str | None = None  # its name in metrics and records; default: name, or function
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.name is None) == (self.file is None):
             raise ValueError(f"give either name ({', '.join(get_args(BuiltIn))}) or file")
-        if self.file is not None and not self.file.is_file():
+        if self.file is not None and not self.is_pickled and not self.file.is_file():
             raise ValueError(f"file: {self.file} does not exist; correct the path")
         if "timeout_s" in self.kwargs and self.asks_endpoints:
             raise ValueError("kwargs: timeout_s is a key of the reward itself; move it there")
+        if self.name is not None and self.signature != "auto":
+            raise ValueError("signature: is for a function of a file; remove it")
         if self.log_as is not None and not re.fullmatch(r"[\w.-]+", self.log_as):
             raise ValueError("log_as: only letters, digits, _, . and - can be in a metric's name")
         return self
@@ -57,6 +63,11 @@ class RewardConfig(Section):
     def label(self) -> str:
         """Its name in metrics and records."""
         return self.log_as or self.name or self.function
+
+    @property
+    def is_pickled(self) -> bool:
+        """Whether its file is a pickled function, not Python; such a file may be written later."""
+        return self.file is not None and self.file.suffix == ".pkl"
 
     @property
     def asks_endpoints(self) -> bool:

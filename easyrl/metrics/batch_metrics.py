@@ -83,8 +83,9 @@ class BatchTotals:
             }
         for score in group.scores:
             for name, value in score.components.items():
-                for key, term in ((f"rewards/{name}", value), (f"squares/{name}", value**2)):
-                    sums[key] = sums.get(key, 0.0) + term
+                terms = {"rewards": value, "squares": value**2, "opinions": 1.0}
+                for kind, term in terms.items():
+                    sums[f"{kind}/{name}"] = sums.get(f"{kind}/{name}", 0.0) + term
         self.metrics.add(MetricSums(sums, {"response_length": float(lengths.max())}))
 
     def add(self, other: BatchTotals) -> None:
@@ -233,10 +234,12 @@ def _update_metrics(update: Update) -> dict[str, float]:
     }
     for name, value in sums.items():
         if name.startswith("rewards/"):
-            reward, mean = name.removeprefix("rewards/"), _ratio(value, responses)
-            variance = _ratio(sums[f"squares/{reward}"], responses) - mean**2
+            reward = name.removeprefix("rewards/")
+            scored = sums[f"opinions/{reward}"]  # responses that it has an opinion on
+            mean = _ratio(value, scored)
+            variance = _ratio(sums[f"squares/{reward}"], scored) - mean**2
             metrics[f"reward/{reward}/mean"] = mean
-            metrics[f"reward/{reward}/std"] = math.sqrt(max(variance, 0.0))  # of all responses
+            metrics[f"reward/{reward}/std"] = math.sqrt(max(variance, 0.0))
     for name, value in recipe_metrics(totals).items():
         metrics[name if name == "loss" else f"policy/{name}"] = value
     if step is not None:
@@ -252,7 +255,7 @@ def recipe_metrics(totals: BatchTotals) -> dict[str, float]:
     sums, maxima = totals.metrics.sums, totals.metrics.maxima
     num_tokens = sums.get("num_loss_tokens", 0.0)
     metrics = {"loss": _ratio(sums.get("loss_sum", 0.0), totals.denominator)}
-    of_rewards = ("rewards/", "squares/")
+    of_rewards = ("rewards/", "squares/", "opinions/")
     for name, value in sums.items():
         if name.endswith("_sum") and name != "loss_sum" and not name.startswith(of_rewards):
             own = name.removesuffix("_sum")

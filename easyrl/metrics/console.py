@@ -22,6 +22,7 @@ Columns = tuple[tuple[str, str, str], ...]  # heading, metric, format
 # the endpoints had nothing to do, and the weights took to reach them.
 COLUMNS: Columns = (
     ("reward", "reward/mean", "{:.3f}"),
+    ("failed", "reward/failures", "{:.0f}"),
     ("eval", "eval/accuracy", "{:.3f}"),
     ("tok/s/dev", "throughput/tokens_per_s_per_device", "{:,.0f}"),
     ("step s", "time/step_s", "{:.2f}"),
@@ -41,6 +42,7 @@ RECORD_COLUMNS: Columns = (
     ("grad", "grad_norm", "{:.2f}"),
 )  # of a run on records
 ROWS_SHOWN = 12
+IF_ANY = "reward/failures"  # shown where it is not zero
 
 
 class _Console(Console):
@@ -76,6 +78,7 @@ class ConsoleView:
         if "time/step_s" in metrics:
             self._seconds.append(metrics["time/step_s"])
         left = self._left(step)
+        metrics = {m: v for m, v in metrics.items() if v or m != IF_ANY}
         if self._live is None:
             cells = [
                 f"{head} {form.format(metrics[m])}"
@@ -108,13 +111,13 @@ class ConsoleView:
         return f"  left {timedelta(seconds=round(seconds))}"
 
     def _table(self, caption: str = "") -> Table:
+        has_any = any(IF_ANY in metrics for _, metrics in self._rows)
+        columns = [column for column in self._columns if has_any or column[1] != IF_ANY]
         table = Table(box=None, padding=(0, 1, 0, 0), caption=caption or None)
-        for heading in ("step", *(heading for heading, _, _ in self._columns)):
+        for heading in ("step", *(heading for heading, _, _ in columns)):
             table.add_column(heading, justify="right", no_wrap=True)
         for step, metrics in self._rows:
-            cells = [
-                form.format(metrics[m]) if m in metrics else "" for _, m, form in self._columns
-            ]
+            cells = [form.format(metrics[m]) if m in metrics else "" for _, m, form in columns]
             table.add_row(self._step(step), *cells)
         return table
 

@@ -155,13 +155,15 @@ class ClippedSurrogate(DynamicSampling, Aggregated):
     ) -> list[tuple[float, np.ndarray]]:
         """For advantages made of each reward by itself, its weight and float64 [G].
 
-        Raises ``ValueError`` for a reward without a weight.
+        Zero where one has no opinion, as in the sum; parts of a reward are none. Raises
+        ``ValueError`` for a reward without a weight.
         """
         weighted = []
-        for name in group.scores[0].components:
+        names = dict.fromkeys(name for score in group.scores for name in score.components)
+        for name in (name for name in names if "/" not in name):
             if name not in run.reward_weights:
                 raise ValueError(f"reward {name!r} has no weight among {run.reward_weights}")
-            values = np.array([score.components[name] for score in group.scores], np.float64)
+            values = np.array([s.components.get(name, 0.0) for s in group.scores], np.float64)
             weighted.append((run.reward_weights[name], values))
         return weighted
 

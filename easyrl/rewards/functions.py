@@ -8,7 +8,8 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
@@ -19,21 +20,35 @@ import numpy as np
 from easyrl.config import ConfigError, RewardConfig
 from easyrl.config.secrets import redact
 from easyrl.rewards.keywords import keyword_problem
-from easyrl.runtime.user_code import FileRaises, NoPythonFile, run_file
+from easyrl.rewards.pickled import load_pickled
+from easyrl.rewards.signatures import (
+    CALLED,
+    GroupReward,
+    RewardFunction,
+    adapted,
+    form_of,
+    require_columns,
+    why_not,
+)
+from easyrl.runtime.user_code import FileRaises, NoPythonFile, definition, run_file
 from easyrl.schema import Prompt
 
-RewardFunction = Callable[..., Any]  # (prompt, texts, token_ids, **kwargs) -> list[float], or async
+# What a reward says of one response; None: no opinion; a mapping: its ``score``, and other parts
+Value = float | None | dict[str, float]
 
 
 class RewardFunctionError(Exception):
     """A reward function raised or returned nonsense; the message holds its traceback.
 
-    ``what`` it did, on one line; ``where``: ``file:line`` if it raised in its own file.
+    ``what`` it did, on one line; ``where``: ``file:line`` if it raised in its own file; ``kind``:
+    the name of the exception's type, if it raised one.
     """
 
-    def __init__(self, message: str, what: str = "failed", where: str | None = None) -> None:
-        super().__init__(message, what, where)  # all, so that it survives pickling
-        self.what, self.where = what, where
+    def __init__(
+        self, message: str, what: str = "failed", where: str | None = None, kind: str = "its result"
+    ) -> None:
+        super().__init__(message, what, where, kind)  # all, so that it survives pickling
+        self.what, self.where, self.kind = what, where, kind
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -42,11 +57,33 @@ class RewardFunctionError(Exception):
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
     """Loads every reward function and checks that it takes its arguments, before a model loads.
 
-    Raises ``ConfigError`` naming ``rewards[i].file``, ``.function`` or ``.kwargs``.
+    A pickled one that is not there yet was checked by ``train_policy``, which writes it when the
+    run's folder is its own. Raises ``ConfigError`` naming ``rewards[i].file``, ``.function``,
+    ``.signature`` or ``.kwargs``.
     """
     for index, reward in enumerate(rewards):
+        if reward.is_pickled and reward.file is not None and not reward.file.exists():
+            continue
         if (problem := _problem(reward)) is not None:
             raise ConfigError(f"rewards[{index}].{problem}")
+
+
+def check_function(reward: RewardConfig, function: RewardFunction) -> str | None:
+    """Why ``function`` cannot be called as ``reward`` says, from the key on; None: it can."""
+    try:
+        form = form_of(function, reward.signature)
+        problem = why_not(function, form, keywords(reward))
+    except ValueError as error:
+        return f"signature: {reward.label} {error}"
+    if problem is None:
+        return None
+    given = "".join(f", {name}" for name in keywords(reward))
+    called = f"is called with {CALLED[form].removesuffix(')')}{given})"
+    key, remedy = "kwargs", "give what it takes, and nothing else"
+    if reward.name is None and not reward.kwargs:
+        key, remedy = "function", "change its arguments"
+    takes = inspect.signature(function)
+    return f"{key}: {reward.label} takes {takes} but {called}: {problem}; {remedy}"
 
 
 def _problem(reward: RewardConfig) -> str | None:
@@ -56,18 +93,9 @@ def _problem(reward: RewardConfig) -> str | None:
         return f"file: {error}"
     except ValueError as error:
         return f"function: {error}"
-    signature = inspect.signature(function)
-    try:
-        signature.bind(None, [], [], **keywords(reward))
-    except TypeError as error:
-        given = "".join(f", {name}" for name in keywords(reward))
-        called = f"is called with (prompt, texts, token_ids{given})"
-        key, remedy = "kwargs", "give what it takes, and nothing else"
-        if reward.name is None and not reward.kwargs:
-            key, remedy = "function", "change its arguments"
-        return f"{key}: {reward.label} takes {signature} but {called}: {error}; {remedy}"
-    if reward.name is None:
-        return None
+    problem = check_function(reward, function)
+    if reward.name is None or problem is not None:
+        return problem
     if (problem := keyword_problem(function, keywords(reward))) is not None:
         return f"kwargs: {reward.label} does not take them: {problem}"
     if reward.asks_endpoints:
@@ -82,24 +110,36 @@ def _problem(reward: RewardConfig) -> str | None:
 
 
 def check_prompts(rewards: Sequence[RewardConfig], prompts: Iterable[Prompt]) -> None:
-    """Checks that each prompt has what built-in rewards need of it, before a model loads.
+    """Checks that each prompt has what rewards need of it, before a model loads: what built-in ones
+    check, and the arguments of a user's that are columns of the record.
 
     Raises ``ConfigError`` naming the reward, and file and line of the prompt.
     """
     checks = [
         (f"rewards[{index}]", reward, check)
         for index, reward in enumerate(rewards)
-        if reward.name is not None
-        and (check := vars(_module(reward.name)).get("check_prompt")) is not None
+        if (check := _prompt_check(reward)) is not None
     ]
     for prompt in prompts if checks else ():
         for key, reward, check in checks:
             try:
-                check(prompt, **reward.kwargs)
+                check(prompt)
             except ValueError as error:
                 raise ConfigError(
                     f"{key}: {reward.label} cannot score {prompt.location or prompt.index}: {error}"
                 ) from error
+
+
+def _prompt_check(reward: RewardConfig) -> Callable[[Prompt], object] | None:
+    """Raises ``ValueError`` for a prompt that the reward cannot score; None: it scores any."""
+    if reward.name is not None:
+        check = vars(_module(reward.name)).get("check_prompt")
+        return None if check is None else partial(check, **reward.kwargs)
+    function = load_reward(reward)
+    form = form_of(function, reward.signature)
+    if form == "easyrl":
+        return None
+    return partial(require_columns, function, form, keywords(reward))
 
 
 def keywords(reward: RewardConfig) -> dict[str, Any]:
@@ -114,10 +154,25 @@ def keywords(reward: RewardConfig) -> dict[str, Any]:
 def load_reward(reward: RewardConfig) -> RewardFunction:
     """The function that ``reward`` names. Raises ``ImportError`` or ``ValueError``."""
     if reward.file is not None:
+        if reward.is_pickled:
+            return load_pickled(reward.file)
         return _load_function(reward.file, reward.function)
     assert reward.name is not None
     function: RewardFunction = vars(_module(reward.name))[reward.name]
     return function
+
+
+def as_group_reward(reward: RewardConfig, function: RewardFunction) -> GroupReward:
+    """``function`` as one that is called with ``(prompt, texts, token_ids)``, whatever its form."""
+    return adapted(function, form_of(function, reward.signature), keywords(reward))
+
+
+def own_file(reward: RewardConfig, function: RewardFunction) -> Path | None:
+    """The user's file that ``function`` is written in; None for a built-in one."""
+    if reward.is_pickled and (place := definition(function)) is not None:
+        file = Path(place.rpartition(":")[0])
+        return file if file.is_file() else reward.file
+    return reward.file
 
 
 def _module(name: str) -> ModuleType:
@@ -156,7 +211,7 @@ def _load_function(file: Path, name: str) -> RewardFunction:
     return function
 
 
-def call(function: RewardFunction, *args: Any) -> Any:
+def call(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a plain or an ``async`` function, in this process, to its end."""
     result = function(*args)
     return asyncio.run(_await(result)) if inspect.isawaitable(result) else result
@@ -166,15 +221,37 @@ async def _await(result: Any) -> Any:
     return await result
 
 
-def validated(result: Any, num_responses: int) -> list[float]:
-    """``result`` as floats. Raises ``ValueError`` unless it is one finite number per response."""
+def validated(result: Any, num_responses: int) -> list[Value]:
+    """``result`` as what it says of each response; ``None`` alone is no opinion on any.
+
+    Raises ``ValueError`` unless each is a finite number, ``None``, or a mapping with a ``score``.
+    """
+    if result is None:
+        return [None] * num_responses
     if not isinstance(result, Sequence | np.ndarray) or isinstance(result, str | bytes):
         raise ValueError(f"returned {result!r:.100}; expected a list of {num_responses} numbers")
     if len(result) != num_responses:
         raise ValueError(f"returned {len(result)} rewards for {num_responses} responses")
-    for position, value in enumerate(result):
-        if not isinstance(value, Real | np.bool_) or not math.isfinite(value):
-            raise ValueError(
-                f"returned {value!r:.100} for response {position}; expected a finite number"
-            )
-    return [float(value) for value in result]
+    return [_value(value, f"for response {position}") for position, value in enumerate(result)]
+
+
+def _value(value: Any, where: str) -> Value:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        return _number(value, where)
+    if value.get("score") is None:
+        raise ValueError(
+            f"returned {dict(value)!r:.100} {where}; expected a 'score' among its parts"
+        )
+    return {
+        str(name): _number(part, f"as {name!r} {where}")
+        for name, part in value.items()
+        if name == "score" or isinstance(part, Real | np.bool_)  # texts are of no use in metrics
+    }
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, Real | np.bool_) or not math.isfinite(value):
+        raise ValueError(f"returned {value!r:.100} {where}; expected a finite number")
+    return float(value)

@@ -1,7 +1,11 @@
-"""Runs the rewards of a group in worker processes and adds them up."""
+"""Runs the rewards of a group in worker processes and adds them up.
+
+A reward without an opinion on a response is no summand of its sum.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -10,20 +14,18 @@ import numpy as np
 
 from easyrl.config import RewardConfig, ScoringConfig
 from easyrl.rewards import worker
-from easyrl.rewards.functions import RewardFunctionError
+from easyrl.rewards.functions import RewardFunctionError, Value
 from easyrl.runtime.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
-from easyrl.schema import Completion, Prompt, Score
+from easyrl.schema import Completion, Prompt, RewardError, Score
 
-
-class RewardError(RuntimeError):
-    """A reward could not be had; the message names reward, prompt and cause."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleScores:
     """What the rewards of one scope say of one response."""
 
-    components: Mapping[str, float]  # by reward name
+    components: Mapping[str, float]  # of ``Score``
     failed: bool  # one of them raised or timed out, and was scored zero
 
 
@@ -40,7 +42,15 @@ class Scorer:
     _: KW_ONLY
     truncated_reward: float | None = None  # of a response cut off at its longest; None: as scored
     last: bool = False  # the workers score for others first
+    # With on_reward_error: zero a reward that fails in as many calls in a row as a batch has ends
+    # the run; None: none does.
+    groups_per_batch: int | None = None  # of this rank
+    num_generations: int = 1  # responses of a group
     num_failed: Counter[str] = field(default_factory=Counter)  # calls, by reward
+
+    def __post_init__(self) -> None:
+        self._failed_in_a_row: Counter[str] = Counter()
+        self._logged: set[tuple[str, str]] = set()  # reward and type of exception
 
     async def score_sample(self, prompt: Prompt, completion: Completion) -> SampleScores:
         """Rewards that need one response. Raises ``RewardError``."""
@@ -63,7 +73,7 @@ class Scorer:
         scores = []
         for completion, *parts in zip(completions, sample_scores, group_scores, strict=True):
             components = {name: value for part in parts for name, value in part.components.items()}
-            reward = sum(own.weight * components[own.label] for own in self.rewards)
+            reward = sum(own.weight * components.get(own.label, 0.0) for own in self.rewards)
             if self.truncated_reward is not None and completion.truncated:
                 reward = self.truncated_reward
             scores.append(Score(reward, components, any(part.failed for part in parts)))
@@ -80,19 +90,19 @@ class Scorer:
                 values = await self._call(index, prompt, token_ids)
                 failed |= values is None
                 for own, value in zip(components, values or [0.0] * len(completions), strict=True):
-                    own[reward.label] = value
+                    own |= _components(reward.label, value)
         return [SampleScores(own, failed) for own in components]
 
     async def _call(
         self, index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]
-    ) -> list[float] | None:
+    ) -> list[Value] | None:
         """One reward's values; ``None`` if it failed and counts as zero."""
         reward = self.rewards[index]
         retry = self.scoring.on_reward_error == "retry"
         num_calls = 1 + (self.scoring.max_reward_retries if retry else 0)
         for call in range(1, num_calls + 1):
             try:
-                return await self.workers.call(
+                values = await self.workers.call(
                     worker.score_reward,
                     index,
                     prompt,
@@ -101,25 +111,73 @@ class Scorer:
                     kind=index,
                     last=self.last,
                 )
+                self._failed_in_a_row[reward.label] = 0
+                return values
             except (RewardFunctionError, WorkerTimeout, WorkerDied) as error:
                 self.num_failed[reward.label] += 1
+                self._log_first(reward, prompt, error)
                 if self.scoring.on_reward_error == "zero":
+                    self._stop_if_all_failed(index, prompt, error)
                     return None
                 if call == num_calls:
-                    raise RewardError(self._message(reward, prompt, error, num_calls)) from error
+                    tried = f" ({num_calls} calls)" if num_calls > 1 else ""
+                    raise RewardError(
+                        f"rewards[{index}]: {_failure(reward, prompt, error, tried)}; correct it "
+                        "(scoring.on_reward_error=zero goes on with 0.0, =retry tries again)"
+                    ) from error
         raise AssertionError("unreachable")
 
-    def _message(
-        self, reward: RewardConfig, prompt: Prompt, error: Exception, num_calls: int
-    ) -> str:
-        source = reward.label if reward.file is None else f"{reward.label} in {reward.file}"
-        cause = str(error)
-        if isinstance(error, WorkerTimeout):
-            cause = f"no result within timeout_s={reward.timeout_s}; its worker was killed"
-        elif isinstance(error, WorkerDied):
-            cause = f"its worker process died ({error})"
-        tried = f" ({num_calls} calls)" if num_calls > 1 else ""
-        return (
-            f"reward {source} failed on prompt {prompt.index} of epoch {prompt.epoch}{tried}: "
-            f"{cause}\n(scoring.on_reward_error=zero goes on with 0.0, =retry tries again)"
-        )
+    def _log_first(self, reward: RewardConfig, prompt: Prompt, error: Exception) -> None:
+        """Of each reward and type of exception one failure, with its traceback."""
+        kind = error.kind if isinstance(error, RewardFunctionError) else type(error).__name__
+        if (reward.label, kind) in self._logged:
+            return
+        self._logged.add((reward.label, kind))
+        frames = ""
+        if isinstance(error, RewardFunctionError):
+            frames = "".join(f"\n{line}" for line in str(error).splitlines()[1:])
+        more = "; more like it are only counted"
+        if self.scoring.on_reward_error == "fail":
+            more = ""
+        logger.warning("%s%s%s", _failure(reward, prompt, error), more, frames)
+
+    def _stop_if_all_failed(self, index: int, prompt: Prompt, error: Exception) -> None:
+        """Zeros alone teach nothing. Raises ``RewardError``."""
+        reward = self.rewards[index]
+        self._failed_in_a_row[reward.label] += 1
+        in_a_row = self._failed_in_a_row[reward.label]
+        if self.groups_per_batch is None:
+            return
+        if in_a_row < self.groups_per_batch * (1 if reward.of_group else self.num_generations):
+            return
+        raise RewardError(
+            f"rewards[{index}]: all {in_a_row} calls of {reward.label} in a row failed, as many as "
+            f"a batch has, which scoring.on_reward_error=zero is not for; the last: "
+            f"{_failure(reward, prompt, error)}; correct it, or remove it from rewards (the log "
+            "has the first failure of each kind with its traceback)"
+        ) from error
+
+
+def _components(label: str, value: Value) -> dict[str, float]:
+    """What a response's score keeps of one reward's ``value``."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        return {label: value}
+    parts = {f"{label}/{part}": number for part, number in value.items() if part != "score"}
+    return {label: value["score"]} | parts
+
+
+def _failure(reward: RewardConfig, prompt: Prompt, error: Exception, tried: str = "") -> str:
+    """On one line."""
+    source = reward.label if reward.file is None else f"{reward.label} in {reward.file}"
+    cause = str(error).partition("\n")[0]
+    if isinstance(error, RewardFunctionError) and error.where is not None:
+        cause += f" ({error.where})"
+    elif isinstance(error, WorkerTimeout):
+        cause = f"no result within timeout_s={reward.timeout_s}; its worker was killed"
+    elif isinstance(error, WorkerDied):
+        cause = f"its worker process died ({error})"
+    at = f" ({prompt.location})" if prompt.location else ""
+    where = f"prompt {prompt.index} of epoch {prompt.epoch}{at}"
+    return f"reward {source} failed on {where}{tried}: {cause}"

@@ -8,20 +8,21 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from easyrl.config import RewardConfig
 from easyrl.rewards.functions import (
-    RewardFunction,
     RewardFunctionError,
+    Value,
+    as_group_reward,
     call,
-    keywords,
     load_reward,
+    own_file,
     validated,
 )
+from easyrl.rewards.signatures import GroupReward
 from easyrl.runtime.user_code import describe, raised_at
 from easyrl.schema import Prompt
 
@@ -29,7 +30,7 @@ Decode = Callable[[Sequence[np.ndarray]], list[str]]
 
 
 # of this worker process
-_functions: list[RewardFunction] = []
+_functions: list[GroupReward] = []
 _files: list[Path | None] = []
 _decode: Decode | None = None
 
@@ -40,12 +41,13 @@ def initialize(
     """Prepares this process for ``score_reward``. Raises what ``load_reward`` raises."""
     global _functions, _files, _decode
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core already
-    _functions = [partial(load_reward(reward), **keywords(reward)) for reward in rewards]
-    _files = [reward.file for reward in rewards]
+    loaded = [(reward, load_reward(reward)) for reward in rewards]
+    _functions = [as_group_reward(reward, function) for reward, function in loaded]
+    _files = [own_file(reward, function) for reward, function in loaded]
     _decode = _load_decoder(tokenizer_dir, skip_special_tokens)
 
 
-def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) -> list[float]:
+def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) -> list[Value]:
     """Calls reward ``index`` on the responses ``token_ids`` (int32 [R] each) of one prompt.
 
     Raises ``RewardFunctionError`` for whatever it raises: not every exception can be pickled, and a
@@ -60,13 +62,14 @@ def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) ->
         return validated(result, len(texts))
     except BaseException as error:
         frames = "".join(traceback.format_tb(error.__traceback__)[1:])
-        message = f"{type(error).__name__}: {error}\n{frames}".rstrip()
+        kind = type(error).__name__
+        message = f"{kind}: {error}\n{frames}".rstrip()
         if returned:
             raise RewardFunctionError(message, str(error)) from None
         if (file := _files[index]) is None:
-            raise RewardFunctionError(message, f"failed: {error}") from None
+            raise RewardFunctionError(message, f"failed: {error}", None, kind) from None
         what = f"raised {describe(error)}"
-        raise RewardFunctionError(message, what, raised_at(error, file)) from None
+        raise RewardFunctionError(message, what, raised_at(error, file), kind) from None
 
 
 def _load_decoder(directory: Path, skip_special_tokens: bool) -> Decode:

@@ -15,7 +15,13 @@ from easyrl.config import ConfigError
 from easyrl.runtime.gloo_wait import LONGEST_WAIT, wait_with_signals
 from easyrl.runtime.rank_store import serve_store
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import BatchWithdrawn, PeerOutage, StopRequested, TooManyExcluded
+from easyrl.schema import (
+    BatchWithdrawn,
+    PeerOutage,
+    RewardError,
+    StopRequested,
+    TooManyExcluded,
+)
 
 T = TypeVar("T")
 
@@ -31,6 +37,7 @@ class PeerFailed(RuntimeError):
 # What ends a batch on all ranks, by what goes first.
 _PEERS: tuple[type[Exception], ...] = (
     StopRequested,
+    RewardError,  # of which other ranks hear as of an outage
     PeerOutage,
     BatchWithdrawn,
     TooManyExcluded,
@@ -95,8 +102,8 @@ class Collectives:
     def end_together(self, error: Exception | None) -> None:
         """Raises on all ranks if one of them has an ``error``: a stop, or an outage. Collective.
 
-        A stop goes first, then an outage, a withdrawal, too many exclusions. A rank raises its own,
-        the others what is in ``_PEERS`` for it, with what the first one said.
+        A stop goes first, then a reward, an outage, a withdrawal, too many exclusions. A rank
+        raises its own, the others what is in ``_PEERS`` for it, with what the first one said.
         """
         mine = None if error is None else [_kind(error), str(error)]
         told = [

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import dis
 import importlib.util
 import inspect
 import sys
 import traceback
+from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from easyrl.schema import EndedBySignal
 
 
 def definition(function: Any) -> str | None:
-    """Of a function (a wrapped one's own); None if it has no code of its own."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    """Of a function (a wrapped one's own, an object's ``__call__``); None if it has no code of its
+    own."""
+    code = _code(function)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def returns_a_value(function: Any) -> bool:
+    """Whether it has a ``return`` with something else than ``None``, as far as its code tells."""
+    code = _code(function)
+    if code is None:
+        return True
+    instructions = [None, *dis.get_instructions(code)]
+    return any(
+        (after.opname == "RETURN_CONST" and after.argval is not None)
+        or (
+            after.opname == "RETURN_VALUE"
+            and not (before and before.opname == "LOAD_CONST" and before.argval is None)
+        )
+        for before, after in pairwise(instructions)
+        if after is not None
+    )
+
+
+def _code(function: Any) -> CodeType | None:
+    unwrapped = inspect.unwrap(getattr(function, "func", function))  # of a partial
+    called = getattr(type(unwrapped), "__call__", None)  # noqa: B004
+    code = getattr(unwrapped, "__code__", getattr(called, "__code__", None))
+    return code if isinstance(code, CodeType) else None
 
 
 def raised_at(error: BaseException, file: Path) -> str:
@@ -27,7 +54,7 @@ def raised_at(error: BaseException, file: Path) -> str:
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename) == file
+        if Path(frame.filename).resolve() == file
     ]
     return f"{file}:{lines[-1]}" if lines else str(file)
 

@@ -96,9 +96,9 @@ class Evaluator:
 
     def judge(self, group: RolloutGroup) -> Judged:
         """What counts of a finished group."""
-        scores = [score.components[self.reward_name] for score in group.scores]
+        said = [score.components.get(self.reward_name) for score in group.scores]
         return Judged(
-            sum(score >= self.config.threshold for score in scores),
+            sum(score is not None and score >= self.config.threshold for score in said),
             group.excluded,
             tuple((c.endpoint, c.proof) for c in group.completions),
         )

@@ -30,6 +30,7 @@ from easyrl.schema import (
     PolicyVersion,
     Progress,
     Published,
+    RewardError,
     ServedWeights,
     StoppedByAlarm,
     StopRequested,
@@ -111,7 +112,8 @@ class Trainer:
         """Trains until the prompts or ``max_steps`` end.
 
         Raises ``InterruptedRun`` in an outage, when a stop was asked for, by an alarm too, when
-        endpoints refuse too many prompts, and when none takes the weights.
+        endpoints refuse too many prompts, when a reward fails, and when no endpoint takes the
+        weights.
         """
         try:
             self._fit()
@@ -129,7 +131,7 @@ class Trainer:
             if isinstance(error, TooManyExcluded):
                 raise InterruptedRun(f"{error}\n{saved}", status=NEEDS_CHANGE) from error
             status = 0 if isinstance(error, StopRequested) else TEMPORARY_FAILURE
-            if isinstance(error, StoppedByAlarm):
+            if isinstance(error, StoppedByAlarm | RewardError):
                 status = NEEDS_CHANGE
             raise InterruptedRun(f"{error}\n{saved}; go on with --resume", status=status) from error
 

@@ -12,6 +12,7 @@ from easyrl.dataloaders.producer.group_stream import ProducerError, packed_token
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.rollout_generator import RolloutGenerator
 from easyrl.runtime.loop_thread import LoopThread
+from easyrl.schema import RewardError
 from tests.dataloaders.rollout_parts import (
     G,
     ScriptedGenerate,
@@ -101,6 +102,16 @@ def test_an_error_in_generate_reaches_the_main_thread_with_its_traceback():
     assert isinstance(cause, ValueError)
     frames = [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
     assert frames[-1] == "generate"
+
+
+def test_a_reward_that_fails_reaches_the_main_thread_as_it_is():
+    async def generate(prompt, sample, version):
+        raise RewardError("rewards[0]: no judge")
+
+    with LoopThread() as thread:
+        stream = generator(thread, generate).produce([prompt(0)], "v")
+        with pytest.raises(RewardError, match=r"^rewards\[0\]: no judge$"):
+            stream.drain_ready(100)
 
 
 def test_an_error_in_one_group_cancels_the_others():

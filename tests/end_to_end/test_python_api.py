@@ -14,6 +14,7 @@ from easyrl import train_policy
 from easyrl.metrics.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = [path for path in [os.environ.get("PYTHONPATH")] if path]
 SCRIPT = """
 from easyrl import train_policy
 
@@ -25,6 +26,36 @@ if __name__ == "__main__":
     settings = {"rollout.max_tokens": 24, "data.max_prompt_tokens": 32, "data.epochs": 2}
     settings["checkpoint.every_steps"] = 1
     print(train_policy("model", prompts, short_is_good, output_dir="out", settings=settings))
+"""
+# Of several forms, without a guard around its call; what a process does that runs it is counted.
+UNGUARDED = """
+from easyrl import train_policy
+
+with open("runs.txt", "a") as runs:
+    runs.write("x")
+
+def make(longest):
+    return lambda prompts, completion_ids, **columns: [
+        {"score": 1.0 - len(ids) / longest, "end": ids[-1]} for ids in completion_ids
+    ]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return None if extra_info["a"] else float(ground_truth in solution_str)
+
+records = [{"prompt": f"{a}+{b}", "answer": str(a + b), "a": a} for a in range(2) for b in range(2)]
+settings = {"rollout.max_tokens": 24, "data.max_prompt_tokens": 32, "rewards[2].weight": 0.5}
+rewards = [make(24), compute_score, "format"]
+print(train_policy("model", records, rewards, output_dir="several", settings=settings))
+"""
+FAILING = """
+from easyrl import train_policy
+
+def no_judge(completions, **columns):
+    raise OSError("no judge")
+
+settings = {"rollout.max_tokens": 9, "data.max_prompt_tokens": 32} | SETTINGS
+prompts = [f"{a}+{b}" for a in range(3) for b in range(2)]
+train_policy("model", prompts, no_judge, output_dir="failing", settings=settings)
 """
 
 
@@ -69,21 +100,25 @@ def folder(tmp_path_factory):
 
 def run_script(folder, name, text) -> str:
     """The last line that it prints."""
+    result = ended_script(folder, name, text)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout.splitlines()[-1]
+
+
+def ended_script(folder, name, text) -> subprocess.CompletedProcess:
     (folder / name).write_text(text)
-    result = subprocess.run(
+    return subprocess.run(
         [sys.executable, name],
         cwd=folder,
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *PATHS]),
         },
         capture_output=True,
         text=True,
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout.splitlines()[-1]
 
 
 def test_a_script_trains(folder):
@@ -108,19 +143,52 @@ def test_a_used_folder_is_refused_unchanged_and_goes_on_with_resume(folder):
     assert len(read_metrics(folder / "out" / "metrics.jsonl")) == 4
 
 
-top_level_lambda = lambda prompt, texts, token_ids: [0.0 for _ in texts]  # noqa: E731
+def test_rewards_of_several_forms_train_and_the_script_is_not_run_again(folder):
+    assert run_script(folder, "unguarded.py", UNGUARDED) == "several/model"
+    assert (folder / "runs.txt").read_text() == "x"
+    (metrics,) = read_metrics(folder / "several" / "metrics.jsonl")[1:]
+    assert 0.0 <= metrics["reward/lambda/mean"] < 1.0 and metrics["reward/lambda/end/mean"] >= 0.0
+    assert metrics["reward/failures"] == 0.0
+    for name in ("compute_score", "format"):
+        assert metrics[f"reward/{name}/mean"] == 0.0  # a random model's
 
 
-def local_reward():
-    return lambda prompt, texts, token_ids: [0.0 for _ in texts]
+def sentence(ended) -> str:
+    """The last line, behind the script's own frame and that of ``train_policy``."""
+    raised = ended.stderr.partition("Traceback (most recent call last):\n")[2].splitlines()
+    assert len([line for line in raised if line.startswith("  File ")]) == 2, ended.stderr
+    return next(line for line in raised if line.startswith("easyrl."))
+
+
+def test_a_reward_that_raises_is_one_sentence_and_no_server_is_started(folder):
+    ended = ended_script(folder, "failing.py", FAILING.replace("SETTINGS", "{}"))
+    assert ended.returncode == 1 and not (folder / "failing" / "servers").exists()
+    line = 1 + FAILING.splitlines().index('    raise OSError("no judge")')
+    said = sentence(ended)
+    assert said.startswith(
+        f"easyrl.config.base.ConfigError: rewards[0]: {folder / 'failing.py'}:{line}: no_judge "
+        "raised OSError: no judge, in a trial call on "
+    )
+    assert said.endswith("(or set scoring.on_reward_error=zero)")
+
+
+def test_a_batch_without_a_reward_ends_the_run_and_the_first_failure_is_in_the_log(folder):
+    settings = '{"scoring.on_reward_error": "zero"}'
+    ended = ended_script(folder, "failing.py", FAILING.replace("SETTINGS", settings))
+    assert ended.returncode == 1
+    assert sentence(ended).startswith(
+        "easyrl.schema.InterruptedRun: rewards[0]: all 6 calls of no_judge in a row failed, as "
+        "many as a batch has, which scoring.on_reward_error=zero is not for; the last: reward "
+    )
+    assert ended.stderr.count("more like it are only counted") == 1
+    before = ended.stderr.partition("Traceback (most recent")[0]
+    assert before.count('raise OSError("no judge")') == 1
 
 
 @pytest.mark.parametrize(
     ("prompts", "reward", "message"),
     [
-        (["a"], local_reward(), "not a function at the top level of a file"),
-        (["a"], len, "not a function at the top level of a file"),
-        (["a"], top_level_lambda, "not a function .*; define it with def"),
+        (["a"], len, r"rewards\[0\]\.function: len takes \(obj, /\) but is called with"),
         ([], test_a_script_trains, "prompts: the list is empty"),
         ("prompts.jsonl", test_a_script_trains, "prompts: 'prompts.jsonl' is one text; give a"),
     ],

@@ -77,7 +77,7 @@ MISTAKES = [
     _body("texts in the list", "return ['1.0' for _ in texts]"),
     _body("nothing", "pass"),
     _body("one number for a group", "return 1.0"),
-    _body("None for a response", "return [None for _ in texts]"),
+    _body("a dictionary without a score", "return [{'acc': 1.0} for _ in texts]"),
     _body("NaN", "return [float('nan') for _ in texts]"),
     _body("infinity", "return [float('inf') for _ in texts]"),
     _body("too few numbers", "return [1.0]"),
@@ -97,12 +97,18 @@ MISTAKES = [
     _body("an exit of the process", "import os; os._exit(3)"),
     _body("a call of sys.exit", "import sys; sys.exit('bye')", f"{FILE}:2"),
     _body("a crash", "import ctypes; ctypes.string_at(0)"),
+    _reward(
+        "arguments of two signatures",
+        "def reward_func(prompt, completions, token_ids): ...\n",
+        "rewards[0].signature",
+    ),
     Mistake(
-        "a script's function that is local",
+        "a script's function that cannot be pickled",
         "reward",
         command=SCRIPT,
         files=script(
-            "train_policy('{model}', ['1+1='], lambda p, t, i: [0.0] * len(t), "
+            "judge = open('{folder}/prompts.jsonl'); "
+            "train_policy('{model}', ['1+1='], lambda p, t, i: [judge.fileno()] * len(t), "
             "output_dir='{folder}/run')"
         ),
         status=1,

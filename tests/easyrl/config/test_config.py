@@ -514,6 +514,7 @@ def test_paths_that_exist_pass_and_nothing_is_made(tmp_path):
         ),
         ("data.files=[{}]", "data.files[0]: {} is a directory; list its files one by one"),
         ("data.files=['{}/*.jsonl']", "data.files[0]: {}/*.jsonl does not exist; list the files"),
+        ("rewards=[{{file: '{}/r.pkl'}}]", "rewards[0].file: {}/r.pkl does not exist; correct the"),
         ("weight_sync.directory={}/no", "weight_sync.directory: {}/no does not exist; name a dir"),
     ],
 )

@@ -120,6 +120,14 @@ def test_evaluator_counts_correct_samples(stop):
     }
 
 
+def test_a_response_without_an_opinion_is_not_correct(stop):
+    evaluator = make_evaluator(FakeRollouts(), Collectives(Ranks.data_parallel(0, 1)), stop)
+    (group, *_) = evaluator.rollouts.produce(evaluator.prompts[2:], "v")
+    assert evaluator.judge(group).num_correct == 2
+    scores = (Score(1.0, {"other": 1.0}), group.scores[1])
+    assert evaluator.judge(replace(group, scores=scores)).num_correct == 1
+
+
 class TwoEndpoints(FakeRollouts):
     """Prompt ``i``'s response is made by endpoint ``i % 2``, which has passed proof ``proof``.
 
@@ -509,6 +517,28 @@ def test_console_prints_a_line_per_step_where_there_is_no_terminal():
     )
 
 
+def test_console_tells_of_failed_rewards_where_there_are_any():
+    stream = io.StringIO()
+    view = ConsoleView(total_steps=None, stream=stream)
+    view.log(1, {"reward/mean": 0.5, "reward/failures": 0.0})
+    view.log(2, {"reward/mean": 0.5, "reward/failures": 3.0})
+    view.close()
+    lines = [line.split("  ", 1)[1] for line in stream.getvalue().splitlines()]
+    assert lines == ["step 1  reward 0.500", "step 2  reward 0.500  failed 3"]
+
+
+def test_console_on_a_terminal_has_the_column_once_a_reward_has_failed(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = io.StringIO()
+    view = ConsoleView(total_steps=None, stream=stream)
+    view.log(1, {"reward/mean": 0.5, "reward/failures": 0.0})
+    assert "failed" not in stream.getvalue()
+    view.log(2, {"reward/mean": 0.5, "reward/failures": 3.0})
+    view.close()
+    assert "failed" in stream.getvalue()
+
+
 def test_console_tells_the_last_step_only_where_it_is_known():
     stream = io.StringIO()
     view = ConsoleView(total_steps=None, stream=stream)
@@ -524,6 +554,7 @@ def test_the_columns_of_a_terminal_fit_80_characters(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
     view = ConsoleView(total_steps=9999, stream=stream, columns=columns)
+    columns = tuple(c for c in columns if c[1] != "reward/failures")
     figures = {metric: 123.456 for _, metric, _ in columns}
     figures |= {"throughput/tokens_per_s_per_device": 12345.6, "response/mean_tokens": 12345.0}
     view.log(9998, figures)

@@ -51,7 +51,15 @@ def test_mean_and_deviation_are_of_all_responses_of_all_ranks(num_updates):
         values = np.array([each[name] for each in everything])
         assert metrics[f"reward/{name}/mean"] == pytest.approx(values.mean(), abs=1e-12)
         assert metrics[f"reward/{name}/std"] == pytest.approx(values.std(), abs=1e-7)
-    assert not [name for name in metrics if "squares" in name]
+    assert not [name for name in metrics if "squares" in name or "opinions" in name]
+
+
+def test_a_reward_is_averaged_over_what_it_has_an_opinion_on():
+    rows = [[{"math": 1.0, "judge": 3.0, "judge/short": 1.0}, {"math": 0.0}], [{"math": 1.0}] * 2]
+    metrics = batch_metrics([Update(totals(rows))], ())
+    assert metrics["reward/judge/mean"] == 3.0 and metrics["reward/judge/std"] == 0.0
+    assert metrics["reward/judge/short/mean"] == 1.0
+    assert metrics["reward/math/mean"] == 0.75
 
 
 def test_a_constant_reward_has_no_deviation():

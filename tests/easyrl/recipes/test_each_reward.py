@@ -85,6 +85,15 @@ def test_the_punishment_of_dapo_is_a_reward_of_its_own() -> None:
     np.testing.assert_allclose(own, expected, rtol=1e-12)
 
 
+def test_no_opinion_counts_as_zero_and_parts_of_a_reward_are_none() -> None:
+    made = group([0.0, 1.0], [1.0, 1.0])
+    scores = (Score(0.0, {"exact": 0.0}), Score(1.0, {"format": 2.0, "format/tags": 1.0}))
+    made = RolloutGroup(made.prompt, made.completions, scores, "run:0:0", 0.0, 1.0)
+    exact, form = GDPO().weighted_rewards(made, RUN)
+    assert (exact[0], exact[1].tolist()) == (1.0, [0.0, 0.0])
+    assert (form[0], form[1].tolist()) == (0.25, [0.0, 2.0])
+
+
 @pytest.mark.parametrize("recipe", [GRPO(advantage="each_reward_std"), GDPO()])
 def test_a_reward_without_a_weight_is_an_error(recipe: GRPO | GDPO) -> None:
     made = group([0.0, 1.0], [0.0, 1.0])

@@ -22,7 +22,10 @@ BODIES = {
     "good": ("return [1.0] * len(texts)", None),
     "of_one": ("(text,) = texts; return [1.0]", None),  # scope: sample
     "text": ("return 'good'", r"{file}:{line}: text returned 'good'; expected a list of 2 numbers"),
-    "nothing": ("pass", r"{file}:{line}: nothing returned None; expected a list"),
+    "nothing": ("pass", r"{file}:{line}: nothing returned None, as it has no return with a value"),
+    "printing": ("print(len(texts))", r"{file}:{line}: printing returned None, as it has no"),
+    "of_another_task": ("return None if prompt else [1.0]", None),  # no opinion; said below
+    "of_no_response": ("return [None for _ in texts]", None),
     "nan": ("return [float('nan')] * 2", r"{file}:{line}: nan returned nan for response 0"),
     "too_few": ("return [1.0]", r"{file}:{line}: too_few returned 1 rewards for 2 responses"),
     "raising": ("raise OSError('no judge')", r"{file}:{next}: raising raised OSError: no judge"),
@@ -30,7 +33,7 @@ BODIES = {
     "leaving": ("import sys; sys.exit(1)", r"{file}:{next}: leaving raised SystemExit: 1"),
     "hanging": (
         "while True: pass",
-        r"{file}:{line}: hanging had no result after rewards\[9\].timeout_s=0.3",
+        r"{file}:{line}: hanging had no result after rewards\[12\].timeout_s=0.3",
     ),
     "dying": ("import os; os._exit(3)", r"{file}:{line}: dying ended its worker process .*code 3"),
 }
@@ -65,7 +68,7 @@ def rewards(folder: Path) -> list[RewardConfig]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_what_a_reward_does_is_found(tried, name):
+def test_what_a_reward_does_is_found(tried, name, caplog):
     folder, thread, workers = tried
     index = list(BODIES).index(name)
     built_in = RewardConfig(name="exact")  # not called, but counted
@@ -76,6 +79,8 @@ def test_what_a_reward_does_is_found(tried, name):
     message = BODIES[name][1]
     if message is None:
         thread.run(call)
+        told = f"{name} returned None in a trial call on p.jsonl:1, no opinion on any response"
+        assert (told in caplog.text) == (name in ("of_another_task", "of_no_response"))
         return
     line = 3 + 2 * index
     place = {"file": folder / "r.py", "line": line, "next": line + 1}
@@ -83,5 +88,7 @@ def test_what_a_reward_does_is_found(tried, name):
         message = message.replace(f"{{{key}}}", str(value))
     with pytest.raises(ConfigError, match=rf"rewards\[{index}\]: {message}") as caught:
         thread.run(call)
+    if name not in ("hanging", "dying", "nothing", "printing"):
+        assert "correct it, it is called with (prompt, texts, token_ids), " in str(caught.value)
     assert "in a trial call on p.jsonl:1; " in str(caught.value)
     assert str(caught.value).endswith("(or set scoring.on_reward_error=zero)")

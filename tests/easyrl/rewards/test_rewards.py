@@ -17,9 +17,9 @@ from easyrl.rewards.exact import exact
 from easyrl.rewards.format import format as format_reward
 from easyrl.rewards.functions import RewardFunctionError, check_rewards
 from easyrl.rewards.math import math
-from easyrl.rewards.scorer import RewardError, Scorer
+from easyrl.rewards.scorer import SampleScores, Scorer
 from easyrl.runtime.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
-from easyrl.schema import Completion, Prompt
+from easyrl.schema import Completion, Prompt, RewardError
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.waiting import started
 
@@ -167,6 +167,20 @@ def one_number(prompt, texts, token_ids):
     return 1.0
 
 def two_arguments(prompt, texts):
+    return [1.0 for _ in texts]
+
+def of_some(prompt, texts, token_ids):
+    return [3.0 if text == "72" else None for text in texts]
+
+def of_none(prompt, texts, token_ids):
+    return None
+
+def with_parts(prompt, texts, token_ids):
+    return [{"score": len(text), "short": len(text) < 2, "said": text} for text in texts]
+
+def fails_on_some(prompt, texts, token_ids):
+    if texts[0].isalpha():
+        raise {"k": KeyError, "v": ValueError}[texts[0][0]](texts[0])
     return [1.0 for _ in texts]
 
 def fails_twice(prompt, texts, token_ids):
@@ -517,3 +531,110 @@ async def test_real_workers_retry_and_score_many_at_once(folder, tmp_path):
         assert [s.reward for s in scores] == [2.0, 1.0, 2.0]
         assert os.path.getsize(tmp_path / "log") == 3
         assert it.num_failed == {"fails_twice": 2}
+
+
+# ---- what a reward may leave unsaid, and say beside its score ------------------------------------
+
+
+async def test_no_opinion_is_no_summand_and_no_component(folder):
+    rewards = [
+        RewardConfig(name="exact", weight=2.0),
+        user(folder, "of_some", weight=0.5),
+        user(folder, "of_none", weight=9.0),
+    ]
+    completions = [completion("72"), completion("no")]
+    scores = await score(scorer(rewards, InProcessWorkers(rewards, folder)), prompt(), completions)
+    assert [s.reward for s in scores] == [2.0 + 1.5, 0.0]
+    assert [dict(s.components) for s in scores] == [{"exact": 1.0, "of_some": 3.0}, {"exact": 0.0}]
+    assert not any(s.failed for s in scores)
+
+
+async def test_the_score_among_parts_is_the_reward(folder):
+    rewards = [user(folder, "with_parts", weight=0.1, log_as="judge")]
+    completions = [completion("a"), completion("bbb")]
+    scores = await score(scorer(rewards, InProcessWorkers(rewards, folder)), prompt(), completions)
+    assert [s.reward for s in scores] == pytest.approx([0.1, 0.3])
+    assert [dict(s.components) for s in scores] == [
+        {"judge": 1.0, "judge/short": 1.0},
+        {"judge": 3.0, "judge/short": 0.0},
+    ]
+
+
+# ---- failures are heard --------------------------------------------------------------------------
+
+
+async def test_the_first_failure_of_each_kind_is_logged_with_its_traceback(folder, caplog):
+    rewards = [user(folder, "fails_on_some"), user(folder, "raises")]
+    it = scorer(rewards, InProcessWorkers(rewards, folder), "zero")
+    for text in ("ka", "kb", "va", "7", "kc", "vb"):
+        await it.score_group(prompt(), [completion(text)], [SampleScores({}, False)])
+    told = [record.getMessage() for record in caplog.records]
+    assert [said.splitlines()[0].partition(": ")[2].split(" (")[0] for said in told] == [
+        "KeyError: 'ka'",
+        "KeyError: 'oh no'",
+        "ValueError: va",
+    ]
+    for said in told:
+        first, *frames = said.splitlines()
+        assert "more like it are only counted" in first and "on prompt 5 of epoch 1" in first
+        assert any("reward.py" in line for line in frames) and "raise" in frames[-1]
+    assert it.num_failed == {"fails_on_some": 5, "raises": 6}
+
+
+async def test_a_timeout_and_a_death_are_kinds_of_their_own(folder, caplog):
+    rewards = [RewardConfig(name="exact")]
+    faults = [WorkerTimeout("late"), WorkerDied("killed"), WorkerTimeout("late"), WorkerDied("x")]
+    it = scorer(rewards, InProcessWorkers(rewards, folder, faults), "zero")
+    for _ in range(4):
+        await it.score_sample(prompt(), completion("72"))
+    assert [record.getMessage().partition(" of epoch 1: ")[2] for record in caplog.records] == [
+        "no result within timeout_s=30.0; its worker was killed; more like it are only counted",
+        "its worker process died (killed); more like it are only counted",
+    ]
+
+
+async def test_a_batch_of_failures_alone_ends_the_run(folder):
+    """In a row, so that a call that succeeds begins the count again."""
+    rewards = [RewardConfig(name="exact"), user(folder, "fails_on_some")]
+    limits = {"groups_per_batch": 3, "num_generations": 2}
+    it = scorer(rewards, InProcessWorkers(rewards, folder), "zero", **limits)
+
+    async def group(text):
+        exact = [SampleScores({"exact": 1.0}, False)]
+        return await it.score_group(prompt(), [completion(text)], exact)
+
+    for text in ("k", "v", "7", "k", "k"):
+        await group(text)
+    with pytest.raises(RewardError) as caught:
+        await group("v")
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith(
+        "rewards[1]: all 3 calls of fails_on_some in a row failed, as many as a "
+    )
+    assert "scoring.on_reward_error=zero is not for; the last: reward fails_on_some in " in said
+    assert "ValueError: v (" in said and "reward.py:" in said
+    assert "correct it, or remove it from rewards" in said
+
+
+async def test_a_batch_has_a_call_of_a_samples_reward_for_each_response(folder):
+    rewards = [RewardConfig(name="exact")]
+    limits = {"groups_per_batch": 2, "num_generations": 2}
+    workers = InProcessWorkers(rewards, folder, [WorkerTimeout("late")] * 4)
+    it = scorer(rewards, workers, "zero", **limits)
+    for _ in range(3):
+        await it.score_sample(prompt(), completion("72"))
+    with pytest.raises(RewardError, match=r"rewards\[0\]: all 4 calls of exact in a row failed"):
+        await it.score_sample(prompt(), completion("72"))
+
+
+async def test_an_error_that_ends_the_run_is_one_sentence(folder, caplog):
+    rewards = [user(folder, "raises")]
+    with pytest.raises(RewardError) as caught:
+        await score(scorer(rewards, InProcessWorkers(rewards, folder)), prompt(), [completion("a")])
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith("rewards[0]: reward raises in ")
+    line = 1 + USER_FILE.splitlines().index('    raise KeyError("oh no")')
+    assert f"KeyError: 'oh no' ({folder / 'reward.py'}:{line}); correct it" in str(caught.value)
+    (record,) = caplog.records  # where the traceback is
+    assert 'raise KeyError("oh no")' in record.getMessage()

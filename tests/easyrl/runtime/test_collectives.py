@@ -15,7 +15,7 @@ from easyrl.runtime.collectives import Collectives, PeerFailed
 from easyrl.runtime.machine import free_port
 from easyrl.runtime.rank_coordination import RankCoordination
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import BatchWithdrawn, StopRequested
+from easyrl.schema import BatchWithdrawn, PeerOutage, RewardError, StopRequested
 
 
 def _rank(rank: int, port: int, results) -> None:
@@ -95,6 +95,10 @@ SCENARIOS = {
     "stop and withdrawal": _ending((BatchWithdrawn("http://a"), StopRequested("SIGTERM"))),
     "two withdrawals": _ending((BatchWithdrawn("http://a"), BatchWithdrawn("http://b"))),
     "stop and outage": _ending((Outage("all are down"), StopRequested("SIGTERM"))),
+    "reward": _ending((None, RewardError("rewards[0]: fails"))),
+    "reward and the outage that others take it for": _ending(
+        (PeerOutage("rank 1: rewards[0]"), RewardError("rewards[0]"))
+    ),
     "notes": _notes,
     "exchange": _exchange,
     "from_rank_zero": _from_rank_zero,
@@ -143,6 +147,14 @@ def test_two_ranks(scenario, expected, results):
         ("stop and withdrawal", ["StopRequested: rank 1: SIGTERM", "StopRequested: SIGTERM"]),
         ("two withdrawals", ["BatchWithdrawn: http://a", "BatchWithdrawn: http://b"]),
         ("stop and outage", ["StopRequested: rank 1: SIGTERM", "StopRequested: SIGTERM"]),
+        (
+            "reward",
+            ["RewardError: rank 1: rewards[0]: fails", "RewardError: rewards[0]: fails"],
+        ),
+        (
+            "reward and the outage that others take it for",
+            ["RewardError: rank 1: rewards[0]", "RewardError: rewards[0]"],
+        ),
     ],
 )
 def test_ranks_end_together_for_what_goes_first(scenario, expected, results):

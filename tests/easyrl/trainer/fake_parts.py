@@ -22,6 +22,7 @@ from easyrl.schema import (
     Progress,
     Prompt,
     Published,
+    RewardError,
     RolloutGroup,
     Score,
     ServedWeights,
@@ -299,6 +300,7 @@ def make_trainer(
                 | StoppedByAlarm
                 | BatchWithdrawn
                 | TooManyExcluded
+                | RewardError
                 | NoEndpointServes,
             ),
             record=record,

@@ -24,6 +24,7 @@ from easyrl.schema import (
     NoEndpointServes,
     Progress,
     Published,
+    RewardError,
     ServedWeights,
     StopRequested,
     TooManyExcluded,
@@ -297,6 +298,7 @@ def test_what_ends_the_wait_for_canaries_ends_the_batch_and_saves_the_one_before
         (StopRequested("SIGTERM"), 0),
         (FakeOutage("all endpoints are gone"), TEMPORARY_FAILURE),
         (TooManyExcluded("evaluation: data.max_excluded: 6 prompts"), NEEDS_CHANGE),
+        (RewardError("rewards[0]: all calls failed"), NEEDS_CHANGE),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -632,6 +634,30 @@ def test_too_many_exclusions_give_up_the_open_batch_and_ask_for_a_change():
     with pytest.raises(InterruptedRun, match="(?s)max_excluded.*step 1 is saved") as caught:
         trainer.fit()
     assert caught.value.status == NEEDS_CHANGE != TEMPORARY_FAILURE
+    assert events[-4:] == ["backward", "discard", "batch closed", "save"]
+
+
+class FailingReward(FakeStream):
+    """One group, then the reward of the next cannot be had."""
+
+    def drain_ready(self, max_tokens, idle=None):
+        if len(self.groups) == 1:
+            raise RewardError("rewards[0]: reward judge failed on prompt 3 of epoch 0")
+        return super().drain_ready(max_tokens, idle)
+
+
+def test_a_reward_that_fails_is_one_sentence_and_the_batches_before_are_saved():
+    events = []
+    trainer, _ = make_trainer(events, num_batches=3)
+    streams = iter([FakeStream, FailingReward])
+    trainer.rollouts.stream = lambda *arguments: next(streams)(*arguments)
+    with pytest.raises(InterruptedRun) as caught:
+        trainer.fit()
+    assert str(caught.value).splitlines() == [
+        "rewards[0]: reward judge failed on prompt 3 of epoch 0",
+        "step 1 is saved; go on with --resume",
+    ]
+    assert caught.value.status == NEEDS_CHANGE
     assert events[-4:] == ["backward", "discard", "batch closed", "save"]
 
 
