@@ -42,10 +42,11 @@ def eval_command(
 
 
 def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
-    from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
+    from easyrl.build.data import load_data, policy_vocabulary
     from easyrl.build.endpoints import warn_of_short_contexts
     from easyrl.build.inference import open_inference, open_scoring
     from easyrl.build.servers import start_servers
+    from easyrl.build.tokenizer import load_tokenizer
     from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest

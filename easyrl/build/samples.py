@@ -1,0 +1,35 @@
+"""What the model writes: who keeps it, and who shows it on the console."""
+
+from __future__ import annotations
+
+import logging
+
+from easyrl.build.run import OpenRun
+from easyrl.samples.folder import SampleFolder
+from easyrl.samples.writer import SampleWriter
+from easyrl.schema import Progress
+
+logger = logging.getLogger(__name__)
+
+
+def open_samples(run: OpenRun, progress: Progress) -> SampleWriter | None:
+    """This rank's, which goes on after ``progress``; None where nothing is to be kept.
+
+    What earlier attempts have written behind that will come again, and is removed by the first rank
+    before any rank has a batch.
+    """
+    config, folder = run.config.samples, SampleFolder(run.output)
+    if run.ranks.is_first:
+        try:
+            folder.remove_after(progress.step)
+        except OSError as error:
+            logger.warning(
+                "%s: samples of an earlier attempt cannot be removed (%s); those of steps after "
+                "%d are not of this run until it comes to them",
+                folder.path,
+                error.strerror,
+                progress.step,
+            )
+    if not config.per_step:
+        return None
+    return SampleWriter(folder, config.keep, run.ranks.dp_rank, run.ranks.dp_size)
