@@ -77,7 +77,7 @@ MAY_IMPORT = {
     " engines.megatron.layout engines.megatron.splittable engines.megatron.weights"
     " kernels.logprobs models.supported recipes",
     # the run
-    "samples": "schema engines.base metrics.batch_metrics",
+    "samples": "schema engines.base metrics.batch_metrics runtime.schedule",
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
     " runtime.streams samples.choice",
     "runtime": "schema config metrics.event_log",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from easyrl.build.inference import Inference
 from easyrl.build.run import OpenRun
+from easyrl.build.samples import console_sample
 from easyrl.config import Config
 from easyrl.config.file import public_tree
 from easyrl.ledger.certificate.writer import Certificate
@@ -102,5 +103,6 @@ def _open_trackers(
         add("wandb", lambda: WandbTracker(run.wandb_project, run.name, output, tree))
     if run.console:
         columns = RECORD_COLUMNS if config.source == "records" else COLUMNS
-        add("console", lambda: ConsoleView(total_steps, columns=columns))
+        sample = console_sample(config, output, from_step)
+        add("console", lambda: ConsoleView(total_steps, columns=columns, sample=sample))
     return trackers

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from easyrl.build.run import OpenRun
+from easyrl.build.tokenizer import load_tokenizer, token_decoder
+from easyrl.config import Config
+from easyrl.runtime.schedule import Due
+from easyrl.samples.console import ConsoleSample
 from easyrl.samples.folder import SampleFolder
 from easyrl.samples.writer import SampleWriter
 from easyrl.schema import Progress
@@ -33,3 +38,12 @@ def open_samples(run: OpenRun, progress: Progress) -> SampleWriter | None:
     if not config.per_step:
         return None
     return SampleWriter(folder, config.keep, run.ranks.dp_rank, run.ranks.dp_size)
+
+
+def console_sample(config: Config, output: Path, from_step: int) -> ConsoleSample | None:
+    """What the console shows of the steps after ``from_step``; None: nothing."""
+    every = config.samples.console_every
+    if not every:
+        return None
+    decode = token_decoder(load_tokenizer(config))
+    return ConsoleSample(SampleFolder(output), decode, Due(every, max(from_step, 0)))

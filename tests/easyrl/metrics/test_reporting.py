@@ -15,6 +15,7 @@ import pytest
 
 from easyrl.build import reporter
 from easyrl.config import EvaluationConfig
+from easyrl.config.samples import SamplesConfig
 from easyrl.inference_client.errors import Outage, is_outage
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.console import ConsoleView
@@ -419,7 +420,7 @@ def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
     if not can_open:
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
     run = {"trackers": ["tensorboard"], "console": True, "name": "n", "wandb_project": "p"}
-    config = SimpleNamespace(run=SimpleNamespace(**run), source="rollouts")
+    config = SimpleNamespace(run=SimpleNamespace(**run), source="rollouts", samples=SamplesConfig())
     trackers = reporter._open_trackers(config, tmp_path, Progress(), 3)
     kinds = [type(tracker) for tracker in trackers]
     for tracker in trackers[:2]:
@@ -505,6 +506,30 @@ def test_console_prints_a_line_per_step_where_there_is_no_terminal():
         "idle s 0.75",
     ):
         assert part in second
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_console_shows_a_sample_behind_its_step(is_terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    if is_terminal:
+        stream.isatty = lambda: True
+    long = "a [red] " + "word " * 40
+    view = ConsoleView(None, stream, sample=lambda step: f"{long}\nof {step}" if step == 2 else "")
+    for step in (1, 2, 3):
+        view.log(step, {"reward/mean": 0.5})
+    view.close()
+    shown = stream.getvalue()
+    assert shown.count("of 2") == 1 and "a [red] word" in shown and "of 1" not in shown
+    if not is_terminal:
+        lines = shown.splitlines()
+        assert [line.split("  ")[0] for line in lines] == [
+            "step 1",
+            "step 2",
+            long,
+            "of 2",
+            "step 3",
+        ]
 
 
 def test_console_tells_the_last_step_only_where_it_is_known():

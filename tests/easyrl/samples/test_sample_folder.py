@@ -15,6 +15,8 @@ from easyrl.build.samples import open_samples
 from easyrl.config.samples import SamplesConfig
 from easyrl.engines.base import StepResult
 from easyrl.runtime.ranks import Ranks
+from easyrl.runtime.schedule import Due
+from easyrl.samples.console import ConsoleSample
 from easyrl.samples.folder import SampleFolder
 from easyrl.samples.writer import SampleWriter
 from easyrl.schema import Progress, SampleKey
@@ -212,3 +214,22 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_ends_nothing(tmp_path, ca
         metrics = writer.close_batch(step, [update_of(trained(0, [1.0]))])
         assert metrics["time/samples_s"] > 0
     assert caplog.text.count("samples cannot be written (File exists)") == 1
+
+
+# ---- the console ---------------------------------------------------------------------------------
+
+
+def test_the_console_has_a_drawn_group_of_every_so_many_steps(tmp_path):
+    folder = SampleFolder(tmp_path)
+    for step in range(1, 8):
+        worst, drawn = sampled(step, 1, [0.0], why="worst"), sampled(step, 2, [0.5, 1.0])
+        folder.write(step, 0, 1, [worst, drawn])
+    show = ConsoleSample(folder, lambda ids: f"<{list(ids)}>" + 2000 * "x", Due(3, 0))
+    assert [bool(show(step)) for step in (0, 1, 2, 3, 3, 4, 7, 9)] == [
+        *(False, False, False, True, False, False, True, False)  # 7: two updates at once; 9: none
+    ]
+    lines = ConsoleSample(folder, str, Due(1, 0))(1).splitlines()
+    assert lines[0].startswith("step 1 | prompt 2 of epoch 0") and lines[1] == "[100, 2]"
+    assert lines[2].startswith("response 0 | reward 0.500") and lines[3] == "[2, 0, 7]"
+    short = ConsoleSample(folder, lambda ids: 2000 * "x", Due(1, 0))(1)
+    assert short.count("x" * 1000 + " ...") == 2 and "x" * 1001 not in short
