@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from easyrl.build.run import OpenRun
@@ -11,6 +12,7 @@ from easyrl.config import Config
 from easyrl.runtime.schedule import Due
 from easyrl.samples.console import ConsoleSample
 from easyrl.samples.folder import SampleFolder
+from easyrl.samples.table import COLUMNS, SampleTable
 from easyrl.samples.writer import SampleWriter
 from easyrl.schema import Progress
 
@@ -47,3 +49,15 @@ def console_sample(config: Config, output: Path, from_step: int) -> ConsoleSampl
         return None
     decode = token_decoder(load_tokenizer(config))
     return ConsoleSample(SampleFolder(output), decode, Due(every, max(from_step, 0)))
+
+
+def wandb_table(
+    config: Config, output: Path, from_step: int
+) -> tuple[Sequence[str], SampleTable] | None:
+    """Its columns, and what gives its rows of the steps after ``from_step``; None: no table."""
+    samples = config.samples
+    if not (samples.wandb_every and samples.per_step) or config.source == "records":
+        return None
+    decode = token_decoder(load_tokenizer(config))
+    due = Due(samples.wandb_every, max(from_step, 0))
+    return COLUMNS, SampleTable(SampleFolder(output), decode, due)

@@ -17,6 +17,7 @@ class SamplesConfig(Section):
     per_step: NonNegativeInt = 4
     keep: PositiveInt = 200  # steps; those of earlier ones are removed
     console_every: NonNegativeInt = 0  # steps between two responses on the console; 0: none
+    wandb_every: NonNegativeInt = 10  # steps between two tables, of a run that logs there; 0: none
 
     @model_validator(mode="after")
     def _has_something_to_show(self) -> Self:

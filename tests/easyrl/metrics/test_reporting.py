@@ -457,7 +457,9 @@ def test_tensorboard_files_hold_the_figures(tmp_path):
     assert list(told.tensor_proto.string_val) == [b"ab12"]
 
 
-def test_wandb_gets_steps_by_name(tmp_path, monkeypatch):
+@pytest.fixture
+def wandb_calls(monkeypatch):
+    """What a stand-in for the package is called with, and its run's summary."""
     calls = []
 
     class FakeRun:
@@ -471,17 +473,37 @@ def test_wandb_gets_steps_by_name(tmp_path, monkeypatch):
 
     class FakeWandb:
         @staticmethod
+        def Table(columns, data):
+            return "table", columns, data
+
+        @staticmethod
         def init(**settings):
             calls.append(settings["project"])
             return FakeRun()
 
     monkeypatch.setitem(__import__("sys").modules, "wandb", FakeWandb)
+    return calls, FakeRun.summary
+
+
+def test_wandb_gets_steps_by_name(tmp_path, wandb_calls):
+    calls, summary = wandb_calls
     tracker = WandbTracker("project", "name", tmp_path, {})
     tracker.log(3, {"loss": 1.0})
     tracker.note("certificate", "ab12")
     tracker.close()
-    assert FakeRun.summary == {"certificate": "ab12"}
+    assert summary == {"certificate": "ab12"}
     assert calls == ["project", (3, {"loss": 1.0}), "finish"]
+
+
+def test_wandb_gets_a_table_of_the_steps_that_have_one(tmp_path, wandb_calls):
+    calls, _ = wandb_calls
+    rows = {4: [[4, "text"]]}
+    samples = ("step", "text"), lambda step: rows.get(step, [])
+    tracker = WandbTracker("project", "name", tmp_path, {}, samples)
+    for step in (3, 4):
+        tracker.log(step, {"loss": 1.0})
+    table = "table", ["step", "text"], [[4, "text"]]
+    assert calls[1:] == [(3, {"loss": 1.0}), (4, {"loss": 1.0}), (4, {"samples": table})]
 
 
 def test_wandb_that_is_missing_is_named_with_the_remedy(tmp_path, monkeypatch):

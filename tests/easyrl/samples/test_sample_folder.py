@@ -18,6 +18,7 @@ from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.schedule import Due
 from easyrl.samples.console import ConsoleSample
 from easyrl.samples.folder import SampleFolder
+from easyrl.samples.table import COLUMNS, SampleTable
 from easyrl.samples.writer import SampleWriter
 from easyrl.schema import Progress, SampleKey
 from tests.easyrl.samples.sample_groups import sampled, trained, update_of
@@ -146,6 +147,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from easyrl.samples.folder import SampleFolder
+from easyrl.samples.table import COLUMNS, SampleTable
 from easyrl.samples.writer import SampleWriter
 from tests.easyrl.samples.sample_groups import trained, update_of
 
@@ -216,7 +218,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_ends_nothing(tmp_path, ca
     assert caplog.text.count("samples cannot be written (File exists)") == 1
 
 
-# ---- the console ---------------------------------------------------------------------------------
+# ---- console and tables ---------------------------------------------------------------------------
 
 
 def test_the_console_has_a_drawn_group_of_every_so_many_steps(tmp_path):
@@ -233,3 +235,21 @@ def test_the_console_has_a_drawn_group_of_every_so_many_steps(tmp_path):
     assert lines[2].startswith("response 0 | reward 0.500") and lines[3] == "[2, 0, 7]"
     short = ConsoleSample(folder, lambda ids: 2000 * "x", Due(1, 0))(1)
     assert short.count("x" * 1000 + " ...") == 2 and "x" * 1001 not in short
+
+
+def test_a_table_has_a_row_for_each_response(tmp_path):
+    folder = SampleFolder(tmp_path)
+    for step in (1, 2):
+        folder.write(step, 0, 1, [sampled(step, 5, [0.25, 0.75], answer="42", why="best")])
+    table = SampleTable(folder, lambda ids: f"text of {list(ids)}", Due(2, 0))
+    assert table(1) == []
+    first, second = (dict(zip(COLUMNS, row, strict=True)) for row in table(2))
+    assert first | {"response": 1, "text": "text of [5, 1, 7]", "reward": 0.75} == second
+    assert (first["step"], first["prompt"], first["kept as"], first["answer"]) == (
+        2,
+        5,
+        "best",
+        "42",
+    )
+    assert (first["prompt text"], first["reward"]) == ("text of [100, 5]", 0.25)
+    assert (first["tokens"], first["truncated"], first["advantage"]) == (3, False, None)
