@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -20,6 +21,14 @@ from easyrl.schema import TooManyExcluded
 def eval_command(
     config: Annotated[Path, typer.Argument(help="YAML file with an evaluation section")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
+    keep_texts: Annotated[
+        Path | None,
+        typer.Option(
+            help="write prompts, responses and rewards there, as lines of JSON; gzip if it ends "
+            "in .gz",
+            metavar="FILE",
+        ),
+    ] = None,
 ) -> None:
     """Evaluate what the endpoints serve now on the held-out prompts; prints one JSON object."""
     try:
@@ -35,21 +44,24 @@ def eval_command(
         from easyrl.recipes.loading import load_recipe
 
         load_recipe(checked)
-        _evaluate(checked, checked.evaluation)
+        if keep_texts is not None and not keep_texts.resolve().parent.is_dir():
+            raise ConfigError(f"--keep-texts: {keep_texts.parent} is no folder; make it first")
+        _evaluate(checked, checked.evaluation, keep_texts)
     except (ConfigError, TooManyExcluded) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
-def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
+def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | None) -> None:
     from easyrl.build.data import load_data, policy_vocabulary
     from easyrl.build.endpoints import warn_of_short_contexts
     from easyrl.build.inference import open_inference, open_scoring
     from easyrl.build.servers import start_servers
-    from easyrl.build.tokenizer import load_tokenizer
+    from easyrl.build.tokenizer import load_tokenizer, token_decoder
     from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
+    from easyrl.samples.texts import text_file
 
     tokenizer = load_tokenizer(config)
     prompts = load_data(evaluation.data, tokenizer, "evaluation.data", config.run.seed)
@@ -69,5 +81,14 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
         opened.callback(nobody_stops.close)
         alone = Collectives(Ranks.data_parallel(0, 1))
         evaluator = inference.evaluator(evaluation, prompts, alone, nobody_stops)
+        if keep_texts is not None:
+            try:
+                texts = opened.enter_context(text_file(keep_texts, token_decoder(tokenizer)))
+            except OSError as error:
+                raise ConfigError(
+                    f"--keep-texts: {keep_texts} cannot be written ({error.strerror}); name "
+                    "another file"
+                ) from error
+            evaluator = replace(evaluator, on_group=texts.add)
         metrics = evaluator.evaluate(version=None)
     print(json.dumps({"num_prompts": len(prompts), **metrics}))

@@ -82,8 +82,8 @@ def sampled_group(
             _response(trained, i, made_of.get(i), logprob_diff.get(SampleKey(*prompt.key, i)))
             for i in range(len(group.completions))
         ],
-        location=_valid(prompt.location),
-        answer=None if prompt.answer is None else _valid(prompt.answer),
+        location=valid(prompt.location),
+        answer=None if prompt.answer is None else valid(prompt.answer),
         has_signal=trained.has_signal,
         skipped=skipped,
     )
@@ -116,7 +116,7 @@ def _response(
         finish_reason=completion.finish_reason,
         endpoint=completion.endpoint,
         reward=None if score is None else float(score.reward),
-        components={_valid(name): float(value) for name, value in parts.items()},
+        components={valid(name): float(value) for name, value in parts.items()},
         reward_failed=score is not None and score.failed,
         advantage=advantage,
         advantages=spread,
@@ -124,6 +124,6 @@ def _response(
     )
 
 
-def _valid(text: str) -> str:
+def valid(text: str) -> str:
     """Without lone surrogates, which a file of JSON may have and UTF-8 has not."""
     return text.encode("utf-8", "replace").decode()

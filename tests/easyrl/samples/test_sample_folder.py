@@ -218,7 +218,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_ends_nothing(tmp_path, ca
     assert caplog.text.count("samples cannot be written (File exists)") == 1
 
 
-# ---- console and tables ---------------------------------------------------------------------------
+# ---- console and tables --------------------------------------------------------------------------
 
 
 def test_the_console_has_a_drawn_group_of_every_so_many_steps(tmp_path):
