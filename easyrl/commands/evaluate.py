@@ -15,6 +15,7 @@ import typer
 from easyrl.config import Config, ConfigError, EvaluationConfig
 from easyrl.config.file import load_config
 from easyrl.config.machine import check_paths
+from easyrl.samples.texts import TextsNotWritten
 from easyrl.schema import TooManyExcluded
 
 
@@ -47,7 +48,7 @@ def eval_command(
         if keep_texts is not None and not keep_texts.resolve().parent.is_dir():
             raise ConfigError(f"--keep-texts: {keep_texts.parent} is no folder; make it first")
         _evaluate(checked, checked.evaluation, keep_texts)
-    except (ConfigError, TooManyExcluded) as error:
+    except (ConfigError, TextsNotWritten, TooManyExcluded) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
@@ -61,7 +62,7 @@ def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | N
     from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
-    from easyrl.samples.texts import text_file
+    from easyrl.samples.texts import TextFile
 
     tokenizer = load_tokenizer(config)
     prompts = load_data(evaluation.data, tokenizer, "evaluation.data", config.run.seed)
@@ -81,14 +82,12 @@ def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | N
         opened.callback(nobody_stops.close)
         alone = Collectives(Ranks.data_parallel(0, 1))
         evaluator = inference.evaluator(evaluation, prompts, alone, nobody_stops)
+        texts = None
         if keep_texts is not None:
-            try:
-                texts = opened.enter_context(text_file(keep_texts, token_decoder(tokenizer)))
-            except OSError as error:
-                raise ConfigError(
-                    f"--keep-texts: {keep_texts} cannot be written ({error.strerror}); name "
-                    "another file"
-                ) from error
+            texts = TextFile(keep_texts, token_decoder(tokenizer))
+            opened.callback(texts.close)
             evaluator = replace(evaluator, on_group=texts.add)
         metrics = evaluator.evaluate(version=None)
+        if texts is not None:
+            texts.finish()
     print(json.dumps({"num_prompts": len(prompts), **metrics}))

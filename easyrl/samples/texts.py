@@ -6,7 +6,7 @@ import gzip
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import IO
 
 import msgspec
 
@@ -16,15 +16,30 @@ from easyrl.samples.show import Decode
 from easyrl.schema import RolloutGroup
 
 
-class TextFile:
-    """Takes groups as they are finished."""
+class TextsNotWritten(ValueError):
+    """The file cannot be written; the message names it and the remedy."""
 
-    def __init__(self, opened: BinaryIO, decode: Decode) -> None:
-        self._file, self._decode = opened, decode
+
+class TextFile:
+    """Takes groups as they are finished; gzip if the file's name ends so.
+
+    The file is there, in place of what was there before, once ``finish`` returns. Every method but
+    ``close`` raises ``TextsNotWritten``.
+    """
+
+    def __init__(self, file: Path, decode: Decode) -> None:
+        self._path, self._decode = file, decode
+        self._unfinished = file.with_name(file.name + UNFINISHED)
         self._encoder = msgspec.json.Encoder()
+        self._files: list[IO[bytes]] = []  # the one to write into last
+        with self._told():
+            self._files.append(self._unfinished.open("wb"))
+            if file.suffix == ".gz":
+                raw = self._files[0]
+                self._files.append(gzip.GzipFile("", "wb", LEVEL, raw, mtime=0))  # type: ignore[arg-type]
 
     def add(self, group: RolloutGroup) -> None:
-        """Raises ``OSError``."""
+        """A line of ``group``, which may have no responses."""
         prompt = group.prompt
         responses = [
             {
@@ -44,23 +59,32 @@ class TextFile:
             "excluded": group.excluded.reason if group.excluded is not None else None,
             "responses": responses,
         }
-        self._file.write(self._encoder.encode(line) + b"\n")
+        with self._told():
+            self._files[-1].write(self._encoder.encode(line) + b"\n")
 
+    def finish(self) -> None:
+        """All groups were added."""
+        with self._told():
+            while self._files:
+                self._files.pop().close()
+            self._unfinished.rename(self._path)
 
-@contextmanager
-def text_file(file: Path, decode: Decode) -> Iterator[TextFile]:
-    """``file``, gzip if its name ends so, which is there once all was written without an error.
+    def close(self) -> None:
+        """Removes what is not finished. Safe to call twice."""
+        try:
+            for opened in reversed(self._files):
+                opened.close()
+        except OSError:
+            pass  # of what is removed
+        self._files = []
+        self._unfinished.unlink(missing_ok=True)
 
-    Raises ``OSError``.
-    """
-    unfinished = file.with_name(file.name + UNFINISHED)
-    try:
-        with unfinished.open("wb") as raw:
-            if file.suffix == ".gz":
-                with gzip.GzipFile("", "wb", LEVEL, raw, mtime=0) as packed:
-                    yield TextFile(cast(BinaryIO, packed), decode)
-            else:
-                yield TextFile(raw, decode)
-        unfinished.rename(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TextsNotWritten(
+                f"--keep-texts: {self._path} cannot be written ({error.strerror}); make room "
+                "there, or name a file in another folder that exists"
+            ) from error
