@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,8 @@ def samples_command(
         for groups in shown:
             for group in groups:
                 print_group(group, decode, console)
+    except BrokenPipeError:  # who reads has seen enough; nor is the rest to be flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
     except (ValueError, OSError) as error:  # ConfigError among them
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

@@ -191,6 +191,20 @@ def test_what_the_model_writes_does_not_steer_the_terminal():
     assert "[red]\\x1b[31m[/nothing]" in console.file.getvalue()  # no markup of rich's
 
 
+def test_a_reader_that_goes_away_is_no_fault(run_dir):
+    long = [SampledResponse([7] * 100_000, "stop", reward=0.5) for _ in range(4)]
+    SampleFolder(run_dir).write(4, 0, 1, [sampled(4, 7, [], responses=long)])
+    command = [sys.executable, "-m", "easyrl", "samples", str(run_dir)]
+    pipe, text = subprocess.PIPE, True
+    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=text)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("==== step 4")
+    process.stdout.close()
+    assert process.wait(60) == 0 and "easyrl:" not in (said := process.stderr.read()), said
+    assert "Traceback" not in said and "Exception" not in said
+    process.stderr.close()
+
+
 def test_follow_shows_each_step_once_it_is_whole(run_dir):
     command = [sys.executable, "-m", "easyrl", "samples", str(run_dir), "--follow", "--best"]
     following = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
