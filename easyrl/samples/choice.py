@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,15 +46,14 @@ class ChosenGroups:
     why: dict[Key, Why] = field(default_factory=dict)
     # mean of the trainer's log-probabilities minus the endpoint's; not of what was not compared
     logprob_diff: dict[SampleKey, float] = field(default_factory=dict)
-    seconds: float = 0.0  # that choosing took
+    seconds: float = 0.0  # that choosing and comparing took
 
     def add(self, groups: Iterable[TrainedGroup]) -> None:
         """Lets go at once what is not chosen."""
         if self.most:
-            start = time.perf_counter()
-            self.groups |= {trained.group.prompt.key: trained for trained in groups}
-            self._keep(choose({key: _mean(own) for key, own in self.groups.items()}, self.most))
-            self.seconds += time.perf_counter() - start
+            with self._timed():
+                self.groups |= {trained.group.prompt.key: trained for trained in groups}
+                self._keep(choose({key: _mean(own) for key, own in self.groups.items()}, self.most))
 
     def told(self) -> list[Any]:
         """What the other ranks have to know of this one's, for JSON."""
@@ -61,17 +61,27 @@ class ChosenGroups:
 
     def among(self, ranks: Sequence[list[Any]]) -> ChosenGroups:
         """Those that are chosen also of what all ranks have ``told``."""
-        means = {(epoch, index): mean for rank in ranks for epoch, index, mean in rank}
-        self._keep(choose(means, self.most))
+        if self.most:
+            with self._timed():
+                means = {(epoch, index): mean for rank in ranks for epoch, index, mean in rank}
+                self._keep(choose(means, self.most))
         return self
 
     def compare(self, responses: Iterable[ResponseDifference]) -> None:
         """Notes what was compared of the responses that are kept."""
-        self.logprob_diff |= {
-            each.key: each.d / each.num
-            for each in responses
-            if each.num and (each.key.epoch, each.key.prompt) in self.groups
-        }
+        if self.groups:
+            with self._timed():
+                self.logprob_diff |= {
+                    each.key: each.d / each.num
+                    for each in responses
+                    if each.num and (each.key.epoch, each.key.prompt) in self.groups
+                }
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
     def _keep(self, chosen: Mapping[Key, Why]) -> None:
         self.groups = {key: own for key, own in self.groups.items() if key in chosen}
