@@ -28,6 +28,7 @@ def command_line() -> typer.Typer:
     from easyrl.commands.plan_memory import plan_memory_command
     from easyrl.commands.recipes import recipes_command
     from easyrl.commands.replay import replay_command
+    from easyrl.commands.samples import samples_command
     from easyrl.commands.serve import serve_command
     from easyrl.commands.sft import sft_command
     from easyrl.commands.train import train_command
@@ -46,6 +47,7 @@ def command_line() -> typer.Typer:
     commands.command("eval")(eval_command)
     commands.command("verify")(verify_command)
     commands.command("replay", context_settings=READS_ITS_ARGUMENTS)(replay_command)
+    commands.command("samples")(samples_command)
     commands.command("recipes")(recipes_command)
     commands.command("plan-memory")(plan_memory_command)
     commands.add_typer(endpoints_commands, name="endpoints")

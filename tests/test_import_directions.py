@@ -77,8 +77,9 @@ MAY_IMPORT = {
     " engines.megatron.layout engines.megatron.splittable engines.megatron.weights"
     " kernels.logprobs models.supported recipes",
     # the run
+    "samples": "schema engines.base metrics.batch_metrics runtime.schedule",
     "metrics": "schema config engines.base runtime.collectives runtime.durable_files"
-    " runtime.streams",
+    " runtime.streams samples.choice",
     "runtime": "schema config metrics.event_log",
     "ledger.format": "",
     "ledger.exclusions": "schema",
@@ -105,11 +106,11 @@ MAY_IMPORT = {
     "trainer.accumulation": "schema metrics.event_log metrics.batch_metrics"
     " metrics.logprob_agreement engines.base"
     " runtime.collectives runtime.device_time runtime.shared_cores runtime.stopping"
-    " trainer.look_ahead trainer.model_outputs",
+    " samples.choice trainer.look_ahead trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
     " ledger.account ledger.exclusions runtime.device_time runtime.phase_clock"
     " trainer.accumulation trainer.parts",
-    "trainer.parts": "schema ledger.certificate.records trainer.accumulation",
+    "trainer.parts": "schema metrics.batch_metrics ledger.certificate.records trainer.accumulation",
     "trainer.held_out_loss": "schema config engines.base metrics.batch_metrics runtime.collectives"
     " runtime.schedule runtime.stopping trainer.accumulation",
     "trainer.alarm_actions": "schema config metrics.alarms runtime.collectives trainer.parts",
@@ -118,10 +119,10 @@ MAY_IMPORT = {
     # what puts the rooms together, and what a user calls
     "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
     " ledger metrics"
-    " models recipes rewards runtime trainer weight_sync",
+    " models recipes rewards runtime samples trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "schema config train runtime.machine rewards.given",
-    "commands": "schema config train build ledger memory_plan recipes runtime"
+    "commands": "schema config train build ledger memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
     "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
@@ -137,6 +138,7 @@ LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
+    commands.samples samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

@@ -41,6 +41,7 @@ def build_accumulator(
     synchronous: bool,
     agreement_limit: float | None = None,
     cores: SharedCores | None = None,
+    samples_per_step: int = 0,
     on_trained: Callable[[float, int], object] = lambda seconds, num_groups: None,
 ) -> Accumulator:
     """What is left to the caller is who listens, whether all groups are waited for, and judged."""
@@ -61,6 +62,7 @@ def build_accumulator(
         # Which of them is run depends on the endpoint that answered, and decides the last bits.
         skip_without_signal=not is_strict(config),
         cores=cores or SharedCores(),
+        samples_per_step=samples_per_step,
     )
 
 

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +14,7 @@ from easyrl.build.inference import Scoring
 from easyrl.build.run import OpenRun
 from easyrl.build.same_vocabulary import check_vocabularies
 from easyrl.build.steps import num_epochs
+from easyrl.build.tokenizer import load_tokenizer, read_tokenizer
 from easyrl.build.trial import try_user_code
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError, DatasetConfig
@@ -23,16 +23,12 @@ from easyrl.dataloaders.prompts.template_values import every_variant
 from easyrl.models.supported import end_ids_of, vocabulary_size
 from easyrl.rewards.functions import check_prompts
 from easyrl.runtime.collectives import on_rank_zero
-from easyrl.runtime.user_code import describe
 from easyrl.schema import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-# transformers makes an empty tokenizer of a folder without any
-TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     config, evaluation = run.config, run.config.evaluation
     tokenizer = load_tokenizer(config)
     vocabulary = policy_vocabulary(config, tokenizer)
-    check_vocabularies(config, tokenizer, _read_tokenizer)
+    check_vocabularies(config, tokenizer, read_tokenizer)
     seed = config.run.seed
     prompts = load_data(config.data, tokenizer, "data", seed)
     held_out: Sequence[Prompt] = []
@@ -73,25 +69,6 @@ def read_data(run: OpenRun, scoring: Scoring) -> TrainingData:
     return TrainingData(vocabulary, prompts, held_out, order)
 
 
-def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of the policy, from disk. Raises ``ConfigError``."""
-    return _read_tokenizer(config.model.tokenizer_path)
-
-
-def _read_tokenizer(folder: Path, key: str = "model.tokenizer") -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    remedy = f"give a folder with a whole one ({', '.join(TOKENIZER_FILES)})"
-    if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
-        raise ConfigError(f"{key}: {folder} has no tokenizer; {remedy}")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of tokenizers, json, or transformers' conversions
-        raise ConfigError(
-            f"{key}: {folder} cannot be read ({describe(error):.150}); {remedy}"
-        ) from error
-
-
 def policy_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
     """Token ids of the policy, and all of them by which a server may end a response.
 
@@ -101,7 +78,7 @@ def policy_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> Voc
     model, tokenizers = config.model, [tokenizer]
     if model.tokenizer_path != model.path:
         with contextlib.suppress(ConfigError):  # servers read the model's own, if it has one
-            tokenizers.append(_read_tokenizer(model.path))
+            tokenizers.append(read_tokenizer(model.path))
     of_tokenizers = {each.eos_token_id for each in tokenizers} - {None}
     return Vocabulary(vocabulary_size(model), end_ids_of(model) | of_tokenizers)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from easyrl.build.accumulation import build_accumulator
 from easyrl.build.checkpoints import open_checkpoints, resumed_progress
-from easyrl.build.data import load_tokenizer, policy_vocabulary, require_known_tokens
+from easyrl.build.data import policy_vocabulary, require_known_tokens
 from easyrl.build.ledger import open_certificate, open_earlier_run, reference_identity
 from easyrl.build.model import load_model
 from easyrl.build.recipe import group_functions
@@ -18,6 +18,7 @@ from easyrl.build.reporter import open_trackers
 from easyrl.build.run import OpenRun, open_run
 from easyrl.build.run_arithmetic import tell_run
 from easyrl.build.steps import num_epochs
+from easyrl.build.tokenizer import load_tokenizer
 from easyrl.build.watchdog import watch_records
 from easyrl.build.weights_digest import digest_of_weights
 from easyrl.config import ConfigError

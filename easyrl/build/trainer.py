@@ -5,6 +5,7 @@ from __future__ import annotations
 from easyrl.build.accumulation import build_accumulator
 from easyrl.build.checkpoints import KeptState
 from easyrl.build.run import OpenRun
+from easyrl.build.samples import open_samples
 from easyrl.dataloaders.prompts.dataset import PromptOrder
 from easyrl.engines.base import TrainEngine
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
@@ -48,6 +49,7 @@ def build_trainer(
             agreement_limit=agreement_limit(config),
             cores=cores,
             on_trained=pool.limits.trained,
+            samples_per_step=config.samples.per_step,
         ),
         weight_sync=weight_sync,
         ledger=Ledger(
@@ -62,6 +64,7 @@ def build_trainer(
         ),
         reporter=reporter,
         evaluation=evaluation,
+        samples=open_samples(run, progress),
         alarms=AlarmActions(config.alarms.on_alarm, reporter.alarms, run.collectives),
         first_version=run.version,
         groups_per_update=config.trainer.batch_size // config.trainer.updates_per_batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -14,12 +15,21 @@ import typer
 from easyrl.config import Config, ConfigError, EvaluationConfig
 from easyrl.config.file import load_config
 from easyrl.config.machine import check_paths
+from easyrl.samples.texts import TextsNotWritten
 from easyrl.schema import RewardError, TooManyExcluded
 
 
 def eval_command(
     config: Annotated[Path, typer.Argument(help="YAML file with an evaluation section")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
+    keep_texts: Annotated[
+        Path | None,
+        typer.Option(
+            help="write prompts, responses and rewards there, as lines of JSON; gzip if it ends "
+            "in .gz",
+            metavar="FILE",
+        ),
+    ] = None,
 ) -> None:
     """Evaluate what the endpoints serve now on the held-out prompts; prints one JSON object."""
     try:
@@ -35,20 +45,24 @@ def eval_command(
         from easyrl.recipes.loading import load_recipe
 
         load_recipe(checked)
-        _evaluate(checked, checked.evaluation)
-    except (ConfigError, TooManyExcluded, RewardError) as error:
+        if keep_texts is not None and not keep_texts.resolve().parent.is_dir():
+            raise ConfigError(f"--keep-texts: {keep_texts.parent} is no folder; make it first")
+        _evaluate(checked, checked.evaluation, keep_texts)
+    except (ConfigError, RewardError, TextsNotWritten, TooManyExcluded) as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
-def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
-    from easyrl.build.data import load_data, load_tokenizer, policy_vocabulary
+def _evaluate(config: Config, evaluation: EvaluationConfig, keep_texts: Path | None) -> None:
+    from easyrl.build.data import load_data, policy_vocabulary
     from easyrl.build.endpoints import warn_of_short_contexts
     from easyrl.build.inference import open_inference, open_scoring
     from easyrl.build.servers import start_servers
+    from easyrl.build.tokenizer import load_tokenizer, token_decoder
     from easyrl.runtime.collectives import Collectives
     from easyrl.runtime.ranks import Ranks
     from easyrl.runtime.stopping import StopRequest
+    from easyrl.samples.texts import TextFile
 
     tokenizer = load_tokenizer(config)
     prompts = load_data(evaluation.data, tokenizer, "evaluation.data", config.run.seed)
@@ -68,5 +82,12 @@ def _evaluate(config: Config, evaluation: EvaluationConfig) -> None:
         opened.callback(nobody_stops.close)
         alone = Collectives(Ranks.data_parallel(0, 1))
         evaluator = inference.evaluator(evaluation, prompts, alone, nobody_stops)
+        texts = None
+        if keep_texts is not None:
+            texts = TextFile(keep_texts, token_decoder(tokenizer))
+            opened.callback(texts.close)
+            evaluator = replace(evaluator, on_group=texts.add)
         metrics = evaluator.evaluate(version=None)
+        if texts is not None:
+            texts.finish()
     print(json.dumps({"num_prompts": len(prompts), **metrics}))

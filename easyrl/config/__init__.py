@@ -20,6 +20,7 @@ from easyrl.config.recipe import RecipeConfig
 from easyrl.config.rewards import RewardConfig, ScoringConfig
 from easyrl.config.rollout import RolloutConfig, SamplingConfig, rollout_contradictions
 from easyrl.config.run import RunConfig
+from easyrl.config.samples import SamplesConfig
 from easyrl.config.secrets import KeyPath
 from easyrl.config.trainer import TrainerConfig, trainer_contradictions
 from easyrl.config.watchdog import WatchdogConfig
@@ -49,6 +50,7 @@ class Config(Section):
     journal: JournalConfig = JournalConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     alarms: AlarmsConfig = AlarmsConfig()
+    samples: SamplesConfig = SamplesConfig()
     # by path of the value: what the file says instead of it, ${oc.env:NAME}
     _expressions: dict[KeyPath, str] = PrivateAttr(default_factory=dict)
     _preset: str | None = PrivateAttr(default=None)  # that recipe.name named
@@ -64,6 +66,11 @@ class Config(Section):
         if self.source == "rollouts" and self.evaluation is not None and not self.rewards:
             problems.append(
                 "evaluation: has nothing to measure without rewards; add one, or remove it"
+            )
+        if self.samples.console_every and not self.run.console:
+            problems.append(
+                "samples.console_every: has no effect with run.console: false; remove it, or set "
+                "run.console to true"
             )
         problems += trainer_contradictions(self.trainer, self.model, self.run)
         problems += parallel_contradictions(

@@ -23,6 +23,7 @@ from easyrl.config import (
     RecipeConfig,
     RewardConfig,
     RolloutConfig,
+    SamplesConfig,
     SamplingConfig,
     ScoringConfig,
     WeightSyncConfig,
@@ -39,6 +40,7 @@ OF_ROLLOUTS = {
     "weight_sync": "no endpoint is given weights",
     "critic": "values are of sampled responses",
     "alarms": "there are no rewards and responses to look at",
+    "samples": "the model writes nothing",
     "journal": "the records themselves are what a run is resumed from",
 }
 
@@ -134,6 +136,7 @@ class RecordsConfig(Config):
     critic: CriticConfig = Field(CriticConfig(), exclude=True)
     journal: JournalConfig = Field(JournalConfig(), exclude=True)
     alarms: AlarmsConfig = Field(AlarmsConfig(), exclude=True)
+    samples: SamplesConfig = Field(SamplesConfig(), exclude=True)
 
     @model_validator(mode="before")
     @classmethod

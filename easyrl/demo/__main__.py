@@ -45,6 +45,7 @@ from easyrl.runtime.run_folder import locked_folder
 CONFIG = "configs/demo.yaml"
 PROOF_TIMES = ("time/proof_s", "time/canary_s", "time/probe_s")  # of what the endpoints serve
 CERTIFICATE_TIMES = ("time/certificate_s", "time/journal_s")
+SAMPLES_TIMES = ("time/samples_s",)
 ACCURACY_BATCH_SIZE = 250
 
 
@@ -138,6 +139,7 @@ def _measure(
         "tokens_per_s_per_device": round(rates[len(rates) // 2], 1),
         "proof_share": share(PROOF_TIMES),
         "certificate_share": share(CERTIFICATE_TIMES),
+        "samples_share": share(SAMPLES_TIMES),
         "run_dir": str(run_dir),
     }
     accuracies = f"{before:.3f} before, {after:.3f} after {len(steps)} steps"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from easyrl.runtime.ranks import Ranks
-    from easyrl.schema import FrozenLogprobs, MicroBatch
+    from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey
 
 
 WeightKind = Literal["full", "adapter", "base", "critic"]
@@ -83,17 +83,28 @@ class LogprobComparison:
         self.maximum = maximum
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseDifference:
+    """Over a response's trained tokens, the trainer's log-probabilities minus the endpoint's."""
+
+    key: SampleKey
+    num: float  # tokens
+    d: float  # sum, nats
+
+
 @dataclass(slots=True)
 class MetricSums:
     """Sums over tokens or sequences that are divided once, at the end of a batch.
 
     ``sums`` holds additive quantities, ``maxima`` quantities that combine by maximum,
-    ``compared`` the comparison with each endpoint whose tokens are among them, by URL.
+    ``compared`` the comparison with each endpoint whose tokens are among them, by URL, and
+    ``responses`` that of each response.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     compared: dict[str, LogprobComparison] = field(default_factory=dict)
+    responses: list[ResponseDifference] = field(default_factory=list)
 
     def add(self, other: MetricSums) -> None:
         for name, value in other.sums.items():
@@ -102,6 +113,7 @@ class MetricSums:
             self.maxima[name] = max(self.maxima.get(name, value), value)
         for url, comparison in other.compared.items():
             self.compared.setdefault(url, LogprobComparison()).add(comparison)
+        self.responses += other.responses
 
 
 class Columns(NamedTuple):

@@ -14,6 +14,7 @@ from easyrl.engines.base import LogprobComparison, MetricSums, StepResult
 from easyrl.metrics.critic_metrics import critic_metrics
 from easyrl.metrics.repetition import count_ngrams
 from easyrl.runtime.collectives import Collectives
+from easyrl.samples.choice import ChosenGroups
 from easyrl.schema import GroupOutcome, RolloutGroup
 
 AGAINST_INFERENCE = ("policy/logprob_diff", "policy/logprob_diff_max", "policy/inference_kl")
@@ -51,6 +52,8 @@ class BatchTotals:
     arrived_s: list[float] = field(default_factory=list)
     groups: list[GroupOutcome] = field(default_factory=list)  # trained, unless the step is skipped
     interruption: Exception | None = None  # why this rank's groups have ended early
+    # of this rank's groups, after ``merge`` those that are chosen of all ranks' together
+    samples: ChosenGroups = field(default_factory=ChosenGroups)
 
     def add_group(self, group: RolloutGroup, *, recovered: bool = False) -> None:
         """Counts a group's lengths and, where it was scored, its rewards."""
@@ -112,9 +115,12 @@ class BatchTotals:
                     for url, sums in self.metrics.compared.items()
                 },
                 "groups": msgspec.to_builtins(self.groups),
+                "samples": self.samples.told(),
             }
         )
-        merged = BatchTotals(num_ranks=len(rows))
+        samples = self.samples.among([row["samples"] for row in rows])
+        samples.compare(self.metrics.responses)
+        merged = BatchTotals(num_ranks=len(rows), samples=samples)
         for name in COUNTS:
             setattr(merged, name, sum(row["numbers"][name] for row in rows))
         for name in SECONDS:

@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from operator import itemgetter
 from typing import TextIO
@@ -13,6 +14,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from easyrl.runtime.streams import tolerant
 
@@ -61,8 +63,10 @@ class ConsoleView:
         total_steps: int | None,
         stream: TextIO = sys.stdout,
         columns: Columns = COLUMNS,
+        sample: Callable[[int], str] | None = None,
     ) -> None:
         self._total_steps = total_steps
+        self._sample = sample  # lines to print behind a step, empty where it has none
         self._columns = columns
         self._console = _Console(file=stream)
         self._rows: list[tuple[int, dict[str, float]]] = []
@@ -88,12 +92,20 @@ class ConsoleView:
             line = "  ".join([time.strftime("%H:%M:%S"), f"step {self._step(step)}", *cells])
             with tolerant(self._console.file):
                 print(line + left, file=self._console.file, flush=True)
+            self._print_sample(step)
             return
         before = [row for row in self._rows if row[0] != step]
         same = dict(next((row for number, row in self._rows if number == step), {}))
         self._rows = sorted([*before, (step, same | metrics)], key=itemgetter(0))[-ROWS_SHOWN:]
         with tolerant(self._console.file):
             self._live.update(self._table(left.strip()), refresh=True)
+        self._print_sample(step)
+
+    def _print_sample(self, step: int) -> None:
+        """Above the table, where that updates in place."""
+        if self._sample is not None and (lines := self._sample(step)):
+            with tolerant(self._console.file):
+                self._console.print(Text(lines), soft_wrap=self._live is None)
 
     def note(self, name: str, text: str) -> None:
         """Nothing: the run's last line, behind all that ends, has it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -84,19 +84,35 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run; needs the extra ``easyrl[wandb]``."""
+    """A Weights & Biases run; needs the extra ``easyrl[wandb]``.
 
-    def __init__(self, project: str, name: str, directory: Path, config: dict[str, Any]) -> None:
+    ``samples``: columns of a table, and what gives a step's rows of it, none where it has none.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        name: str,
+        directory: Path,
+        config: dict[str, Any],
+        samples: tuple[Sequence[str], Callable[[int], list[list[Any]]]] | None = None,
+    ) -> None:
         try:
             import wandb
         except ImportError:
             raise ValueError(
                 "run.trackers: wandb is not installed; pip install 'easyrl[wandb]'"
             ) from None
+        self._samples, self._wandb = samples, wandb
         self._run = wandb.init(project=project, name=name, dir=str(directory), config=config)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
+        if self._samples is not None:
+            columns, rows_of = self._samples
+            if rows := rows_of(step):
+                table = self._wandb.Table(columns=list(columns), data=rows)
+                self._run.log({"samples": table}, step=step)
 
     def note(self, name: str, text: str) -> None:
         self._run.summary[name] = text

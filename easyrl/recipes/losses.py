@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from easyrl.engines.base import LogprobComparison, MetricSums, TriLogprobs
+from easyrl.engines.base import LogprobComparison, MetricSums, ResponseDifference, TriLogprobs
 from easyrl.kernels.logprobs.token_losses import RowLoss
 from easyrl.recipes.recipe import Recipe, Terms
 from easyrl.schema import FrozenLogprobs, MicroBatch
@@ -79,19 +79,22 @@ def loss_metrics(
     if tri.sampling_policy is not None and micro_batch.is_sampled:
         trainer = tri.sampling_policy.detach()
         endpoints, compared = comparison_sums(trainer, entropy, inference, micro_batch)
-        values = torch.cat([values, compared.double().flatten()])
+        of_responses = response_sums(trainer - inference, micro_batch)
+        values = torch.cat([values, compared.double().flatten(), of_responses.flatten()])
     numbers = values.tolist()  # in one transfer from the device
     num_counted, num_fields = len(counted), len(fields(LogprobComparison))
     sums = dict(zip(counted, numbers[:num_counted], strict=True))
     maxima = {name: sums.pop(name) for name in counted if name.endswith("_max")}
     sums["num_loss_tokens"] = float(micro_batch.num_loss_tokens)
     sums["num_sequences"] = float(micro_batch.num_sequences)
-    starts = range(num_counted, len(numbers), num_fields)
+    end = num_counted + len(endpoints) * num_fields
+    starts = range(num_counted, end, num_fields)
     comparisons = {
         url: LogprobComparison(*numbers[start : start + num_fields])
         for url, start in zip(endpoints, starts, strict=True)
     }
-    return MetricSums(sums, maxima, comparisons)
+    own = zip(micro_batch.sequences, numbers[end::2], numbers[end + 1 :: 2], strict=False)
+    return MetricSums(sums, maxima, comparisons, [ResponseDifference(*each) for each in own])
 
 
 def comparison_sums(
@@ -138,6 +141,14 @@ def comparison_sums(
         largest = own[ABSOLUTE].max() if len(d) else d.new_zeros(())
         rows.append(torch.cat([own.sum(dim=1), largest[None]]))
     return endpoints, torch.stack(rows)
+
+
+def response_sums(difference: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Of each of the Q responses its number of trained tokens, and the sum of ``difference`` [N]
+    over them; float64 [Q, 2]."""
+    own = torch.stack([torch.ones_like(difference), difference], dim=1).double()
+    sums = own.new_zeros(micro_batch.num_sequences, 2)
+    return sums.index_add_(0, micro_batch.sequence_index, own)
 
 
 def terms_of(

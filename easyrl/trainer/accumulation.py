@@ -18,6 +18,7 @@ from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.device_time import DeviceTimer
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.stopping import StopRequest
+from easyrl.samples.choice import ChosenGroups
 from easyrl.schema import (
     NOTHING_SAID,
     EndpointAgreement,
@@ -129,11 +130,12 @@ class Accumulator:
     agreement_limit: float | None = None
     skip_without_signal: bool = True  # groups whose gradient is exactly zero are not run, but one
     # of each endpoint that nothing else is compared of
+    samples_per_step: int = 0  # groups of an update that are kept to be looked at, of all ranks
     cores: SharedCores = field(default_factory=SharedCores)
 
     def accumulate(self, groups: GroupSource) -> BatchTotals:
         """Sums of this rank, up to an interruption. Raises ``OnPolicyViolation``."""
-        totals = BatchTotals()
+        totals = BatchTotals(samples=ChosenGroups(self.samples_per_step))
         timer = DeviceTimer.of(self.engine.device)
         outputs = ModelOutputs(self.engine)
         ahead = None
@@ -205,6 +207,7 @@ class Accumulator:
                 groups.complete()
             said = partial(self._said, outputs, timer)
             for trained in self._trained(self._drains(groups, totals, ahead, timer), said):
+                totals.samples.add(trained)
                 rows = self.functions.pack(self._to_run(trained, compared, totals))
                 with timer.span():
                     rows = self.engine.prepare([outputs.complete(row) for row in rows])

@@ -82,6 +82,8 @@ class Evaluator:
     stop: StopRequest
     reward_name: str  # the component that decides
     max_excluded: float = 1.0  # data.max_excluded, of all prompts together
+    # told of each of this rank's groups; of one that is generated again, again
+    on_group: Callable[[RolloutGroup], object] = lambda group: None
 
     def evaluate(self, version: str | None) -> dict[str, float]:
         """``eval/*``, by what the endpoints serve. Collective."""
@@ -196,6 +198,7 @@ class RunningEvaluation:
             with self._evaluator.stop.wakes(self._groups.interrupt):
                 for group in self._groups:
                     self._judged[group.prompt.index] = self._evaluator.judge(group)
+                    self._evaluator.on_group(group)
         except Exception as error:
             self.close()
             if not self._evaluator.is_interruption(error):

@@ -46,6 +46,7 @@ from easyrl.trainer.parts import (
     Publisher,
     Rollouts,
     RunningEvaluation,
+    Samples,
 )
 
 
@@ -94,6 +95,7 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     evaluation: Evaluation | None = None  # of held-out prompts, beside the batches
     alarms: AlarmActions | None = None
+    samples: Samples | None = None  # keeps some of what was trained
 
     def __post_init__(self) -> None:
         self._engine = self.accumulator.engine
@@ -277,6 +279,8 @@ class Trainer:
         account = self._account(trained.batch, updates, trained.served, trained.refused)
         metrics = {"time/batch_s": trained.seconds} | batch_metrics(updates, account.groups)
         metrics |= self._certify(account, updates)
+        if self.samples is not None:
+            metrics |= self.samples.close_batch(progress.step + 1, updates)
         metrics["time/journal_s"] += sum(groups.load_s for groups in trained.batch.updates)
         if trained.figures:  # of the version that the batch was made by
             self.reporter.report_evaluation(progress.step, dict(trained.figures))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from easyrl.ledger.certificate.records import BatchRecord
+from easyrl.metrics.batch_metrics import Update
 from easyrl.schema import (
     Confirmation,
     EndedBy,
@@ -118,3 +119,10 @@ class AlarmActions(Protocol):
 
     def act(self, ledger: Ledger, progress: Progress) -> None:
         """Behind the metrics of the last closed batch. Raises ``StoppedByAlarm``. Collective."""
+
+
+class Samples(Protocol):
+    """Keeps a few groups of each step to be looked at (``samples.writer.SampleWriter``)."""
+
+    def close_batch(self, step: int, updates: Sequence[Update]) -> dict[str, float]:
+        """Of a batch that counts, whose first optimizer step is ``step``; the seconds it took."""

@@ -1,5 +1,6 @@
 """``easyrl eval`` against a server that nobody trains."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def test_figures_are_those_of_the_rewards_and_samples_that_do_not_fit_are_cut(se
         *(f"evaluation.data.files=[{prompts}]", "evaluation.num_samples=4"),
         *("evaluation.data.max_prompt_tokens=16", "evaluation.pass_at=[1,4]"),
         f"evaluation.sampling.max_tokens={MAX_MODEL_LEN}",
+        *("--keep-texts", str(tmp_path / "texts.jsonl.gz")),
     ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -41,3 +43,11 @@ def test_figures_are_those_of_the_rewards_and_samples_that_do_not_fit_are_cut(se
         "eval/pass@1": 0.5,
         "eval/pass@4": 1.0,
     }
+    with gzip.open(tmp_path / "texts.jsonl.gz") as file:
+        kept = [json.loads(line) for line in file]
+    assert sorted(each["index"] for each in kept) == list(range(6))
+    for each in kept:
+        assert each["prompt"] and each["excluded"] is None
+        assert [response["reward"] for response in each["responses"]] == [0.0, 1.0, 0.0, 1.0]
+        assert all(r["truncated"] or r["text"] for r in each["responses"])
+    assert sorted(path.name for path in tmp_path.glob("texts*")) == ["texts.jsonl.gz"]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from benchmarks.parts.random_model import write_prompts
 from easyrl.metrics.event_log import read_events
 from easyrl.metrics.trackers import read_metrics
+from easyrl.samples.folder import SampleFolder
 from easyrl.schema import PolicyVersion
 from tests.end_to_end.proxy import GatedProxy
 from tests.end_to_end.trainer_run import start_trainer, trainer_command
@@ -135,6 +136,20 @@ def test_metrics_go_on_as_if_nothing_had_happened(runs):
         # signal is computed: no figure over the computed tokens is compared.
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+
+
+def test_each_step_has_its_samples_once(runs):
+    """The same prompts and responses as without the kill, whatever the order of arrival."""
+    whole, parts = map(SampleFolder, runs)
+    assert whole.steps() == parts.steps() == list(range(1, STEPS + 1))
+    for step, (_, indices) in zip(whole.steps(), dispatched(runs[0]), strict=True):
+        ours, theirs = whole.read(step), parts.read(step)
+        assert sorted(group.index for group in ours) == indices  # a batch has as many as are kept
+        for group, other in zip(ours, theirs, strict=True):
+            assert (group.index, group.why) == (other.index, other.why)
+            assert [r.token_ids for r in group.responses] == [r.token_ids for r in other.responses]
+    attempts = [PolicyVersion.parse(parts.read(s)[0].version).attempt for s in parts.steps()]
+    assert attempts == [0, 0, 1, 1]
 
 
 def test_the_trained_weights_agree(runs, served):

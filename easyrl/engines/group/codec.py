@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from easyrl.engines.base import LogprobComparison, MetricSums, StateFile
+from easyrl.engines.base import LogprobComparison, MetricSums, ResponseDifference, StateFile
 from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey, Segment
 
 RECORDS: dict[str, Any] = {
@@ -20,6 +20,7 @@ RECORDS: dict[str, Any] = {
         LogprobComparison,
         MetricSums,
         MicroBatch,
+        ResponseDifference,
         SampleKey,
         Segment,
         StateFile,

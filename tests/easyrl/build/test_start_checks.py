@@ -10,10 +10,11 @@ from typing import cast
 import numpy as np
 import pytest
 
-from easyrl.build.data import load_tokenizer, require_known_tokens
+from easyrl.build.data import require_known_tokens
 from easyrl.build.endpoints import require_weight_routes
 from easyrl.build.inference import Inference, Scoring, open_inference
 from easyrl.build.servers import start_servers
+from easyrl.build.tokenizer import load_tokenizer
 from easyrl.build.trial import try_attention
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config, ConfigError

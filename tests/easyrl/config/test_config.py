@@ -637,6 +637,29 @@ def test_an_advertised_host_is_a_name_or_an_address(given, host):
         WeightSyncConfig(advertise_host=given)
 
 
+@pytest.mark.parametrize(
+    "overrides, problem",
+    [
+        (["samples.per_step=-1"], "samples.per_step: Input should be greater than or equal to 0"),
+        (["samples.keep=0"], "samples.keep: Input should be greater than 0"),
+        (
+            ["samples={per_step: 0, console_every: 5}"],
+            "samples.console_every: has nothing to show with per_step 0; set per_step",
+        ),
+        (
+            ["samples.console_every=5", "run.console=false"],
+            "samples.console_every: has no effect with run.console: false; remove it",
+        ),
+        (["samples.per_stp=1"], "samples.per_stp: unknown key; did you mean 'per_step'?"),
+    ],
+)
+def test_samples_that_cannot_be_kept_or_shown_are_refused(tmp_path, overrides, problem):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, MINIMAL, *overrides)
+    assert problem in str(caught.value)
+    assert load(tmp_path, MINIMAL, "samples.per_step=0").samples.per_step == 0
+
+
 def test_an_override_with_the_brackets_of_an_ipv6_address_says_how_to_write_it():
     with pytest.raises(ConfigError, match=r'in quotes: \["http://\[::1\]:8000"\]'):
         load_config("benchmarks/overlap.yaml", ["inference.endpoints=[http://[::1]:8000]"])

@@ -59,6 +59,7 @@ SECTIONS = {
     "journal": "journal={keep: all}",
     "alarms": "alarms={window: 3}",
     "critic": "critic={learning_rate: 1e-5}",
+    "samples": "samples={per_step: 1}",
 }
 REFUSED = {
     **{
@@ -73,7 +74,7 @@ REFUSED = {
     "prompt length": ("data.max_prompt_tokens=9", "data.max_prompt_tokens: has no effect"),
     "exclusions": ("data.max_excluded=0.1", "data.max_excluded: has no effect"),
     "pattern": ("data.answer_pattern=(x)", "data.answer_pattern: has no effect"),
-    "samples": (
+    "number of samples": (
         "evaluation={data: {files: [h.jsonl]}, num_samples: 2}",
         "evaluation.num_samples: has no effect",
     ),

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from easyrl.build import reporter
 from easyrl.config import EvaluationConfig
+from easyrl.config.samples import SamplesConfig
 from easyrl.inference_client.errors import Outage, is_outage
 from easyrl.metrics.batch_metrics import BatchTotals
 from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView
@@ -264,7 +265,7 @@ def test_an_outage_of_one_rank_ends_the_evaluation_of_all(stop):
     with pytest.raises(RuntimeError, match="production failed") as caught:
         make_evaluator(OutageRollouts(), TwoRanks([None]), stop).evaluate("v")
     assert is_outage(caught.value)
-    told = [1, "all endpoints are down"]  # an outage
+    told = [2, "all endpoints are down"]  # an outage
     with pytest.raises(PeerOutage, match="rank 1: all endpoints are down"):
         make_evaluator(FakeRollouts(), TwoRanks([told]), stop).evaluate("v")
 
@@ -429,7 +430,7 @@ def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
     if not can_open:
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
     run = {"trackers": ["tensorboard"], "console": True, "name": "n", "wandb_project": "p"}
-    config = SimpleNamespace(run=SimpleNamespace(**run), source="rollouts")
+    config = SimpleNamespace(run=SimpleNamespace(**run), source="rollouts", samples=SamplesConfig())
     trackers = reporter._open_trackers(config, tmp_path, Progress(), 3)
     kinds = [type(tracker) for tracker in trackers]
     for tracker in trackers[:2]:
@@ -466,7 +467,9 @@ def test_tensorboard_files_hold_the_figures(tmp_path):
     assert list(told.tensor_proto.string_val) == [b"ab12"]
 
 
-def test_wandb_gets_steps_by_name(tmp_path, monkeypatch):
+@pytest.fixture
+def wandb_calls(monkeypatch):
+    """What a stand-in for the package is called with, and its run's summary."""
     calls = []
 
     class FakeRun:
@@ -480,17 +483,37 @@ def test_wandb_gets_steps_by_name(tmp_path, monkeypatch):
 
     class FakeWandb:
         @staticmethod
+        def Table(columns, data):
+            return "table", columns, data
+
+        @staticmethod
         def init(**settings):
             calls.append(settings["project"])
             return FakeRun()
 
     monkeypatch.setitem(__import__("sys").modules, "wandb", FakeWandb)
+    return calls, FakeRun.summary
+
+
+def test_wandb_gets_steps_by_name(tmp_path, wandb_calls):
+    calls, summary = wandb_calls
     tracker = WandbTracker("project", "name", tmp_path, {})
     tracker.log(3, {"loss": 1.0})
     tracker.note("certificate", "ab12")
     tracker.close()
-    assert FakeRun.summary == {"certificate": "ab12"}
+    assert summary == {"certificate": "ab12"}
     assert calls == ["project", (3, {"loss": 1.0}), "finish"]
+
+
+def test_wandb_gets_a_table_of_the_steps_that_have_one(tmp_path, wandb_calls):
+    calls, _ = wandb_calls
+    rows = {4: [[4, "text"]]}
+    samples = ("step", "text"), lambda step: rows.get(step, [])
+    tracker = WandbTracker("project", "name", tmp_path, {}, samples)
+    for step in (3, 4):
+        tracker.log(step, {"loss": 1.0})
+    table = "table", ["step", "text"], [[4, "text"]]
+    assert calls[1:] == [(3, {"loss": 1.0}), (4, {"loss": 1.0}), (4, {"samples": table})]
 
 
 def test_wandb_that_is_missing_is_named_with_the_remedy(tmp_path, monkeypatch):
@@ -537,6 +560,25 @@ def test_console_on_a_terminal_has_the_column_once_a_reward_has_failed(monkeypat
     view.log(2, {"reward/mean": 0.5, "reward/failures": 3.0})
     view.close()
     assert "failed" in stream.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_console_shows_a_sample_behind_its_step(is_terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    if is_terminal:
+        stream.isatty = lambda: True
+    long = "a [red] " + "word " * 40
+    view = ConsoleView(None, stream, sample=lambda step: f"{long}\nof {step}" if step == 2 else "")
+    for step in (1, 2, 3):
+        view.log(step, {"reward/mean": 0.5})
+    view.close()
+    shown = stream.getvalue()
+    assert shown.count("of 2") == 1 and "a [red] word" in shown and "of 1" not in shown
+    if not is_terminal:
+        lines = shown.splitlines()
+        steps = [line.split("  ")[1] if "  step " in line else line for line in lines]
+        assert steps == ["step 1", "step 2", long, "of 2", "step 3"]
 
 
 def test_console_tells_the_last_step_only_where_it_is_known():

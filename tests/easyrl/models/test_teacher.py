@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from easyrl.build.data import _read_tokenizer, load_tokenizer
 from easyrl.build.ledger import reference_identity
 from easyrl.build.same_vocabulary import check_vocabularies
+from easyrl.build.tokenizer import load_tokenizer, read_tokenizer
 from easyrl.config import Config, ConfigError, ModelConfig, RecipeConfig
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.engines.deepspeed.sharded_loading import take_projection
@@ -157,7 +157,7 @@ def config_of(folder: Path, name: str = "distillation", **keys: str) -> Config:
 
 def check(folder: Path, **keys: str) -> None:
     config = config_of(folder, **keys)
-    check_vocabularies(config, load_tokenizer(config), _read_tokenizer)
+    check_vocabularies(config, load_tokenizer(config), read_tokenizer)
 
 
 def test_the_same_tokens_pass(pair: Path) -> None:

@@ -426,6 +426,21 @@ def test_metrics_by_hand() -> None:
     assert metrics.maxima == pytest.approx({"logprob_diff_max": log2, "ratio_max": 2}, rel=1e-6)
 
 
+def test_responses_are_compared_by_themselves() -> None:
+    batch = padded_batch()
+    tri, row = packed(batch, "token")
+    lower = torch.where(row.sequence_index == 1, 0.25, 0.5)
+    row = replace(row, inference_logprobs=tri.logprobs.detach() - lower)
+    _, metrics = policy_loss(tri, row, token_grpo())
+    assert [each.key for each in metrics.responses] == list(row.sequences)
+    lengths = torch.bincount(row.sequence_index, minlength=row.num_sequences).tolist()
+    assert [each.num for each in metrics.responses] == lengths and len(set(lengths)) > 1
+    means = [each.d / each.num for each in metrics.responses]
+    expected = [0.25 if q == 1 else 0.5 for q in range(len(means))]
+    assert means == pytest.approx(expected, abs=1e-6)
+    assert policy_loss(replace(tri, sampled_by=None), row, token_grpo())[1].responses == []
+
+
 def test_dummy_has_a_graph_a_zero_gradient_and_no_metrics() -> None:
     batch = padded_batch()
     tri, micro_batch = packed(batch, "token")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from easyrl.engines.base import LogprobComparison, MetricSums, StateFile
+from easyrl.engines.base import LogprobComparison, MetricSums, ResponseDifference, StateFile
 from easyrl.engines.group.codec import RECORDS, decode, encode
 from easyrl.schema import FrozenLogprobs, MicroBatch, SampleKey, Segment
 
@@ -64,6 +64,7 @@ def assert_same(mine, theirs):
         torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T,  # not contiguous
         torch.ones(3, dtype=torch.bfloat16),
         ([MetricSums({"loss": 1.5}, {"max": math.nan}, {"u": LogprobComparison(num=2.0)})], None),
+        MetricSums(responses=[ResponseDifference(SampleKey(1, 2, 3), 4.0, -0.5)]),
         [StateFile("a.safetensors", 2**40, "0" * 64)],
     ],
 )

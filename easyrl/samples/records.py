@@ -1,0 +1,129 @@
+"""The record of a kept group: token ids, rewards by part, advantages; a line of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from easyrl.samples.choice import Why
+from easyrl.schema import SampleKey, TrainedGroup, TrainedResponse
+
+
+class SampledResponse(msgspec.Struct, omit_defaults=True, frozen=True):
+    """One response of a kept group."""
+
+    token_ids: list[int]
+    finish_reason: str
+    endpoint: str = ""
+    reward: float | None = None  # None: it was not scored
+    components: dict[str, float | None] = {}  # by reward name, unweighted
+    reward_failed: bool = False
+    advantage: float | None = None  # mean over its trained tokens; None: none is trained
+    advantages: tuple[float | None, float | None] | None = None  # least, most; None: all are equal
+    # mean over its trained tokens, the trainer's minus the endpoint's; None: not compared
+    logprob_diff: float | None = None
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+class SampledGroup(msgspec.Struct, omit_defaults=True, frozen=True):
+    """One prompt of a step with the responses that were trained."""
+
+    step: int  # optimizer step, from 1
+    epoch: int
+    index: int  # of the prompt in the dataset
+    position: int  # ... in the order, from the batch's first
+    version: str  # of the weights that were asked for the responses
+    why: Why  # it is kept
+    prompt_ids: list[int]
+    responses: list[SampledResponse]
+    location: str = ""  # of the prompt's record, file and line
+    answer: str | None = None
+    has_signal: bool = True  # an advantage is not exactly zero
+    skipped: bool = False  # the optimizer step was not taken
+
+    @property
+    def mean_reward(self) -> float | None:
+        rewards = [r.reward for r in self.responses if r.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def truncated(self) -> bool:
+        return any(response.truncated for response in self.responses)
+
+
+def sampled_group(
+    step: int,
+    trained: TrainedGroup,
+    why: Why,
+    logprob_diff: Mapping[SampleKey, float],
+    *,
+    skipped: bool,
+) -> SampledGroup:
+    """The record of a group that optimizer step ``step`` has trained.
+
+    ``logprob_diff``: of its responses, where that was compared.
+    """
+    group, prompt = trained.group, trained.group.prompt
+    made_of = {response.sample: response for response in trained.responses}
+    return SampledGroup(
+        step=step,
+        epoch=prompt.epoch,
+        index=prompt.index,
+        position=group.position,
+        version=group.policy_version,
+        why=why,
+        prompt_ids=prompt.token_ids.tolist(),
+        responses=[
+            _response(trained, i, made_of.get(i), logprob_diff.get(SampleKey(*prompt.key, i)))
+            for i in range(len(group.completions))
+        ],
+        location=valid(prompt.location),
+        answer=None if prompt.answer is None else valid(prompt.answer),
+        has_signal=trained.has_signal,
+        skipped=skipped,
+    )
+
+
+def encode(groups: Sequence[SampledGroup]) -> bytes:
+    """A line for each."""
+    return msgspec.json.Encoder().encode_lines(groups)
+
+
+def decode(lines: bytes) -> list[SampledGroup]:
+    """Inverse of ``encode``. Raises ``msgspec.MsgspecError``, a ``ValueError``."""
+    return msgspec.json.Decoder(SampledGroup).decode_lines(lines)
+
+
+def _response(
+    trained: TrainedGroup, sample: int, made_of: TrainedResponse | None, difference: float | None
+) -> SampledResponse:
+    completion, scores = trained.group.completions[sample], trained.group.scores
+    score = scores[sample] if scores else None
+    parts = {} if score is None else score.components
+    advantage, spread = None, None
+    if made_of is not None:
+        values = np.asarray(made_of.advantages, dtype=np.float64)
+        advantage = float(values.mean())
+        if np.ptp(values):
+            spread = float(values.min()), float(values.max())
+    return SampledResponse(
+        token_ids=completion.token_ids.tolist(),
+        finish_reason=completion.finish_reason,
+        endpoint=completion.endpoint,
+        reward=None if score is None else float(score.reward),
+        components={valid(name): float(value) for name, value in parts.items()},
+        reward_failed=score is not None and score.failed,
+        advantage=advantage,
+        advantages=spread,
+        logprob_diff=difference,
+    )
+
+
+def valid(text: str) -> str:
+    """Without lone surrogates, which a file of JSON may have and UTF-8 has not."""
+    return text.encode("utf-8", "replace").decode()
