@@ -74,8 +74,8 @@ def _train(
     rank = os.environ.get("RANK", "0")  # each has files of its own
     prompts_file = output / f"prompts-rank{rank}.jsonl"
     content = _prompt_lines(prompts)
-    several = isinstance(reward, Sequence) and not isinstance(reward, str)
-    rewards = GivenRewards.of(reward if several else [reward], output, rank)
+    several = [reward] if isinstance(reward, str) or callable(reward) else reward
+    rewards = GivenRewards.of(several, output, rank)
     with_answers = any(not isinstance(prompt, str) and "answer" in prompt for prompt in prompts)
     tree = OmegaConf.create(
         {

@@ -27,8 +27,10 @@ class GivenRewards:
     files: Mapping[Path, tuple[Callable[..., Any], bytes]]  # pickled functions, and their pickles
 
     @classmethod
-    def of(cls, rewards: Sequence[Any], folder: Path, rank: str) -> GivenRewards:
-        """Built-in ones by name, and functions. Raises ``ConfigError``."""
+    def of(cls, rewards: Any, folder: Path, rank: str) -> GivenRewards:
+        """Of a list of functions and of built-in ones' names. Raises ``ConfigError``."""
+        if not isinstance(rewards, Sequence):
+            rewards = [rewards]  # whatever it is, it is named below
         if not rewards:
             raise ConfigError("reward: the list is empty; give a function or a built-in one's name")
         sections: list[dict[str, Any]] = []
@@ -81,9 +83,9 @@ def _file_of_its_own(function: Any) -> Path | None:
     module = sys.modules.get(function.__module__)
     if module is None or module.__name__ == "__main__" or module.__package__:
         return None  # a script's, or of a package, whose relative imports need its name
+    file = inspect.getsourcefile(function)
     if vars(module).get(function.__name__) is not function:
         return None
-    file = inspect.getsourcefile(function)
     if file is None or Path(file) != Path(getattr(module, "__file__", None) or ""):
         return None
     return Path(file) if Path(file).is_file() else None

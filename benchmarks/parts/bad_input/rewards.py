@@ -77,7 +77,6 @@ MISTAKES = [
     _body("texts in the list", "return ['1.0' for _ in texts]"),
     _body("nothing", "pass"),
     _body("one number for a group", "return 1.0"),
-    _body("a dictionary without a score", "return [{'acc': 1.0} for _ in texts]"),
     _body("NaN", "return [float('nan') for _ in texts]"),
     _body("infinity", "return [float('inf') for _ in texts]"),
     _body("too few numbers", "return [1.0]"),
@@ -107,8 +106,8 @@ MISTAKES = [
         "reward",
         command=SCRIPT,
         files=script(
-            "judge = open('{folder}/prompts.jsonl'); "
-            "train_policy('{model}', ['1+1='], lambda p, t, i: [judge.fileno()] * len(t), "
+            "import threading; judge = threading.Lock(); "
+            "train_policy('{model}', ['1+1='], lambda p, t, i: [judge.locked()] * len(t), "
             "output_dir='{folder}/run')"
         ),
         status=1,
