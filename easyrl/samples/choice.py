@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
-import numpy as np
 from blake3 import blake3
 
 from easyrl.engines.base import ResponseDifference
@@ -43,6 +44,7 @@ class ChosenGroups:
 
     most: int = 0  # of all ranks; 0: none
     groups: dict[Key, TrainedGroup] = field(default_factory=dict)  # of this rank
+    means: dict[Key, float | None] = field(default_factory=dict)  # rewards of these
     why: dict[Key, Why] = field(default_factory=dict)
     # mean of the trainer's log-probabilities minus the endpoint's; not of what was not compared
     logprob_diff: dict[SampleKey, float] = field(default_factory=dict)
@@ -52,12 +54,14 @@ class ChosenGroups:
         """Lets go at once what is not chosen."""
         if self.most:
             with self._timed():
-                self.groups |= {trained.group.prompt.key: trained for trained in groups}
-                self._keep(choose({key: _mean(own) for key, own in self.groups.items()}, self.most))
+                for trained in groups:
+                    key = trained.group.prompt.key
+                    self.groups[key], self.means[key] = trained, _mean(trained)
+                self._keep(choose(self.means, self.most))
 
     def told(self) -> list[Any]:
         """What the other ranks have to know of this one's, for JSON."""
-        return [(*key, _mean(trained)) for key, trained in self.groups.items()]
+        return [(*key, mean) for key, mean in self.means.items()]
 
     def among(self, ranks: Sequence[list[Any]]) -> ChosenGroups:
         """Those that are chosen also of what all ranks have ``told``."""
@@ -85,16 +89,17 @@ class ChosenGroups:
 
     def _keep(self, chosen: Mapping[Key, Why]) -> None:
         self.groups = {key: own for key, own in self.groups.items() if key in chosen}
+        self.means = {key: self.means[key] for key in self.groups}
         self.why = {key: chosen[key] for key in self.groups}
 
 
 def _mean(trained: TrainedGroup) -> float | None:
     """Of the group's rewards; None where it was not scored."""
-    if not trained.group.scores:
-        return None
-    mean = float(np.mean([score.reward for score in trained.group.scores]))
-    return mean if np.isfinite(mean) else None
+    rewards = [score.reward for score in trained.group.scores]
+    mean = float(sum(rewards)) / len(rewards) if rewards else math.nan
+    return mean if math.isfinite(mean) else None
 
 
+@lru_cache(maxsize=1024)  # asked for with each group that arrives
 def _drawn(key: Key) -> bytes:
     return blake3(b"%d:%d" % key).digest(8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -50,7 +51,7 @@ class SampleFolder:
 
     def remove_up_to(self, step: int) -> None:
         """The files of ``step`` and the steps before it. Raises ``OSError``."""
-        for file in self._files():
+        for file in self._files() if step > 0 else ():
             if file.step <= step:
                 file.path.unlink(missing_ok=True)
 
@@ -81,9 +82,10 @@ class SampleFolder:
 
     def _files(self) -> Iterator[StepFile]:
         if self.path.is_dir():
-            for path in sorted(self.path.iterdir()):
-                if found := _NAME.fullmatch(path.name):
-                    yield StepFile(int(found[1]), int(found[2]), int(found[3]), path)
+            for name in sorted(os.listdir(self.path)):
+                if found := _NAME.fullmatch(name):
+                    step, rank, num_ranks = map(int, found.groups())
+                    yield StepFile(step, rank, num_ranks, self.path / name)
 
 
 def _read(path: Path) -> list[SampledGroup]:

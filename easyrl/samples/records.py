@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import numpy as np
 
 from easyrl.samples.choice import Why
 from easyrl.schema import SampleKey, TrainedGroup, TrainedResponse
@@ -107,10 +106,11 @@ def _response(
     parts = {} if score is None else score.components
     advantage, spread = None, None
     if made_of is not None:
-        values = np.asarray(made_of.advantages, dtype=np.float64)
-        advantage = float(values.mean())
-        if np.ptp(values):
-            spread = float(values.min()), float(values.max())
+        values = made_of.advantages
+        least, most = float(values.min()), float(values.max())
+        advantage = least
+        if least != most:
+            advantage, spread = float(values.mean()), (least, most)
     return SampledResponse(
         token_ids=completion.token_ids.tolist(),
         finish_reason=completion.finish_reason,
