@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.layouts import problems
+from benchmarks.parts.layouts.cases import cases
 from benchmarks.parts.layouts.traps import TRAPS
 
 ROOT = Path(__file__).parents[2]
@@ -48,10 +49,29 @@ def test_what_is_over_its_limit_is_told(wrong: dict[str, Any]) -> None:
 @pytest.mark.runs
 @pytest.mark.parametrize(
     "names",
-    [["tp2", "tp2sp", "pp2", "pp2-interleaved"], ["tp2pp2", "tp2dp2-zero3"]],
+    [
+        ["tp2", "tp2sp", "pp2", "pp2-flush", "pp2-interleaved", "pp-uneven"],
+        ["tp2pp2", "tp2dp2-zero3"],
+    ],
     ids=["two", "four"],
 )
 def test_a_split_model_is_the_whole_one(tmp_path: Path, names: list[str]) -> None:
+    compare(tmp_path, names)
+
+
+@pytest.mark.slow
+def test_each_other_layout_is_the_whole_model(tmp_path: Path) -> None:
+    names = ["tp4", "pp4", "tp2dp2-zero1", "tp2dp2-zero2", "pp2dp2-zero1", "dp4"]
+    compare(tmp_path, names)
+
+
+def test_no_layout_is_left_out() -> None:
+    source = Path(__file__).read_text()
+    assert all(f'"{case.name}"' in source for case in cases())
+
+
+def compare(tmp_path: Path, names: list[str]) -> None:
+    """Runs the benchmark on some layouts, and looks at its rows."""
     command = [sys.executable, "-m", "benchmarks.layouts", "--only", *names]
     finished = subprocess.run(
         [*command, "--out", str(tmp_path)],
