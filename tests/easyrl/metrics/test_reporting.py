@@ -262,7 +262,7 @@ def test_an_outage_of_one_rank_ends_the_evaluation_of_all(stop):
     with pytest.raises(RuntimeError, match="production failed") as caught:
         make_evaluator(OutageRollouts(), TwoRanks([None]), stop).evaluate("v")
     assert is_outage(caught.value)
-    told = [1, "all endpoints are down"]  # an outage
+    told = [2, "all endpoints are down"]  # an outage, behind a stop and a reward
     with pytest.raises(PeerOutage, match="rank 1: all endpoints are down"):
         make_evaluator(FakeRollouts(), TwoRanks([told]), stop).evaluate("v")
 
