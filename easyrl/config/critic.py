@@ -17,5 +17,5 @@ class CriticConfig(Section):
     path: FilePath | None = None  # a language model, or a critic that a run has exported; default:
     # model.path
     learning_rate: PositiveFloat = 9e-6  # OpenRLHF's; of PF-PPO (arXiv 2409.06957, section 5.3) too
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.0  # of its AdamW
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no clipping

@@ -13,28 +13,28 @@ from easyrl.config.base import FilePath, Section
 class FieldsConfig(Section):
     """Names of the dataset's fields."""
 
-    prompt: str = "prompt"
-    answer: str | None = "answer"
+    prompt: str = "prompt"  # a text, or a chat as a list of messages
+    answer: str | None = "answer"  # for rewards; null: there is none
 
 
 class DatasetConfig(Section):
     """Prompt files (.jsonl, .json array, .parquet) and how a record becomes a tokenised prompt."""
 
-    files: list[FilePath] = Field(min_length=1)
+    files: list[FilePath] = Field(min_length=1)  # .jsonl, .json with an array, .parquet
     fields: FieldsConfig = FieldsConfig()
     answer_pattern: str | None = None  # regular expression; its first group is the answer
-    system_prompt: str | None = None
+    system_prompt: str | None = None  # the system message; default: none
     prompt_template: str = "{prompt}"  # the user message
-    # further placeholders {name} of the two above: each prompt gets one value of the name's list,
-    # drawn by run.seed, its place in the files and the epoch, and has it in its metadata
-    template_values: dict[str, list[str | int | float]] = {}
-    apply_chat_template: bool = True
+    template_values: dict[str, list[str | int | float]] = {}  # further placeholders {name} of the
+    # two above: each prompt gets one value of the name's list, drawn by run.seed, its place in the
+    # files and the epoch, and has it in its metadata
+    apply_chat_template: bool = True  # false: the prompt's text as it is
     chat_template: FilePath | None = None  # a Jinja file; default: the tokenizer's own
     chat_template_kwargs: dict[str, Any] = {}  # e.g. enable_thinking
-    max_prompt_tokens: PositiveInt = 1024
-    on_long_prompt: Literal["skip", "fail"] = "skip"
-    on_bad_record: Literal["fail", "skip"] = "fail"
-    max_records: PositiveInt | None = None
+    max_prompt_tokens: PositiveInt = 1024  # of a prompt, templates included
+    on_long_prompt: Literal["skip", "fail"] = "skip"  # what to do with one that has more
+    on_bad_record: Literal["fail", "skip"] = "fail"  # what to do with a record that cannot be read
+    max_records: PositiveInt | None = None  # the first of all files together; default: all
 
     @field_validator("prompt_template")
     @classmethod
@@ -97,8 +97,8 @@ class DatasetConfig(Section):
 class DataConfig(DatasetConfig):
     """The training prompts."""
 
-    shuffle: bool = True
-    epochs: PositiveInt = 1
-    # of the last max(100, trainer.batch_size) prompts, how many endpoints may refuse before the run
-    # stops; prompts too long for every endpoint's context do not count
-    max_excluded: float = Field(0.05, ge=0, le=1)
+    shuffle: bool = True  # each epoch in an order of its own, by run.seed
+    epochs: PositiveInt = 1  # passes through the prompts, unless trainer.max_steps is given
+    max_excluded: float = Field(0.05, ge=0, le=1)  # of the last max(100, trainer.batch_size)
+    # prompts, how many endpoints may refuse before the run stops; prompts too long for every
+    # endpoint's context do not count

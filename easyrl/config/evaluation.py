@@ -20,10 +20,11 @@ class EvaluationConfig(Section):
 
     data: DatasetConfig
     every_steps: NonNegativeInt = 50  # 0: only where asked for below
-    at_start: bool = True
-    at_end: bool = True
-    num_samples: PositiveInt = 1
-    pass_at: Annotated[list[PositiveInt], Field(min_length=1)] = [1]
+    at_start: bool = True  # of the model as it is before the first step
+    at_end: bool = True  # of the trained model
+    num_samples: PositiveInt = 1  # responses for each prompt
+    pass_at: Annotated[list[PositiveInt], Field(min_length=1)] = [1]  # k of pass@k, each at most
+    # num_samples
     sampling: SamplingConfig = SamplingConfig()
     threshold: float = 0.5  # a sample is correct if its first reward reaches this
 

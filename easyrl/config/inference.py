@@ -21,11 +21,11 @@ from easyrl.config.base import FilePath, Section
 class LaunchConfig(Section):
     """Inference servers that the run starts, watches and restarts itself, on its own machine."""
 
-    engine: Literal["vllm", "embedded"] = "vllm"
-    count: PositiveInt = 1
+    engine: Literal["vllm", "embedded"] = "vllm"  # vllm, or the embedded server on the CPU
+    count: PositiveInt = 1  # servers
     tensor_parallel: PositiveInt = 1  # devices per server (vllm)
-    # per server; default: consecutive ones from 0; [] on CPU
-    devices: list[list[int]] | None = None
+    devices: list[list[int]] | None = None  # per server; default: consecutive ones from 0; [] on
+    # CPU
     python: FilePath | None = None  # interpreter of vLLM's environment; embedded: this one
     options: list[str] = []  # more of the server's command line, e.g. --max-model-len=4096
     env: dict[str, str] = {}  # further environment variables of the servers
@@ -84,14 +84,14 @@ class InferenceConfig(Section):
     launch: LaunchConfig | None = None  # servers of our own, beside or instead of them
     api_key_env: str | None = None  # name of the environment variable that holds the bearer token
     # of all endpoints that name none of their own
-    # requests at a time per endpoint; auto: what finishes batches soonest, as measured, 256 at most
-    max_inflight: PositiveInt | Literal["auto"] = "auto"
+    max_inflight: PositiveInt | Literal["auto"] = "auto"  # requests at a time per endpoint; auto:
+    # what finishes batches soonest, as measured, 256 at most
     dispatch: Literal["shortest_first", "prompt_order"] = "shortest_first"  # which groups go first
     num_fetchers: PositiveInt = 1  # processes that talk to the endpoints and decode responses
     max_retries: NonNegativeInt = 10  # per request, each on another endpoint where there is one
     progress_timeout_s: PositiveFloat = 600.0  # an endpoint silent for so long is set aside
     health_interval_s: PositiveFloat = 5.0  # between two health probes of an endpoint
-    startup_timeout_s: PositiveFloat = 300.0
+    startup_timeout_s: PositiveFloat = 300.0  # until a first endpoint is up
     max_outage_s: PositiveFloat = 1800.0  # without any endpoint; then checkpoint and stop
 
     @field_validator("endpoints", mode="before")

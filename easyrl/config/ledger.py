@@ -13,9 +13,9 @@ class CheckpointConfig(Section):
     """Checkpoints in ``<output_dir>/checkpoints``, the exported model in ``<output_dir>/model``."""
 
     every_steps: NonNegativeInt = 0  # 0: none but on SIGTERM and in an outage
-    keep: PositiveInt = 2
+    keep: PositiveInt = 2  # the last ones; those before them are removed
     background: bool = True  # written while training goes on
-    export_at_end: bool = True
+    export_at_end: bool = True  # the trained model as save_pretrained writes it
 
 
 class JournalConfig(Section):

@@ -13,7 +13,7 @@ from easyrl.config.base import FilePath, Section
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021): only they are trained, the model itself is frozen."""
 
-    rank: PositiveInt = 16
+    rank: PositiveInt = 16  # columns of each adapter's first factor
     alpha: PositiveFloat = 32.0  # the adapters' product is scaled by alpha / rank
     target_modules: Annotated[list[str], Field(min_length=1)] = [
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -23,9 +23,10 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy, a Hugging Face causal language model on disk."""
 
-    path: FilePath
+    path: FilePath  # folder with config.json, safetensors files and tokenizer
     tokenizer: FilePath | None = None  # default: path
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp32"] = "bf16"  # of weights and activations; gradients, masters and
+    # moments are fp32 in either
     attention: Literal["auto", "reference", "merged", "flex", "varlen", "npu"] = "auto"  # of packed
     # rows; auto: the fastest that the device has
     fused_layers: Literal["auto", "liger", "npu", "none"] = "auto"  # of RMSNorm, rotary embedding
@@ -40,7 +41,7 @@ class ModelConfig(Section):
     # the projection is formed with its values where the recipe's loss is a sum over tokens
     ignore_router_aux_loss: bool = False  # trains a mixture of experts whose config.json asks for
     # the router's load-balancing loss without it; else such a model is refused
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = None  # adapters that are trained in place of the model; default: none
 
     @property
     def recomputed(self) -> Literal["none", "layer", "selective"]:

@@ -21,8 +21,8 @@ class RecipeConfig(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = "grpo"
-    file: FilePath | None = None
+    name: str = "grpo"  # easyrl recipes lists the built-in ones, and published settings of them
+    file: FilePath | None = None  # Python file with a recipe of one's own; name is its class
 
     @property
     def settings(self) -> dict[str, Any]:

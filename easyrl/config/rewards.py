@@ -33,16 +33,16 @@ class RewardConfig(Section):
     time, and those behind one that takes long are given to another worker as well.
     """
 
-    name: BuiltIn | None = None
-    file: FilePath | None = None
-    function: str = "reward_func"
-    weight: float = 1.0
-    # which responses a call is given; default: group for files, reward_model and remote
-    scope: Literal["sample", "group"] | None = None
+    name: BuiltIn | None = None  # a built-in one
+    file: FilePath | None = None  # Python file of a function of one's own
+    function: str = "reward_func"  # its name in the file
+    weight: float = 1.0  # factor in the sum of all rewards
+    scope: Literal["sample", "group"] | None = None  # which responses a call is given; default:
+    # group for files, reward_model and remote
     timeout_s: PositiveFloat = 30.0  # of each call, from when a worker begins it
     kwargs: dict[str, Any] = {}  # passed to the function
-    # how a function of a file is called: as ours, TRL's or verl's; auto: by its arguments' names
-    signature: Literal["auto", "easyrl", "trl", "verl"] = "auto"
+    signature: Literal["auto", "easyrl", "trl", "verl"] = "auto"  # how a function of a file is
+    # called: as ours, TRL's or verl's; auto: by its arguments' names
     log_as: str | None = None  # its name in metrics and records; default: name, or function
 
     @model_validator(mode="after")
@@ -84,10 +84,10 @@ class RewardConfig(Section):
 class ScoringConfig(Section):
     """How responses are scored, and the worker processes that decode and score them."""
 
-    num_workers: PositiveInt = 2
+    num_workers: PositiveInt = 2  # processes, of each rank
     on_reward_error: Literal["fail", "zero", "retry"] = "fail"  # retry: again, then fail
     max_reward_retries: PositiveInt = 2  # calls after the first, with on_reward_error: retry
     truncated_reward: float | None = None  # of a response cut off at max_tokens; null: as scored
-    # control experiment. true: rewards are permuted inside each group; across_prompts: a group has
-    # those of another prompt's, for recipes that do not compare responses within their group
-    shuffle_rewards: bool | Literal["across_prompts"] = False
+    shuffle_rewards: bool | Literal["across_prompts"] = False  # control experiment. true: rewards
+    # are permuted inside each group; across_prompts: a group has those of another prompt's, for
+    # recipes that do not compare responses within their group

@@ -31,18 +31,22 @@ _ON_POLICY_SAMPLING = {
 class SamplingConfig(Section):
     """Sampling parameters, named as vLLM names them."""
 
-    max_tokens: PositiveInt = 512
-    temperature: NonNegativeFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_tokens: PositiveInt = 512  # of a response; one that is cut off there is truncated
+    temperature: NonNegativeFloat = 1.0  # log-probabilities and losses are taken at it too; 0:
+    # greedy
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # tokens of the smallest set that has this
+    # probability
     top_k: int = -1  # -1: all
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: PositiveFloat = 1.0
-    min_tokens: NonNegativeInt = 0
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0  # tokens with this share of the likeliest
+    # one's probability
+    presence_penalty: float = 0.0  # subtracted from logits of tokens that the response has
+    frequency_penalty: float = 0.0  # the same, times how often it has them
+    repetition_penalty: PositiveFloat = 1.0  # divides positive logits of tokens that prompt or
+    # response have
+    min_tokens: NonNegativeInt = 0  # before which a response does not end
+    stop: list[str] = []  # texts that end a response
+    stop_token_ids: list[int] = []  # tokens that end a response
+    ignore_eos: bool = False  # responses go on behind their end, to max_tokens
 
     @field_validator("top_k")
     @classmethod

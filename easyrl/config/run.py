@@ -16,16 +16,20 @@ MOST_CHARACTERS = 128  # of a name: names of files have 255, of which the run's 
 class RunConfig(Section):
     """Where the run writes, its seed, and its mode."""
 
-    name: str = "easyrl"
-    output_dir: FilePath = Path("runs/easyrl")
-    seed: NonNegativeInt = 0
-    mode: Literal["async", "sync"] = "async"
+    name: str = "easyrl"  # part of the weights' version that endpoints stamp, of names of files,
+    # and of W&B's run
+    output_dir: FilePath = Path("runs/easyrl")  # receives everything that the run writes
+    seed: NonNegativeInt = 0  # of the order of prompts, of sampling, and of what a recipe or
+    # template draws
+    mode: Literal["async", "sync"] = "async"  # sync: training waits until all responses of a batch
+    # are there; a control experiment
     determinism: Literal["none", "strict"] = "none"  # strict: the same bits in every weight and
     # metric, however groups arrive; needs endpoints whose responses do not depend on batching
-    trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]
-    wandb_project: str = "easyrl"
-    console: bool = True
-    event_log: bool = True
+    trackers: list[Literal["tensorboard", "wandb"]] = ["tensorboard"]  # where metrics go beside
+    # metrics.jsonl
+    wandb_project: str = "easyrl"  # for the tracker wandb
+    console: bool = True  # a row per step
+    event_log: bool = True  # events-rank*.jsonl: what happened when, for each rank
 
     @field_validator("name")
     @classmethod

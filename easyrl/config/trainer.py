@@ -29,23 +29,26 @@ class TrainerConfig(Section):
     # over several ranks
     balance: bool = True  # a finished group goes to the data-parallel rank that has least to train
     # before it; not in strict mode, where ranks have fixed shares
-    learning_rate: PositiveFloat = 1e-6
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    learning_rate: PositiveFloat = 1e-6  # of AdamW, at its peak
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # behind the warm-up, over
+    # all steps of the run
+    warmup_steps: NonNegativeInt = 0  # in which the learning rate rises from 0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # of learning_rate, at the end of the
+    # schedule
     optimizer: Literal["adamw", "adam8bit", "muon"] = "adamw"  # adam8bit: moments in 8 bits (needs
     # bitsandbytes); muon: of hidden matrices, AdamW of all else
-    weight_decay: NonNegativeFloat = 0.0
-    adam_betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)
-    adam_eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0  # decoupled from the gradient (AdamW)
+    adam_betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.999)  # of first and
+    # second moment
+    adam_eps: PositiveFloat = 1e-8  # added to the root of the second moment
     muon_momentum: Annotated[float, Field(gt=0, lt=1)] | None = None  # default: 0.95
     muon_learning_rate: PositiveFloat | None = None  # of muon's matrices, scaled to AdamW's size of
     # an update; default: learning_rate
     max_grad_norm: NonNegativeFloat = 1.0  # 0: no clipping
     zero_stage: Literal[0, 1, 2, 3] = 2  # what data-parallel ranks share: nothing, the optimizer's
     # state, gradients too, weights too; bytes of each: docs/memory.md
-    offload_optimizer: bool = False
-    offload_reference: bool = False
+    offload_optimizer: bool = False  # masters and moments are in host memory, and stepped there
+    offload_reference: bool = False  # its weights are in host memory but while it runs
     max_bad_steps: PositiveInt = 3  # steps with a non-finite loss or gradient before the run stops
     grace_s: PositiveFloat = 60.0  # from SIGTERM until the run has to have saved and ended
 

@@ -26,9 +26,10 @@ class WeightSyncConfig(Section):
     directory: FilePath = SHARED_MEMORY  # of the weights: shared memory, or a disk that is shared
     access: Literal["owner", "group"] = "owner"  # who may read them there; group: also the members
     # of the folder's group, for endpoints of other Unix users (make the directory setgid for one)
-    chunk_bytes: PositiveInt = 16 * 2**20
-    # name or address, IPv6 too, under which endpoints reach this machine for http
-    advertise_host: str | None = None
+    chunk_bytes: PositiveInt = 16 * 2**20  # of the weights that are written, sent and loaded
+    # together
+    advertise_host: str | None = None  # name or address, IPv6 too, under which endpoints reach this
+    # machine for http
     bind_host: str | None = None  # address that the http stream listens at, 0.0.0.0 for all;
     # default: that of advertise_host, else the one on the way to the endpoint
     port: NonNegativeInt = 0  # of the http stream; 0: a free one
@@ -36,8 +37,9 @@ class WeightSyncConfig(Section):
     # them; one that let so much pass without answers is not pushed to a second time, and others
     # that are ready for the batch wait so long for the answers that it still owes
     prove: bool = True  # every endpoint proves the bits of what it serves after each sync
-    probe: bool = True
-    canary: bool = True
+    probe: bool = True  # at the start a changed version has to show in what each endpoint says
+    canary: bool = True  # each sync compares an endpoint's log-probabilities of a few responses
+    # with the trainer's
     canary_tolerance: PositiveFloat | None = None  # mean |Δ log-prob|; default 1e-3 fp32, 5e-2
     # bf16; with prove a warning up to 0.5 nats
     agreement_tolerance: PositiveFloat | None = None  # of each endpoint's trained tokens, mean
