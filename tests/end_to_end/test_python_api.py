@@ -143,6 +143,7 @@ def test_a_used_folder_is_refused_unchanged_and_goes_on_with_resume(folder):
     assert len(read_metrics(folder / "out" / "metrics.jsonl")) == 4
 
 
+@pytest.mark.runs
 def test_rewards_of_several_forms_train_and_the_script_is_not_run_again(folder):
     assert run_script(folder, "unguarded.py", UNGUARDED) == "several/model"
     assert (folder / "runs.txt").read_text() == "x"
@@ -175,6 +176,7 @@ def test_a_reward_that_raises_is_one_sentence_and_no_server_is_started(folder):
     assert said.endswith("(or set scoring.on_reward_error=zero)")
 
 
+@pytest.mark.runs
 def test_a_batch_without_a_reward_ends_the_run_and_the_first_failure_is_in_the_log(folder):
     settings = '{"scoring.on_reward_error": "zero"}'
     ended = ended_script(folder, "failing.py", FAILING.replace("SETTINGS", settings))

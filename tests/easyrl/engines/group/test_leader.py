@@ -33,7 +33,7 @@ from easyrl.weight_sync.store import WeightStore
 from tests.easyrl.engines.group.test_codec import row
 
 SIZE, TELLER = 3, 2
-SLOW_S = 1.0  # that a slow teller works on a call
+SLOW_S = 0.5  # that a slow teller works on a call
 
 
 @dataclass
