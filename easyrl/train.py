@@ -151,7 +151,8 @@ def _follow(config: Config, signals: RunSignals | None) -> None:
     from easyrl.runtime.signals import RunSignals
     from easyrl.runtime.stopping import StopRequest
 
-    follow(config, signals or RunSignals(StopRequest(config.trainer.grace_s)))
+    with _lost_processes_told():
+        follow(config, signals or RunSignals(StopRequest(config.trainer.grace_s)))
 
 
 @contextmanager

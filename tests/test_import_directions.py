@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "models": "schema config engines.base kernels recipes runtime.numerics runtime.user_code",
     "engines.base": "schema runtime.ranks",
     "engines": "schema config runtime.allocator runtime.durable_files runtime.interfaces"
-    " runtime.gloo_wait runtime.rank_store runtime.shared_folder"
+    " runtime.gloo_wait runtime.lost_process runtime.rank_store runtime.shared_folder"
     " runtime.ranks recipes kernels.attention.segment_layout"
     " models.critic models.loading models.lora models.offload models.policy_model models.teacher"
     " models.teacher_loading models.tri_model",

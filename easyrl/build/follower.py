@@ -8,14 +8,12 @@ from functools import partial
 from easyrl.build.ranks import join_ranks
 from easyrl.config import Config
 from easyrl.engines.group.calls import END
-from easyrl.engines.group.channel import GroupLost
 from easyrl.engines.group.follower import Follower, WriteShare
 from easyrl.engines.megatron.engine import MegatronEngine
 from easyrl.engines.megatron.layout import Place
 from easyrl.models.supported import model_notices
 from easyrl.runtime.determinism import make_deterministic
 from easyrl.runtime.signals import RunSignals
-from easyrl.schema import TEMPORARY_FAILURE, InterruptedRun
 from easyrl.weight_sync.shares import ShareWriter
 
 
@@ -27,8 +25,8 @@ def _write_share(place: Place) -> WriteShare | None:
 
 
 def follow(config: Config, signals: RunSignals) -> None:
-    """Until the head's run ends. Raises ``InterruptedRun`` where a process of its group is gone
-    before that.
+    """Until the head's run ends. Raises ``LostProcess`` where a process of its group is gone before
+    that.
 
     A stop that is asked for here is the head's to make: it is told, and saves.
     """
@@ -38,19 +36,10 @@ def follow(config: Config, signals: RunSignals) -> None:
         joined = join_ranks(config, opened, signals)
         group = joined.group
         assert group is not None
-        try:
-            call, arguments = group.calls.hear()
-            if call == END:  # it has found something to be put right, or nothing left to do
-                return
-            (total_steps,) = arguments
-            engine = MegatronEngine(config, group.place.layout, total_steps=total_steps)
-            signals.begin_training()
-            Follower(
-                engine, group.calls, group.files, group.teller, _write_share(group.place)
-            ).serve()
-        except GroupLost as error:
-            raise InterruptedRun(
-                f"a process of the model-parallel group of rank {group.calls.head} has ended "
-                f"({error}); go on with --resume",
-                status=TEMPORARY_FAILURE,
-            ) from error
+        call, arguments = group.calls.hear()
+        if call == END:  # it has found something to be put right, or nothing left to do
+            return
+        (total_steps,) = arguments
+        engine = MegatronEngine(config, group.place.layout, total_steps=total_steps)
+        signals.begin_training()
+        Follower(engine, group.calls, group.files, group.teller, _write_share(group.place)).serve()

@@ -18,7 +18,7 @@ from easyrl.build.records import build_record_parts
 from easyrl.build.reporter import open_reporter
 from easyrl.build.rollouts import open_rollouts
 from easyrl.build.run import open_run
-from easyrl.build.run_arithmetic import tell_run
+from easyrl.build.run_length import tell_run
 from easyrl.build.servers import start_servers
 from easyrl.build.trainer import build_trainer
 from easyrl.build.watchdog import watch_progress

@@ -16,7 +16,7 @@ from easyrl.build.model import load_model
 from easyrl.build.recipe import group_functions
 from easyrl.build.reporter import open_trackers
 from easyrl.build.run import OpenRun, open_run
-from easyrl.build.run_arithmetic import tell_run
+from easyrl.build.run_length import tell_run
 from easyrl.build.steps import num_epochs
 from easyrl.build.tokenizer import load_tokenizer
 from easyrl.build.watchdog import watch_records

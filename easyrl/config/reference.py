@@ -55,15 +55,15 @@ def keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
         below = _section_in(field.annotation)
-        if below is None or not field.is_required() and field.get_default() is None:
+        is_list = get_origin(field.annotation) is list
+        if below is None or is_list or not field.is_required() and field.get_default() is None:
             default = "required" if field.is_required() else _default(field)
             meaning = meanings.get(name, "")
             if below is not None and not meaning:
                 meaning = (below.__doc__ or "").strip().partition("\n")[0]
             yield Key(path, _type(field), default, meaning, _readers(path))
         if below is not None:
-            entry = "[]" if get_origin(field.annotation) is list else ""
-            yield from keys(below, f"{path}{entry}.")
+            yield from keys(below, f"{path}{'[]' * is_list}.")
 
 
 def markdown() -> str:

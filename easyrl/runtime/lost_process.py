@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 
 
+class LostProcess(RuntimeError):
+    """Another process of the run is gone."""
+
+
 def lost_process(error: BaseException) -> str | None:
     """What ``error`` or one of its causes says of it; None: it is something else's fault.
 
@@ -13,7 +17,7 @@ def lost_process(error: BaseException) -> str | None:
     cause: BaseException | None = error
     while cause is not None:
         is_gloo = isinstance(cause, RuntimeError) and "gloo/transport" in str(cause)
-        if is_gloo or isinstance(cause, dist.DistError):
+        if is_gloo or isinstance(cause, LostProcess | dist.DistError):
             return str(cause)
         cause = cause.__cause__
     return None

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from easyrl.engines.group.codec import decode, encode
 from easyrl.runtime.gloo_wait import LONGEST_WAIT, wait_with_signals
+from easyrl.runtime.lost_process import LostProcess
 
 END_S = 5.0  # a follower that does not listen any more does not keep the head
 LONGEST_PAUSE_S = 0.005
 MOST_ANSWERS = 64  # of a follower that the head has not fetched; more than stages of a pipeline
 
 
-class GroupLost(RuntimeError):
+class GroupLost(LostProcess):
     """A process of the model-parallel group is gone."""
 
 

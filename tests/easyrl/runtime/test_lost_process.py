@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from easyrl.engines.group.channel import GroupLost
 from easyrl.runtime.lost_process import lost_process
 from easyrl.runtime.machine import free_port
 from easyrl.schema import TEMPORARY_FAILURE, InterruptedRun
@@ -48,6 +49,15 @@ def test_a_process_that_is_gone_interrupts_the_run(kind: str) -> None:
     assert text.startswith("another process of the run has ended (") and "--resume" in text
     for each in processes:
         each.join()
+
+
+def test_what_a_group_says_of_a_process_that_is_gone_is_told() -> None:
+    with (
+        pytest.raises(InterruptedRun, match="another process.*closed") as told,
+        _lost_processes_told(),
+    ):
+        raise GroupLost("closed")
+    assert told.value.status == TEMPORARY_FAILURE
 
 
 def test_other_errors_go_on_as_they_are() -> None:

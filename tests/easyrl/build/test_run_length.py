@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from easyrl.build.run_arithmetic import describe_run
+from easyrl.build.run_length import describe_run
 from easyrl.build.steps import total_steps
 from easyrl.config import Config, DataConfig, RolloutConfig, TrainerConfig
 from easyrl.schema import Progress
