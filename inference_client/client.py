@@ -65,6 +65,7 @@ TensorShapes = Mapping[str, tuple[str, Sequence[int]]]  # by name: safetensors' 
 
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
 PROVE_ADAPTER = "easyrl_prove_adapter"
+COMPARE_SHAPES = "easyrl_compare_shapes"
 HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
@@ -322,6 +323,16 @@ class EndpointClient:
         max_bytes = ANSWER_BYTES + MAX_WORKERS * of_a_worker
         return (await self.call_workers(_PROOFS, method, asked, max_bytes)).results
 
+    async def compare_shapes(self, tensors: TensorShapes) -> dict[str, str]:
+        """By name, why its workers could not load a tensor, or which they serve beside ``tensors``.
+
+        Changes nothing there.
+        """
+        asked = {"tensors": orjson.dumps(tensors).decode()}
+        max_bytes = ANSWER_BYTES + MAX_WORKERS * len(tensors) * BYTES_PER_TENSOR
+        answer = await self.call_workers(_SHAPES, COMPARE_SHAPES, asked, max_bytes)
+        return {name: said for worker in answer.results for name, said in worker.problems.items()}
+
     async def call_workers(
         self,
         decoder: msgspec.json.Decoder[T],
@@ -491,10 +502,21 @@ class _Proofs(msgspec.Struct):
     results: Annotated[list[WorkerProof], msgspec.Meta(min_length=1)]
 
 
+class _ShapeProblems(msgspec.Struct):
+    problems: dict[str, str]
+
+
+class _Shapes(msgspec.Struct):
+    """A result per worker."""
+
+    results: Annotated[list[_ShapeProblems], msgspec.Meta(min_length=1)]
+
+
 _MODELS = msgspec.json.Decoder(_Models)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfo)
 _SUCCESS = msgspec.json.Decoder(_Success)
 _PROOFS = msgspec.json.Decoder(_Proofs)
+_SHAPES = msgspec.json.Decoder(_Shapes)
 
 
 def _server_message(content: bytes) -> str:

@@ -117,8 +117,10 @@ MAY_IMPORT = {
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
-    "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
-    " ledger metrics"
+    "doctor": "schema config engines.weight_names inference_client models.supported"
+    " runtime.user_code",
+    "build": "schema config completion_check dataloaders doctor engines"
+    " inference_client kernels.attention ledger metrics"
     " models recipes rewards runtime samples trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "schema config train runtime.machine rewards.given",

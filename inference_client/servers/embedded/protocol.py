@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field, Json, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, Json, RootModel, model_validator
 
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.requests import (
@@ -172,14 +172,26 @@ class UpdateBody(BaseModel):
     update_info: UpdateInfo
 
 
-class ProofArguments(BaseModel):
-    nonce: Annotated[bytes, BeforeValidator(parse_nonce)]  # 32, from hex digits
+class ShapesArguments(BaseModel):
     tensors: Json[dict[str, tuple[str, list[int]]]]  # by name: safetensors' dtype, shape
 
 
-class RpcBody(BaseModel):
+class ProofArguments(ShapesArguments):
+    nonce: Annotated[bytes, BeforeValidator(parse_nonce)]  # 32, from hex digits
+
+
+class ProofBody(BaseModel):
     method: Literal["easyrl_prove_weights"]
     kwargs: ProofArguments
+
+
+class ShapesBody(BaseModel):
+    method: Literal["easyrl_compare_shapes"]
+    kwargs: ShapesArguments
+
+
+class RpcBody(RootModel[Annotated[ProofBody | ShapesBody, Field(discriminator="method")]]):
+    """The methods that the vLLM plugin adds to vLLM's workers."""
 
 
 class FinishBody(BaseModel):

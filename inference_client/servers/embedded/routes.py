@@ -35,6 +35,7 @@ from easyrl.inference_client.servers.embedded.protocol import (
     PauseQuery,
     RpcBody,
     SamplesBody,
+    ShapesBody,
     UpdateBody,
     VersionBody,
     completion_response,
@@ -231,8 +232,11 @@ class EmbeddedServer:
         return json_response({"message": "Weight update finished"})
 
     async def _collective_rpc(self, http: web.Request) -> web.Response:
-        """The one method that the vLLM plugin adds to vLLM's workers."""
-        body = await parse(http, RpcBody)
+        """What the vLLM plugin adds to vLLM's workers, but for adapters."""
+        body = (await parse(http, RpcBody)).root
+        if isinstance(body, ShapesBody):
+            problems = await _done(self._weights.compare_shapes(body.kwargs.tensors))
+            return json_response({"results": [{"problems": problems}]})
         asked = body.kwargs
         proof = await _done(self._weights.prove(asked.nonce, asked.tensors.keys()))
         return json_response({"results": [asdict(proof)]})
