@@ -69,6 +69,7 @@ COMPARE_SHAPES = "easyrl_compare_shapes"
 HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
+TOKENIZE = "/tokenize"
 ABORT = "/inference/v1/abort_requests"
 NO_ROUTE = (404, 405)
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
@@ -344,6 +345,19 @@ class EndpointClient:
         body = {"method": method, "kwargs": kwargs}
         return await self._decoded(decoder, "POST", "/collective_rpc", body, max_bytes=max_bytes)
 
+    async def tokenize(self, asked: Mapping[str, Any]) -> list[int] | None:
+        """Token ids by its own tokenizer; None if it has no route that tells.
+
+        ``asked``: ``{"prompt": text, "add_special_tokens": bool}``, or ``messages`` with
+        ``add_generation_prompt`` and ``chat_template_kwargs``, as vLLM's ``/tokenize`` has them.
+        """
+        answer = await self._answer("POST", TOKENIZE, asked, self._timeout_s)
+        if answer.status in NO_ROUTE:
+            return None
+        if answer.status != 200:
+            raise self._refusal("POST", TOKENIZE, answer)
+        return decode(_TOKENS, answer.content, self.url, f"POST {TOKENIZE}").tokens
+
     async def get(self, decoder: msgspec.json.Decoder[T], path: str) -> T:
         """What a route answers, as a record. Raises ``EndpointError``."""
         return await self._decoded(decoder, "GET", path)
@@ -502,6 +516,10 @@ class _Proofs(msgspec.Struct):
     results: Annotated[list[WorkerProof], msgspec.Meta(min_length=1)]
 
 
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
 class _ShapeProblems(msgspec.Struct):
     problems: dict[str, str]
 
@@ -517,6 +535,7 @@ _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfo)
 _SUCCESS = msgspec.json.Decoder(_Success)
 _PROOFS = msgspec.json.Decoder(_Proofs)
 _SHAPES = msgspec.json.Decoder(_Shapes)
+_TOKENS = msgspec.json.Decoder(_Tokens)
 
 
 def _server_message(content: bytes) -> str:
