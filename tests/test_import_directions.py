@@ -117,15 +117,19 @@ MAY_IMPORT = {
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
-    "doctor": "schema config engines.weight_names inference_client models.supported"
-    " runtime.user_code",
+    # what a run and easyrl doctor look at before; the wiring says in which order
+    "doctor": "schema config completion_check dataloaders.prompts.records engines.base"
+    " engines.deepspeed.memory engines.weight_names inference_client memory_plan"
+    " metrics.logprob_agreement models.loading models.policy_model models.supported"
+    " models.weight_files rewards.scorer runtime.user_code"
+    " weight_sync.challenge weight_sync.store",
     "build": "schema config completion_check dataloaders doctor engines"
-    " inference_client kernels.attention ledger metrics"
+    " inference_client kernels.attention ledger memory_plan.remedies metrics"
     " models recipes rewards runtime samples trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "schema config train runtime.machine rewards.given",
-    "commands": "schema config train build ledger memory_plan recipes runtime samples"
-    " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
+    "commands": "schema config train build doctor.finding ledger memory_plan recipes runtime"
+    " samples inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
     "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
     " runtime.shared_cores"
@@ -140,7 +144,7 @@ LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
-    commands.samples samples.selection samples.show
+    commands.doctor commands.samples samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from math import prod
 from typing import TYPE_CHECKING
 
 from easyrl.build.data import load_data, policy_vocabulary, require_known_tokens
@@ -18,7 +17,7 @@ from easyrl.build.trial import try_user_code
 from easyrl.completion_check import Vocabulary
 from easyrl.config import Config
 from easyrl.dataloaders.prompts.template_values import every_variant
-from easyrl.doctor.architecture import weight_shapes
+from easyrl.doctor.architecture import count_parameters, weight_shapes
 from easyrl.doctor.batches import batch_findings, data_finding
 from easyrl.doctor.devices import device_finding
 from easyrl.doctor.finding import Finding, findings_of, not_checked, ok
@@ -55,6 +54,7 @@ class Diagnosis:
         self._world_size = world_size or config.parallel.ranks_per_model
         # once they are read
         self._shapes: TensorShapes = {}
+        self._num_parameters = 0
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._vocabulary: Vocabulary | None = None
         self._prompts: Sequence[Prompt] = ()
@@ -86,12 +86,9 @@ class Diagnosis:
         read_model_config(model)
         load_recipe(self._config)
         self._shapes = weight_shapes(model)
+        self._num_parameters = count_parameters(model)
         size = self._num_parameters / 1e6
         yield ok("model", f"{model.path}: {size:,.3g} million parameters, {model.dtype}")
-
-    @property
-    def _num_parameters(self) -> int:
-        return sum(prod(shape) for _, shape in self._shapes.values())
 
     def _memory(self) -> Iterable[Finding]:
         return check_memory(self._config, self._world_size, self._load)

@@ -21,6 +21,7 @@ from easyrl.doctor.architecture import architecture_finding
 from easyrl.doctor.endpoints import Reached, context_finding, reach
 from easyrl.doctor.finding import Finding, findings_of, not_checked
 from easyrl.doctor.policy_folder import PolicyFolder
+from easyrl.doctor.sizes import size
 from easyrl.doctor.tokens import template_finding, tokenizer_finding
 from easyrl.doctor.weight_route import weight_route_finding
 from easyrl.inference_client.api_keys import ApiKeys
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 ANSWER_S = 60.0  # for an answer that is no sample
 SAMPLES_S = 300.0  # for all of an endpoint's samples
-NUM_PROMPTS = 4  # that each endpoint answers
+NUM_PROMPTS = 8  # that each endpoint answers
 ROOM = 1.2  # of the weights' bytes, for loading the model here
 
 
@@ -126,7 +127,7 @@ def _why_not_here(config: Config, policy: Policy) -> str | None:
     sizes = (prod(shape) * DTYPES[dtype].itemsize for dtype, shape in policy.shapes.values())
     needed, free = ROOM * sum(sizes), psutil.virtual_memory().available
     if needed > free:
-        return f"the model needs {needed / 1e9:.1f} GB here, {free / 1e9:.1f} GB are available"
+        return f"the model needs {size(needed)} here, {size(free)} are available"
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -22,10 +24,21 @@ def weight_shapes(model: ModelConfig) -> TensorShapes:
 
     A tenth of a second for each 10 layers or so. Raises ``ConfigError`` naming ``model.path``.
     """
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(trainable_config(model), dtype=DTYPES[model.dtype])
-    weights = saved_weights(made, is_writer=False)
+    weights = saved_weights(_without_data(model), is_writer=False)
     return {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in weights}
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Of the model at ``model.path``, by its ``config.json``, a tied head once.
+
+    Raises ``ConfigError`` naming ``model.path``.
+    """
+    return sum(parameter.numel() for parameter in _without_data(model).parameters())
+
+
+def _without_data(model: ModelConfig) -> Any:  # PreTrainedModel
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(trainable_config(model), dtype=DTYPES[model.dtype])
 
 
 async def architecture_finding(

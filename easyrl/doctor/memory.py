@@ -9,11 +9,10 @@ import torch
 
 from easyrl.config import Config
 from easyrl.doctor.finding import Finding, failed, not_checked, ok
+from easyrl.doctor.sizes import size
 from easyrl.memory_plan.plan import MemoryPlan, plan_memory
 from easyrl.memory_plan.remedies import Load
 from easyrl.memory_plan.verdict import LEFT_FREE, device_bytes, judge
-
-GB = 1e9
 
 
 def check_memory(config: Config, world_size: int, load: Load) -> Iterator[Finding]:
@@ -28,7 +27,7 @@ def check_memory(config: Config, world_size: int, load: Load) -> Iterator[Findin
 def _device_finding(plan: MemoryPlan, device: float, load: Load) -> Finding:
     verdict, name = judge(plan, device, load), "memory of a rank"
     usable = device * (1 - LEFT_FREE)
-    said = f"{plan.needed / GB:.2f} GB needed of {usable / GB:.2f} GB, nine tenths of the device"
+    said = f"{size(plan.needed)} needed of {size(usable)}, nine tenths of the device"
     if verdict.fits:
         return ok(name, said)
     changes = " | ".join(map(str, verdict.changes))
@@ -40,7 +39,7 @@ def _host_finding(plan: MemoryPlan, world_size: int, *, on_cpu: bool) -> Finding
     local = world_size if on_cpu else min(world_size, torch.accelerator.device_count())
     each = max(s.held.host + (s.needed if on_cpu else 0.0) for s in plan.stages)
     free, name = float(psutil.virtual_memory().available), "memory of the host"
-    said = f"{local * each / GB:.2f} GB needed by {local} ranks, {free / GB:.2f} GB are available"
+    said = f"{size(local * each)} needed by {local} ranks, {size(free)} are available"
     if local * each <= free:
         return ok(name, said)
     if local < world_size:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from easyrl.config import Config
 from easyrl.doctor.finding import Finding, failed, ok
+from easyrl.doctor.sizes import size
 from easyrl.engines.deepspeed.memory import MASTER, MOMENTS, WEIGHT
-
-GB = 1e9
 
 
 def checkpoint_bytes(config: Config, num_parameters: int) -> float:
@@ -30,8 +29,8 @@ def disk_finding(config: Config, num_parameters: int) -> Finding:
     if kept.export_at_end:
         needed += num_parameters * WEIGHT[config.model.dtype]
     free, folder = free_bytes(config.run.output_dir), config.run.output_dir
-    what = f"{num_kept} checkpoint{'s' * (num_kept != 1)} and the model need {needed / GB:.2f} GB"
-    said = f"{what}, {free / GB:.2f} GB are free in {folder}"
+    what = f"{num_kept} checkpoint{'s' * (num_kept != 1)} and the model need {size(needed)}"
+    said = f"{what}, {size(free)} are free in {folder}"
     if needed <= free:
         return ok(name, said)
     return failed(
@@ -46,7 +45,7 @@ def weight_space_finding(config: Config, num_parameters: int) -> Finding:
     needed = copies * num_parameters * WEIGHT[config.model.dtype]
     free = free_bytes(sync.directory)
     said = (
-        f"{copies} versions of the weights need {needed / GB:.2f} GB, {free / GB:.2f} GB are free "
+        f"{copies} versions of the weights need {size(needed)}, {size(free)} are free "
         f"in {sync.directory}"
     )
     if needed <= free:
