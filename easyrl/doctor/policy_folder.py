@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -22,7 +23,7 @@ class PolicyFolder:
 
     def __init__(self, model: ModelConfig, shapes: TensorShapes) -> None:
         self._shapes = shapes
-        self._files = {}
+        self._files: dict[str, Path] = {}
         for path in weight_files(model.path):
             with safe_open(path, framework="pt") as file:
                 self._files |= dict.fromkeys(file.keys(), path)

@@ -48,14 +48,11 @@ async def template_finding(
     if config.data.chat_template is not None:
         template = config.data.chat_template.read_text()
     keywords: dict[str, Any] = config.data.chat_template_kwargs
-    own = tokenizer.apply_chat_template(
-        MESSAGES,
-        chat_template=template,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-        **keywords,
+    text = tokenizer.apply_chat_template(
+        MESSAGES, chat_template=template, add_generation_prompt=True, tokenize=False, **keywords
     )
+    # the template writes its own beginning-of-text token
+    own = tokenizer(str(text), add_special_tokens=False)["input_ids"]
     asked = {
         "messages": MESSAGES,
         "add_generation_prompt": True,
