@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from easyrl.config import ModelConfig
 from easyrl.doctor.finding import Finding, failed, not_checked, ok
-from easyrl.engines.weight_names import saved_weights
+from easyrl.engines.weight_names import saved_shapes
 from easyrl.inference_client.client import EndpointClient, TensorShapes
 from easyrl.inference_client.errors import EndpointError, NotAnswered
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPE_NAMES
@@ -22,10 +22,10 @@ SERVED_AS = {"bf16": "bfloat16", "fp32": "float32"}
 def weight_shapes(model: ModelConfig) -> TensorShapes:
     """Dtype and shape of all that a run would send, by name, from ``config.json`` alone.
 
-    A tenth of a second for each 10 layers or so. Raises ``ConfigError`` naming ``model.path``.
+    Raises ``ConfigError`` naming ``model.path``.
     """
-    weights = saved_weights(_without_data(model), is_writer=False)
-    return {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in weights}
+    weights = saved_shapes(_without_data(model))
+    return {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in weights.items()}
 
 
 def count_parameters(model: ModelConfig) -> int:
