@@ -46,9 +46,8 @@ def test_a_right_server(served: tuple[Path, str]) -> None:
 def test_another_architecture(served: tuple[Path, str]) -> None:
     model, url = served
     other = save_tiny_model(model.parent / "other", "qwen3", head_dim=32, num_hidden_layers=3)
-    checked = config(other, url, **sections(model))
-    checked.model.tokenizer = model
-    found = findings(checked)
+    section = {"path": str(other), "tokenizer": str(model), "dtype": "fp32"}
+    found = findings(config(model, url, model=section, **sections(model)))
     assert found["architecture"].verdict == "failed"
     assert "model.layers.2." in found["architecture"].seen
     assert str(other) in found["architecture"].remedy
