@@ -119,7 +119,7 @@ MAY_IMPORT = {
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
     "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
-    " ledger metrics"
+    " lab ledger metrics"
     " models recipes rewards runtime samples trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "schema config train runtime.machine rewards.given",
@@ -139,7 +139,7 @@ LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
-    commands.diff commands.samples samples.selection samples.show
+    commands.diff commands.lab commands.samples samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
