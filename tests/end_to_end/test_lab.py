@@ -87,7 +87,7 @@ def test_variants(compared: dict[str, Any]) -> None:
     assert rate["gradient_cosine"] == pytest.approx(1, abs=1e-9)
     assert rate["update_norm"] == pytest.approx(2 * own["update_norm"], rel=1e-3)
     assert tree["gradient_cosine"] == pytest.approx(1, abs=1e-6)
-    assert tree["metrics"]["tokens/packed"] < own["metrics"]["tokens/packed"]
+    assert tree["metrics"]["tokens/packed"] <= own["metrics"]["tokens/packed"]
     assert gspo["gradient_cosine"] < 1 - 1e-6  # means of sequences, not of tokens
 
 
