@@ -135,7 +135,9 @@ def _records(prompts: Prompts, settings: Mapping[str, Any]) -> list[Mapping[str,
             "prompts: has no length, and the order of the prompts wants a known number of them; "
             "give settings={'data.max_records': N}"
         )
-    records = [{"prompt": p} if isinstance(p, str) else dict(p) for p in islice(prompts, most)]
+    records: list[Mapping[str, Any]] = [
+        {"prompt": p} if isinstance(p, str) else dict(p) for p in islice(prompts, most)
+    ]
     if not records:
         raise ValueError("prompts: the list is empty; give at least one")
     return records

@@ -14,6 +14,7 @@ def source_records(config: DatasetConfig) -> Iterator[Record]:
 
     Raises ``ValueError`` for a file or dataset that cannot be read.
     """
+    records: Iterator[Record]
     if config.dataset is None:
         records = chain.from_iterable(read_records(path) for path in config.files)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,13 +51,19 @@ def local_model(path: Path, key: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     repo, revision = found["repo"], found["revision"]
-    wanted = {"revision": revision, "allow_patterns": _FILES, "ignore_patterns": _OTHERS}
+    fetch = partial(
+        snapshot_download,
+        repo,
+        revision=revision,
+        allow_patterns=_FILES,
+        ignore_patterns=_OTHERS,
+    )
     try:
-        return Path(snapshot_download(repo, local_files_only=True, **wanted))
+        return Path(fetch(local_files_only=True))
     except LocalEntryNotFoundError:
         pass
     try:
-        return Path(snapshot_download(repo, **wanted))
+        return Path(fetch())
     except (HfHubHTTPError, OSError) as error:
         at = f" --revision {revision}" if revision else ""
         raise ConfigError(
