@@ -140,7 +140,7 @@ def build_record_parts(
             reference=reference,
             final_weights=lambda: digest_of_weights(engine, run.collectives),
         ),
-        reporter=StepReporter(lambda: 0.0, ranks.world_size, trackers=trackers),
+        reporter=StepReporter(ranks.world_size, trackers=trackers),
         evaluation=evaluation,
         first_version=run.version,
         groups_per_update=config.trainer.batch_size,

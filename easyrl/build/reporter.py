@@ -49,8 +49,11 @@ def open_reporter(
         alarms = Alarms(settings, run.record)
         alarms.add_earlier(read_metrics(run.output / METRICS_FILE))
     return StepReporter(
-        inference.pool.idle_s,
         run.ranks.world_size + len(inference.pool.endpoints),
+        seconds={
+            "time/inference_idle_s": inference.pool.idle_s,
+            "time/reward_s": inference.rewards_busy.seconds,
+        },
         trackers=trackers,
         mismatch=mismatch,
         alarms=alarms,

@@ -312,7 +312,6 @@ def make_trainer(
         weight_sync=weight_sync or FakeSync(events),
         ledger=ledger or FakeLedger(events),
         reporter=StepReporter(
-            lambda: 0.0,
             num_devices=2,
             trackers=[ListTracker(reported), *trackers],
         ),
