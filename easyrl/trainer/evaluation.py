@@ -53,7 +53,7 @@ class ScheduledEvaluation:
 
     @property
     def answered(self) -> tuple[int, int] | None:
-        """Of the one that goes on, this rank's prompts that are scored, and all. From any thread."""
+        """This rank's prompts that are scored of the one that goes on, and all. From any thread."""
         return None if self._running is None else self._running.answered
 
     def withdraw(self, endpoint: str, proof: int) -> None:

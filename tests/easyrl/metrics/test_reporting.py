@@ -474,7 +474,7 @@ def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
     run = {"trackers": ["tensorboard"], "console": True, "name": "n", "wandb_project": "p"}
     config = SimpleNamespace(run=SimpleNamespace(**run), source="rollouts", samples=SamplesConfig())
-    trackers = reporter._open_trackers(config, tmp_path, Progress(), 3)
+    trackers = reporter._open_trackers(config, tmp_path, Progress(), 3, look=None)
     kinds = [type(tracker) for tracker in trackers]
     for tracker in trackers[:2]:
         tracker.log(0, {"loss": 1.0})
@@ -489,6 +489,7 @@ def test_a_console_without_a_reader_ends_nothing(is_terminal, monkeypatch, caplo
     os.close(reading)
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(writing, "w") as stream:
         view = ConsoleView(total_steps=3, stream=stream)
         for step in range(3):
@@ -595,6 +596,7 @@ def test_console_tells_of_failed_rewards_where_there_are_any():
 
 def test_console_on_a_terminal_has_the_column_once_a_reward_has_failed(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     stream = io.StringIO()
     view = ConsoleView(total_steps=None, stream=stream)
@@ -636,6 +638,7 @@ def test_console_tells_the_last_step_only_where_it_is_known():
 @pytest.mark.parametrize("columns", [COLUMNS, RECORD_COLUMNS])
 def test_the_columns_of_a_terminal_fit_80_characters(columns, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
     view = ConsoleView(total_steps=9999, stream=stream, columns=columns)
