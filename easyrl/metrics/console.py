@@ -123,8 +123,9 @@ class ConsoleView:
         """Where the open step is. From any thread."""
         now_s = time.monotonic()
         with self._lock:
-            step, left_s = self._step(progress.step), self._left_s(now_s)
-            head = self._clock.headline(progress, step, left_s, now_s)
+            head = self._clock.headline(
+                progress, self._open_step(progress.step), self._left_s(now_s), now_s
+            )
             lines = [head, *filter(None, [progress.counts(), progress.outage()])]
             if self._live is not None:
                 if lines == self._shown:
@@ -202,6 +203,13 @@ class ConsoleView:
             cells = [form.format(metrics[m]) if m in metrics else "" for _, m, form in columns]
             table.add_row(self._step(step), *cells)
         return table
+
+    def _open_step(self, step: int) -> str:
+        total = self._total_steps
+        if total is None:
+            return f"step {step}"
+        is_over = self._last_step is not None and self._last_step >= total
+        return "all steps are trained" if is_over else f"step {min(step, total)}/{total}"
 
     def _step(self, step: int) -> str:
         """With the run's last one, where that is known."""

@@ -22,7 +22,7 @@ DOES = {
     "step": "takes the optimizer step",
     "sync": "sends the weights",
     "ledger": "writes the batch down",
-    "other": "goes on",
+    "other": "",  # between them, and behind the last step
 }
 WAITS_FOR_GROUPS = "waits for groups"
 
@@ -82,11 +82,12 @@ class StepClock:
     def headline(
         self, progress: StepProgress, step: str, left_s: float | None, now_s: float
     ) -> str:
-        """``step``: its number in words; ``left_s``: of the run, None where nobody knows."""
+        """``step``: which one, in words; ``left_s``: of the run, None where nobody knows."""
         if progress.does != self._does:
             self._does, self._since_s = progress.does, now_s
-        said = [f"step {step}", duration(self.elapsed_s(now_s))]
-        said.append(f"{progress.does} {duration(now_s - self._since_s)}")
+        said = [step, duration(self.elapsed_s(now_s))]
+        if progress.does:
+            said.append(f"{progress.does} {duration(now_s - self._since_s)}")
         if left_s is not None:
             said.append(f"left {duration(left_s)}")
         return "  ".join(said)

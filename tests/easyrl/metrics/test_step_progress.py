@@ -116,6 +116,17 @@ def test_below_the_table_there_is_where_the_step_is_until_its_row_comes(clock, t
     assert [line.split()[0] for line in left] == ["step", "1/60", "2/60", "3/60", "left"]
 
 
+def test_behind_the_last_step_the_run_ends(clock, terminal):
+    view = ConsoleView(total_steps=60, stream=terminal)
+    view.show(StepProgress(step=62, does="trains"))  # of two steps each; the last has one
+    assert screen(terminal)[-1] == "step 60/60  0 s  trains 0 s"
+    view.log(60, STEP)
+    clock.now_s += 3
+    view.show(StepProgress(step=62, does=DOES["other"], writes_checkpoint=True))
+    assert screen(terminal)[-2:] == ["all steps are trained  3 s", "checkpoint"]
+    view.close()
+
+
 def test_the_most_that_there_is_to_say_fits_80_columns(clock, terminal):
     view = ConsoleView(total_steps=9999, stream=terminal)
     view.log(998, {name: 1234.0 for _, name, _ in COLUMNS})
