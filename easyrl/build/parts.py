@@ -102,7 +102,7 @@ def build_parts(
             rollouts,
             kept.checkpoints,
             config.trainer.updates_per_batch,
-            endpoints.inference.pool,
+            endpoints.inference,
             evaluation,
         ),
     )

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from easyrl.build.inference import Inference
 from easyrl.dataloaders.producer.batch_progress import BatchProgress
-from easyrl.inference_client.pool.endpoint_pool import EndpointPool
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
-from easyrl.metrics.step_progress import DOES, WAITS_FOR_GROUPS, StepProgress
+from easyrl.metrics.step_progress import (
+    DOES,
+    WAITS_FOR_ENDPOINTS,
+    WAITS_FOR_GROUPS,
+    StepProgress,
+)
 from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.schema import Progress
 from easyrl.trainer.evaluation import ScheduledEvaluation
@@ -30,7 +35,7 @@ class ProgressView:
     batches: Batches
     checkpoints: Checkpoints
     updates_per_batch: int = 1
-    pool: EndpointPool | None = None  # None: of a run on records
+    inference: Inference | None = None  # None: of a run on records
     evaluation: ScheduledEvaluation | None = None  # None: there is none, or not of endpoints
 
     def __call__(self) -> StepProgress:
@@ -38,20 +43,27 @@ class ProgressView:
         seen = StepProgress(
             step=0 if reported < 0 else reported + self.updates_per_batch,
             does=DOES[phase],
-            unit="records" if self.pool is None else "groups",
+            unit="records" if self.inference is None else "groups",
             evaluated=None if self.evaluation is None else self.evaluation.answered,
             writes_checkpoint=self.checkpoints.is_writing,
         )
-        if self.pool is not None:
-            endpoints = list(self.pool.endpoints)
+        batch = self.batches.progress
+        if batch is not None:
+            waits = phase == "pack" and batch.is_waited_for
             seen = replace(
                 seen,
-                in_flight=sum(endpoint.num_inflight for endpoint in endpoints),
-                endpoints_down=tuple(each.url for each in endpoints if not each.is_up),
+                does=WAITS_FOR_GROUPS if waits else seen.does,
+                size=batch.size,
+                arrived=batch.arrived,
+                trained=batch.trained,
             )
-        batch = self.batches.progress
-        if batch is None:
+        if self.inference is None:
             return seen
-        if phase == "pack" and batch.is_waited_for:
-            seen = replace(seen, does=WAITS_FOR_GROUPS)
-        return replace(seen, size=batch.size, arrived=batch.arrived, trained=batch.trained)
+        pool, endpoints = self.inference.pool, list(self.inference.pool.endpoints)
+        return replace(
+            seen,
+            does=WAITS_FOR_ENDPOINTS if pool.in_outage else seen.does,
+            in_flight=sum(endpoint.num_inflight for endpoint in endpoints),
+            scoring=self.inference.rewards_busy.num_running,
+            endpoints_down=tuple(each.url for each in endpoints if not each.is_up),
+        )

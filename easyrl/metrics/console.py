@@ -126,7 +126,7 @@ class ConsoleView:
             head = self._clock.headline(
                 progress, self._open_step(progress.step), self._left_s(now_s), now_s
             )
-            lines = [head, *filter(None, [progress.counts(), progress.outage()])]
+            lines = [head, *filter(None, [progress.counts(), progress.notes()])]
             if self._live is not None:
                 if lines == self._shown:
                     return

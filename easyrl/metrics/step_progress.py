@@ -25,6 +25,7 @@ DOES = {
     "other": "",  # between them, and behind the last step
 }
 WAITS_FOR_GROUPS = "waits for groups"
+WAITS_FOR_ENDPOINTS = "waits for an endpoint"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class StepProgress:
     arrived: int = 0  # of these, finished and accepted
     trained: int = 0  # by the first rank
     in_flight: int | None = None  # requests; None: there are no endpoints
+    scoring: int = 0  # calls of rewards that run, or wait for a worker
     evaluated: tuple[int, int] | None = None  # questions that are scored, and all; None: no one
     writes_checkpoint: bool = False  # in the background
     endpoints_down: tuple[str, ...] = ()  # URLs
@@ -50,19 +52,20 @@ class StepProgress:
             said.append(f"{self.unit} {self.arrived}/{self.size}  trained {self.trained}")
         if self.in_flight is not None:
             said.append(f"in flight {self.in_flight}")
+        if self.scoring:
+            said.append(f"scoring {self.scoring}")
         if self.evaluated is not None:
             said.append("eval {}/{}".format(*self.evaluated))
-        if self.writes_checkpoint:
-            said.append("checkpoint")
         return "  ".join(said)
 
-    def outage(self) -> str:
-        """The endpoints that are down; empty if none is."""
-        if not self.endpoints_down:
-            return ""
-        first, *others = self.endpoints_down
-        more = f" and {len(others)} more" if others else ""
-        return f"down: {first}{more}"
+    def notes(self) -> str:
+        """What is not always so; may be empty."""
+        said = ["writes a checkpoint"] if self.writes_checkpoint else []
+        if self.endpoints_down:
+            first, *others = self.endpoints_down
+            more = f" and {len(others)} more" if others else ""
+            said.append(f"down: {first}{more}")
+        return "  ".join(said)
 
 
 class StepClock:

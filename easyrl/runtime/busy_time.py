@@ -31,6 +31,11 @@ class BusyTime:
                 if self._num_running == 0:
                     self._seconds += time.monotonic() - self._since_s
 
+    @property
+    def num_running(self) -> int:
+        """From any thread."""
+        return self._num_running
+
     def seconds(self) -> float:
         """So far, with those of what is running now. From any thread."""
         with self._lock:

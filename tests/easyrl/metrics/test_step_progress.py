@@ -22,6 +22,7 @@ MOST = StepProgress(
     arrived=1020,
     trained=1000,
     in_flight=16384,
+    scoring=8192,
     evaluated=(1200, 2000),
     writes_checkpoint=True,
     endpoints_down=("http://a-host-with-a-rather-long-name.of-some-cluster.example:8000", "b", "c"),
@@ -123,7 +124,7 @@ def test_behind_the_last_step_the_run_ends(clock, terminal):
     view.log(60, STEP)
     clock.now_s += 3
     view.show(StepProgress(step=62, does=DOES["other"], writes_checkpoint=True))
-    assert screen(terminal)[-2:] == ["all steps are trained  3 s", "checkpoint"]
+    assert screen(terminal)[-2:] == ["all steps are trained  3 s", "writes a checkpoint"]
     view.close()
 
 
@@ -138,8 +139,9 @@ def test_the_most_that_there_is_to_say_fits_80_columns(clock, terminal):
     lines = screen(terminal)[-3:]
     assert lines == [
         "step 999/9999  3:53:20  waits for the endpoints' proof 1:56:40  left 128 d 13 h",
-        "groups 1020/1024  trained 1000  in flight 16384  eval 1200/2000  checkpoint",
-        f"down: {MOST.endpoints_down[0]} and 2 more"[:80],  # the one that may be cut off
+        "groups 1020/1024  trained 1000  in flight 16384  scoring 8192  eval 1200/2000",
+        # the one line that may be cut off
+        f"writes a checkpoint  down: {MOST.endpoints_down[0]} and 2 more"[:80],
     ]
     assert max(map(len, screen(terminal))) <= 80
     view.close()
