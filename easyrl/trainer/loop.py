@@ -50,8 +50,9 @@ from easyrl.trainer.parts import (
 )
 
 
-class TooManyBadSteps(RuntimeError):
-    """Loss or gradient was not finite for ``trainer.max_bad_steps`` steps."""
+class TooManyBadSteps(InterruptedRun):
+    """Loss or gradient was not finite for ``trainer.max_bad_steps`` steps; no checkpoint is written
+    of what has led there."""
 
 
 class NothingAccepted(RuntimeError):
@@ -133,7 +134,7 @@ class Trainer:
             if isinstance(error, TooManyExcluded):
                 raise InterruptedRun(f"{error}\n{saved}", status=NEEDS_CHANGE) from error
             status = 0 if isinstance(error, StopRequested) else TEMPORARY_FAILURE
-            if isinstance(error, StoppedByAlarm | RewardError):
+            if isinstance(error, StoppedByAlarm | RewardError | NothingAccepted):
                 status = NEEDS_CHANGE
             raise InterruptedRun(f"{error}\n{saved}; go on with --resume", status=status) from error
 
@@ -376,7 +377,8 @@ class Trainer:
         reasons = sorted({f"{group.outcome}: {group.reason}" for group in refused})
         return NothingAccepted(
             f"batch {self.progress.closed_batches} has drawn {len(refused)} prompts and accepted "
-            "none:\n" + "\n".join(f"  {reason}" for reason in reasons[:10])
+            "none:\n" + "\n".join(f"  {reason}" for reason in reasons[:10]) + "\n"
+            "(look at rewards and recipe, or let a batch draw more: trainer.max_draws_per_batch)"
         )
 
     def _account(
@@ -451,7 +453,8 @@ class Trainer:
             raise TooManyBadSteps(
                 f"{most_bad_steps} steps in a row had no finite gradient or nothing to "
                 f"train (step {self.progress.step}); lower trainer.learning_rate or look at the "
-                "rewards"
+                "rewards, then go on with --resume from the checkpoint before, or begin anew",
+                status=NEEDS_CHANGE,
             )
 
     def _save_if_whole(self) -> str:
