@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "schema": "",
     "config": "",
     "completion_check": "schema config",
+    "hub": "config",
     "metrics.event_log": "",
     "runtime.allocator": "",
     "runtime.busy_time": "",
@@ -57,7 +58,7 @@ MAY_IMPORT = {
     "inference_client.servers.managed": "config runtime.machine runtime.process_guard"
     " inference_client.api_keys inference_client.lora_ranks"
     " inference_client.vllm_plugin.easyrl_vllm.access",
-    "inference_client.servers.embedded": "schema kernels.attention.partial_attention"
+    "inference_client.servers.embedded": "schema hub kernels.attention.partial_attention"
     " runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
@@ -97,6 +98,7 @@ MAY_IMPORT = {
     "ledger": "schema completion_check metrics.trackers runtime.run_files runtime.ranks"
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
+    "lab": "schema ledger.recorded_run runtime.determinism",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
     " inference_client",
@@ -119,11 +121,11 @@ MAY_IMPORT = {
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
     "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
-    " ledger metrics"
+    " lab ledger metrics"
     " models recipes rewards runtime samples trainer weight_sync",
-    "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
-    "api": "schema config train runtime.machine rewards.given",
-    "commands": "schema config train build ledger memory_plan recipes runtime samples"
+    "train": "schema config hub build engines.base ledger.checkpoints metrics recipes runtime",
+    "api": "schema config hub train runtime.machine rewards.given",
+    "commands": "schema config hub train build lab ledger memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
     "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
@@ -136,10 +138,10 @@ HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
 # Imported where it has to be fast: by worker processes, which import the main module again, and by
 # a command that shows its help.
 LIGHT = """
-    __init__ __main__ schema config config.machine config.file train rewards.worker
+    __init__ __main__ schema config config.machine config.file hub hub.models train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
-    commands.samples samples.selection samples.show
+    commands.diff commands.lab commands.samples samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
