@@ -120,14 +120,22 @@ MAY_IMPORT = {
     "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
     " ledger metrics"
     " models recipes rewards runtime samples trainer weight_sync",
-    "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
+    "arguments": "",
+    "train": "schema config arguments build engines.base ledger.checkpoints metrics recipes"
+    " runtime",
     "api": "schema config train runtime.machine rewards.given",
-    "commands": "schema config train build ledger memory_plan recipes runtime samples"
+    "first_config": "schema config dataloaders.prompts.records demo.prepared rewards.functions",
+    "one_machine.launched_trainer": "runtime.machine runtime.process_guard",
+    "one_machine": "config train demo.prepared runtime.startup_signals"
+    " inference_client.servers.managed.launch",
+    "commands": "schema config arguments first_config one_machine train build ledger memory_plan"
+    " recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
-    "__main__": "commands runtime.startup_signals",
-    "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
-    " runtime.shared_cores"
-    " runtime.run_folder inference_client.api_keys inference_client.servers.managed",
+    "__main__": "arguments commands runtime.startup_signals",
+    "demo.prepared": "demo",
+    "demo": "config one_machine.launched_trainer recipes metrics.trackers runtime.machine"
+    " runtime.run_files runtime.shared_cores runtime.run_folder"
+    " inference_client.api_keys inference_client.servers.managed",
     "__init__": "api",
 }
 
@@ -138,7 +146,7 @@ LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
-    commands.samples samples.selection samples.show
+    commands.samples commands.init commands.up one_machine.run samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

@@ -6,12 +6,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from easyrl.arguments.shared import ConfigFile, Overrides
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
 from easyrl.runtime.terminal import print_plain
@@ -38,8 +38,8 @@ RUNNING = {
 
 
 def plan_memory_command(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     world_size: Annotated[
         int | None, typer.Option(help="training processes; default: one copy of the model", min=1)
     ] = None,

@@ -41,7 +41,10 @@ async def start_site(app: web.Application, host: str, port: int) -> tuple[web.Ap
 
 def serve(
     model: Annotated[
-        Path, typer.Argument(help="directory of a Hugging Face causal LM, or sequence classifier")
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="directory of a Hugging Face causal LM, or sequence classifier"
+        ),
     ],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[
