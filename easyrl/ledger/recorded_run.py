@@ -128,10 +128,10 @@ class RecordedRun:
 
     def replay_begins(self, v: int) -> int:
         """The batch that a replay of batch ``v`` begins with: behind the newest checkpoint."""
-        before = self.batch(v - 1).step if v else 0
+        before = self._history.batches[v - 1].last_step if v else 0
         steps = CheckpointFolder(self.folder / CHECKPOINT_FOLDER).steps()
         from_step = max((step for step in steps if step <= before), default=0)
-        return bisect_right([batch.step for batch in self._history.batches], from_step)
+        return bisect_right([batch.last_step for batch in self._history.batches], from_step)
 
     def replayable_steps(self) -> list[int]:
         """Optimizer steps whose batches are journalled from a checkpoint, or the start, on."""

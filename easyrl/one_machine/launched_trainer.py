@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 from easyrl.runtime.machine import free_port, usable_cpus
 from easyrl.runtime.process_guard import ProcessGuard, kill_session, session_members
 
 POLL_S = 0.1
+RANK_OPTION = "--local_rank"  # of the processes that the launcher starts; it is one of two itself
 
 
 class LaunchedTrainer:
@@ -72,7 +76,10 @@ class LaunchedTrainer:
 
     def interrupt(self) -> None:
         """Ctrl-C: all end at once, without a checkpoint."""
-        os.killpg(self.process.pid, signal.SIGINT)
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any(word.startswith(RANK_OPTION) for word in process.cmdline()):
+                    process.send_signal(signal.SIGINT)
 
     def stop(self) -> None:
         """SIGTERM: training saves and ends. Its processes see that the launcher is gone."""
