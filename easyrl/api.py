@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from easyrl.config import ConfigError
 from easyrl.config.file import resolve_config
 from easyrl.config.machine import check_paths
 from easyrl.rewards.given import GivenRewards
+from easyrl.runtime.uncaught import tell_in_short
 from easyrl.schema import InterruptedRun
 
 # a name of a built-in one, or a function in one of the signatures of docs/rewards.md
@@ -49,15 +52,17 @@ def train_policy(
             is left as it is, unless the settings now give it more to do.
         seal: file with a key, outside ``output_dir``: the certificate's lines are sealed with it.
 
-    Raises ``ConfigError`` for settings and data that cannot be used, and for an ``output_dir`` that
+    Says at once where the run goes, on stderr. Raises ``ConfigError`` for settings and data that cannot be used, and for an ``output_dir`` that
     holds another run; then nothing in it has changed. ``InterruptedRun`` where the run cannot go
-    on, for a reward that fails too.
+    on, for a reward that fails too. A script that catches neither ends with the message, without a
+    stack, and with Python's status 1.
     """
     try:
         return _train(
             Path(model), prompts, reward, Path(output_dir), endpoints, settings or {}, resume, seal
         )
     except (ConfigError, InterruptedRun) as error:  # the message says it all
+        tell_in_short(error)
         raise error.with_traceback(None) from None
 
 
@@ -93,10 +98,17 @@ def _train(
     if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
         tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
     for key, value in settings.items():
-        OmegaConf.update(tree, key, value)
+        try:
+            OmegaConf.update(tree, key, value)
+        except OmegaConfBaseException as error:
+            said = str(error).partition("\n")[0]
+            raise ConfigError(f"{key}: {said}; give a plain value, as 1e-6 or a text") from error
     config = resolve_config(tree, source="train_policy")
     rewards.check(config.rewards)
     check_paths(config, written_later=[prompts_file, *rewards.files])
+    if rank == "0":
+        text = f"easyrl: train_policy of {model} on {len(prompts):,} prompts, into {output}"
+        print(text, file=sys.stderr, flush=True)
     if resume and prompts_file.exists() and prompts_file.read_bytes() != content:
         raise ConfigError(
             f"prompts: are not those that the run in {output} was begun with, {prompts_file}; give "
@@ -117,12 +129,18 @@ def _train(
 def _prompt_lines(prompts: Sequence[str | Mapping[str, Any]]) -> bytes:
     """The prompts as the file that the run reads."""
     if isinstance(prompts, str | Path):
-        raise ValueError(
+        raise ConfigError(
             f"prompts: {str(prompts)!r:.80} is one text; give a list of texts or of records (those "
             "of a file are read with data.files of a configuration)"
         )
     if not prompts:
-        raise ValueError("prompts: the list is empty; give at least one")
+        raise ConfigError("prompts: the list is empty; give at least one")
+    for index, given in enumerate(prompts):
+        if not isinstance(given, str | Mapping):
+            raise ConfigError(
+                f"prompts[{index}]: {given!r:.80} is neither a text nor a record; give a text, or "
+                "a dict with a prompt"
+            )
     records = [{"prompt": p} if isinstance(p, str) else dict(p) for p in prompts]
     return b"".join(orjson.dumps(record) + b"\n" for record in records)
 
@@ -130,5 +148,5 @@ def _prompt_lines(prompts: Sequence[str | Mapping[str, Any]]) -> bytes:
 def _own_server() -> dict[str, Any]:
     """Section ``inference`` with an embedded server."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("endpoints: several ranks need endpoints that were started before")
+        raise ConfigError("endpoints: several ranks need endpoints that were started before")
     return {"launch": {"engine": "embedded"}}

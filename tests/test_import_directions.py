@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "runtime.small_files": "",
     "runtime.startup_signals": "",
     "runtime.streams": "",
+    "runtime.uncaught": "",
     "runtime.user_code": "schema",
     "runtime.workers": "runtime.frames runtime.process_guard",
     "kernels.attention": "",
@@ -123,7 +124,7 @@ MAY_IMPORT = {
     "arguments": "",
     "train": "schema config arguments build engines.base ledger.checkpoints metrics recipes"
     " runtime",
-    "api": "schema config train runtime.machine rewards.given",
+    "api": "schema config train runtime.machine runtime.uncaught rewards.given",
     "first_config": "schema config dataloaders.prompts.records demo.prepared rewards.functions",
     "one_machine.launched_trainer": "runtime.machine runtime.process_guard",
     "one_machine": "config train demo.prepared runtime.startup_signals"

@@ -18,7 +18,7 @@ from easyrl.config.machine import model_problem
 from easyrl.config.rewards import BuiltIn
 from easyrl.dataloaders.prompts.records import Record, read_records
 from easyrl.demo.prepared import DEMO_MODEL, DEMO_PROMPTS
-from easyrl.rewards.functions import check_prompts, check_rewards, load_reward
+from easyrl.rewards.functions import check_prompts, check_rewards
 from easyrl.schema import Prompt
 
 # names of fields that data sets have, the most usual first
@@ -95,10 +95,7 @@ def check_reward(text: str, data: Data) -> RewardConfig:
     reward = RewardConfig.model_validate(values)
     check_rewards([reward])
     if data.first is not None:
-        prompt = _prompt(data, data.first)
-        check_prompts([reward], [prompt])
-        if reward.name is not None and not reward.asks_endpoints:
-            load_reward(reward)(prompt, [""], [prompt.token_ids], **reward.kwargs)
+        check_prompts([reward], [_prompt(data, data.first)])
     return reward
 
 
