@@ -52,7 +52,7 @@ def train_policy(
             is left as it is, unless the settings now give it more to do.
         seal: file with a key, outside ``output_dir``: the certificate's lines are sealed with it.
 
-    Says at once where the run goes, on stderr. Raises ``ConfigError`` for settings and data that cannot be used, and for an ``output_dir`` that
+    Raises ``ConfigError`` for settings and data that cannot be used, and for an ``output_dir`` that
     holds another run; then nothing in it has changed. ``InterruptedRun`` where the run cannot go
     on, for a reward that fails too. A script that catches neither ends with the message, without a
     stack, and with Python's status 1.

@@ -14,10 +14,7 @@ from easyrl.schema import Prompt
 def check_prompt(prompt: Prompt, **_: Any) -> None:
     """Raises ``ValueError`` if the prompt has no answer."""
     if prompt.answer is None:
-        raise ValueError(
-            f"prompt {prompt.index} has no answer; give each record one, its field's name is "
-            "data.fields.answer"
-        )
+        raise ValueError(f"prompt {prompt.index} has no answer; set data.fields.answer")
 
 
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")

@@ -158,9 +158,9 @@ def test_rewards_of_several_forms_train_and_the_script_is_not_run_again(folder):
 
 def sentence(ended) -> str:
     """The last one, without a stack; the line behind it names the script's own."""
-    *_, said, where = ended.stderr.splitlines()
+    *said, where = ended.stderr.splitlines()
     assert where.startswith(f"  (called in {ended.args[-1]}:") and "[rank0]" not in ended.stderr
-    return said
+    return next(line for line in reversed(said) if line.startswith("easyrl: "))
 
 
 def test_a_reward_that_raises_is_one_sentence_and_no_server_is_started(folder):
