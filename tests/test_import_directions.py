@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "schema": "",
     "config": "",
     "completion_check": "schema config",
+    "hub": "config",
     "metrics.event_log": "",
     "runtime.allocator": "",
     "runtime.seeding": "",
@@ -57,7 +58,7 @@ MAY_IMPORT = {
     "inference_client.servers.managed": "config runtime.machine runtime.process_guard"
     " inference_client.api_keys inference_client.lora_ranks"
     " inference_client.vllm_plugin.easyrl_vllm.access",
-    "inference_client.servers.embedded": "schema kernels.attention.partial_attention"
+    "inference_client.servers.embedded": "schema hub kernels.attention.partial_attention"
     " runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
@@ -97,6 +98,7 @@ MAY_IMPORT = {
     "ledger": "schema completion_check metrics.trackers runtime.run_files runtime.ranks"
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
+    "lab": "schema ledger.recorded_run runtime.determinism",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
     " inference_client",
@@ -119,18 +121,19 @@ MAY_IMPORT = {
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
     "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
-    " ledger metrics"
+    " lab ledger metrics"
     " models recipes rewards runtime samples trainer weight_sync",
     "arguments": "",
-    "train": "schema config arguments build engines.base ledger.checkpoints metrics recipes"
+    "train": "schema config arguments hub build engines.base ledger.checkpoints metrics recipes"
     " runtime",
-    "api": "schema config train runtime.machine runtime.uncaught rewards.given",
-    "first_config": "schema config dataloaders.prompts.records demo.prepared rewards.functions",
+    "api": "schema config hub train runtime.machine runtime.uncaught rewards.given",
+    "first_config": "schema config hub.models dataloaders.prompts.records demo.prepared"
+    " rewards.functions",
     "one_machine.launched_trainer": "runtime.machine runtime.process_guard",
-    "one_machine": "config train demo.prepared runtime.startup_signals"
+    "one_machine": "config hub train demo.prepared runtime.startup_signals"
     " inference_client.servers.managed.launch",
-    "commands": "schema config arguments first_config one_machine train build ledger memory_plan"
-    " recipes runtime samples"
+    "commands": "schema config arguments first_config hub one_machine train build lab ledger"
+    " memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "arguments commands runtime.startup_signals",
     "demo.prepared": "demo",
@@ -144,10 +147,11 @@ HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
 # Imported where it has to be fast: by worker processes, which import the main module again, and by
 # a command that shows its help.
 LIGHT = """
-    __init__ __main__ schema config config.machine config.file train rewards.worker
+    __init__ __main__ schema config config.machine config.file hub hub.models train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
-    commands.samples commands.init commands.up one_machine.run samples.selection samples.show
+    commands.init commands.up one_machine.run
+    commands.diff commands.lab commands.samples samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

@@ -75,8 +75,8 @@ def model_problem(path: Path) -> str | None:
     """Why ``path`` is no folder of a model, with the remedy."""
     if not path.is_dir():
         return (
-            f"{path} is not a directory; models are read from disk, download it first (hf download "
-            "NAME --local-dir DIR)"
+            f"{path} is not a directory, nor a model's name on the Hugging Face Hub; correct it, "
+            "or download the model first (hf download NAME --local-dir DIR)"
         )
     if not (path / "config.json").is_file():
         hint = _whole_model_hint(path)

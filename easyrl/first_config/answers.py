@@ -18,6 +18,7 @@ from easyrl.config.machine import model_problem
 from easyrl.config.rewards import BuiltIn
 from easyrl.dataloaders.prompts.records import Record, read_records
 from easyrl.demo.prepared import DEMO_MODEL, DEMO_PROMPTS
+from easyrl.hub.models import local_model
 from easyrl.rewards.functions import check_prompts, check_rewards
 from easyrl.schema import Prompt
 
@@ -55,9 +56,11 @@ class Answers:
 
 
 def check_model(text: str) -> Path:
-    """A folder with a model, or the demo's, which may be built later."""
+    """A folder with a model or its Hub id, or the demo's, which may be built later."""
     path = Path(text).expanduser()
-    if path != DEMO_MODEL and (problem := model_problem(path)) is not None:
+    if path == DEMO_MODEL:
+        return path
+    if (problem := model_problem(local_model(path, "model.path"))) is not None:
         raise ValueError(problem)
     return path
 

@@ -13,6 +13,7 @@ from easyrl.config import Config, ConfigError, LaunchConfig
 from easyrl.config.file import load_config
 from easyrl.config.machine import check_paths
 from easyrl.demo.prepared import make_parts, missing_parts
+from easyrl.hub.models import with_local_models
 from easyrl.one_machine.devices import training_devices
 from easyrl.runtime.startup_signals import ENDING, say
 
@@ -23,6 +24,8 @@ def run_here(file: Path, overrides: Sequence[str], *, resume: bool) -> int:
         config = load_config(file, overrides)
         launch = _launch_of(config, file)
         missing = missing_parts(_named(config))
+        if config.model.path not in missing:
+            config = with_local_models(config)
         check_paths(config, written_later=missing)
         _say_what_starts(config, launch, missing)
         if missing:

@@ -77,7 +77,7 @@ def test_a_bad_answer_is_asked_for_again(here, data, monkeypatch) -> None:
     assert (answers.data.prompt_field, answers.data.answer_field) == ("question", "solution")
     assert (answers.inference_devices, answers.training_devices) == (2, 1)
     for refusal in (
-        "nowhere is not a directory; models are read from disk",
+        "nowhere is not a directory, nor a model's name on the Hugging Face Hub",
         "nowhere.jsonl: does not exist",
         "empty.jsonl: holds no records",
         "'exactly' is no built-in reward; choose one of exact, math",
