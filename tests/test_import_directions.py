@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "runtime.small_files": "",
     "runtime.startup_signals": "",
     "runtime.streams": "",
+    "runtime.uncaught": "",
     "runtime.user_code": "schema",
     "runtime.workers": "runtime.frames runtime.process_guard",
     "kernels.attention": "",
@@ -123,14 +124,23 @@ MAY_IMPORT = {
     "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
     " lab ledger metrics"
     " models recipes rewards runtime samples trainer weight_sync",
-    "train": "schema config hub build engines.base ledger.checkpoints metrics recipes runtime",
-    "api": "schema config hub train runtime.machine rewards.given",
-    "commands": "schema config hub train build lab ledger memory_plan recipes runtime samples"
+    "arguments": "",
+    "train": "schema config arguments hub build engines.base ledger.checkpoints metrics recipes"
+    " runtime",
+    "api": "schema config hub train runtime.machine runtime.uncaught rewards.given",
+    "first_config": "schema config hub.models dataloaders.prompts.records demo.prepared"
+    " rewards.functions",
+    "one_machine.launched_trainer": "runtime.machine runtime.process_guard",
+    "one_machine": "config hub train demo.prepared runtime.startup_signals"
+    " inference_client.servers.managed.launch",
+    "commands": "schema config arguments first_config hub one_machine train build lab ledger"
+    " memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
-    "__main__": "commands runtime.startup_signals",
-    "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
-    " runtime.shared_cores"
-    " runtime.run_folder inference_client.api_keys inference_client.servers.managed",
+    "__main__": "arguments commands runtime.startup_signals",
+    "demo.prepared": "demo",
+    "demo": "config one_machine.launched_trainer recipes metrics.trackers runtime.machine"
+    " runtime.run_files runtime.shared_cores runtime.run_folder"
+    " inference_client.api_keys inference_client.servers.managed",
     "__init__": "api",
 }
 
@@ -141,6 +151,7 @@ LIGHT = """
     __init__ __main__ schema config config.machine config.file hub hub.models train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
+    commands.init commands.up one_machine.run
     commands.diff commands.lab commands.samples samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
