@@ -121,8 +121,14 @@ MAY_IMPORT = {
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
-    "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
-    " lab ledger metrics"
+    # what a run and easyrl doctor look at before; the wiring says in which order
+    "doctor": "schema config completion_check dataloaders.prompts.records engines.base"
+    " engines.deepspeed.memory engines.weight_names inference_client memory_plan"
+    " metrics.logprob_agreement models.loading models.policy_model models.supported"
+    " models.weight_files rewards.scorer runtime.user_code"
+    " weight_sync.challenge weight_sync.store",
+    "build": "schema config completion_check dataloaders doctor engines"
+    " inference_client kernels.attention lab ledger memory_plan.remedies metrics"
     " models recipes rewards runtime samples trainer weight_sync",
     "arguments": "",
     "train": "schema config arguments hub build engines.base ledger.checkpoints metrics recipes"
@@ -133,8 +139,8 @@ MAY_IMPORT = {
     "one_machine.launched_trainer": "runtime.machine runtime.process_guard",
     "one_machine": "config hub train demo.prepared runtime.startup_signals"
     " inference_client.servers.managed.launch",
-    "commands": "schema config arguments first_config hub one_machine train build lab ledger"
-    " memory_plan recipes runtime samples"
+    "commands": "schema config arguments doctor.finding first_config hub one_machine train build"
+    " lab ledger memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "arguments commands runtime.startup_signals",
     "demo.prepared": "demo",
@@ -152,7 +158,7 @@ LIGHT = """
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
     commands.init commands.up one_machine.run
-    commands.diff commands.lab commands.samples samples.selection samples.show
+    commands.doctor commands.diff commands.lab commands.samples samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process
