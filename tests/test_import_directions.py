@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "runtime.machine": "",
     "runtime.printable": "",
     "runtime.process_guard": "",
+    "runtime.peak_memory": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
     "runtime.shared_cores": "runtime.contention runtime.machine",
@@ -108,7 +109,8 @@ MAY_IMPORT = {
     " runtime.collectives runtime.device_time runtime.shared_cores runtime.stopping"
     " samples.choice trainer.look_ahead trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account ledger.exclusions runtime.device_time runtime.phase_clock"
+    " ledger.account ledger.exclusions runtime.device_time runtime.peak_memory"
+    " runtime.phase_clock"
     " trainer.accumulation trainer.parts",
     "trainer.parts": "schema metrics.batch_metrics ledger.certificate.records trainer.accumulation",
     "trainer.held_out_loss": "schema config engines.base metrics.batch_metrics runtime.collectives"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import time
@@ -16,9 +17,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from easyrl.metrics.names import Names, name_for
 from easyrl.runtime.streams import tolerant
 
-Columns = tuple[tuple[str, str, str], ...]  # heading, metric, format
+Columns = tuple[tuple[str, str, str], ...]  # heading, which a table has in lines; metric; format
 
 # All of them fit 80 characters. Times are seconds of the step: what the trainer waited for groups,
 # the endpoints had nothing to do, and the weights took to reach them.
@@ -45,6 +47,16 @@ RECORD_COLUMNS: Columns = (
 )  # of a run on records
 ROWS_SHOWN = 12
 IF_ANY = "reward/failures"  # shown where it is not zero
+
+
+def named_columns(columns: Columns, names: Names) -> Columns:
+    """``columns`` with the names of a peer for headings, in lines: so they fit 80 characters."""
+
+    def heading(own: str, metric: str) -> str:
+        theirs = name_for(metric, names)
+        return own if theirs == metric else re.sub(r"(?<=[/_])", "\n", theirs)
+
+    return tuple((heading(own, metric), metric, form) for own, metric, form in columns)
 
 
 class _Console(Console):
@@ -85,7 +97,7 @@ class ConsoleView:
         metrics = {m: v for m, v in metrics.items() if v or m != IF_ANY}
         if self._live is None:
             cells = [
-                f"{head} {form.format(metrics[m])}"
+                f"{''.join(head.splitlines())} {form.format(metrics[m])}"
                 for head, m, form in self._columns
                 if m in metrics
             ]
