@@ -70,6 +70,15 @@ def _is_undeclared(name: str) -> bool:
     return metric is None or "<metric>" in metric.name
 
 
+def test_what_the_built_in_recipes_count_is_declared_by_name() -> None:
+    texts = [file.read_text() for file in (ROOT / "easyrl/recipes").glob("*.py")]
+    found = {name for text in texts for name in re.findall(r'"(\w+)_(?:sum|max)"', text)}
+    found = {name for name in found if f"{name}_sum" in STRINGS or f"{name}_max" in STRINGS}
+    counted = found - {"loss", "logprob_diff", "ratio", "entropy_coef"}
+    assert {"kl", "importance_ratio", "teacher_kl", "wanted_margin"} <= counted
+    assert [name for name in sorted(counted) if _is_undeclared(f"policy/{name}")] == []
+
+
 @pytest.mark.parametrize("metric", [m.name for m in METRICS if not m.is_family])
 def test_what_is_declared_is_in_the_sources(metric: str) -> None:
     """As it is, or as its last part where the first is put before it."""
