@@ -22,6 +22,7 @@ def command_line() -> typer.Typer:
     """All sub-commands. Imported in here: worker processes import the main module again."""
     import typer
 
+    from easyrl.commands.convert import convert_command
     from easyrl.commands.dpo import dpo_command
     from easyrl.commands.endpoints import endpoints_commands
     from easyrl.commands.evaluate import eval_command
@@ -50,6 +51,7 @@ def command_line() -> typer.Typer:
     commands.command("samples")(samples_command)
     commands.command("recipes")(recipes_command)
     commands.command("plan-memory")(plan_memory_command)
+    commands.command("convert")(convert_command)
     commands.add_typer(endpoints_commands, name="endpoints")
     return commands
 
