@@ -85,6 +85,12 @@ def convert(
 ) -> Converted:
     """Of a peer's values by its keys, dotted. Raises ``ConfigError``."""
     values = Values(source, given, peer.by_key, world_size)
+    for key, value in given.items():
+        row = peer.row(key)
+        if isinstance(value, str) and "${" in value and row is not None and not row.is_silent:
+            raise ConfigError(
+                f"{source}: {key}: {value} is of another file; write the value itself there"
+            )
     settings: Settings = {}
     for row in peer.rows:
         if row.value is not None and (theirs := values[row.theirs]) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -32,7 +32,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         elif path.suffix in (".yaml", ".yml"):
             tree = _resolved(OmegaConf.load(path))
         else:
-            return _nested(_overrides(text))
+            return _with_place(path, lambda: _nested(_overrides(text)))
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}: line {error.lineno} is no JSON ({error.msg}); write it with to_json_string()"
@@ -42,10 +42,18 @@ def read_tree(path: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {error}; correct the file") from error
     if isinstance(tree, list) and all(isinstance(each, str) for each in tree):
-        return _nested(_overrides("\n".join(map(shlex.quote, tree))))
+        lines = "\n".join(map(shlex.quote, tree))
+        return _with_place(path, lambda: _nested(_overrides(lines)))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: has no keys; name a file with a mapping, or with key=value")
-    return _nested(tree)
+    return _with_place(path, lambda: _nested(tree))
+
+
+def _with_place(path: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return read()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def flat(tree: Mapping[str, Any], known: Iterable[str], before: str = "") -> dict[str, Any]:
@@ -62,17 +70,22 @@ def flat(tree: Mapping[str, Any], known: Iterable[str], before: str = "") -> dic
 
 
 def _resolved(tree: Any) -> Any:
+    """With references followed; one to what is in another file stays as it is written."""
     try:
         return OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
-    except OmegaConfBaseException:  # of a part of a file, whose other parts are elsewhere
-        return _without_references(OmegaConf.to_container(tree, resolve=False))
+    except OmegaConfBaseException:
+        return _followed(tree, OmegaConf.to_container(tree, resolve=False))
 
 
-def _without_references(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        kept = {key: _without_references(value) for key, value in tree.items()}
-        return {k: v for k, v in kept.items() if not (isinstance(v, str) and "${" in v)}
-    return tree
+def _followed(tree: Any, raw: Any, before: str = "") -> Any:
+    if isinstance(raw, dict):
+        return {key: _followed(tree, raw[key], f"{before}{key}.") for key in raw}
+    if not isinstance(raw, str) or "${" not in raw:
+        return raw
+    try:
+        return OmegaConf.select(tree, before.removesuffix("."))
+    except OmegaConfBaseException:
+        return raw
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,16 +107,30 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _overrides(text: str) -> dict[str, Any]:
     """``key.path=value`` of a command or script, with the script's own plain variables."""
-    values, variables = {}, {}
+    values: dict[str, Any] = {}
+    variables: dict[str, str] = {}
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    for word in shlex.split("\n".join(lines).replace("\\\n", " "), comments=True):
+    try:
+        words = shlex.split("\n".join(lines).replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot be read as a shell does ({error}); close the quotation"
+        ) from None
+    for word in words:
         if found := _OVERRIDE.fullmatch(word):
-            said = Template(found[2]).safe_substitute(variables)
-            if "$" in said:
-                raise ConfigError(
-                    f"{found[1]}: {said} is left to the shell; write the value itself"
-                )
-            values[found[1]] = OmegaConf.to_container(OmegaConf.from_dotlist([f"v={said}"]))["v"]  # type: ignore[index, call-overload]
+            values[found[1]] = _value(found[1], Template(found[2]).safe_substitute(variables))
         elif found := _VARIABLE.fullmatch(word):
             variables[found[1]] = Template(found[2]).safe_substitute(variables)
     return values
+
+
+def _value(key: str, text: str) -> Any:
+    """``text`` as YAML has it."""
+    if "$" in text:
+        raise ConfigError(f"{key}: {text} is left to the shell; write the value itself")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except (YAMLError, OmegaConfBaseException):
+        raise ConfigError(f"{key}: {text!r} is no value as YAML has it; correct it") from None
+    assert isinstance(parsed, dict)
+    return parsed["value"]

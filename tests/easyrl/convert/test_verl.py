@@ -141,6 +141,14 @@ def test_a_nested_file_its_overrides_and_dotted_keys_are_the_same(tmp_path: Path
     assert loaded(tmp_path, " ".join(keys), "keys.txt")[0] == one
 
 
+def test_a_reference_to_another_file_is_an_error_where_it_matters(tmp_path: Path) -> None:
+    elsewhere = TREE.replace("n: 8,", 'n: 8, prompt_length: "${not.here}",')
+    config, _, _ = loaded(tmp_path, elsewhere, "config.yaml")
+    assert config.rollout.max_tokens == 256
+    with pytest.raises(ConfigError, match=r"rollout\.n: \$\{not\.here\} is of another file"):
+        loaded(tmp_path, TREE.replace("n: 8,", 'n: "${not.here}",'), "config.yaml")
+
+
 A = "actor_rollout_ref.actor."
 
 
