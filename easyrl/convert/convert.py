@@ -18,6 +18,7 @@ from easyrl.convert.verl import VERL
 
 PEERS = {peer.name: peer for peer in (TRL, VERL)}
 SHOWN = 8  # of the keys that nothing is known of
+OF_DATASET = ("data.dataset", "data.subset", "data.split")
 ENDPOINT = "http://127.0.0.1:8000"
 
 
@@ -73,6 +74,9 @@ def convert_file(
         )
     converted = convert(which, values, str(path), world_size=world_size)
     settings = converted.settings | dict(further or {})
+    if "data.files" in settings:  # in place of the dataset
+        for key in OF_DATASET:
+            settings.pop(key, None)
     notes = [*converted.notes, *_still_missing(settings)]
     settings = _with_placeholders(settings)
     converted = replace(converted, settings=settings, notes=notes)
@@ -134,15 +138,15 @@ def _still_missing(settings: Settings) -> list[Note]:
         "(docs/rewards.md), --reward FILE:FUNCTION names them",
         "inference.endpoints": f"is not in the file; {ENDPOINT} is written",
     }
+    if "data.dataset" in settings:
+        del missing["data.files"]
     return [Note(key, None, text) for key, text in missing.items() if key not in settings]
 
 
 def _with_placeholders(settings: Settings) -> Settings:
-    placeholders = {
-        "model.path": "path/to/model",
-        "data.files": ["path/to/prompts.jsonl"],
-        "inference.endpoints": [ENDPOINT],
-    }
+    placeholders: Settings = {"model.path": "path/to/model", "inference.endpoints": [ENDPOINT]}
+    if "data.dataset" not in settings:
+        placeholders["data.files"] = ["path/to/prompts.jsonl"]
     return placeholders | settings
 
 

@@ -115,10 +115,10 @@ ROWS = (
     has_none("data_seed", None, "run.seed is that of the prompts' order, too"),
     has_none("max_tool_calling_iterations", None, "no tools are called"),
     has_none("vllm_structured_outputs_regex", None, "responses are sampled without a grammar"),
-    Row("model_name_or_path", None, "model.path", "a folder: `hf download`", value=same),
-    has_none(
-        "dataset_name", None, "`data.files`: files on disk (`hf download --repo-type dataset`)"
-    ),
+    Row("model_name_or_path", None, "model.path", "a folder, or a Hub id", value=same),
+    Row("dataset_name", None, "data.dataset", value=same),
+    Row("dataset_config", None, "data.subset", value=same),
+    Row("dataset_train_split", None, "data.split", value=same),
     has_none("trust_remote_code", False, "architectures are those of transformers"),
     ignored("model_init_kwargs", "`model.dtype`, `model.attention`"),
     # ---- optimizer ----

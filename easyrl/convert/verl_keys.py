@@ -183,7 +183,7 @@ ROWS = (
     ignored("reward.*", "`rewards`"),
     ignored("reward_model.*", "`rewards`"),
     # ---- model and optimizer ----
-    Row(f"{MODEL}path", None, "model.path", "a folder: `hf download`", same),
+    Row(f"{MODEL}path", None, "model.path", "a folder, or a Hub id", same),
     Row(f"{MODEL}tokenizer_path", None, "model.tokenizer", value=same),
     Row(
         f"{MODEL}enable_gradient_checkpointing",

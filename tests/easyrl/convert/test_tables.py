@@ -107,7 +107,15 @@ def test_defaults_are_trls() -> None:
     fields = {field.name: field for field in dataclasses.fields(config)}
     beside = {"warmup_ratio", "max_prompt_length"}  # of older versions
     of_command_line = {
-        *("model_name_or_path", "dataset_name", "use_peft", "lora_r", "lora_alpha"),
+        *(
+            "model_name_or_path",
+            "dataset_name",
+            "dataset_config",
+            "dataset_train_split",
+            "use_peft",
+            "lora_r",
+            "lora_alpha",
+        ),
         *("lora_target_modules", "lora_dropout", "load_in_4bit", "load_in_8bit"),
     }
     for row in PEERS["trl"].rows:

@@ -236,7 +236,6 @@ def test_a_cispo_weight_has_trls_bound() -> None:
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type=polynomial: has no counterpart"),
         ({"optim": "adafactor"}, "optim=adafactor: has no counterpart"),
         ({"eval_strategy": "steps"}, "eval_strategy=steps: `evaluation`"),
-        ({"dataset_name": "openai/gsm8k"}, "dataset_name=openai/gsm8k: `data.files`"),
         ({"generation_kwargs": {"num_beams": 4}}, "num_beams: no counterpart"),
         ({"never_heard_of": 1}, "never_heard_of: not looked at"),
     ],
@@ -284,6 +283,21 @@ def test_zero_endpoints_and_adapters(tmp_path: Path) -> None:
     assert config.model.lora.target_modules == ["q_proj", "v_proj"]
     assert config.model.activation_checkpointing == "none" and config.model.dtype == "fp32"
     assert config.run.name == "my-run-2"
+
+
+def test_model_and_dataset_of_trls_command_line(tmp_path: Path) -> None:
+    said = DEFAULTS | {"model_name_or_path": "models/own", "dataset_name": "someone/maths"}
+    said |= {"dataset_config": "main", "dataset_train_split": "train[:50]"}
+    file = tmp_path / "grpo.json"
+    file.write_text(json.dumps(said))
+    made = convert_file(file)
+    assert made.settings["data.dataset"] == "someone/maths" and "data.files" not in made.settings
+    assert (made.settings["data.subset"], made.settings["data.split"]) == ("main", "train[:50]")
+    assert made.settings["model.path"] == "models/own"
+    assert {note.theirs for note in made.notes} >= {"rewards", "inference.endpoints"}
+    assert not {note.theirs for note in made.notes} & {"data.files", "model.path"}
+    instead = convert_file(file, further={"data.files": ["p.jsonl"]})
+    assert "data.dataset" not in instead.settings and "data.split" not in instead.settings
 
 
 @pytest.mark.parametrize(
