@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "schema": "",
     "config": "",
     "completion_check": "schema config",
+    "convert": "config",
     "hub": "config",
     "metrics.event_log": "",
     "runtime.allocator": "",
@@ -27,6 +28,7 @@ MAY_IMPORT = {
     "runtime.machine": "",
     "runtime.printable": "",
     "runtime.process_guard": "",
+    "runtime.peak_memory": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
     "runtime.shared_cores": "runtime.contention runtime.machine",
@@ -112,7 +114,8 @@ MAY_IMPORT = {
     " runtime.collectives runtime.device_time runtime.shared_cores runtime.stopping"
     " samples.choice trainer.look_ahead trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account ledger.exclusions runtime.device_time runtime.phase_clock"
+    " ledger.account ledger.exclusions runtime.device_time runtime.peak_memory"
+    " runtime.phase_clock"
     " trainer.accumulation trainer.parts",
     "trainer.parts": "schema metrics.batch_metrics ledger.certificate.records trainer.accumulation",
     "trainer.held_out_loss": "schema config engines.base metrics.batch_metrics runtime.collectives"
@@ -139,8 +142,8 @@ MAY_IMPORT = {
     "one_machine.launched_trainer": "runtime.machine runtime.process_guard",
     "one_machine": "config hub train demo.prepared runtime.startup_signals"
     " inference_client.servers.managed.launch",
-    "commands": "schema config arguments doctor.finding first_config hub one_machine train build"
-    " lab ledger memory_plan recipes runtime samples"
+    "commands": "schema config arguments convert doctor.finding first_config hub one_machine train"
+    " build lab ledger memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "arguments commands runtime.startup_signals",
     "demo.prepared": "demo",
@@ -158,7 +161,8 @@ LIGHT = """
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
     commands.init commands.up one_machine.run
-    commands.doctor commands.diff commands.lab commands.samples samples.selection samples.show
+    commands.doctor commands.diff commands.lab commands.samples commands.convert
+    samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

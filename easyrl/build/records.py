@@ -150,6 +150,7 @@ def build_record_parts(
         groups_per_update=config.trainer.batch_size,
         max_steps=config.trainer.max_steps,
         max_bad_steps=config.trainer.max_bad_steps,
+        num_prompts=len(order.dataset),
         progress=progress,
         clock=clock,
     )

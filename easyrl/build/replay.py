@@ -166,6 +166,7 @@ def replay_batch(
             groups_per_update=run.run.batch_size // num_updates,
             updates_per_batch=num_updates,
             max_bad_steps=config.trainer.max_bad_steps,
+            num_prompts=run.run.num_prompts,
             progress=progress,
         )
         trainer.fit()

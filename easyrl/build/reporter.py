@@ -12,8 +12,9 @@ from easyrl.config import Config
 from easyrl.config.file import public_tree
 from easyrl.ledger.certificate.writer import Certificate
 from easyrl.metrics.alarms.alarms import Alarms
-from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView
+from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView, named_columns
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
+from easyrl.metrics.renamed import RenamedTracker
 from easyrl.metrics.reporter import StepReporter
 from easyrl.metrics.step_progress import StepProgress
 from easyrl.metrics.trackers import (
@@ -100,7 +101,7 @@ def _open_trackers(
 
     A run needs the file; it goes on without what else fails.
     """
-    run, from_step = config.run, progress.reported_step
+    run, from_step, names = config.run, progress.reported_step, config.metrics.names
     trackers: list[Tracker] = [
         JsonlTracker(
             output / METRICS_FILE,
@@ -112,14 +113,17 @@ def _open_trackers(
     def add(name: str, open_tracker: Callable[[], Tracker]) -> None:
         trackers.append(OptionalTracker(name, open_tracker))
 
+    def add_renamed(name: str, open_tracker: Callable[[], Tracker]) -> None:
+        add(name, lambda: RenamedTracker(open_tracker(), names))
+
     if "tensorboard" in run.trackers:
-        add("tensorboard", lambda: TensorBoardTracker(output / "tensorboard", from_step))
+        add_renamed("tensorboard", lambda: TensorBoardTracker(output / "tensorboard", from_step))
     if "wandb" in run.trackers:
         tree = public_tree(config)
         table = wandb_table(config, output, from_step)
-        add("wandb", lambda: WandbTracker(run.wandb_project, run.name, output, tree, table))
+        add_renamed("wandb", lambda: WandbTracker(run.wandb_project, run.name, output, tree, table))
     if run.console:
-        columns = RECORD_COLUMNS if config.source == "records" else COLUMNS
+        columns = named_columns(RECORD_COLUMNS if config.source == "records" else COLUMNS, names)
         sample = console_sample(config, output, from_step)
         add("console", lambda: ConsoleView(total_steps, columns=columns, sample=sample, look=look))
     return trackers

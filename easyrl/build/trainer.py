@@ -73,6 +73,7 @@ def build_trainer(
         updates_per_batch=config.trainer.updates_per_batch,
         max_steps=config.trainer.max_steps,
         max_bad_steps=config.trainer.max_bad_steps,
+        num_prompts=len(order.dataset),
         progress=progress,
         clock=clock,
     )

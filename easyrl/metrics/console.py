@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import threading
@@ -17,10 +18,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from easyrl.metrics.names import Names, name_for
 from easyrl.metrics.step_progress import ProgressThread, StepClock, StepProgress, duration
 from easyrl.runtime.streams import tolerant
 
-Columns = tuple[tuple[str, str, str], ...]  # heading, metric, format
+Columns = tuple[tuple[str, str, str], ...]  # heading, which a table has in lines; metric; format
 
 # All of them fit 80 characters. Times are seconds of the step: what the trainer waited for groups,
 # the endpoints had nothing to do, and the weights took to reach them.
@@ -48,6 +50,16 @@ RECORD_COLUMNS: Columns = (
 ROWS_SHOWN = 12
 IF_ANY = "reward/failures"  # shown where it is not zero
 PLAIN_EVERY_S = 30.0  # where there is no terminal a step is told of only if it takes longer
+
+
+def named_columns(columns: Columns, names: Names) -> Columns:
+    """``columns`` with the names of a peer for headings, in lines: so they fit 80 characters."""
+
+    def heading(own: str, metric: str) -> str:
+        theirs = name_for(metric, names)
+        return own if theirs == metric else re.sub(r"(?<=[/_])", "\n", theirs)
+
+    return tuple((heading(own, metric), metric, form) for own, metric, form in columns)
 
 
 class _Console(Console):
@@ -143,7 +155,7 @@ class ConsoleView:
         metrics = {m: v for m, v in metrics.items() if v or m != IF_ANY}
         if self._live is None:
             cells = [
-                f"{head} {form.format(metrics[m])}"
+                f"{''.join(head.splitlines())} {form.format(metrics[m])}"
                 for head, m, form in self._columns
                 if m in metrics
             ]

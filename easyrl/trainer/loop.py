@@ -18,6 +18,7 @@ from easyrl.ledger.exclusions import recent_exclusions
 from easyrl.metrics.batch_metrics import BatchTotals, Update, batch_metrics, recipe_metrics
 from easyrl.metrics.reporter import StepReporter
 from easyrl.runtime.device_time import DeviceTimer
+from easyrl.runtime.peak_memory import peak_memory
 from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.schema import (
     NEEDS_CHANGE,
@@ -93,6 +94,7 @@ class Trainer:
     # The run ends with the last batch whose k steps are within them; None: with the prompts.
     max_steps: int | None = None
     max_bad_steps: int = 3
+    num_prompts: int | None = None  # of an epoch
     progress: Progress = field(default_factory=Progress)
     evaluation: Evaluation | None = None  # of held-out prompts, beside the batches
     alarms: AlarmActions | None = None
@@ -280,6 +282,8 @@ class Trainer:
         account = self._account(trained.batch, updates, trained.served, trained.refused)
         metrics = {"time/batch_s": trained.seconds} | batch_metrics(updates, account.groups)
         metrics |= self._certify(account, updates)
+        if self.num_prompts is not None:
+            metrics["epoch"] = (progress.position + account.num_drawn) / self.num_prompts
         if self.samples is not None:
             metrics |= self.samples.close_batch(progress.step + 1, updates)
         metrics["time/journal_s"] += sum(groups.load_s for groups in trained.batch.updates)
@@ -410,13 +414,16 @@ class Trainer:
         ]
 
     def _certify(self, account: BatchRecord, updates: Sequence[Update]) -> dict[str, float]:
-        """The batch is written down; the seconds that its journal and account took. Collective."""
+        """The batch is written down; the seconds that its journal and account took, and the ranks'
+        largest peaks of memory. Collective."""
         start = time.monotonic()
         self.rollouts.sync()
-        self._collectives.all_gather(None)  # the journals of all ranks come before the certificate
+        # the journals of all ranks come before the certificate
+        peaks = self._collectives.all_gather(peak_memory(self._engine.device))
         synced = time.monotonic()
         self.ledger.close_batch(account)
         return {
+            **{name: max(of_rank[name] for of_rank in peaks) for name in peaks[0]},
             "time/journal_s": synced - start,
             "time/certificate_s": time.monotonic() - synced + sum(u.check_s for u in updates),
         }

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from easyrl.build import reporter
 from easyrl.config import EvaluationConfig
+from easyrl.config.metrics import MetricsConfig
 from easyrl.config.samples import SamplesConfig
 from easyrl.inference_client.errors import Outage, is_outage
 from easyrl.metrics.batch_metrics import BatchTotals
@@ -473,7 +474,12 @@ def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
     if not can_open:
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
     run = {"trackers": ["tensorboard"], "console": True, "name": "n", "wandb_project": "p"}
-    config = SimpleNamespace(run=SimpleNamespace(**run), source="rollouts", samples=SamplesConfig())
+    config = SimpleNamespace(
+        run=SimpleNamespace(**run),
+        source="rollouts",
+        samples=SamplesConfig(),
+        metrics=MetricsConfig(),
+    )
     trackers = reporter._open_trackers(config, tmp_path, Progress(), 3, look=None)
     kinds = [type(tracker) for tracker in trackers]
     for tracker in trackers[:2]:
