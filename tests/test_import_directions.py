@@ -15,8 +15,11 @@ MAY_IMPORT = {
     "schema": "",
     "config": "",
     "completion_check": "schema config",
+    "convert": "config",
+    "hub": "config",
     "metrics.event_log": "",
     "runtime.allocator": "",
+    "runtime.busy_time": "",
     "runtime.seeding": "",
     "runtime.numerics": "",
     "runtime.durable_files": "",
@@ -25,12 +28,14 @@ MAY_IMPORT = {
     "runtime.machine": "",
     "runtime.printable": "",
     "runtime.process_guard": "",
+    "runtime.peak_memory": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
     "runtime.shared_cores": "runtime.contention runtime.machine",
     "runtime.small_files": "",
     "runtime.startup_signals": "",
     "runtime.streams": "",
+    "runtime.uncaught": "",
     "runtime.user_code": "schema",
     "runtime.workers": "runtime.frames runtime.process_guard",
     "kernels.attention": "",
@@ -41,7 +46,7 @@ MAY_IMPORT = {
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
     "dataloaders.supervised": "schema config dataloaders.prompts dataloaders.producer",
-    "rewards": "schema config runtime.user_code runtime.workers.worker_pool"
+    "rewards": "schema config runtime.busy_time runtime.user_code runtime.workers.worker_pool"
     " inference_client.api_keys",
     # the endpoints
     "inference_client": "schema config completion_check runtime.frames",
@@ -56,7 +61,7 @@ MAY_IMPORT = {
     "inference_client.servers.managed": "config runtime.machine runtime.process_guard"
     " inference_client.api_keys inference_client.lora_ranks"
     " inference_client.vllm_plugin.easyrl_vllm.access",
-    "inference_client.servers.embedded": "schema kernels.attention.partial_attention"
+    "inference_client.servers.embedded": "schema hub kernels.attention.partial_attention"
     " runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
@@ -96,6 +101,7 @@ MAY_IMPORT = {
     "ledger": "schema completion_check metrics.trackers runtime.run_files runtime.ranks"
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
+    "lab": "schema ledger.recorded_run runtime.determinism",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
     " inference_client",
@@ -108,7 +114,8 @@ MAY_IMPORT = {
     " runtime.collectives runtime.device_time runtime.shared_cores runtime.stopping"
     " samples.choice trainer.look_ahead trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account ledger.exclusions runtime.device_time runtime.phase_clock"
+    " ledger.account ledger.exclusions runtime.device_time runtime.peak_memory"
+    " runtime.phase_clock"
     " trainer.accumulation trainer.parts",
     "trainer.parts": "schema metrics.batch_metrics ledger.certificate.records trainer.accumulation",
     "trainer.held_out_loss": "schema config engines.base metrics.batch_metrics runtime.collectives"
@@ -124,16 +131,25 @@ MAY_IMPORT = {
     " models.weight_files rewards.scorer runtime.user_code"
     " weight_sync.challenge weight_sync.store",
     "build": "schema config completion_check dataloaders doctor engines"
-    " inference_client kernels.attention ledger memory_plan.remedies metrics"
+    " inference_client kernels.attention lab ledger memory_plan.remedies metrics"
     " models recipes rewards runtime samples trainer weight_sync",
-    "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
-    "api": "schema config train runtime.machine rewards.given",
-    "commands": "schema config train build doctor.finding ledger memory_plan recipes runtime"
-    " samples inference_client.pool.endpoint_list inference_client.servers.embedded.server",
-    "__main__": "commands runtime.startup_signals",
-    "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
-    " runtime.shared_cores"
-    " runtime.run_folder inference_client.api_keys inference_client.servers.managed",
+    "arguments": "",
+    "train": "schema config arguments hub build engines.base ledger.checkpoints metrics recipes"
+    " runtime",
+    "api": "schema config hub train runtime.machine runtime.uncaught rewards.given",
+    "first_config": "schema config hub.models dataloaders.prompts.records demo.prepared"
+    " rewards.functions",
+    "one_machine.launched_trainer": "runtime.machine runtime.process_guard",
+    "one_machine": "config hub train demo.prepared runtime.startup_signals"
+    " inference_client.servers.managed.launch",
+    "commands": "schema config arguments convert doctor.finding first_config hub one_machine train"
+    " build lab ledger memory_plan recipes runtime samples"
+    " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
+    "__main__": "arguments commands runtime.startup_signals",
+    "demo.prepared": "demo",
+    "demo": "config one_machine.launched_trainer recipes metrics.trackers runtime.machine"
+    " runtime.run_files runtime.shared_cores runtime.run_folder"
+    " inference_client.api_keys inference_client.servers.managed",
     "__init__": "api",
 }
 
@@ -141,10 +157,12 @@ HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
 # Imported where it has to be fast: by worker processes, which import the main module again, and by
 # a command that shows its help.
 LIGHT = """
-    __init__ __main__ schema config config.machine config.file train rewards.worker
+    __init__ __main__ schema config config.machine config.file hub hub.models train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
-    commands.doctor commands.samples samples.selection samples.show
+    commands.init commands.up one_machine.run
+    commands.doctor commands.diff commands.lab commands.samples commands.convert
+    samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

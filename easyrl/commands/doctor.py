@@ -9,14 +9,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from easyrl.arguments.shared import ConfigFile, Overrides
 from easyrl.config import ConfigError
 from easyrl.config.file import load_config
 from easyrl.config.machine import check_paths
+from easyrl.hub.models import with_local_models
 from easyrl.runtime.terminal import print_plain
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ SIGNS = {"ok": "✓", "failed": "✗", "not checked": "–"}
 
 
 def doctor_command(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     world_size: Annotated[
         int | None, typer.Option(help="training processes; default: one copy of the model", min=1)
     ] = None,
@@ -39,14 +40,16 @@ def doctor_command(
     """
     given = overrides or []
     try:
-        checked = load_config(config, given)
+        checked = with_local_models(load_config(config, given))
         check_paths(checked)
         from easyrl.build.doctor import Diagnosis
         from easyrl.recipes.loading import with_whole_recipe
 
         checked = with_whole_recipe(checked)
         diagnosis = Diagnosis(
-            checked, lambda more: load_config(config, [*given, *more]), world_size
+            checked,
+            lambda more: with_local_models(load_config(config, [*given, *more])),
+            world_size,
         )
     except ConfigError as error:
         print(f"easyrl: {error}", file=sys.stderr)

@@ -12,16 +12,18 @@ from typing import Annotated
 
 import typer
 
+from easyrl.arguments.shared import ConfigFile, Overrides
 from easyrl.config import Config, ConfigError, EvaluationConfig
 from easyrl.config.file import load_config
 from easyrl.config.machine import check_paths
+from easyrl.hub.models import with_local_models
 from easyrl.samples.texts import TextsNotWritten
 from easyrl.schema import RewardError, TooManyExcluded
 
 
 def eval_command(
-    config: Annotated[Path, typer.Argument(help="YAML file with an evaluation section")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     keep_texts: Annotated[
         Path | None,
         typer.Option(
@@ -33,7 +35,7 @@ def eval_command(
 ) -> None:
     """Evaluate what the endpoints serve now on the held-out prompts; prints one JSON object."""
     try:
-        checked = load_config(config, overrides or [])
+        checked = with_local_models(load_config(config, overrides or []))
         check_paths(checked)
         if checked.source == "records":
             raise ConfigError(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from easyrl.arguments.shared import ConfigFile, Overrides
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
+from easyrl.hub.models import with_local_models
 from easyrl.runtime.terminal import print_plain
 
 if TYPE_CHECKING:
@@ -35,8 +39,8 @@ RUNNING = {
 
 
 def plan_memory_command(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     world_size: Annotated[
         int | None, typer.Option(help="training processes; default: one copy of the model", min=1)
     ] = None,
@@ -52,13 +56,14 @@ def plan_memory_command(
     """
     given = overrides or []
     try:
-        checked = load_config(config, given)
+        load = partial(_load, config, given)
+        checked = load([])
         from easyrl.memory_plan.plan import plan_memory
         from easyrl.memory_plan.verdict import device_bytes, judge
 
         plan = plan_memory(checked, world_size or checked.parallel.ranks_per_model)
         device = device_bytes() if device_gb is None else device_gb * GB
-        verdict = judge(plan, device, lambda more: load_config(config, [*given, *more]))
+        verdict = judge(plan, device, load)
     except ConfigError as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -69,6 +74,10 @@ def plan_memory_command(
         print_plain(_table(plan))
         print_plain(_told(plan, verdict))
     raise typer.Exit(1 if verdict.fits is False else 0)
+
+
+def _load(file: Path, overrides: Sequence[str], more: Sequence[str]) -> Config:
+    return with_local_models(load_config(file, [*overrides, *more]))
 
 
 def _as_tree(plan: MemoryPlan, verdict: Verdict) -> dict[str, Any]:
