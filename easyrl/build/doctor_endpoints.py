@@ -122,6 +122,8 @@ class _Look:
         """Nothing where it can be compared later."""
         config, policy = self._config, self._policy
         name = f"log-probabilities of {reached.url}"
+        if reached.has_run_weights:
+            return [not_checked(name, f"it serves {reached.version}, not {config.model.path}")]
         if problem := _why_not_here(config, policy):
             return [not_checked(name, problem)]
         prompts = policy.prompts[:NUM_PROMPTS]

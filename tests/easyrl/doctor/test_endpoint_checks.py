@@ -166,6 +166,7 @@ def test_a_server_that_a_run_has_given_weights_is_left_alone(model: Path) -> Non
         found = findings(config(model, url))
         assert found["weight transfer"].verdict == "not checked"
         assert "mine:0:3" in found["weight transfer"].seen
+        assert found[LAST].verdict == "not checked" and "mine:0:3" in found[LAST].seen
 
 
 def test_own_servers_come_with_the_run(model: Path) -> None:
