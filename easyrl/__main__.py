@@ -23,7 +23,9 @@ def command_line() -> typer.Typer:
     import typer
 
     from easyrl.arguments.version import version_option
+    from easyrl.commands.convert import convert_command
     from easyrl.commands.diff import diff_command
+    from easyrl.commands.doctor import doctor_command
     from easyrl.commands.dpo import dpo_command
     from easyrl.commands.endpoints import endpoints_commands
     from easyrl.commands.evaluate import eval_command
@@ -58,7 +60,9 @@ def command_line() -> typer.Typer:
     commands.command("lab")(lab_command)
     commands.command("samples")(samples_command)
     commands.command("recipes")(recipes_command)
+    commands.command("doctor")(doctor_command)
     commands.command("plan-memory")(plan_memory_command)
+    commands.command("convert")(convert_command)
     commands.add_typer(endpoints_commands, name="endpoints")
     return commands
 

@@ -68,6 +68,7 @@ def train_policy(
             Path(model), prompts, reward, Path(output_dir), endpoints, settings or {}, resume, seal
         )
     except (ConfigError, InterruptedRun) as error:  # the message says it all
+        error.args = (str(error).replace("--resume", "resume=True"),)  # the option, as an argument
         tell_in_short(error)
         raise error.with_traceback(None) from None
 

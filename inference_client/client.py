@@ -65,9 +65,11 @@ TensorShapes = Mapping[str, tuple[str, Sequence[int]]]  # by name: safetensors' 
 
 PROVE_WEIGHTS = "easyrl_prove_weights"  # a method of each worker, there by --worker-extension-cls
 PROVE_ADAPTER = "easyrl_prove_adapter"
+COMPARE_SHAPES = "easyrl_compare_shapes"
 HEALTH_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 2.0  # below vLLM's 5 s, so that no request is sent into a connection being closed
+TOKENIZE = "/tokenize"
 ABORT = "/inference/v1/abort_requests"
 NO_ROUTE = (404, 405)
 PROMPT_AT_FAULT = (400, 413, 422)  # of a generate request: another prompt may be answered
@@ -322,6 +324,16 @@ class EndpointClient:
         max_bytes = ANSWER_BYTES + MAX_WORKERS * of_a_worker
         return (await self.call_workers(_PROOFS, method, asked, max_bytes)).results
 
+    async def compare_shapes(self, tensors: TensorShapes) -> dict[str, str]:
+        """By name, why its workers could not load a tensor, or which they serve beside ``tensors``.
+
+        Changes nothing there.
+        """
+        asked = {"tensors": orjson.dumps(tensors).decode()}
+        max_bytes = ANSWER_BYTES + MAX_WORKERS * len(tensors) * BYTES_PER_TENSOR
+        answer = await self.call_workers(_SHAPES, COMPARE_SHAPES, asked, max_bytes)
+        return {name: said for worker in answer.results for name, said in worker.problems.items()}
+
     async def call_workers(
         self,
         decoder: msgspec.json.Decoder[T],
@@ -332,6 +344,19 @@ class EndpointClient:
         """What all workers answer to a ``method`` of theirs; vLLM passes text on, nothing else."""
         body = {"method": method, "kwargs": kwargs}
         return await self._decoded(decoder, "POST", "/collective_rpc", body, max_bytes=max_bytes)
+
+    async def tokenize(self, asked: Mapping[str, Any]) -> list[int] | None:
+        """Token ids by its own tokenizer; None if it has no route that tells.
+
+        ``asked``: ``{"prompt": text, "add_special_tokens": bool}``, or ``messages`` with
+        ``add_generation_prompt`` and ``chat_template_kwargs``, as vLLM's ``/tokenize`` has them.
+        """
+        answer = await self._answer("POST", TOKENIZE, asked, self._timeout_s)
+        if answer.status in NO_ROUTE:
+            return None
+        if answer.status != 200:
+            raise self._refusal("POST", TOKENIZE, answer)
+        return decode(_TOKENS, answer.content, self.url, f"POST {TOKENIZE}").tokens
 
     async def get(self, decoder: msgspec.json.Decoder[T], path: str) -> T:
         """What a route answers, as a record. Raises ``EndpointError``."""
@@ -491,10 +516,26 @@ class _Proofs(msgspec.Struct):
     results: Annotated[list[WorkerProof], msgspec.Meta(min_length=1)]
 
 
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _ShapeProblems(msgspec.Struct):
+    problems: dict[str, str]
+
+
+class _Shapes(msgspec.Struct):
+    """A result per worker."""
+
+    results: Annotated[list[_ShapeProblems], msgspec.Meta(min_length=1)]
+
+
 _MODELS = msgspec.json.Decoder(_Models)
 _WEIGHT_INFO = msgspec.json.Decoder(_WeightInfo)
 _SUCCESS = msgspec.json.Decoder(_Success)
 _PROOFS = msgspec.json.Decoder(_Proofs)
+_SHAPES = msgspec.json.Decoder(_Shapes)
+_TOKENS = msgspec.json.Decoder(_Tokens)
 
 
 def _server_message(content: bytes) -> str:

@@ -15,9 +15,11 @@ MAY_IMPORT = {
     "schema": "",
     "config": "",
     "completion_check": "schema config",
+    "convert": "config",
     "hub": "config",
     "metrics.event_log": "",
     "runtime.allocator": "",
+    "runtime.busy_time": "",
     "runtime.seeding": "",
     "runtime.numerics": "",
     "runtime.durable_files": "",
@@ -26,6 +28,7 @@ MAY_IMPORT = {
     "runtime.machine": "",
     "runtime.printable": "",
     "runtime.process_guard": "",
+    "runtime.peak_memory": "",
     "runtime.ranks": "",
     "runtime.schedule": "",
     "runtime.shared_cores": "runtime.contention runtime.machine",
@@ -43,7 +46,7 @@ MAY_IMPORT = {
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
     "dataloaders.supervised": "schema config dataloaders.prompts dataloaders.producer",
-    "rewards": "schema config runtime.user_code runtime.workers.worker_pool"
+    "rewards": "schema config runtime.busy_time runtime.user_code runtime.workers.worker_pool"
     " inference_client.api_keys",
     # the endpoints
     "inference_client": "schema config completion_check runtime.frames",
@@ -111,7 +114,8 @@ MAY_IMPORT = {
     " runtime.collectives runtime.device_time runtime.shared_cores runtime.stopping"
     " samples.choice trainer.look_ahead trainer.model_outputs",
     "trainer.loop": "schema metrics.batch_metrics metrics.reporter ledger.certificate.records"
-    " ledger.account ledger.exclusions runtime.device_time runtime.phase_clock"
+    " ledger.account ledger.exclusions runtime.device_time runtime.peak_memory"
+    " runtime.phase_clock"
     " trainer.accumulation trainer.parts",
     "trainer.parts": "schema metrics.batch_metrics ledger.certificate.records trainer.accumulation",
     "trainer.held_out_loss": "schema config engines.base metrics.batch_metrics runtime.collectives"
@@ -120,8 +124,14 @@ MAY_IMPORT = {
     "trainer.evaluation": "schema config runtime.schedule runtime.collectives runtime.stopping"
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
-    "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
-    " lab ledger metrics"
+    # what a run and easyrl doctor look at before; the wiring says in which order
+    "doctor": "schema config completion_check dataloaders.prompts.records engines.base"
+    " engines.deepspeed.memory engines.weight_names inference_client memory_plan"
+    " metrics.logprob_agreement models.loading models.policy_model models.supported"
+    " models.weight_files rewards.scorer runtime.user_code"
+    " weight_sync.challenge weight_sync.store",
+    "build": "schema config completion_check dataloaders doctor engines"
+    " inference_client kernels.attention lab ledger memory_plan.remedies metrics"
     " models recipes rewards runtime samples trainer weight_sync",
     "arguments": "",
     "train": "schema config arguments hub build engines.base ledger.checkpoints metrics recipes"
@@ -132,8 +142,8 @@ MAY_IMPORT = {
     "one_machine.launched_trainer": "runtime.machine runtime.process_guard",
     "one_machine": "config hub train demo.prepared runtime.startup_signals"
     " inference_client.servers.managed.launch",
-    "commands": "schema config arguments first_config hub one_machine train build lab ledger"
-    " memory_plan recipes runtime samples"
+    "commands": "schema config arguments convert doctor.finding first_config hub one_machine train"
+    " build lab ledger memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "arguments commands runtime.startup_signals",
     "demo.prepared": "demo",
@@ -151,7 +161,8 @@ LIGHT = """
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
     commands.init commands.up one_machine.run
-    commands.diff commands.lab commands.samples samples.selection samples.show
+    commands.doctor commands.diff commands.lab commands.samples commands.convert
+    samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

@@ -11,10 +11,12 @@ from easyrl.build.inference import Inference, Scoring, open_inference
 from easyrl.build.invariant_endpoints import require_invariant_endpoints
 from easyrl.build.recipe import pack_in_order
 from easyrl.build.run import OpenRun
+from easyrl.build.same_architecture import require_same_architecture
 from easyrl.build.servers import StartedServers
 from easyrl.config import Config, ConfigError
 from easyrl.config.weight_sync import SHARED_MEMORY
 from easyrl.dataloaders.packing.row import dummy_micro_batch
+from easyrl.doctor.endpoints import context_needs
 from easyrl.engines.base import TrainEngine
 from easyrl.engines.group.leader import GroupLeader
 from easyrl.inference_client.errors import EndpointError, EndpointUnavailable, RequestRejected
@@ -24,6 +26,7 @@ from easyrl.inference_client.pool.endpoint_list import (
     begin_membership,
 )
 from easyrl.inference_client.pool.endpoint_pool import EndpointPool
+from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.rank_store import spans_hosts
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.runtime.shared_folder import marked
@@ -70,6 +73,7 @@ def open_endpoints(
         record=run.record,
     )
     require_weight_routes(inference)
+    on_rank_zero(run.collectives, lambda: require_same_architecture(config, inference))
     warn_of_short_contexts(config, inference, rollout=True)
     weight_sync = _build_weight_sync(run, engine, inference, data.prompts, cores)
     run.opened.callback(weight_sync.close)
@@ -127,13 +131,7 @@ def require_weight_routes(inference: Inference) -> None:
 
 def warn_of_short_contexts(config: Config, inference: Inference, *, rollout: bool) -> None:
     """Warns where an endpoint's context ends before the longest prompt with its response."""
-    needs: dict[str, int] = {}
-    if rollout:
-        key = "data.max_prompt_tokens + rollout.max_tokens"
-        needs[key] = config.data.max_prompt_tokens + config.rollout.max_tokens
-    if (evaluation := config.evaluation) is not None:
-        key = "evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens"
-        needs[key] = evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens
+    needs = context_needs(config, rollout=rollout)
     for url, limit in _limits(inference.pool).items():
         for key, needed in needs.items():
             if needed > limit:

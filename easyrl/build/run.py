@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,9 @@ from easyrl.build.ranks import GroupChannels, join_ranks
 from easyrl.build.trial import try_attention
 from easyrl.config import Config
 from easyrl.config.file import plain_secrets
+from easyrl.doctor.architecture import count_parameters
+from easyrl.doctor.finding import Finding, findings_of
+from easyrl.doctor.space import disk_finding, weight_space_finding
 from easyrl.engines.group.calls import END
 from easyrl.metrics.event_log import Record
 from easyrl.metrics.logprob_agreement import not_judged
@@ -75,6 +78,7 @@ def open_run(
     on_folder()
     if collectives.ranks.is_first:
         _say_at_start(config, said_of_model)
+        _say_of_space(config)
     tokens = TokenProgress()
     return OpenRun(
         config,
@@ -89,6 +93,20 @@ def open_run(
         tokens,
         tokens.counting(open_event_log(config, output, collectives, opened)),
     )
+
+
+def _say_of_space(config: Config) -> None:
+    """Warns where disk or shared memory will not hold what the run is going to write."""
+
+    def look() -> Iterator[Finding]:
+        num_parameters = count_parameters(config.model)
+        yield disk_finding(config, num_parameters)
+        if config.source == "rollouts":
+            yield weight_space_finding(config, num_parameters)
+
+    for finding in findings_of("space", look):
+        if finding.verdict == "failed":
+            logger.warning("%s: %s; %s", finding.name, finding.seen, finding.remedy)
 
 
 def _say_at_start(config: Config, said_of_model: list[str]) -> None:

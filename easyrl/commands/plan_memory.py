@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,11 +21,9 @@ from easyrl.runtime.terminal import print_plain
 
 if TYPE_CHECKING:
     from easyrl.memory_plan.plan import MemoryPlan
-    from easyrl.memory_plan.remedies import Change, Load
+    from easyrl.memory_plan.verdict import Verdict
 
 GB = 1e9
-# Of a device, for its context, communication libraries and fragmentation: a rule of thumb.
-LEFT_FREE = 0.1
 HELD = {
     "weights": "weights",
     "frozen": "frozen models",
@@ -61,10 +59,11 @@ def plan_memory_command(
         load = partial(_load, config, given)
         checked = load([])
         from easyrl.memory_plan.plan import plan_memory
+        from easyrl.memory_plan.verdict import device_bytes, judge
 
         plan = plan_memory(checked, world_size or checked.parallel.ranks_per_model)
-        device = _device_bytes() if device_gb is None else device_gb * GB
-        verdict = _judge(plan, device, load)
+        device = device_bytes() if device_gb is None else device_gb * GB
+        verdict = judge(plan, device, load)
     except ConfigError as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -81,35 +80,7 @@ def _load(file: Path, overrides: Sequence[str], more: Sequence[str]) -> Config:
     return with_local_models(load_config(file, [*overrides, *more]))
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    device: float | None  # bytes; None: not known
-    fits: bool | None = None
-    changes: Sequence[Change] = ()  # with which it would
-
-
-def _judge(plan: MemoryPlan, device: float | None, load: Load) -> _Verdict:
-    from easyrl.memory_plan.remedies import remedies
-
-    if device is None:
-        return _Verdict(None)
-    usable = device * (1 - LEFT_FREE)
-    if plan.needed <= usable:
-        return _Verdict(device, True)
-    return _Verdict(device, False, remedies(load, plan, usable, on_cpu=False))
-
-
-def _device_bytes() -> float | None:
-    """Of the accelerator that this process would use; None without one."""
-    import torch
-
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
-        return None
-    return float(torch.get_device_module(kind).mem_get_info()[1])
-
-
-def _as_tree(plan: MemoryPlan, verdict: _Verdict) -> dict[str, Any]:
+def _as_tree(plan: MemoryPlan, verdict: Verdict) -> dict[str, Any]:
     stages = [
         asdict(s.held)
         | asdict(s.running)
@@ -169,7 +140,9 @@ def _table(plan: MemoryPlan) -> Table:
     return table
 
 
-def _told(plan: MemoryPlan, verdict: _Verdict) -> str:
+def _told(plan: MemoryPlan, verdict: Verdict) -> str:
+    from easyrl.memory_plan.verdict import LEFT_FREE
+
     needed = plan.needed / GB
     if verdict.device is None:
         return f"{needed:.1f} GB needed; this machine has no accelerator, name one: --device-gb 80"

@@ -14,6 +14,7 @@ from easyrl.config.data import DataConfig, DatasetConfig, FieldsConfig
 from easyrl.config.evaluation import EvaluationConfig
 from easyrl.config.inference import EndpointConfig, InferenceConfig, LaunchConfig, endpoint_url
 from easyrl.config.ledger import CheckpointConfig, JournalConfig
+from easyrl.config.metrics import MetricsConfig
 from easyrl.config.model import LoraConfig, ModelConfig
 from easyrl.config.parallel import ParallelConfig, parallel_contradictions
 from easyrl.config.recipe import RecipeConfig
@@ -51,6 +52,7 @@ class Config(Section):
     watchdog: WatchdogConfig = WatchdogConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     samples: SamplesConfig = SamplesConfig()
+    metrics: MetricsConfig = MetricsConfig()
     # by path of the value: what the file says instead of it, ${oc.env:NAME}
     _expressions: dict[KeyPath, str] = PrivateAttr(default_factory=dict)
     _preset: str | None = PrivateAttr(default=None)  # that recipe.name named

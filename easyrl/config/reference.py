@@ -195,11 +195,11 @@ def _readers(path: str) -> list[str]:
 
 @cache
 def _sources() -> dict[str, str]:
-    """Texts of all files but the configuration's own, by path."""
+    """Texts of all files but those that name keys and read none, by path."""
     root = Path(__file__).parents[2]
     files = [file for room in ROOMS for file in sorted((root / room).rglob("*.py"))]
-    own = root / "easyrl" / "config"
-    return {str(f.relative_to(root)): f.read_text() for f in files if own not in f.parents}
+    own = {root / "easyrl" / "config", root / "easyrl" / "convert"}
+    return {str(f.relative_to(root)): f.read_text() for f in files if own.isdisjoint(f.parents)}
 
 
 if __name__ == "__main__":

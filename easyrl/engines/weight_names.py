@@ -35,6 +35,14 @@ def saved_weights(
         del values  # page-locked memory for the module after the next
 
 
+def saved_shapes(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What ``saved_weights`` yields of a model on the device ``meta``, by name; not collective."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers())
+    names = _saved_names(model, tensors)
+    return dict(revert_weight_conversion(model, {name: tensors[name] for name in names}))
+
+
 def adapter_weights(model: PreTrainedModel, *, is_writer: bool) -> Iterator[tuple[str, Tensor]]:
     """As ``saved_weights``, of the trained adapter alone, as peft names what it saves."""
     for values in one_ahead(_copied_adapters(model, is_writer)):

@@ -29,6 +29,8 @@ COUNTS = (
     "num_look_ahead_tokens",
 )
 SECONDS = ("wait_s", "first_group_wait_s", "look_ahead_s", "train_s")
+# Of MetricSums.maxima those that no recipe counts; ``minus_``: minima with their sign turned.
+OWN_MAXIMA = ("response_length", "minus_response_length", "reward", "minus_reward")
 
 
 @dataclass
@@ -50,6 +52,8 @@ class BatchTotals:
     # when the group was complete. After ``merge`` the latter counts from the rank's first request.
     dispatched_s: list[float] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)
+    # By rank, after ``merge``: the first request of the groups above, and the last one complete.
+    generating_s: dict[int, tuple[float, float]] = field(default_factory=dict)
     groups: list[GroupOutcome] = field(default_factory=list)  # trained, unless the step is skipped
     interruption: Exception | None = None  # why this rank's groups have ended early
     # of this rank's groups, after ``merge`` those that are chosen of all ranks' together
@@ -64,6 +68,10 @@ class BatchTotals:
             self.dispatched_s.append(group.dispatched_s)
             self.arrived_s.append(group.completed_s)
         lengths = np.array([len(c.token_ids) for c in group.completions])
+        maxima = {
+            "response_length": float(lengths.max()),
+            "minus_response_length": -float(lengths.min()),
+        }
         ngrams = [count_ngrams(c.token_ids) for c in group.completions]
         sums = {
             "groups": 1.0,
@@ -72,6 +80,7 @@ class BatchTotals:
             "prompt_tokens": float(len(group.prompt.token_ids)),
             "responses": float(len(lengths)),
             "response_tokens": float(lengths.sum()),
+            "generated_tokens": 0.0 if recovered else float(lengths.sum()),
             "truncated": float(sum(c.truncated for c in group.completions)),
             "ngrams": float(sum(each.num for each in ngrams)),
             "repeated_ngrams": float(sum(each.num_repeated for each in ngrams)),
@@ -80,16 +89,18 @@ class BatchTotals:
             rewards = group.rewards.astype(np.float64)
             sums |= {
                 "reward": float(rewards.sum()),
+                "reward_square": float(np.square(rewards).sum()),
                 "reward_std": float(rewards.std()),
                 "flat_groups": float(np.ptp(rewards) == 0),
                 "reward_failures": float(sum(s.failed for s in group.scores)),
             }
+            maxima |= {"reward": float(rewards.max()), "minus_reward": -float(rewards.min())}
         for score in group.scores:
             for name, value in score.components.items():
                 terms = {"rewards": value, "squares": value**2, "opinions": 1.0}
                 for kind, term in terms.items():
                     sums[f"{kind}/{name}"] = sums.get(f"{kind}/{name}", 0.0) + term
-        self.metrics.add(MetricSums(sums, {"response_length": float(lengths.max())}))
+        self.metrics.add(MetricSums(sums, maxima))
 
     def add(self, other: BatchTotals) -> None:
         """The next update's sums, of all ranks."""
@@ -98,6 +109,9 @@ class BatchTotals:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first_group_wait_s = first_group_wait_s
         self.arrived_s += other.arrived_s
+        for rank, (first_s, last_s) in other.generating_s.items():
+            earlier = self.generating_s.get(rank, (first_s, last_s))
+            self.generating_s[rank] = (min(earlier[0], first_s), max(earlier[1], last_s))
         self.metrics.add(other.metrics)
 
     def merge(self, collectives: Collectives) -> BatchTotals:
@@ -106,6 +120,7 @@ class BatchTotals:
         rows = collectives.all_gather(
             {
                 "arrived_s": [arrived_s - first_s for arrived_s in self.arrived_s],
+                "first_s": first_s,
                 "numbers": {name: getattr(self, name) for name in (*COUNTS, *SECONDS)},
                 # NaN has no JSON form; a string survives
                 "sums": {name: repr(value) for name, value in self.metrics.sums.items()},
@@ -127,6 +142,9 @@ class BatchTotals:
             setattr(merged, name, sum(row["numbers"][name] for row in rows) / len(rows))
         for rank, row in enumerate(rows):
             merged.arrived_s += row["arrived_s"]
+            if row["arrived_s"]:
+                last_s = row["first_s"] + max(row["arrived_s"])
+                merged.generating_s[rank] = (row["first_s"], last_s)
             sums, maxima = (
                 {name: float(value) for name, value in row[kind].items()}
                 for kind in ("sums", "maxima")
@@ -212,12 +230,16 @@ def _update_metrics(update: Update) -> dict[str, float]:
     if "reward" in sums:
         metrics = {
             "reward/mean": _ratio(sums["reward"], responses),
+            "reward/std": _sample_std(sums["reward"], sums["reward_square"], responses),
+            "reward/min": -totals.metrics.maxima["minus_reward"],
+            "reward/max": totals.metrics.maxima["reward"],
             "reward/group_std": _ratio(sums["reward_std"], groups),
             "reward/flat_groups": _ratio(sums["flat_groups"], groups),
             "reward/failures": sums["reward_failures"],
         }
     metrics |= {
         "response/mean_tokens": _ratio(sums["response_tokens"], responses),
+        "response/min_tokens": -totals.metrics.maxima.get("minus_response_length", 0.0),
         "response/max_tokens": totals.metrics.maxima.get("response_length", 0.0),
         "response/truncated": _ratio(sums["truncated"], responses),
         "response/repetition": _ratio(sums["repeated_ngrams"], sums["ngrams"]),
@@ -238,6 +260,8 @@ def _update_metrics(update: Update) -> dict[str, float]:
         "time/train_s": totals.train_s,
         "time/optimizer_s": update.optimizer_s,
     }
+    if (seconds := _generating_s(totals)) > 0:
+        metrics["throughput/generated_tokens_per_s"] = sums["generated_tokens"] / seconds
     for name, value in sums.items():
         if name.startswith("rewards/"):
             reward = name.removeprefix("rewards/")
@@ -248,6 +272,8 @@ def _update_metrics(update: Update) -> dict[str, float]:
             metrics[f"reward/{reward}/std"] = math.sqrt(max(variance, 0.0))
     for name, value in recipe_metrics(totals).items():
         metrics[name if name == "loss" else f"policy/{name}"] = value
+    if {"policy/clip_low", "policy/clip_high"} <= metrics.keys():  # never both at a token
+        metrics["policy/clipped"] = metrics["policy/clip_low"] + metrics["policy/clip_high"]
     if step is not None:
         metrics |= {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
     metrics |= critic_metrics(sums, totals.value_denominator, step)
@@ -266,7 +292,19 @@ def recipe_metrics(totals: BatchTotals) -> dict[str, float]:
         if name.endswith("_sum") and name != "loss_sum" and not name.startswith(of_rewards):
             own = name.removesuffix("_sum")
             metrics[own] = _ratio(value, sums.get(f"{own}_num", num_tokens))
-    return metrics | {n: value for n, value in maxima.items() if n != "response_length"}
+    return metrics | {n: value for n, value in maxima.items() if n not in OWN_MAXIMA}
+
+
+def _generating_s(totals: BatchTotals) -> float:
+    """From the first request to the last complete group, of the rank that took longest."""
+    return max((last_s - first_s for first_s, last_s in totals.generating_s.values()), default=0.0)
+
+
+def _sample_std(total: float, squares: float, num: float) -> float:
+    """Divided by ``num - 1``; 0 for one value."""
+    if num < 2:
+        return 0.0
+    return math.sqrt(max(squares - total**2 / num, 0.0) / (num - 1))
 
 
 def _arrivals(arrived_s: Sequence[float]) -> dict[str, float]:

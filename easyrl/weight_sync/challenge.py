@@ -12,13 +12,14 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
 from torch import Tensor
 
 from easyrl.inference_client.client import TensorShapes, WorkerProof
-from easyrl.inference_client.transfer.artifact_reader import ArtifactReader, DamagedArtifact
+from easyrl.inference_client.transfer.artifact_reader import DamagedArtifact
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import (
     DTYPE_NAMES,
     DTYPES,
@@ -52,6 +53,16 @@ class Findings:
     uncovered: Sequence[str]  # tensors of which no worker has shown every number
 
 
+class TensorReader(Protocol):
+    """The tensors that workers should serve."""
+
+    def read(self, name: str) -> Tensor:
+        """Raises ``DamagedArtifact`` if it is gone."""
+
+    def verify(self, name: str) -> None:
+        """Raises ``DamagedArtifact`` if it is not what it was."""
+
+
 @dataclass
 class Challenge:
     """One nonce, and what honest workers answer to it. Its methods may run in any thread.
@@ -63,7 +74,7 @@ class Challenge:
     """
 
     tensors: TensorShapes
-    artifact: ArtifactReader | None = None
+    artifact: TensorReader | None = None
     digests: dict[SliceOf, str] = field(default_factory=dict)
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from easyrl.metrics.event_log import read_events
+from easyrl.metrics.names import declared
+from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.machine import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,9 +97,15 @@ def run_to_end(
 
 
 def run_trainer(command: Sequence[str], timeout_s: float = 240.0) -> str:
-    """Runs ``command`` to its end, which must be a good one, and returns what it printed."""
+    """Runs ``command`` to its end, which must be a good one, and returns what it printed.
+
+    Whatever the run writes of metrics has to be in the reference.
+    """
     result = run_to_end(command, timeout_s)
     assert result.returncode == 0, result.stdout[-3000:]
+    folders = [o.removeprefix("run.output_dir=") for o in command if o.startswith("run.output_dir")]
+    for step in read_metrics(Path(folders[-1]) / "metrics.jsonl") if folders else ():
+        assert [name for name in step if name != "step" and declared(name) is None] == []
     return result.stdout
 
 

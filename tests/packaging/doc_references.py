@@ -34,7 +34,8 @@ IMPORT_NAMES = {  # of the folders that have modules
     "tests": "tests",
 }
 FOLDERS = (*IMPORT_NAMES, "configs", "docs")
-NOT_OURS = {"run.lock", "reward.py", "my_recipe.py", "recipe.my_key"}  # of a run and of a user
+# of a run and of a user
+NOT_OURS = {"run.lock", "metrics.jsonl", "reward.py", "my_recipe.py", "recipe.my_key"}
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field, Json, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, Json, RootModel, model_validator
 
 from easyrl.inference_client.servers.embedded.engine import EmbeddedEngine
 from easyrl.inference_client.servers.embedded.requests import (
@@ -142,6 +142,43 @@ class CompletionBody(SamplingParams):
         return np.array(prompt, dtype=np.int64)
 
 
+class TokenizeBody(BaseModel):
+    """``POST /tokenize``: a text, or a chat behind the tokenizer's own template."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None  # default: true for a text, false for a chat
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("needs either prompt or messages")
+        return self
+
+    def token_ids(self, engine: EmbeddedEngine) -> list[int]:
+        """Raises ``BadRequestError`` without a tokenizer, or without its template."""
+        tokenizer = engine.tokenizer
+        if tokenizer is None:
+            raise BadRequestError("prompt", "text needs a tokenizer, the model has none")
+        if self.prompt is not None:
+            special = self.add_special_tokens is not False
+            return list(tokenizer.encode(self.prompt, add_special_tokens=special))
+        try:
+            text = tokenizer.apply_chat_template(
+                self.messages or [],
+                add_generation_prompt=self.add_generation_prompt,
+                tokenize=False,
+                **(self.chat_template_kwargs or {}),
+            )
+        except Exception as error:  # jinja's, or transformers' where there is no template
+            said = " ".join(str(error).split())
+            raise BadRequestError("messages", f"the template cannot be used: {said:.200}") from None
+        special = bool(self.add_special_tokens)  # the template writes its own
+        return list(tokenizer.encode(str(text), add_special_tokens=special))
+
+
 class PauseQuery(BaseModel):
     mode: Annotated[str, Field(pattern="^(abort|wait|keep)$")] = "abort"
 
@@ -172,14 +209,26 @@ class UpdateBody(BaseModel):
     update_info: UpdateInfo
 
 
-class ProofArguments(BaseModel):
-    nonce: Annotated[bytes, BeforeValidator(parse_nonce)]  # 32, from hex digits
+class ShapesArguments(BaseModel):
     tensors: Json[dict[str, tuple[str, list[int]]]]  # by name: safetensors' dtype, shape
 
 
-class RpcBody(BaseModel):
+class ProofArguments(ShapesArguments):
+    nonce: Annotated[bytes, BeforeValidator(parse_nonce)]  # 32, from hex digits
+
+
+class ProofBody(BaseModel):
     method: Literal["easyrl_prove_weights"]
     kwargs: ProofArguments
+
+
+class ShapesBody(BaseModel):
+    method: Literal["easyrl_compare_shapes"]
+    kwargs: ShapesArguments
+
+
+class RpcBody(RootModel[Annotated[ProofBody | ShapesBody, Field(discriminator="method")]]):
+    """The methods that the vLLM plugin adds to vLLM's workers."""
 
 
 class FinishBody(BaseModel):

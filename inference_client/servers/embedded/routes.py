@@ -35,6 +35,8 @@ from easyrl.inference_client.servers.embedded.protocol import (
     PauseQuery,
     RpcBody,
     SamplesBody,
+    ShapesBody,
+    TokenizeBody,
     UpdateBody,
     VersionBody,
     completion_response,
@@ -68,6 +70,7 @@ class EmbeddedServer:
                 web.post("/inference/v1/abort_requests", self._abort_requests),
                 web.post(SAMPLES, self._samples),
                 web.post("/v1/completions", self._completions),
+                web.post("/tokenize", self._tokenize),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/version", self._version),
@@ -125,6 +128,11 @@ class EmbeddedServer:
             await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        ids = (await parse(http, TokenizeBody)).token_ids(self._engine)
+        limit = self._engine.max_model_len
+        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids})
 
     async def _run(self, requests: list[GenerationRequest]) -> list[list[Sequence]]:
         """All requests' samples; a client that has gone or an error aborts what is left."""
@@ -231,8 +239,11 @@ class EmbeddedServer:
         return json_response({"message": "Weight update finished"})
 
     async def _collective_rpc(self, http: web.Request) -> web.Response:
-        """The one method that the vLLM plugin adds to vLLM's workers."""
-        body = await parse(http, RpcBody)
+        """What the vLLM plugin adds to vLLM's workers, but for adapters."""
+        body = (await parse(http, RpcBody)).root
+        if isinstance(body, ShapesBody):
+            problems = await _done(self._weights.compare_shapes(body.kwargs.tensors))
+            return json_response({"results": [{"problems": problems}]})
         asked = body.kwargs
         proof = await _done(self._weights.prove(asked.nonce, asked.tensors.keys()))
         return json_response({"results": [asdict(proof)]})

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from easyrl.inference_client.transfer.artifact import tensor_checksum
+from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPE_NAMES
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.keyed_digests import slice_digest, whole_slice
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.receiving import WeightReceiver
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.slices import ServedSlice
 
 INITIAL_VERSION = "default"  # vLLM's name for the weights a server started with
+TensorShapes = Mapping[str, tuple[str, Sequence[int]]]  # by name: safetensors' dtype, shape
 
 
 @dataclass(slots=True)
@@ -182,6 +184,13 @@ class ServedWeights:
 
         return self._thread.submit(run)
 
+    def compare_shapes(self, asked: TensorShapes) -> Future[dict[str, str]]:
+        """By name, why a tensor of ``asked`` could not be loaded, or is missing there.
+
+        Reads no number, and needs no ``announce``.
+        """
+        return self._thread.submit(lambda: dict(self._shape_problems(asked)))
+
     def close(self) -> None:
         """Ends the thread and the connection to the trainer."""
         if self._receiver is not None:
@@ -195,6 +204,18 @@ class ServedWeights:
         if self._update is not None and self._update.has_written:
             self.broken = f"the last weight update failed: {reason}"
         self._update = None
+
+    def _shape_problems(self, asked: TensorShapes) -> Iterator[tuple[str, str]]:
+        for name, (dtype, shape) in asked.items():
+            served = self._tensors.get(name)
+            if served is None:
+                yield name, "the served model has no weight of this name"
+            elif tuple(served.shape) != tuple(shape):
+                yield name, f"has shape {list(shape)}, the served model's {list(served.shape)}"
+            elif DTYPE_NAMES[served.dtype] != dtype:
+                yield name, f"is {dtype}, the served model's {DTYPE_NAMES[served.dtype]}"
+        for name in self._tensors.keys() - asked.keys():
+            yield name, "is served, but the trainer's model has no weight of this name"
 
     def _checksums(self) -> dict[str, str]:
         return {name: tensor_checksum(tensor) for name, tensor in self._tensors.items()}

@@ -70,6 +70,19 @@ class WeightProof:
             receiver.provable = result.bit_for_bit()
         return self._told(result)
 
+    def easyrl_compare_shapes(self, tensors: str) -> dict[str, Any]:
+        """``{"problems": {name: text}}``: which of ``tensors`` this worker could not load, and why.
+
+        ``tensors`` as in ``easyrl_prove_weights``. Reads and changes nothing; no trainer needs to
+        have announced itself.
+        """
+        from .adapter_proof import without_adapters
+        from .shapes import shape_problems
+
+        model = self.weight_transfer_engine.model
+        with without_adapters(model):
+            return {"problems": shape_problems(model, self.vllm_config, json.loads(tensors))}
+
     def easyrl_adapter_limits(self) -> dict[str, Any]:
         """What adapters this worker takes (``adapters.adapter_limits``)."""
         from .adapters import adapter_limits

@@ -12,8 +12,8 @@ import easyrl.commands
 from easyrl.__main__ import command_line
 
 COMMANDS = {"train", "sft", "dpo", "serve", "eval", "endpoints", "verify", "replay", "recipes"}
-COMMANDS |= {"plan-memory", "samples", "diff", "lab", "init", "up"}
-OF_CONFIG = ["train", "sft", "dpo", "up", "eval", "plan-memory"]
+COMMANDS |= {"plan-memory", "samples", "diff", "lab", "init", "up", "doctor", "convert"}
+OF_CONFIG = ["train", "sft", "dpo", "up", "eval", "plan-memory", "doctor"]
 OF_RUN = ["verify", "replay", "samples"]
 
 

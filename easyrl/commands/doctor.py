@@ -1,0 +1,73 @@
+"""``easyrl doctor CONFIG [key=value …]``: what would go wrong, before a run is started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from easyrl.arguments.shared import ConfigFile, Overrides
+from easyrl.config import ConfigError
+from easyrl.config.file import load_config
+from easyrl.config.machine import check_paths
+from easyrl.hub.models import with_local_models
+from easyrl.runtime.terminal import print_plain
+
+if TYPE_CHECKING:
+    from easyrl.doctor.finding import Finding
+
+SIGNS = {"ok": "✓", "failed": "✗", "not checked": "–"}
+
+
+def doctor_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="training processes; default: one copy of the model", min=1)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Check machine, data, rewards and endpoints before a run; changes none of them.
+
+    Exits with 1 if a check has failed, with 2 if the configuration is wrong.
+    """
+    given = overrides or []
+    try:
+        checked = with_local_models(load_config(config, given))
+        check_paths(checked)
+        from easyrl.build.doctor import Diagnosis
+        from easyrl.recipes.loading import with_whole_recipe
+
+        checked = with_whole_recipe(checked)
+        diagnosis = Diagnosis(
+            checked,
+            lambda more: with_local_models(load_config(config, [*given, *more])),
+            world_size,
+        )
+    except ConfigError as error:
+        print(f"easyrl: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    logging.getLogger("easyrl").setLevel(logging.ERROR)  # what it warns of is a finding here
+    found = []
+    for finding in diagnosis.findings():
+        found.append(finding)
+        if not as_json:
+            print_plain(_line(finding))
+    verdicts = Counter(finding.verdict for finding in found)
+    if as_json:
+        findings = [asdict(finding) for finding in found]
+        print(json.dumps({"ok": verdicts["failed"] == 0, "findings": findings}))
+    else:
+        counts = f"{verdicts['ok']} ok, {verdicts['failed']} failed"
+        print_plain(f"{counts}, {verdicts['not checked']} not checked")
+    raise typer.Exit(1 if verdicts["failed"] else 0)
+
+
+def _line(finding: Finding) -> str:
+    line = f"{SIGNS[finding.verdict]} {finding.name}: {finding.seen}"
+    return f"{line}\n    → {finding.remedy}" if finding.remedy else line

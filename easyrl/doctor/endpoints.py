@@ -1,0 +1,81 @@
+"""Whether an endpoint answers, with which key, and how long a context it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from easyrl.config import Config
+from easyrl.doctor.finding import Finding, failed, ok
+from easyrl.inference_client.client import EndpointClient, ServedModel
+from easyrl.inference_client.errors import EndpointError, RequestRejected
+
+RAISE_CONTEXT = "lower one of them, or raise the server's --max-model-len"
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+_VERSION = msgspec.json.Decoder(_Version)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """An endpoint that answers."""
+
+    client: EndpointClient
+    served: ServedModel
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+
+async def reach(client: EndpointClient) -> tuple[Finding, Reached | None]:
+    """Asks what a run asks first: health, the served model. None: it cannot be used."""
+    name = f"endpoint {client.url}"
+    try:
+        await client.health()
+        served = await client.served_model()
+    except EndpointError as error:
+        remedy = "start the server, or correct its URL in inference.endpoints"
+        if isinstance(error, RequestRejected):
+            remedy = "correct its key (inference.api_key_env) or its URL in inference.endpoints"
+        return failed(name, error.reason, remedy), None
+    seen = f"serves {served.name} ({await _version(client, served)})"
+    return ok(name, seen), Reached(client, served)
+
+
+async def _version(client: EndpointClient, served: ServedModel) -> str:
+    if served.is_embedded:
+        return "easyrl serve"
+    try:
+        return f"vLLM {(await client.get(_VERSION, '/version')).version:.40}"
+    except EndpointError:
+        return "it does not tell its version"
+
+
+def context_needs(config: Config, *, rollout: bool) -> dict[str, int]:
+    """Tokens of the longest prompt with its response, by the keys that ask for them."""
+    needs: dict[str, int] = {}
+    if rollout:
+        key = "data.max_prompt_tokens + rollout.max_tokens"
+        needs[key] = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if (evaluation := config.evaluation) is not None:
+        key = "evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens"
+        needs[key] = evaluation.data.max_prompt_tokens + evaluation.sampling.max_tokens
+    return needs
+
+
+def context_finding(config: Config, reached: Reached) -> Finding:
+    """Whether prompts and responses as long as the configuration allows have room there."""
+    name, limit = f"context of {reached.url}", reached.served.max_model_len
+    needs = context_needs(config, rollout=True)
+    if limit is None:
+        return ok(name, "it names no limit")
+    short = [f"{key} is {needed:,}" for key, needed in needs.items() if needed > limit]
+    if short:
+        return failed(name, f"{' and '.join(short)}, it serves {limit:,} tokens", RAISE_CONTEXT)
+    return ok(name, f"{limit:,} tokens, {max(needs.values()):,} needed")
