@@ -138,7 +138,7 @@ def main() -> int:
     try:
         with ExitStack() as opened:
             urls = opened.enter_context(wrong_servers())  # before there is a thread
-            model = _prepare(folder, urls, opened)
+            model = prepare(folder, urls, opened)
             verdicts = Bench(folder, model, urls, arguments.show).judge(kinds)
     finally:
         shutil.rmtree(folder)
@@ -152,7 +152,7 @@ def main() -> int:
     return 0 if result == {"kinds": len(kinds), "unclear": 0, "slow": 0, "tracebacks": 0} else 1
 
 
-def _prepare(folder: Path, urls: dict[str, str], opened: ExitStack) -> Path:
+def prepare(folder: Path, urls: dict[str, str], opened: ExitStack) -> Path:
     """The good model, a server of another one, and all imports."""
     from transformers.utils.logging import disable_progress_bar
 

@@ -10,7 +10,7 @@ from easyrl.runtime.startup_signals import end_at_signals
 if TYPE_CHECKING:
     import typer
 
-# These read their command line themselves, as ``deepspeed --module`` has them do, too.
+# These hand their command line on: ``deepspeed --module`` has it read in the same way, without us.
 READS_ITS_ARGUMENTS = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -22,11 +22,13 @@ def command_line() -> typer.Typer:
     """All sub-commands. Imported in here: worker processes import the main module again."""
     import typer
 
+    from easyrl.arguments.version import version_option
     from easyrl.commands.convert import convert_command
     from easyrl.commands.diff import diff_command
     from easyrl.commands.dpo import dpo_command
     from easyrl.commands.endpoints import endpoints_commands
     from easyrl.commands.evaluate import eval_command
+    from easyrl.commands.init import init_command
     from easyrl.commands.lab import lab_command
     from easyrl.commands.plan_memory import plan_memory_command
     from easyrl.commands.recipes import recipes_command
@@ -35,14 +37,17 @@ def command_line() -> typer.Typer:
     from easyrl.commands.serve import serve_command
     from easyrl.commands.sft import sft_command
     from easyrl.commands.train import train_command
+    from easyrl.commands.up import up_command
     from easyrl.commands.verify import verify_command
 
     commands = typer.Typer(
-        help="Strictly on-policy, periodically asynchronous RL training for language models.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    commands.callback()(version_option)
+    commands.command("init")(init_command)
+    commands.command("up")(up_command)
     commands.command("train", context_settings=READS_ITS_ARGUMENTS)(train_command)
     commands.command("sft", context_settings=READS_ITS_ARGUMENTS)(sft_command)
     commands.command("dpo", context_settings=READS_ITS_ARGUMENTS)(dpo_command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import orjson
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from easyrl.config import ConfigError
 from easyrl.config.file import resolve_config
 from easyrl.config.machine import check_paths
 from easyrl.hub.models import with_local_models
 from easyrl.rewards.given import GivenRewards
+from easyrl.runtime.uncaught import tell_in_short
 from easyrl.schema import InterruptedRun
 
 # also what has rows and ``column_names``: a ``datasets.Dataset`` or ``IterableDataset``
@@ -57,13 +60,16 @@ def train_policy(
 
     Raises ``ConfigError`` for settings and data that cannot be used, and for an ``output_dir`` that
     holds another run; then nothing in it has changed. ``InterruptedRun`` where the run cannot go
-    on, for a reward that fails too.
+    on, for a reward that fails too. A script that catches neither ends with the message, without a
+    stack, and with Python's status 1.
     """
     try:
         return _train(
             Path(model), prompts, reward, Path(output_dir), endpoints, settings or {}, resume, seal
         )
     except (ConfigError, InterruptedRun) as error:  # the message says it all
+        error.args = (str(error).replace("--resume", "resume=True"),)  # the option, as an argument
+        tell_in_short(error)
         raise error.with_traceback(None) from None
 
 
@@ -95,10 +101,16 @@ def _train(
     if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
         tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
     for key, value in settings.items():
-        OmegaConf.update(tree, key, value)
+        try:
+            OmegaConf.update(tree, key, value)
+        except OmegaConfBaseException as error:
+            said = str(error).partition("\n")[0]
+            raise ConfigError(f"{key}: {said}; give a plain value, as 1e-6 or a text") from error
     config = with_local_models(resolve_config(tree, source="train_policy"))
     rewards.check(config.rewards)
     check_paths(config, written_later=[prompts_file, *rewards.files])
+    if rank == "0":
+        print(f"easyrl: train_policy of {model}, into {output}", file=sys.stderr, flush=True)
     content = None if records is None else _prompt_lines(records)
     if resume and content and prompts_file.exists() and prompts_file.read_bytes() != content:
         raise ConfigError(
@@ -120,26 +132,31 @@ def _train(
 def _records(prompts: Prompts, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The records, of an endless source as many as ``data.max_records`` says."""
     if isinstance(prompts, str | Path):
-        raise ValueError(
+        raise ConfigError(
             f"prompts: {str(prompts)!r:.80} is one text; give a list of texts or of records, or "
             "None and in settings data.files or data.dataset"
         )
     if isinstance(prompts, Mapping):
-        raise ValueError(
+        raise ConfigError(
             f"prompts: is a mapping of {', '.join(map(repr, list(prompts)[:5]))}; of a DatasetDict "
             "give one split, prompts['train']"
         )
     most = settings.get("data.max_records")
     if not isinstance(prompts, Sized) and most is None:
-        raise ValueError(
+        raise ConfigError(
             "prompts: has no length, and the order of the prompts wants a known number of them; "
             "give settings={'data.max_records': N}"
         )
-    records: list[Mapping[str, Any]] = [
-        {"prompt": p} if isinstance(p, str) else dict(p) for p in islice(prompts, most)
-    ]
+    records: list[Mapping[str, Any]] = []
+    for prompt in islice(prompts, most):
+        if not isinstance(prompt, str | Mapping):
+            raise ConfigError(
+                f"prompts[{len(records)}]: {prompt!r:.80} is neither a text nor a record; give a "
+                "text, or a dict with a prompt"
+            )
+        records.append({"prompt": prompt} if isinstance(prompt, str) else dict(prompt))
     if not records:
-        raise ValueError("prompts: the list is empty; give at least one")
+        raise ConfigError("prompts: the list is empty; give at least one")
     return records
 
 
@@ -156,7 +173,7 @@ def _prompt_lines(records: Sequence[Mapping[str, Any]]) -> bytes:
         try:
             lines.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
         except TypeError as error:
-            raise ValueError(
+            raise ConfigError(
                 f"prompts: record {number} has a value that JSON cannot hold ({error}); remove its "
                 "column (dataset.remove_columns) or turn it into text or numbers"
             ) from None
@@ -166,5 +183,5 @@ def _prompt_lines(records: Sequence[Mapping[str, Any]]) -> bytes:
 def _own_server() -> dict[str, Any]:
     """Section ``inference`` with an embedded server."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("endpoints: several ranks need endpoints that were started before")
+        raise ConfigError("endpoints: several ranks need endpoints that were started before")
     return {"launch": {"engine": "embedded"}}

@@ -11,21 +11,32 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
+    from easyrl.arguments.train import TrainArguments
     from easyrl.config import Config
     from easyrl.engines.base import TrainEngine
     from easyrl.runtime.signals import RunSignals
     from easyrl.schema import Progress
 
 
-def main(argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None = None) -> int:
+ABOUT = "Train in this process; on several devices use deepspeed --module easyrl.train CONFIG."
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    fixed: Sequence[str] = (),
+    prog: str = "easyrl train",
+    about: str = ABOUT,
+) -> int:
     """The command; returns the exit status.
 
-    ``defaults``: a tree of keys for where the configuration has none.
+    ``defaults``: a tree of keys for where the configuration has none; ``fixed``: overrides that
+    come last; ``prog``, ``about``: name and purpose of the command, for ``--help``.
     """
     from easyrl.runtime.startup_signals import end_at_signals
 
@@ -33,10 +44,15 @@ def main(argv: Sequence[str] | None = None, defaults: Mapping[str, Any] | None =
     from easyrl.runtime.streams import tolerant_streams
 
     with tolerant_streams():
-        return _main(argv, defaults)
+        from easyrl.arguments.parsing import parsed
+        from easyrl.arguments.train import train_arguments
+
+        return _main(parsed(train_arguments, argv, prog, about), defaults, fixed)
 
 
-def _main(argv: Sequence[str] | None, defaults: Mapping[str, Any] | None) -> int:
+def _main(
+    arguments: TrainArguments, defaults: Mapping[str, Any] | None, fixed: Sequence[str]
+) -> int:
     from easyrl.config import ConfigError
     from easyrl.config.file import dump_config, load_config
     from easyrl.config.machine import check_paths
@@ -45,9 +61,9 @@ def _main(argv: Sequence[str] | None, defaults: Mapping[str, Any] | None) -> int
     from easyrl.runtime.stopping import StopRequest
     from easyrl.schema import InterruptedRun, LedgerError
 
-    arguments = _parse(argv)
     try:
-        config = load_config(arguments.config, arguments.overrides, defaults=defaults)
+        overrides = [*arguments.overrides, *fixed]
+        config = load_config(arguments.config, overrides, defaults=defaults)
         config = with_local_models(config)
         if arguments.print_config:
             print(dump_config(_checked(config)), end="")
@@ -244,29 +260,6 @@ def _finish(config: Config, engine: TrainEngine) -> None:
         plot(read_metrics(output / METRICS_FILE), output / f"{name}.png")
     except OSError as error:  # nothing needs it
         print(f"easyrl: the {name} curve cannot be drawn: {error}", file=sys.stderr)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    import argparse
-    from pathlib import Path
-
-    parser = argparse.ArgumentParser(
-        prog="easyrl train",
-        description="Trains one model; see configs/ for files to start from.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    parser.add_argument(
-        "--seal",
-        type=Path,
-        metavar="KEYFILE",
-        help="seal the certificate's lines with the key in this file, outside the run's folder",
-    )
-    parser.add_argument("--print-config", action="store_true", help="show the result and stop")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the launcher
-    return parser.parse_intermixed_args(argv)
 
 
 if __name__ == "__main__":

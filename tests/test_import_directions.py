@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "hub": "config",
     "metrics.event_log": "",
     "runtime.allocator": "",
+    "runtime.busy_time": "",
     "runtime.seeding": "",
     "runtime.numerics": "",
     "runtime.durable_files": "",
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "runtime.small_files": "",
     "runtime.startup_signals": "",
     "runtime.streams": "",
+    "runtime.uncaught": "",
     "runtime.user_code": "schema",
     "runtime.workers": "runtime.frames runtime.process_guard",
     "kernels.attention": "",
@@ -44,7 +46,7 @@ MAY_IMPORT = {
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
     "dataloaders.supervised": "schema config dataloaders.prompts dataloaders.producer",
-    "rewards": "schema config runtime.user_code runtime.workers.worker_pool"
+    "rewards": "schema config runtime.busy_time runtime.user_code runtime.workers.worker_pool"
     " inference_client.api_keys",
     # the endpoints
     "inference_client": "schema config completion_check runtime.frames",
@@ -125,15 +127,23 @@ MAY_IMPORT = {
     "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
     " lab ledger metrics"
     " models recipes rewards runtime samples trainer weight_sync",
-    "train": "schema config hub build engines.base ledger.checkpoints metrics recipes runtime",
-    "api": "schema config hub train runtime.machine rewards.given",
-    "commands": "schema config convert hub train build lab ledger memory_plan recipes runtime"
-    " samples"
+    "arguments": "",
+    "train": "schema config arguments hub build engines.base ledger.checkpoints metrics recipes"
+    " runtime",
+    "api": "schema config hub train runtime.machine runtime.uncaught rewards.given",
+    "first_config": "schema config hub.models dataloaders.prompts.records demo.prepared"
+    " rewards.functions",
+    "one_machine.launched_trainer": "runtime.machine runtime.process_guard",
+    "one_machine": "config hub train demo.prepared runtime.startup_signals"
+    " inference_client.servers.managed.launch",
+    "commands": "schema config convert arguments first_config hub one_machine train build lab"
+    " ledger memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
-    "__main__": "commands runtime.startup_signals",
-    "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
-    " runtime.shared_cores"
-    " runtime.run_folder inference_client.api_keys inference_client.servers.managed",
+    "__main__": "arguments commands runtime.startup_signals",
+    "demo.prepared": "demo",
+    "demo": "config one_machine.launched_trainer recipes metrics.trackers runtime.machine"
+    " runtime.run_files runtime.shared_cores runtime.run_folder"
+    " inference_client.api_keys inference_client.servers.managed",
     "__init__": "api",
 }
 
@@ -144,7 +154,8 @@ LIGHT = """
     __init__ __main__ schema config config.machine config.file hub hub.models train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
-    commands.diff commands.lab commands.samples commands.convert samples.selection samples.show
+    commands.convert commands.init commands.up one_machine.run
+    commands.diff commands.lab commands.samples samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

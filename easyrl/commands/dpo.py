@@ -12,4 +12,7 @@ def dpo_command(context: typer.Context) -> None:
     """
     from easyrl.train import main
 
-    raise typer.Exit(main([*context.args, "source=records"], {"recipe": {"name": "dpo"}}))
+    defaults = {"recipe": {"name": "dpo"}}
+    about = dpo_command.__doc__ or ""
+    told = {"prog": "easyrl dpo", "about": about}
+    raise typer.Exit(main(context.args, defaults, fixed=["source=records"], **told))

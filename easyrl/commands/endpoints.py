@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from easyrl.arguments.shared import RunDir
 from easyrl.config.inference import endpoint_url, variable_name
 from easyrl.inference_client.pool.endpoint_list import (
     WANTED_FILE,
@@ -28,7 +29,6 @@ from easyrl.runtime.terminal import print_plain
 endpoints_commands = typer.Typer(
     help="The inference endpoints of a run, while it goes on.", no_args_is_help=True
 )
-RunDir = Annotated[Path, typer.Argument(help="the run's run.output_dir", metavar="RUN_DIR")]
 Url = Annotated[str, typer.Argument(help="base URL, such as http://host:8000", metavar="URL")]
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from easyrl.arguments.shared import ConfigFile, Overrides
 from easyrl.config import Config, ConfigError, EvaluationConfig
 from easyrl.config.file import load_config
 from easyrl.config.machine import check_paths
@@ -21,8 +22,8 @@ from easyrl.schema import RewardError, TooManyExcluded
 
 
 def eval_command(
-    config: Annotated[Path, typer.Argument(help="YAML file with an evaluation section")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     keep_texts: Annotated[
         Path | None,
         typer.Option(

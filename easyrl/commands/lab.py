@@ -7,12 +7,12 @@ import math
 import shlex
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
+from easyrl.arguments.shared import RunDir
 from easyrl.runtime.terminal import print_plain
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ OWN = "the run's own"
 
 
 def lab_command(
-    run_dir: Annotated[Path, typer.Argument(help="the run's run.output_dir", metavar="RUN_DIR")],
+    run_dir: RunDir,
     step: Annotated[int, typer.Option(help="optimizer step, from 1")],
     variants: Annotated[
         list[str] | None,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from easyrl.arguments.shared import ConfigFile, Overrides
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
 from easyrl.hub.models import with_local_models
@@ -40,8 +41,8 @@ RUNNING = {
 
 
 def plan_memory_command(
-    config: Annotated[Path, typer.Argument(help="YAML file of the run")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key.path=value]...")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     world_size: Annotated[
         int | None, typer.Option(help="training processes; default: one copy of the model", min=1)
     ] = None,

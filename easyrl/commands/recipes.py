@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def recipes_command(
-    name: Annotated[str | None, typer.Argument(help="a recipe or preset, to see its keys")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="a recipe or preset, to see its keys")
+    ] = None,
 ) -> None:
     """List recipes and presets; with NAME print all its keys with their sources, as YAML."""
     from easyrl.recipes.loading import BUILT_IN, no_such_recipe

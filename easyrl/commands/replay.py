@@ -1,5 +1,7 @@
 """Trains a step again from the journal, without inference: ``easyrl replay RUN_DIR --step N``.
 
+Without a step it lists those that it can train again.
+
 On several devices: ``deepspeed --module easyrl.commands.replay RUN_DIR --step N [key=value …]``.
 For debugging a loss, comparing settings, profiling. In strict mode, on as many ranks as the run
 had, every metric and every weight is the run's to the bit.
@@ -7,15 +9,16 @@ had, every metric and every weight is the run's to the bit.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from easyrl.arguments.parsing import parsed
+from easyrl.arguments.shared import LocalRank, Overrides, RunDir
 from easyrl.config.file import load_config
 from easyrl.ledger.recorded_run import RecordedRun
 
@@ -50,12 +53,14 @@ def replay_command(context: typer.Context) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
-    arguments = _parse(argv)
+    arguments = parsed(_arguments, argv, "easyrl replay", replay_command.__doc__)
     try:
         run = RecordedRun(arguments.run_dir)
-        v = run.batch_of_step(arguments.step)
+        if arguments.step is None:
+            print(_replayable(run))
+            return 0
+        v = _batch(run, arguments.step)
         config = attempt_config(run, run.attempt_of(v), arguments.overrides)
-        run.require_journal(v, v)  # before the model is loaded
         recorded = run.metrics_of(v)
         from easyrl.build.replay import replay_batch
 
@@ -75,6 +80,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in reasons if is_same else [*reasons, *_other_machine(run)]:
             print(f"  {line}")
     return DIFFERENT if not is_same and not reasons else 0
+
+
+def _batch(run: RecordedRun, step: int) -> int:
+    """Of ``step``. Raises ``ValueError``, before a model is loaded, that names those there are."""
+    try:
+        v = run.batch_of_step(step)
+        run.require_journal(run.replay_begins(v), v)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_replayable(run)}") from error
+    return v
+
+
+def _replayable(run: RecordedRun) -> str:
+    """Which steps of ``run`` can be replayed."""
+    steps = run.replayable_steps()
+    starts = [step for step in steps if step - 1 not in steps]
+    ends = [step for step in steps if step + 1 not in steps]
+    ranges = [
+        str(first) if first == last else f"{first} to {last}"
+        for first, last in zip(starts, ends, strict=True)
+    ]
+    return f"steps that can be replayed: {', '.join(ranges) or 'none'}"
 
 
 def _compare(recorded: Mapping[str, Any], replayed: Mapping[str, float]) -> list[Row]:
@@ -193,17 +220,25 @@ def _other_machine(run: RecordedRun) -> list[str]:
     return [f"the run computed with {then}, this is {arithmetic()}: the last bits may differ"]
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="easyrl replay",
-        description="Trains one step again from the journal, and compares.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's run.output_dir")
-    parser.add_argument("--step", type=int, required=True, help="optimizer step, from 1")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="other settings")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the launcher
-    return parser.parse_intermixed_args(argv)
+class _Arguments(NamedTuple):
+    """What a replay is started with."""
+
+    run_dir: Path
+    overrides: list[str]
+    step: int | None
+
+
+def _arguments(
+    run_dir: RunDir,
+    overrides: Overrides = None,
+    step: Annotated[
+        int | None,
+        typer.Option(help="optimizer step, from 1; default: list those that can be replayed"),
+    ] = None,
+    local_rank: LocalRank = None,
+) -> _Arguments:
+    """Declares the command line for typer."""
+    return _Arguments(run_dir, overrides or [], step)
 
 
 if __name__ == "__main__":

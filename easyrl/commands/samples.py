@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from easyrl.arguments.shared import RunDir
 from easyrl.runtime.run_files import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ POLL_S = 0.5
 
 
 def samples_command(
-    run_dir: Annotated[Path, typer.Argument(help="the run's run.output_dir", metavar="RUN_DIR")],
+    run_dir: RunDir,
     step: Annotated[
         int | None, typer.Option(help="optimizer step; default: the newest that is kept")
     ] = None,

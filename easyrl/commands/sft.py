@@ -12,4 +12,7 @@ def sft_command(context: typer.Context) -> None:
     """
     from easyrl.train import main
 
-    raise typer.Exit(main([*context.args, "source=records"], {"recipe": {"name": "sft"}}))
+    defaults = {"recipe": {"name": "sft"}}
+    about = sft_command.__doc__ or ""
+    told = {"prog": "easyrl sft", "about": about}
+    raise typer.Exit(main(context.args, defaults, fixed=["source=records"], **told))

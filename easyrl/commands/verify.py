@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from easyrl.arguments.shared import RunDir
 from easyrl.runtime.run_files import CERTIFICATE_FILE
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def verify_command(
-    run_dir: Annotated[Path, typer.Argument(help="the run's run.output_dir", metavar="RUN_DIR")],
+    run_dir: RunDir,
     seal: Annotated[
         Path | None, typer.Option(help="key file of a sealed run", metavar="KEYFILE")
     ] = None,

@@ -14,8 +14,8 @@ def check_paths(config: Config, *, written_later: Collection[Path] = ()) -> None
     """Before anything is loaded, on the machine of the trainer. Raises ``ConfigError`` naming each
     key.
 
-    ``written_later``: data files and pickled rewards that the caller writes when the run's folder
-    is its own.
+    ``written_later``: a model, data files and pickled rewards that the caller writes when the run's
+    folder is its own.
     """
     if problems := list(_problems(config, written_later)):
         raise ConfigError("\n".join(["this machine:", *(f"  {problem}" for problem in problems)]))
@@ -42,25 +42,17 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
             "trainer.optimizer: adam8bit needs bitsandbytes, which is not installed; pip install "
             "'easyrl[adam8bit]', or use adamw"
         )
-    if not model.path.is_dir():
-        yield (
-            f"model.path: {model.path} is not a directory, nor a model's name on the Hugging Face "
-            "Hub; correct it, or download the model first (hf download NAME --local-dir DIR)"
-        )
-    else:
-        if not (model.path / "config.json").is_file():
-            yield (
-                f"model.path: {model.path} has no config.json; is it a Hugging Face model? "
-                + _whole_model_hint(model.path)
-            )
-        if not model.tokenizer_path.is_dir():
+    if model.path not in written_later:
+        if (model_is_wrong := model_problem(model.path)) is not None:
+            yield f"model.path: {model_is_wrong}"
+        if model.path.is_dir() and not model.tokenizer_path.is_dir():
             yield (
                 f"model.tokenizer: {model.tokenizer_path} is not a directory; name one with a "
                 "tokenizer, or remove the key"
             )
     yield from _dataset_problems("data", config.data, written_later)
     if config.evaluation is not None:
-        yield from _dataset_problems("evaluation.data", config.evaluation.data)
+        yield from _dataset_problems("evaluation.data", config.evaluation.data, written_later)
     for i, reward in enumerate(config.rewards):
         file = reward.file
         if file is not None and file not in written_later and not file.is_file():
@@ -79,8 +71,21 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
         yield f"weight_sync.directory: {directory} is not writable; name another"
 
 
+def model_problem(path: Path) -> str | None:
+    """Why ``path`` is no folder of a model, with the remedy."""
+    if not path.is_dir():
+        return (
+            f"{path} is not a directory, nor a model's name on the Hugging Face Hub; correct it, "
+            "or download the model first (hf download NAME --local-dir DIR)"
+        )
+    if not (path / "config.json").is_file():
+        hint = _whole_model_hint(path)
+        return f"{path} has no config.json; is it a Hugging Face model? {hint}"
+    return None
+
+
 def _dataset_problems(
-    key: str, data: DatasetConfig, written_later: Collection[Path] = ()
+    key: str, data: DatasetConfig, written_later: Collection[Path]
 ) -> Iterator[str]:
     for i, file in enumerate(data.files):
         if file in written_later or file.is_file():

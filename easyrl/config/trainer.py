@@ -21,6 +21,8 @@ class TrainerConfig(Section):
     old_policy: Literal["auto", "lagged"] = "auto"  # of the ratio; auto: the policy before the
     # batch's first update; lagged: the one before the previous update
     max_steps: PositiveInt | None = None  # default: the dataset's epochs
+    num_devices: PositiveInt = 1  # of easyrl up: a training process on each; without GPUs and NPUs
+    # so many processes. Others who start processes are told by their own options
     packing: Literal["prompt", "tree"] = "prompt"  # a group shares its prompt; tree: all beginnings
     # that responses and prompts have in common
     max_tokens_per_micro_batch: PositiveInt = 8192  # packed

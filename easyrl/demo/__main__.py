@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -37,8 +35,9 @@ from easyrl.demo.task import END_THINK, write_splits
 from easyrl.inference_client.api_keys import new_api_key
 from easyrl.inference_client.servers.managed.server_process import ServerStartError
 from easyrl.metrics.trackers import read_metrics
+from easyrl.one_machine.launched_trainer import LaunchedTrainer
 from easyrl.recipes.loading import load_recipe
-from easyrl.runtime.machine import pin_process, usable_cpus
+from easyrl.runtime.machine import pin_process
 from easyrl.runtime.run_files import LOCK_FILE
 from easyrl.runtime.run_folder import locked_folder
 
@@ -117,7 +116,7 @@ def _measure(
         its = held_out_accuracy(teacher, heldout, **sampling)
         print(f"accuracy of the teacher: {its:.3f}")
         measured["accuracy_of_teacher"] = round(its, 4)
-    _train(run_dir, model, overrides, arguments, held)
+    _train(run_dir, model, overrides, arguments, config.trainer.grace_s, held)
     after = held_out_accuracy(run_dir / "model", heldout, **sampling)
     seconds = time.monotonic() - start
 
@@ -251,13 +250,13 @@ def _train(
     model: Path,
     overrides: list[str],
     arguments: argparse.Namespace,
+    grace_s: float,
     held: ExitStack,
 ) -> None:
     """Servers as processes of their own, then the trainer through the ``deepspeed`` launcher.
 
     It locks the run's folder itself: what is ``held`` of it is given up then.
     """
-    deepspeed = Path(sys.executable).with_name("deepspeed")
     engine: Engine = arguments.engine
     layout = named_layout(arguments.parallel) if arguments.parallel else NamedLayout()
     with ExitStack() as servers:
@@ -272,32 +271,20 @@ def _train(
             urls.append(servers.enter_context(server).url)
         print(f"{arguments.num_servers} {engine} server(s): {', '.join(urls)}")
         command = [
-            *(sys.executable, str(deepspeed), "--quiet"),
-            *("--num_accelerators", str(layout.num_processes)),
-            *("--module", "easyrl.train", str(arguments.config)),
+            str(arguments.config),
             *(f"inference.endpoints=[{','.join(urls)}]", f"inference.api_key_env={SERVER_KEY}"),
             *overrides,
         ]
-        environment = {
-            **os.environ,
-            SERVER_KEY: api_key,
-            "DS_ACCELERATOR": "cpu",
-            **cores.environment,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }
-        if layout.num_processes > 1:  # threads that spin would stand in each other's way
-            threads = max(1, len(usable_cpus()) // layout.num_processes)
-            environment["OMP_NUM_THREADS"] = str(threads)
         held.close()
-        trainer = subprocess.Popen(command, env=environment)
-        if cores.of_trainer is not None:
-            pin_process(trainer.pid, cores.of_trainer)
-        try:
+        with LaunchedTrainer(
+            command,
+            layout.num_processes,
+            grace_s=grace_s,
+            environment={SERVER_KEY: api_key, **cores.environment},
+        ) as trainer:
+            if cores.of_trainer is not None:
+                pin_process(trainer.process.pid, cores.of_trainer)
             status = trainer.wait()
-        except BaseException:
-            trainer.terminate()
-            trainer.wait()
-            raise
     if status != 0:
         sys.exit(f"easyrl demo: the trainer ended with status {status}; see above")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,11 @@ from easyrl.dataloaders.producer.group_stream import GroupStream, ReadyGroup, pa
 from easyrl.ledger.certificate.errors import CertificateError
 from easyrl.ledger.certificate.history import History
 from easyrl.ledger.certificate.records import BatchRecord
+from easyrl.ledger.checkpoints.folder import CheckpointFolder
 from easyrl.ledger.journal.codec import DrainRecord
 from easyrl.ledger.journal.earlier_attempts import num_groups
-from easyrl.ledger.journal.reading import batch_folder, read_batch, read_drains
-from easyrl.ledger.traces import JOURNAL_FOLDER
+from easyrl.ledger.journal.reading import batch_folder, journalled_batches, read_batch, read_drains
+from easyrl.ledger.traces import CHECKPOINT_FOLDER, JOURNAL_FOLDER
 from easyrl.metrics.trackers import read_metrics
 from easyrl.runtime.ranks import Ranks
 from easyrl.runtime.run_files import (
@@ -124,6 +125,23 @@ class RecordedRun:
                     f"was removed as nothing resumes from it; the journal {there}. Choose a later "
                     "step, or set journal.keep=all in the next run"
                 )
+
+    def replay_begins(self, v: int) -> int:
+        """The batch that a replay of batch ``v`` begins with: behind the newest checkpoint."""
+        before = self._history.batches[v - 1].last_step if v else 0
+        steps = CheckpointFolder(self.folder / CHECKPOINT_FOLDER).steps()
+        from_step = max((step for step in steps if step <= before), default=0)
+        return bisect_right([batch.last_step for batch in self._history.batches], from_step)
+
+    def replayable_steps(self) -> list[int]:
+        """Optimizer steps whose batches are journalled from a checkpoint, or the start, on."""
+        kept = set(journalled_batches(self._journal))
+        return [
+            step
+            for v, batch in enumerate(self._history.batches)
+            if kept.issuperset(range(self.replay_begins(v), v + 1))
+            for step in range(self._first_step(v), batch.last_step + 1)
+        ]
 
     def groups(self, v: int, keys: frozenset[Key]) -> dict[Key, RolloutGroup]:
         """The groups of ``keys`` that batch ``v`` was trained on, without their prompts' text.

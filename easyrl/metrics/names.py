@@ -396,6 +396,8 @@ SECTIONS = (
             Metric("time/train_s", "s", "forward and backward"),
             Metric("time/optimizer_s", "s", "clip and optimizer step"),
             Metric("time/evaluation_wait_s", "s", "waiting for the evaluation beside the batch"),
+            Metric("time/reward_s", "s", "scoring, beside the trainer's thread"),
+            Metric("time/evaluation_s", "s", "the evaluation, beside the trainer's thread"),
             Metric("time/inference_idle_s", "s", "endpoints without a request"),
             Metric("time/sync_s", "s", "weights to all endpoints, with proof"),
             Metric("time/probe_s", "s", "of it, asking for changed weights to show"),

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from easyrl.schema import Prompt
+
+
+def check_prompt(prompt: Prompt, **_: Any) -> None:
+    """Raises ``ValueError`` if the prompt has no answer."""
+    if prompt.answer is None:
+        raise ValueError(f"prompt {prompt.index} has no answer; set data.fields.answer")
+
 
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 
@@ -33,8 +41,8 @@ def exact(
     regex = None if pattern is None else re.compile(pattern)
     if regex is not None and regex.groups < 1:
         raise ValueError(f"pattern {pattern!r} needs one group, such as '#### (.+)'")
-    if prompt.answer is None:
-        raise ValueError(f"prompt {prompt.index} has no answer; set data.fields.answer")
+    check_prompt(prompt)
+    assert prompt.answer is not None
     expected = _normalise(prompt.answer, ignore_case)
     answers = [_extract(after_thinking(text), regex) for text in texts]
     return [float(a is not None and _normalise(a, ignore_case) == expected) for a in answers]

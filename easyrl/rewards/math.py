@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from math_verify import parse, verify
 
-from easyrl.rewards.exact import after_thinking
+from easyrl.rewards.exact import after_thinking, check_prompt
 from easyrl.schema import Prompt
 
 # Its warning that its time limits are off would be printed by every worker.
@@ -29,8 +29,8 @@ def math(prompt: Prompt, texts: Sequence[str], token_ids: Sequence[np.ndarray]) 
     zero in silence. The worker process that runs this is killed instead, after ``timeout_s``.
     Raises ``ValueError`` if the prompt has no answer, or one without anything to compare.
     """
-    if prompt.answer is None:
-        raise ValueError(f"prompt {prompt.index} has no answer; set data.fields.answer")
+    check_prompt(prompt)
+    assert prompt.answer is not None
     if not texts:
         return []
     # as LaTeX; plain where it brings its own delimiters

@@ -158,11 +158,10 @@ def test_rewards_of_several_forms_train_and_the_script_is_not_run_again(folder):
 
 
 def sentence(ended) -> str:
-    """The last line, behind the script's own frame and that of ``train_policy``."""
-    stderr = ended.stderr.replace("[rank0]: ", "")  # of torch, once it has ranks
-    raised = stderr.partition("Traceback (most recent call last):\n")[2].splitlines()
-    assert len([line for line in raised if line.startswith("  File ")]) == 2, ended.stderr
-    return next(line for line in raised if line.startswith("easyrl."))
+    """The last one, without a stack; the line behind it names the script's own."""
+    *said, where = ended.stderr.splitlines()
+    assert where.startswith(f"  (called in {ended.args[-1]}:") and "[rank0]" not in ended.stderr
+    return next(line for line in reversed(said) if line.startswith("easyrl: "))
 
 
 def test_a_reward_that_raises_is_one_sentence_and_no_server_is_started(folder):
@@ -171,7 +170,7 @@ def test_a_reward_that_raises_is_one_sentence_and_no_server_is_started(folder):
     line = 1 + FAILING.splitlines().index('    raise OSError("no judge")')
     said = sentence(ended)
     assert said.startswith(
-        f"easyrl.config.base.ConfigError: rewards[0]: {folder / 'failing.py'}:{line}: no_judge "
+        f"easyrl: rewards[0]: {folder / 'failing.py'}:{line}: no_judge "
         "raised OSError: no judge, in a trial call on "
     )
     assert said.endswith("(or set scoring.on_reward_error=zero)")
@@ -183,9 +182,10 @@ def test_a_batch_without_a_reward_ends_the_run_and_the_first_failure_is_in_the_l
     ended = ended_script(folder, "failing.py", FAILING.replace("SETTINGS", settings))
     assert ended.returncode == 1
     assert sentence(ended).startswith(
-        "easyrl.schema.InterruptedRun: rewards[0]: all 6 calls of no_judge in a row failed, as "
+        "easyrl: rewards[0]: all 6 calls of no_judge in a row failed, as "
         "many as a batch has, which scoring.on_reward_error=zero is not for; the last: reward "
     )
+    assert "; go on with resume=True" in ended.stderr and "--resume" not in ended.stderr
     assert ended.stderr.count("more like it are only counted") == 1
     before = ended.stderr.partition("Traceback (most recent")[0]
     assert before.count('raise OSError("no judge")') == 1

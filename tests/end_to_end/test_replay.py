@@ -196,5 +196,8 @@ def test_what_cannot_be_replayed_is_told(
     shutil.copytree(run_dir, pruned)
     Journal(pruned / "journal", 0, 0, "batch").prune(before_v=2)
     message = told(str(pruned), "--step", "2")
+    assert message.rstrip().endswith("steps that can be replayed: 5 to 6")
+    assert replay.main([str(pruned)]) == 0
+    assert capsys.readouterr().out == "steps that can be replayed: 5 to 6\n"
     assert "batch 0" in message and "the journal goes back to step 5" in message
     assert "journal.keep=all" in message

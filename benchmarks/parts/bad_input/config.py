@@ -84,7 +84,7 @@ MISTAKES = [
     Mistake("no section data", "data", config=_replaced("data:", "#data:")),
     Mistake("no section inference", "inference", config=_replaced("inference:", "#inference:")),
     Mistake("a mistyped option", "--resum", command=("train", "--resum", "{folder}/config.yaml")),
-    Mistake("no configuration at all", "config", command=("train",)),
+    Mistake("no configuration at all", "CONFIG", command=("train",)),
     Mistake(
         "a JSON file of something else",
         "{folder}/settings.json",

@@ -79,7 +79,14 @@ def _run(argv: list[str], folder: Path, environment: dict[str, str], log: Path) 
     program, *rest = argv
     if program == "python":
         sys.argv = rest
-        runpy.run_path(rest[0], run_name="__main__")
+        try:
+            runpy.run_path(rest[0], run_name="__main__")
+        except Exception as error:  # a fork would print it in its own way, not as Python does
+            stack = error.__traceback__
+            while stack is not None and stack.tb_frame.f_code.co_filename != rest[0]:
+                stack = stack.tb_next  # what a user's process has not
+            sys.excepthook(type(error), error, stack)
+            sys.exit(1)
         return
     sys.argv = ["easyrl", *argv]
     from easyrl.__main__ import main

@@ -43,7 +43,10 @@ async def start_site(app: web.Application, host: str, port: int) -> tuple[web.Ap
 def serve(
     model: Annotated[
         Path,
-        typer.Argument(help="directory or Hub id of a causal LM, or of a sequence classifier"),
+        typer.Argument(
+            metavar="MODEL",
+            help="directory or Hub id of a causal LM, or of a sequence classifier",
+        ),
     ],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[

@@ -271,6 +271,19 @@ def test_a_pruned_journal_is_told(run: CertifiedRun) -> None:
         folder.require_journal(0, 2)
 
 
+def test_steps_that_can_be_replayed_go_back_to_a_checkpoint_or_to_the_start(
+    run: CertifiedRun,
+) -> None:
+    folder = recorded(run)
+    assert folder.replayable_steps() == [1, 2, 3, 4, 5, 6]
+    Journal(run.journal_path, 9, 0, "never").prune(before_v=1)
+    assert folder.replayable_steps() == []  # each builds on batch 0
+    (folder.folder / "checkpoints" / "step-4").mkdir(parents=True)
+    assert folder.replay_begins(2) == 2 and folder.replayable_steps() == [5, 6]
+    (folder.folder / "checkpoints" / "step-2").mkdir()
+    assert folder.replay_begins(1) == 1 and folder.replayable_steps() == [3, 4, 5, 6]
+
+
 def test_a_journal_that_was_changed_is_told(run: CertifiedRun) -> None:
     folder, keys = recorded(run), frozenset(prompt.key for prompt in run.batches[2])
     (path, *_) = sorted(run.journal_path.glob("batch-000002/*"))

@@ -1,0 +1,1 @@
+"""Arguments of the commands, as typer declares them: one wording for what several commands have."""
