@@ -26,6 +26,7 @@ from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel, run_micro_batch
+from easyrl.models.row_forward import PackedForward
 from easyrl.models.supported import model_notices
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
 from tests.kernels.memory_recorder import PeakMemory
@@ -184,7 +185,7 @@ def test_plain_causal_mask_fails(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     with pytest.raises(RuntimeError, match="merged .* does not agree with the reference"):
         packed_run(policy, 200)
-    policy.attention = CheckedAttention("reference")
+    policy.row_forward = PackedForward(CheckedAttention("reference"))
     errors = relative_errors(packed_run(policy, 200), separate_run(plain))
     assert min(errors) > 1e-2, errors
 
