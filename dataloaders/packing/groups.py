@@ -18,8 +18,8 @@ import numpy as np
 
 from easyrl.dataloaders.packing.cost import DEFAULT_COST, RowCost
 from easyrl.dataloaders.packing.plans import PromptRows, RowPlan, TreeRows
-from easyrl.dataloaders.packing.unshared import PaddedRows, UnsharedRows
 from easyrl.dataloaders.packing.row import TrainedSequence, packed_row
+from easyrl.dataloaders.packing.unshared import PaddedRows, UnsharedRows
 from easyrl.schema import MicroBatch, SampleKey, TrainedGroup
 
 Packing = Literal["prompt", "tree", "none", "padded"]

@@ -129,5 +129,3 @@ def _cost(config: Config) -> str:
     times = config.rollout.num_generations
     ratio = times * (prompt + response) / (prompt + times * response)
     return f", up to {ratio:.1f} times the tokens at the longest prompts and responses"
-
-

@@ -66,6 +66,11 @@ def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig, run: RunC
             f"trainer.packing: {trainer.packing} needs our attention, model.attention=own is the "
             "model's; use none, or remove one of the two"
         )
+    if model.attention == "own" and model.fused_layers not in ("auto", "none"):
+        problems.append(
+            "model.fused_layers: are of packed rows, which model.attention=own has none of; remove "
+            "one of the two"
+        )
     if model.attention == "own" and trainer.offload_reference:
         problems.append(
             "trainer.offload_reference: runs layer by layer on packed rows, which "

@@ -65,9 +65,7 @@ class CriticModel(nn.Module):
         predictor_index: Tensor,
     ) -> Tensor:
         """float32 [N]; the arguments are those of ``PolicyModel``."""
-        predictors = self.row_forward(
-            self.model, input_ids, position_ids, layout, predictor_index
-        )
+        predictors = self.row_forward(self.model, input_ids, position_ids, layout, predictor_index)
         values: Tensor = self.head(predictors)
         return values
 

@@ -72,7 +72,9 @@ def load_policy_model(
     own_memory(hf_model)
     if model.lora is not None:
         add_adapter(hf_model, model.lora, seed)
-    fuse_layers(hf_model, model.fused_layers)
+    # Fused layers are known to be right on packed rows.
+    is_padded = model.attention == OWN_ATTENTION
+    fuse_layers(hf_model, "none" if is_padded else model.fused_layers)
     checkpoint_activations(hf_model, model.recomputed, model.checkpoint_every)
     silence_dropout(hf_model)  # training mode only switches activation checkpointing on
     return PolicyModel(hf_model, model.logprob_chunk_size, model.attention).train()

@@ -42,7 +42,7 @@ class LogitShape:
         return cls(float(scale), values.get("final_logit_softcapping") or None)
 
     def teacher_rows(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> TeacherRows:
-        """``hidden`` [N, H], ``weight`` [V, H] and ``bias`` [V] of a teacher whose logits are so."""
+        """Of a teacher with such logits: ``hidden`` [N, H], ``weight`` [V, H], ``bias`` [V]."""
         if self.scale == 1.0:
             return TeacherRows(hidden, weight, bias, self.soft_cap)
         bias = None if bias is None else bias * self.scale

@@ -58,9 +58,7 @@ class PolicyModel(nn.Module):
         ``input_ids`` and ``position_ids`` int64 [T] are the row, ``layout`` its segments; token
         ``label_ids[n]`` is predicted at position ``predictor_index[n]``, both int64 [N].
         """
-        predictors = self.row_forward(
-            self.model, input_ids, position_ids, layout, predictor_index
-        )
+        predictors = self.row_forward(self.model, input_ids, position_ids, layout, predictor_index)
         head = self.model.get_output_embeddings()
         return head(predictors, label_ids, temperature, token_loss, teacher)
 

@@ -166,9 +166,7 @@ def _of_own_forward(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     found = []
     for sequence in _sequences(tokens):
         logits = model(input_ids=sequence[None], use_cache=False).logits[0]
-        found.append(
-            plain_logprobs(logits[PROMPT - 1 : -1], sequence[PROMPT:], TEMPERATURE)
-        )
+        found.append(plain_logprobs(logits[PROMPT - 1 : -1], sequence[PROMPT:], TEMPERATURE))
     return torch.cat(found)
 
 

@@ -64,9 +64,7 @@ def test_divergence_of_capped_heads(caps: tuple[float | None, float | None], div
     teacher = TeacherRows(*its, caps[1]).divided(divisor)
     settings = {"bias": bias, "temperature": TEMPERATURE, "chunk_size": 5, "soft_cap": caps[0]}
     logprobs, _, divergence = linear_divergences(hidden, weight, labels, teacher, **settings)
-    again = torch.autograd.grad(
-        logprobs.sum() + 2 * (divergence**2).sum(), (hidden, weight, bias)
-    )
+    again = torch.autograd.grad(logprobs.sum() + 2 * (divergence**2).sum(), (hidden, weight, bias))
     total = linear_divergences(hidden, weight, labels, teacher, loss, **settings)[0]
     formed = torch.autograd.grad(total, (hidden, weight, bias))
     torch.testing.assert_close((logprobs, divergence), expected, rtol=1e-9, atol=1e-9)

@@ -349,16 +349,6 @@ def test_runs_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "named"),
     [
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "sliding-window"),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding-window"),
-        ("mistral", {"sliding_window": 4096}, "sliding-window"),  # its default
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "dynamic rotary",
-        ),
-        ("qwen2", {"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM"),
         (
             "qwen3",
             {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
