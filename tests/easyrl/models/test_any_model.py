@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -51,7 +53,7 @@ def no_casts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Tensor, "float", stays)
     monkeypatch.setattr(Tensor, "to", stays_to)
-    monkeypatch.setattr(nn.functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x, dim=dim))
+    monkeypatch.setattr(nn.functional, "softmax", lambda x, dim=-1, **_: softmax(x, dim=dim))
 
 
 def run(model: PolicyModel, packing: Packing, budget: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -204,9 +206,13 @@ def test_merged_adapters_are_saved_as_the_model_they_compute(
         for layer in adapter_layers(policy.model).values():
             factors(layer)[1].normal_(std=0.3)
     weights = {n: w.clone() for n, w in saved_weights(policy.model, is_writer=True)}
-    again = AutoModelForCausalLM.from_pretrained(
-        None, config=plain(path).config, state_dict=weights, dtype=torch.float32
-    ).eval()
+    (tmp_path / "saved").mkdir()
+    save_file(weights, tmp_path / "saved" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(path / "config.json", tmp_path / "saved")
+    again, said = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
+    )
+    assert not said["missing_keys"] and not said["unexpected_keys"]
     groups, advantages = make_groups()
     (row, *_) = pack_groups(
         groups,
