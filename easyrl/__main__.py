@@ -22,9 +22,11 @@ def command_line() -> typer.Typer:
     """All sub-commands. Imported in here: worker processes import the main module again."""
     import typer
 
+    from easyrl.commands.diff import diff_command
     from easyrl.commands.dpo import dpo_command
     from easyrl.commands.endpoints import endpoints_commands
     from easyrl.commands.evaluate import eval_command
+    from easyrl.commands.lab import lab_command
     from easyrl.commands.plan_memory import plan_memory_command
     from easyrl.commands.recipes import recipes_command
     from easyrl.commands.replay import replay_command
@@ -47,6 +49,8 @@ def command_line() -> typer.Typer:
     commands.command("eval")(eval_command)
     commands.command("verify")(verify_command)
     commands.command("replay", context_settings=READS_ITS_ARGUMENTS)(replay_command)
+    commands.command("diff")(diff_command)
+    commands.command("lab")(lab_command)
     commands.command("samples")(samples_command)
     commands.command("recipes")(recipes_command)
     commands.command("plan-memory")(plan_memory_command)

@@ -96,6 +96,7 @@ MAY_IMPORT = {
     "ledger": "schema completion_check metrics.trackers runtime.run_files runtime.ranks"
     " runtime.collectives runtime.schedule dataloaders.producer.group_stream"
     " dataloaders.prompts.dataset",
+    "lab": "schema ledger.recorded_run runtime.determinism",
     "weight_sync": "schema config engines.base runtime.collectives runtime.loop_thread"
     " runtime.interfaces runtime.machine runtime.shared_cores runtime.stopping"
     " inference_client",
@@ -118,11 +119,11 @@ MAY_IMPORT = {
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
     "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
-    " ledger metrics"
+    " lab ledger metrics"
     " models recipes rewards runtime samples trainer weight_sync",
     "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
     "api": "schema config train runtime.machine rewards.given",
-    "commands": "schema config train build ledger memory_plan recipes runtime samples"
+    "commands": "schema config train build lab ledger memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
     "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
@@ -138,7 +139,7 @@ LIGHT = """
     __init__ __main__ schema config config.machine config.file train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
-    commands.samples samples.selection samples.show
+    commands.diff commands.lab commands.samples samples.selection samples.show
     runtime.frames runtime.notices runtime.signals runtime.stacks runtime.stopping
     runtime.watchdog runtime.workers.child_process runtime.workers.worker_pool
     runtime.workers.worker_process

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from easyrl.build.accumulation import build_accumulator, rows_per_drain
@@ -14,6 +15,7 @@ from easyrl.config import Config, ConfigError, LoraConfig
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.recorded_run import RecordedRollouts, RecordedRun
+from easyrl.ledger.traces import CHECKPOINT_FOLDER
 from easyrl.metrics.event_log import ignore
 from easyrl.metrics.reporter import StepReporter
 from easyrl.recipes.loading import load_recipe
@@ -111,13 +113,25 @@ class KeptMetrics:
 
 
 def replay_batch(
-    run: RecordedRun, v: int, config: Config, on_weights: OnWeights = lambda v, engine: None
+    run: RecordedRun,
+    v: int,
+    config: Config,
+    on_weights: OnWeights = lambda v, engine: None,
+    *,
+    behind: Callable[[Trainer], object] = lambda trainer: None,
+    checkpoints: Path | None = None,
+    engine_type: type[DeepSpeedEngine] = DeepSpeedEngine,
 ) -> Replayed:
     """Trains from the newest checkpoint before batch ``v`` to its end. Every rank calls this.
 
-    ``on_weights`` is called before each batch, and behind the last. Writes nothing into the run's
-    folder. Raises ``ConfigError`` if a checkpoint does not fit the configuration, ``ValueError`` if
-    the journal does not go back to it.
+    Args:
+        on_weights: called before each batch, and behind the last.
+        behind: called behind the last with what has trained it.
+        checkpoints: their folder; default: the run's.
+        engine_type: of the model that is trained.
+
+    Writes nothing into the run's folder. Raises ``ConfigError`` if a checkpoint does not fit the
+    configuration, ``ValueError`` if the journal does not go back to it.
     """
     make_deterministic(config)
     with ExitStack() as opened:
@@ -125,9 +139,10 @@ def replay_batch(
         rejects = load_recipe(config).rejects
         num_prompts = run.run.num_prompts
         num_steps = total_steps(config, num_prompts, step=step, position=position, rejects=rejects)
-        engine = DeepSpeedEngine(config, total_steps=num_steps)
+        engine = engine_type(config, total_steps=num_steps)
         collectives = Collectives(engine.ranks)
-        progress = _restore(run, v, engine, collectives)
+        folder = checkpoints or run.folder / CHECKPOINT_FOLDER
+        progress = _restore(run, v, folder, engine, collectives)
         first, from_step = progress.closed_batches, progress.step
         run.require_journal(first, v)
         num_updates = config.trainer.updates_per_batch
@@ -154,6 +169,7 @@ def replay_batch(
             progress=progress,
         )
         trainer.fit()
+        behind(trainer)
     return Replayed(
         first=first,
         last=v,
@@ -167,11 +183,10 @@ def replay_batch(
 
 
 def _restore(
-    run: RecordedRun, v: int, engine: DeepSpeedEngine, collectives: Collectives
+    run: RecordedRun, v: int, folder: Path, engine: DeepSpeedEngine, collectives: Collectives
 ) -> Progress:
-    """The state before batch ``v`` or an earlier one. Collective."""
+    """The state before batch ``v`` or an earlier one, from ``folder``. Collective."""
     before = run.batch(v - 1).step if v else 0
-    folder = run.folder / "checkpoints"
     checkpoints = Checkpoints(folder, 1, engine, collectives, background=False)
     try:
         state = checkpoints.load_latest(at_most=before)

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = RecordedRun(arguments.run_dir)
         v = run.batch_of_step(arguments.step)
-        config = _config(run, run.attempt_of(v), arguments.overrides)
+        config = attempt_config(run, run.attempt_of(v), arguments.overrides)
         run.require_journal(v, v)  # before the model is loaded
         recorded = run.metrics_of(v)
         from easyrl.build.replay import replay_batch
@@ -156,7 +156,7 @@ def _reasons(
     own = run.attempt_of(replayed.last)
     attempts = {run.attempt_of(v) for v in range(replayed.first, replayed.last)} - {own}
     for attempt in sorted(attempts):
-        if keys := _differing(_config(run, attempt, overrides), config):
+        if keys := _differing(attempt_config(run, attempt, overrides), config):
             reasons.append(
                 f"its earlier batches are of attempt {attempt}, which had other settings than "
                 f"attempt {own}, whose are used here: {', '.join(keys)}"
@@ -164,7 +164,7 @@ def _reasons(
     return reasons
 
 
-def _config(run: RecordedRun, attempt: int, overrides: Sequence[str]) -> Config:
+def attempt_config(run: RecordedRun, attempt: int, overrides: Sequence[str]) -> Config:
     """Of an attempt, with all keys of its recipe."""
     from easyrl.recipes.loading import with_whole_recipe
 

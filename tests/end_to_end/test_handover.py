@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.parts.random_model import write_prompts
 from easyrl.ledger.recorded_run import RecordedRun
 from easyrl.ledger.verify import verify
@@ -13,6 +15,7 @@ from easyrl.metrics.trackers import read_metrics
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
 
 
+@pytest.mark.runs
 def test_what_one_rank_drew_another_trains(served: Any, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     prompts = write_prompts(tmp_path / "prompts.jsonl", 36, 12)

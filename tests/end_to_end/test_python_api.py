@@ -131,6 +131,7 @@ def test_a_script_trains(folder):
     )
 
 
+@pytest.mark.runs
 def test_a_used_folder_is_refused_unchanged_and_goes_on_with_resume(folder):
     results = json.loads(run_script(folder, "again.py", AGAIN))
     used, used_other, other_prompts, mistyped, finished, extended = results

@@ -205,6 +205,7 @@ def test_verify_finds_records_that_were_changed(inputs: Path, sft: Path) -> None
     assert "prompt 0 of epoch 0: was trained with tokens" in result.stdout
 
 
+@pytest.mark.runs
 def test_dpo_is_a_plain_loop_s(inputs: Path) -> None:
     run_dir = inputs / "runs" / "dpo"
     trained(command(inputs, run_dir, "dpo", "data.shuffle=false"))
@@ -295,10 +296,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(
     assert again.returncode == 0 and "is finished after 6 steps" in again.stdout
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [pytest.param(1, marks=pytest.mark.runs), 2, pytest.param(3, marks=pytest.mark.runs)],
-)
+@pytest.mark.runs
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks_train_what_one_does(inputs: Path, sft: Path, stage: int) -> None:
     run_dir = inputs / "runs" / f"two-{stage}"
     started = command(inputs, run_dir, "sft", "data.shuffle=false", f"trainer.zero_stage={stage}")
@@ -313,6 +312,7 @@ def test_two_ranks_train_what_one_does(inputs: Path, sft: Path, stage: int) -> N
         assert one.get("batch/denominator") == two.get("batch/denominator")
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("kind", "option", "problem"),
     [

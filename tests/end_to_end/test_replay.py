@@ -15,6 +15,8 @@ from easyrl.ledger.journal.batch import Journal
 from easyrl.runtime.machine import free_port
 from tests.end_to_end.trainer_run import ROOT, run_trainer, trainer_command, trainer_environment
 
+pytestmark = pytest.mark.runs
+
 BATCH, NUM_BATCHES, UPDATES = 4, 3, 2
 PROMPT_TOKENS = 12
 SERVER = ["--num-threads", "1", "--max-model-len", "160", "--batch-invariant"]

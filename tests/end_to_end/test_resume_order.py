@@ -25,6 +25,8 @@ from tests.end_to_end.held_batch import MarkedRun
 from tests.end_to_end.proxy import GENERATE, Proxy
 from tests.end_to_end.trainer_run import run_trainer, trainer_command
 
+pytestmark = pytest.mark.runs
+
 BATCH, NUM_BATCHES, CLOSED, G = 6, 3, 2, 4
 LATE_S = 1.2
 OPTIONS = (

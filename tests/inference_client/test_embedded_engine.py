@@ -552,9 +552,9 @@ def test_unusable_models_are_refused(qwen3: tuple[Path, PreTrainedModel], tmp_pa
         EmbeddedEngine(tmp_path)
     with pytest.raises(ValueError, match="max_model_len: must be from 2 to the model's 256"):
         EmbeddedEngine(qwen3[0], max_model_len=1000)
-    sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    AutoModelForCausalLM.from_config(sliding).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="only full causal attention"):
+    chunked = Qwen2Config(**SIZES, layer_types=["full_attention", "chunked_attention"])
+    AutoModelForCausalLM.from_config(chunked).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layers with chunked_attention"):
         EmbeddedEngine(tmp_path)
 
 

@@ -400,13 +400,13 @@ def refuse_keyword(model: PreTrainedModel) -> None:
 def test_other_attention_keeps_the_slots(change: Callable[[PreTrainedModel], None]) -> None:
     model = new_model()
     change(model)
-    assert not takes_shared_prompts(model)
+    assert not takes_shared_prompts(model, 512)
     assert model.config._attn_implementation == "sdpa"
     batch = new_batch(model)
     batch.add([new_sequence(new_prompt(150), seed=i) for i in range(2)], "v")
     for sequence in run_all(batch):
         check(new_model(), sequence)
-    assert takes_shared_prompts(new_model())
+    assert takes_shared_prompts(new_model(), 512)
 
 
 def test_the_store_keeps_what_is_used_and_the_last_that_was() -> None:

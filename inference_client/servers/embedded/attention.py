@@ -63,6 +63,7 @@ class ProbedStep:
     """
 
     shared: SharedPrompts
+    max_model_len: int  # tokens of the longest sequence: a window of as many leaves nothing out
     num_layers: int = 0  # that came by
 
     def check(
@@ -73,6 +74,8 @@ class ProbedStep:
             for name, setting in others.items()
             if name not in _HARMLESS and setting is not None and setting is not False
         ]
+        if (others.get("sliding_window") or 0) >= self.max_model_len:
+            given.remove("sliding_window")
         if given:  # position biases, sinks
             raise ValueError(f"attention with {', '.join(given)}")
         assert isinstance(module.layer_idx, int)

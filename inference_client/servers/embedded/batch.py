@@ -11,6 +11,7 @@ then holds what comes behind them.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from easyrl.inference_client.servers.embedded.attention import SharedPrompts
 from easyrl.inference_client.servers.embedded.cache import Prefilled, SlotCache
+from easyrl.inference_client.servers.embedded.decode_masks import DecodeMasks
 from easyrl.inference_client.servers.embedded.prefill import Prefill
 from easyrl.inference_client.servers.embedded.prompts import PromptStore
 from easyrl.inference_client.servers.embedded.requests import EngineStats, Sequence, TopLogprobs
@@ -40,7 +42,13 @@ class RunningBatch:
     """Up to ``max_num_seqs`` sequences in the middle of their generation."""
 
     def __init__(
-        self, model: PreTrainedModel, *, max_num_seqs: int, max_model_len: int, raw_logprobs: bool
+        self,
+        model: PreTrainedModel,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        raw_logprobs: bool,
+        masks: DecodeMasks | None = None,
     ) -> None:
         self.sequences: list[Sequence] = []  # by row
         self.stats = EngineStats()
@@ -54,8 +62,14 @@ class RunningBatch:
         self._records = Records(max_num_seqs, self._device)
         self._penalized = TokenCounts(max_num_seqs, int(config.vocab_size), self._device)
         self._feature_counts: Counter[Feature] = Counter()
-        # one sequence alone has nothing to share: its attention stays the model's own
-        self._shares_prompts = max_num_seqs > 1 and takes_shared_prompts(model)
+        self._masks = masks or DecodeMasks()
+        # one sequence alone has nothing to share: its attention stays the model's own; a prompt
+        # that is read for all of its samples at once has no place for a window of each
+        self._shares_prompts = (
+            max_num_seqs > 1
+            and self._masks.window is None
+            and takes_shared_prompts(model, max_model_len)
+        )
         self._prefill = Prefill(model)
         self._prompts = PromptStore(self._cache, self._shares_prompts)
         self._shared_prompts = SharedPrompts.of([], self._device)  # of the current rows
@@ -164,11 +178,11 @@ class RunningBatch:
         positions = self._rows.slot_position[:num_rows]
         self._cache.begin_step(positions, self._longest)
         # additive and of the model's dtype: made once here instead of from a bool in every layer
-        mask = self._zero.masked_fill(self._cache.unwritten(positions), -torch.inf)
+        mask: Any = self._masks.of_step(self._zero, self._cache.unwritten(positions), positions)
         output = self._model(
             input_ids=self._rows.newest[:num_rows, None],
             position_ids=self._rows.position[:num_rows, None],
-            attention_mask=mask[:, None, None],
+            attention_mask=mask,
             past_key_values=self._cache,
             use_cache=True,
             **({"shared_prompts": self._shared_prompts} if self._shares_prompts else {}),

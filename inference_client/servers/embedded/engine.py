@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -23,6 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from easyrl.inference_client.servers.embedded.batch import RunningBatch
+from easyrl.inference_client.servers.embedded.decode_check import check_decoding
+from easyrl.inference_client.servers.embedded.decode_masks import DecodeMasks
 from easyrl.inference_client.servers.embedded.requests import (
     BadRequestError,
     GenerationRequest,
@@ -37,7 +40,11 @@ from easyrl.runtime.shared_cores import SharedCores
 
 PauseMode = Literal["abort", "wait", "keep"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": "auto"}
+DTYPES: dict[str, torch.dtype | str] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "auto": "auto",
+}
 T = TypeVar("T")
 
 
@@ -48,8 +55,8 @@ class EmbeddedEngine:
         batch_invariant: each response is decoded by itself, its prompt prefilled by itself: nothing
             else that is asked can change a bit of it.
 
-    Raises ``ValueError`` if ``model`` is not a directory with a model, or one whose attention is
-    not plain causal over ``max_model_len`` tokens.
+    Raises ``ValueError`` if ``model`` is not a directory with a model, or one that cannot be
+    decoded as its own forward has it.
     """
 
     def __init__(
@@ -71,7 +78,7 @@ class EmbeddedEngine:
         self.tokenizer = load_tokenizer(model)
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self.max_model_len = _context_length(self._model, max_model_len)
-        _refuse_sliding_window(self._model, self.max_model_len)
+        masks = _decode_masks(self._model, model, self.max_model_len)
         self.max_num_seqs = max_num_seqs
         self.batch_invariant = batch_invariant
         # by other numbers of threads sums are taken in another order
@@ -83,6 +90,7 @@ class EmbeddedEngine:
             max_num_seqs=1 if batch_invariant else max_num_seqs,
             max_model_len=self.max_model_len,
             raw_logprobs=logprobs_mode == "raw_logprobs",
+            masks=masks,
         )
         self.stats = self._batch.stats
         self._max_queue = max_queue
@@ -375,7 +383,7 @@ class EmbeddedEngine:
 def _load_model(path: Path, dtype: str, device: str) -> PreTrainedModel:
     """The model in ``path``, for inference only.
 
-    Raises ``ValueError`` if there is none, or its attention is not plain causal.
+    Raises ``ValueError`` if there is none.
     """
     if not (path / "config.json").is_file():
         raise ValueError(
@@ -385,19 +393,24 @@ def _load_model(path: Path, dtype: str, device: str) -> PreTrainedModel:
     if dtype not in DTYPES:
         raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, is {dtype!r}")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
-        )
+        model = _from_pretrained(path, DTYPES[dtype])
     except (OSError, SafetensorError) as error:
         remedy = "fetch the model again (hf download NAME --local-dir DIR), with all of its files"
         raise ValueError(f"{path}: {error}; {remedy}") from error
-    config = model.config.get_text_config()
-    kinds = set(config.to_dict().get("layer_types") or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ValueError(f"{path}: only full causal attention is served, the model has {kinds}")
     model.requires_grad_(False).eval()
     own_memory(model)
     return model.to(torch.device(device))  # type: ignore[arg-type]
+
+
+def _from_pretrained(path: Path, dtype: torch.dtype | str) -> PreTrainedModel:
+    """With fused attention where the model has it (soft caps and sinks have none)."""
+    load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=dtype, local_files_only=True)
+    try:
+        return load(attn_implementation="sdpa")
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        return load(attn_implementation="eager")
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
@@ -408,25 +421,31 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _context_length(model: PreTrainedModel, wanted: int | None) -> int:
-    limit = int(model.config.get_text_config().max_position_embeddings)
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if wanted is None:
+        if limit is None:  # ALiBi
+            raise ValueError(
+                "max_model_len: the model's config.json names no longest sequence "
+                "(max_position_embeddings); pass --max-model-len"
+            )
         return limit
-    if not 1 < wanted <= limit:
-        raise ValueError(f"max_model_len: must be from 2 to the model's {limit}, is {wanted}")
+    if wanted < 2 or (limit is not None and wanted > limit):
+        most = "" if limit is None else f" to the model's {limit}"
+        raise ValueError(f"max_model_len: must be from 2{most}, is {wanted}")
     return wanted
 
 
-def _refuse_sliding_window(model: PreTrainedModel, max_model_len: int) -> None:
-    """Raises ``ValueError`` if a token would not see all before it."""
-    config = model.config.get_text_config().to_dict()
-    window = config.get("sliding_window")
-    if window is None or config.get("use_sliding_window") is False or max_model_len <= window:
-        return
-    raise ValueError(
-        f"max_model_len: the model attends within a sliding window of {window} tokens "
-        f"(sliding_window in its config.json), {max_model_len} are to be served, and only full "
-        f"causal attention is; pass --max-model-len {window} or less"
-    )
+def _decode_masks(model: PreTrainedModel, path: Path, max_model_len: int) -> DecodeMasks:
+    """Raises ``ValueError`` if the model cannot be decoded as its own forward has it."""
+    try:
+        masks = DecodeMasks.of(model.config.get_text_config().to_dict(), max_model_len)
+        check_decoding(model, masks)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: a {type(model).__name__} is not served by the embedded server: {error}; "
+            "serve it with vLLM (docs/endpoints.md)"
+        ) from error
+    return masks
 
 
 def _eos_token_ids(

@@ -21,8 +21,9 @@ NUM_ROWS = 2  # B
 
 
 @torch.no_grad()
-def takes_shared_prompts(model: PreTrainedModel) -> bool:
-    """Whether the model attends through ``attention.decode_attention`` from now on.
+def takes_shared_prompts(model: PreTrainedModel, max_model_len: int) -> bool:
+    """Whether the model attends through ``attention.decode_attention`` from now on, for sequences
+    of at most ``max_model_len`` tokens.
 
     Not if any layer attends in another way (written without ``AttentionInterface``, with biases,
     sinks or a mask of its own, over other keys than the cached ones), if the logits are apart, or
@@ -30,7 +31,7 @@ def takes_shared_prompts(model: PreTrainedModel) -> bool:
     """
     before = model.config._attn_implementation
     try:
-        is_right = _are_logits_the_same(model)
+        is_right = _are_logits_the_same(model, max_model_len)
     except Exception:  # whatever a model of another kind makes of these calls
         is_right = False
     if not is_right:
@@ -38,7 +39,7 @@ def takes_shared_prompts(model: PreTrainedModel) -> bool:
     return is_right
 
 
-def _are_logits_the_same(model: PreTrainedModel) -> bool:
+def _are_logits_the_same(model: PreTrainedModel, max_model_len: int) -> bool:
     """Up to the square root of the dtype's precision (float32's at best), of the largest logit."""
     prompt, newest = _tokens(model)
     cache = DynamicCache()
@@ -46,7 +47,7 @@ def _are_logits_the_same(model: PreTrainedModel) -> bool:
     layers = states_of_layers(cache)
     expected = _decode_as_usual(model, layers, newest)
     model.set_attn_implementation(NAME)
-    step = ProbedStep(SharedPrompts.of([layers] * NUM_ROWS, model.device))
+    step = ProbedStep(SharedPrompts.of([layers] * NUM_ROWS, model.device), max_model_len)
     found = _decode_apart(model, step, newest)
     if step.num_layers != len(layers):
         return False

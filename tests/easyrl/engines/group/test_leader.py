@@ -305,6 +305,7 @@ def test_all_processes_make_the_calls_and_the_teller_is_heard(tmp_path):
     assert names.count("forward_backward") == 2 and names[-2:] == ["named_weights", "restored"]
 
 
+@pytest.mark.runs
 def test_calls_go_on_while_the_teller_is_at_work(tmp_path):
     said = run("slow", tmp_path)
     assert said["head"] == {
@@ -316,6 +317,7 @@ def test_calls_go_on_while_the_teller_is_at_work(tmp_path):
     assert said[0] == said[1] == said[2]
 
 
+@pytest.mark.runs
 def test_processes_say_whether_they_share_a_folder(tmp_path):
     assert run("sees", tmp_path)["head"] == (True, False)
 
@@ -328,6 +330,7 @@ def test_a_checkpoint_has_a_file_of_each_process(tmp_path):
         assert said[rank][-1] == ("restore", float(rank), {"engine": "noting"})
 
 
+@pytest.mark.runs
 def test_what_a_follower_cannot_write_is_raised_and_the_next_is_written(tmp_path):
     problem, num_files = run("a_full_disk", tmp_path)["head"]
     assert "missing" in problem and num_files == SIZE
@@ -339,6 +342,7 @@ def test_each_stage_writes_its_weights_and_the_head_merges_the_lists(tmp_path):
     assert [said[rank] for rank in range(SIZE)] == [[("stage_weights",)]] * SIZE
 
 
+@pytest.mark.runs
 def test_a_writer_that_dies_in_a_push_leaves_no_version(tmp_path):
     assert run("dies", tmp_path)["head"] == ("GroupLost", [], "never whole")
 

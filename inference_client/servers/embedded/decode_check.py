@@ -1,0 +1,101 @@
+"""Whether a model decodes from the slots what its own forward says, found out by computing.
+
+Two random sequences of unequal lengths are computed whole, and again with their last token decoded
+behind keys and values in slots. A window is made as short as these sequences need meanwhile.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from easyrl.inference_client.servers.embedded.cache import SlotCache
+from easyrl.inference_client.servers.embedded.decode_masks import DecodeMasks
+from easyrl.inference_client.servers.embedded.prefill import states_of_layers
+
+LENGTHS = (14, 9)  # tokens of the sequences
+WINDOW = 5  # shorter than both
+
+
+class NotServed(ValueError):
+    """The model's decode step does not say what its forward says; the message tells why."""
+
+
+@torch.no_grad()
+def check_decoding(model: PreTrainedModel, masks: DecodeMasks) -> None:
+    """Compares logits up to the square root of the dtype's precision (float32's at best), of the
+    largest one. Raises ``NotServed``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    sequences = [
+        torch.randint(vocab_size, (length,), generator=generator).to(model.device)
+        for length in LENGTHS
+    ]
+    try:
+        with _short_window(model, masks) as short:
+            expected = [model(input_ids=tokens[None]).logits[0, -1] for tokens in sequences]
+            found = _decoded(model, short, sequences)
+    except Exception as error:  # whatever a model of another kind makes of these calls
+        raise NotServed(f"it cannot be decoded token by token ({error})") from error
+    precision = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+    for own, decoded in zip(expected, found, strict=True):
+        off = float((own.float() - decoded.float()).abs().max() / own.abs().max())
+        if not off <= precision:  # NaN too
+            raise NotServed(
+                f"decoding token by token is off by {off:.1e} of the largest logit, "
+                f"{precision:.0e} is tolerated"
+            )
+
+
+def _decoded(model: PreTrainedModel, masks: DecodeMasks, sequences: list[Tensor]) -> Tensor:
+    """Logits [2, V] behind the last tokens, all before them in slots."""
+    cache: SlotCache | None = None
+    for slot, tokens in enumerate(sequences):
+        prefilled = DynamicCache()
+        model.base_model(input_ids=tokens[None, :-1], past_key_values=prefilled, use_cache=True)
+        layers = states_of_layers(prefilled)
+        if cache is None:
+            cache = SlotCache(len(layers), len(sequences), max(LENGTHS), model.device)
+            cache.ensure(len(sequences), max(LENGTHS))
+        slots = torch.tensor([slot], device=model.device)
+        cache.fill(slots, torch.zeros_like(slots), layers, len(tokens) - 1)
+    assert cache is not None
+    newest = torch.stack([tokens[-1] for tokens in sequences])
+    positions = torch.tensor([len(tokens) - 1 for tokens in sequences], device=model.device)
+    cache.begin_step(positions, max(LENGTHS))
+    zero = torch.zeros((), dtype=model.dtype, device=model.device)
+    mask: Any = masks.of_step(zero, cache.unwritten(positions), positions)
+    output = model(
+        input_ids=newest[:, None],
+        position_ids=positions[:, None],
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    logits: Tensor = output.logits[:, 0]
+    return logits
+
+
+@contextmanager
+def _short_window(model: PreTrainedModel, masks: DecodeMasks) -> Iterator[DecodeMasks]:
+    """Inside, the model's own masks have a window of ``WINDOW``: it reads the size from its
+    configuration at each forward."""
+    if masks.window is None:
+        yield masks
+        return
+    config: Any = model.config.get_text_config()
+    before = config.sliding_window
+    config.sliding_window = min(WINDOW, before)
+    try:
+        yield replace(masks, window=config.sliding_window)
+    finally:
+        config.sliding_window = before
