@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -34,13 +35,13 @@ def fuse_layers(model: PreTrainedModel, wanted: str) -> None:
         kind: Any = type(module)
         name = kind.__name__
         if name.endswith("RMSNorm"):
-            if _once(computes, kind, "norm", lambda m=module: is_rms_norm(m)):
+            if _once(computes, kind, "norm", partial(is_rms_norm, module)):
                 module.forward = MethodType(_rms_norm(layers, kind), module)
         elif name.endswith("MLP") and isinstance(getattr(module, "act_fn", None), _SILU):
-            if _once(computes, kind, "mlp", lambda m=module: is_swiglu(m)):
+            if _once(computes, kind, "mlp", partial(is_swiglu, module)):
                 module.forward = MethodType(_swiglu(layers, kind), module)
         elif name.endswith("Attention") and _ROTARY in kind.forward.__code__.co_names:
-            if _once(computes, kind, "rotary", lambda k=kind: is_rotary(k.forward)):
+            if _once(computes, kind, "rotary", partial(is_rotary, kind.forward)):
                 module.forward = MethodType(_with_rotary(layers, kind.forward), module)
 
 

@@ -91,7 +91,7 @@ def merged_weight(layer: LoraLayer, weight: Tensor) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     a, b = (factor.detach().to(dtype) for factor in factors(layer))
     change = (b @ a) * layer.scaling[TRAINED]
-    if layer.fan_in_fan_out:  # GPT-2's: its weights are [inputs, outputs]
+    if isinstance(layer.get_base_layer(), Conv1D):  # its weight is [inputs, outputs]
         change = change.t()
     return (weight.detach().to(dtype) + change).to(weight.dtype)
 

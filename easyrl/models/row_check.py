@@ -103,9 +103,9 @@ def _disagreement(
 def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     small = _small_config(config)
     switch_dropout_off(small)
+    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with no_init_weights():  # drawn below
-        model: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](small)
-    model = model.float().eval()
+        model: PreTrainedModel = made(small).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Large enough for each token to depend on the others, and on each bias and norm.
@@ -185,7 +185,8 @@ def _shared_row(tokens: Tensor) -> tuple[Tensor, Tensor, SegmentLayout, Tensor, 
 
 def _unshared_row(tokens: Tensor) -> tuple[Tensor, Tensor, SegmentLayout, Tensor, Tensor]:
     """The same with the prompt before each response."""
-    segments, positions, predictors = [], [], []
+    segments, positions = [], []
+    predictors: list[int] = []
     start = 0
     sequences = _sequences(tokens)
     for sequence in sequences:
