@@ -107,9 +107,13 @@ class _Pair(NamedTuple):
     @classmethod
     def of(cls, *arguments: Any) -> _Pair:
         """Of the student's six first, hidden states, weight and bias of the teacher, both caps."""
-        own, its, (soft_cap, its_cap) = arguments[:3], arguments[6:9], arguments[9:]
-        common = *arguments[3:6], None  # labels, temperature, chunk size
-        return cls(Projection(*own, *common, soft_cap), Projection(*its, *common, its_cap))
+        hidden, weight, bias, labels, temperature, chunk_size, *teacher = arguments
+        its, its_weight, its_bias, soft_cap, its_cap = teacher
+        common = labels, temperature, chunk_size, None
+        return cls(
+            Projection(hidden, weight, bias, *common, soft_cap=soft_cap),
+            Projection(its, its_weight, its_bias, *common, soft_cap=its_cap),
+        )
 
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Positions, and both logits [C, V]; those of all chunks are in the same memory."""
