@@ -64,6 +64,7 @@ setup(
     extras_require={
         "adam8bit": ["bitsandbytes>=0.50"],  # the first with 8-bit optimizers on a CPU too
         "megatron": ["megatron-core==0.16.1"],
+        "hub": ["datasets>=4.4"],  # data.dataset
         "liger": ["liger-kernel>=0.6"],  # fused RMSNorm, rotary embedding and SwiGLU on CUDA
         "npu": ["torch-npu>=2.8"],
         "triton": ["triton>=3.4"],  # the log-probability head's kernels; torch for CUDA brings it
@@ -73,6 +74,7 @@ setup(
         "dev": [
             "bitsandbytes>=0.50",
             "build",
+            "datasets>=4.4",
             "hypothesis>=6.100",
             "megatron-core==0.16.1",
             "kernels",  # Hugging Face's; tests prove that our folder does not hide it

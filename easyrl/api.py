@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ from omegaconf import OmegaConf
 from easyrl.config import ConfigError
 from easyrl.config.file import resolve_config
 from easyrl.config.machine import check_paths
+from easyrl.hub.models import with_local_models
 from easyrl.rewards.given import GivenRewards
 from easyrl.schema import InterruptedRun
 
+# also what has rows and ``column_names``: a ``datasets.Dataset`` or ``IterableDataset``
+Prompts = Iterable[str | Mapping[str, Any]]
 # a name of a built-in one, or a function in one of the signatures of docs/rewards.md
 Reward = str | Callable[..., Any]
 
 
 def train_policy(
     model: str | Path,
-    prompts: Sequence[str | Mapping[str, Any]],
+    prompts: Prompts | None,
     reward: Reward | Sequence[Reward],
     *,
     output_dir: str | Path = "runs/easyrl",
@@ -34,8 +38,10 @@ def train_policy(
     """Trains ``model`` with GRPO and returns the folder of the trained one.
 
     Args:
-        model: folder of a Hugging Face causal language model.
-        prompts: texts, or records with ``prompt`` and, for the reward, ``answer`` and other fields.
+        model: folder of a Hugging Face causal language model, or its id on the Hub.
+        prompts: texts, or records with ``prompt`` (a text, or a list of chat messages) and, for the
+            reward, ``answer`` and other fields; a split of Hugging Face's ``datasets`` too. None:
+            those that ``settings`` name with ``data.files`` or ``data.dataset``.
         reward: a function, sync or async, called as ``reward(prompt, texts, token_ids)`` with the
             responses of one group, or as TRL or verl call theirs (docs/rewards.md); the name of a
             built-in one; or a list of these, whose sum is trained. Worker processes call it. They
@@ -58,12 +64,13 @@ def train_policy(
             Path(model), prompts, reward, Path(output_dir), endpoints, settings or {}, resume, seal
         )
     except (ConfigError, InterruptedRun) as error:  # the message says it all
+        error.args = (str(error).replace("--resume", "resume=True"),)  # the option, as an argument
         raise error.with_traceback(None) from None
 
 
 def _train(
     model: Path,
-    prompts: Sequence[str | Mapping[str, Any]],
+    prompts: Prompts | None,
     reward: Reward | Sequence[Reward],
     output: Path,
     endpoints: Sequence[str] | None,
@@ -73,31 +80,28 @@ def _train(
 ) -> Path:
     rank = os.environ.get("RANK", "0")  # each has files of its own
     prompts_file = output / f"prompts-rank{rank}.jsonl"
-    content = _prompt_lines(prompts)
+    records = None if prompts is None else _records(prompts, settings)
     several = [reward] if isinstance(reward, str) or callable(reward) else reward
     rewards = GivenRewards.of(several, output, rank)
-    with_answers = any(not isinstance(prompt, str) and "answer" in prompt for prompt in prompts)
     tree = OmegaConf.create(
         {
             "run": {"output_dir": str(output)},
             "model": {"path": str(model), "dtype": "fp32"},
-            "data": {
-                "files": [str(prompts_file)],
-                "fields": {"answer": "answer" if with_answers else None},
-            },
+            "data": {} if records is None else _data(records, prompts_file),
             "inference": _own_server() if endpoints is None else {"endpoints": list(endpoints)},
             "rewards": rewards.sections,
-            "trainer": {"batch_size": min(32, len(prompts)), "zero_stage": 0},
+            "trainer": {"batch_size": min(32, len(records or range(32))), "zero_stage": 0},
         }
     )
     if not {"recipe", "recipe.name", "recipe.file"} & set(settings):  # another has other keys
         tree.recipe = {"name": "grpo", "aggregation": "token", "kl_coef": 0.0}
     for key, value in settings.items():
         OmegaConf.update(tree, key, value)
-    config = resolve_config(tree, source="train_policy")
+    config = with_local_models(resolve_config(tree, source="train_policy"))
     rewards.check(config.rewards)
     check_paths(config, written_later=[prompts_file, *rewards.files])
-    if resume and prompts_file.exists() and prompts_file.read_bytes() != content:
+    content = None if records is None else _prompt_lines(records)
+    if resume and content and prompts_file.exists() and prompts_file.read_bytes() != content:
         raise ConfigError(
             f"prompts: are not those that the run in {output} was begun with, {prompts_file}; give "
             "the same ones, or start a new run in another output_dir"
@@ -105,7 +109,7 @@ def _train(
     from easyrl.train import run
 
     def write_files() -> None:
-        if not (resume and prompts_file.exists()):
+        if content and not (resume and prompts_file.exists()):
             prompts_file.write_bytes(content)
         rewards.write()
 
@@ -114,17 +118,50 @@ def _train(
     return output / "model"
 
 
-def _prompt_lines(prompts: Sequence[str | Mapping[str, Any]]) -> bytes:
-    """The prompts as the file that the run reads."""
+def _records(prompts: Prompts, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The records, of an endless source as many as ``data.max_records`` says."""
     if isinstance(prompts, str | Path):
         raise ValueError(
-            f"prompts: {str(prompts)!r:.80} is one text; give a list of texts or of records (those "
-            "of a file are read with data.files of a configuration)"
+            f"prompts: {str(prompts)!r:.80} is one text; give a list of texts or of records, or "
+            "None and in settings data.files or data.dataset"
         )
-    if not prompts:
+    if isinstance(prompts, Mapping):
+        raise ValueError(
+            f"prompts: is a mapping of {', '.join(map(repr, list(prompts)[:5]))}; of a DatasetDict "
+            "give one split, prompts['train']"
+        )
+    most = settings.get("data.max_records")
+    if not isinstance(prompts, Sized) and most is None:
+        raise ValueError(
+            "prompts: has no length, and the order of the prompts wants a known number of them; "
+            "give settings={'data.max_records': N}"
+        )
+    records: list[Mapping[str, Any]] = [
+        {"prompt": p} if isinstance(p, str) else dict(p) for p in islice(prompts, most)
+    ]
+    if not records:
         raise ValueError("prompts: the list is empty; give at least one")
-    records = [{"prompt": p} if isinstance(p, str) else dict(p) for p in prompts]
-    return b"".join(orjson.dumps(record) + b"\n" for record in records)
+    return records
+
+
+def _data(records: Sequence[Mapping[str, Any]], file: Path) -> dict[str, Any]:
+    """Section ``data`` of these records."""
+    with_answers = any("answer" in record for record in records)
+    return {"files": [str(file)], "fields": {"answer": "answer" if with_answers else None}}
+
+
+def _prompt_lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """The records as the file that the run reads."""
+    lines = []
+    for number, record in enumerate(records):
+        try:
+            lines.append(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        except TypeError as error:
+            raise ValueError(
+                f"prompts: record {number} has a value that JSON cannot hold ({error}); remove its "
+                "column (dataset.remove_columns) or turn it into text or numbers"
+            ) from None
+    return b"".join(lines)
 
 
 def _own_server() -> dict[str, Any]:

@@ -40,6 +40,7 @@ def _main(argv: Sequence[str] | None, defaults: Mapping[str, Any] | None) -> int
     from easyrl.config import ConfigError
     from easyrl.config.file import dump_config, load_config
     from easyrl.config.machine import check_paths
+    from easyrl.hub.models import with_local_models
     from easyrl.runtime.signals import RunSignals, end_with_launcher
     from easyrl.runtime.stopping import StopRequest
     from easyrl.schema import InterruptedRun, LedgerError
@@ -47,6 +48,7 @@ def _main(argv: Sequence[str] | None, defaults: Mapping[str, Any] | None) -> int
     arguments = _parse(argv)
     try:
         config = load_config(arguments.config, arguments.overrides, defaults=defaults)
+        config = with_local_models(config)
         if arguments.print_config:
             print(dump_config(_checked(config)), end="")
             return 0

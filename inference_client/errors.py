@@ -80,6 +80,13 @@ class NoEndpointError(RuntimeError):
 class Outage(NoEndpointError):
     """No endpoint was usable for ``inference.max_outage_s``; a later one may go on from here."""
 
+    @classmethod
+    def after(cls, seconds: float, problem: NoEndpointError) -> Outage:
+        return cls(
+            f"{problem}\nfor {round(seconds, 1):g} s (inference.max_outage_s); start the servers "
+            "again"
+        )
+
 
 def is_outage(error: BaseException | None) -> bool:
     """Whether ``error``, or what caused it, is an ``Outage``."""

@@ -15,8 +15,10 @@ MAY_IMPORT = {
     "schema": "",
     "config": "",
     "completion_check": "schema config",
+    "hub": "config",
     "metrics.event_log": "",
     "runtime.allocator": "",
+    "runtime.busy_time": "",
     "runtime.seeding": "",
     "runtime.numerics": "",
     "runtime.durable_files": "",
@@ -41,7 +43,7 @@ MAY_IMPORT = {
     "dataloaders.producer": "schema metrics.event_log runtime.loop_thread runtime.printable",
     "dataloaders.packing": "schema",
     "dataloaders.supervised": "schema config dataloaders.prompts dataloaders.producer",
-    "rewards": "schema config runtime.user_code runtime.workers.worker_pool"
+    "rewards": "schema config runtime.busy_time runtime.user_code runtime.workers.worker_pool"
     " inference_client.api_keys",
     # the endpoints
     "inference_client": "schema config completion_check runtime.frames",
@@ -56,7 +58,7 @@ MAY_IMPORT = {
     "inference_client.servers.managed": "config runtime.machine runtime.process_guard"
     " inference_client.api_keys inference_client.lora_ranks"
     " inference_client.vllm_plugin.easyrl_vllm.access",
-    "inference_client.servers.embedded": "schema kernels.attention.partial_attention"
+    "inference_client.servers.embedded": "schema hub kernels.attention.partial_attention"
     " runtime.machine runtime.numerics runtime.shared_cores"
     " inference_client.sample_stream inference_client.transfer inference_client.vllm_plugin",
     # the model that is trained
@@ -121,9 +123,9 @@ MAY_IMPORT = {
     "build": "schema config completion_check dataloaders engines inference_client kernels.attention"
     " lab ledger metrics"
     " models recipes rewards runtime samples trainer weight_sync",
-    "train": "schema config build engines.base ledger.checkpoints metrics recipes runtime",
-    "api": "schema config train runtime.machine rewards.given",
-    "commands": "schema config train build lab ledger memory_plan recipes runtime samples"
+    "train": "schema config hub build engines.base ledger.checkpoints metrics recipes runtime",
+    "api": "schema config hub train runtime.machine rewards.given",
+    "commands": "schema config hub train build lab ledger memory_plan recipes runtime samples"
     " inference_client.pool.endpoint_list inference_client.servers.embedded.server",
     "__main__": "commands runtime.startup_signals",
     "demo": "config recipes metrics.trackers runtime.machine runtime.run_files"
@@ -136,7 +138,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "math_verify", "pyarrow"}
 # Imported where it has to be fast: by worker processes, which import the main module again, and by
 # a command that shows its help.
 LIGHT = """
-    __init__ __main__ schema config config.machine config.file train rewards.worker
+    __init__ __main__ schema config config.machine config.file hub hub.models train rewards.worker
     commands.train commands.serve commands.evaluate commands.endpoints commands.verify
     commands.recipes commands.replay commands.sft commands.dpo commands.plan_memory
     commands.diff commands.lab commands.samples samples.selection samples.show

@@ -91,6 +91,7 @@ class GroupStream:
         self._interruption: BaseException | None = None
         self._ahead: list[Piece] = []  # since the last drain
         self._untrained = [0, 0]  # cost and packed tokens of what was handed out
+        self._num_tokens_out = 0  # packed, of all that was
         # finished responses of groups that are not complete
         self.open_samples = OpenSamples(num_generations, wake=lambda: self._ready.put(None))
         self.recovered: set[Key] = set()  # put, and finished in an earlier attempt
@@ -110,6 +111,7 @@ class GroupStream:
         self.wait_s = 0.0  # time the consumer was blocked
         self.load_s = 0.0  # time the consumer read groups back from the store
         self.first_group_wait_s: float | None = None
+        self.is_waited_for = False  # the consumer is blocked
 
     # ---- the producer's side ---------------------------------------------------------------------
 
@@ -129,6 +131,19 @@ class GroupStream:
     def waiting(self) -> int:
         """Groups that are finished and not handed out. From any thread."""
         return 0 if self._closed else self._num_put - self._num_handed_out
+
+    @property
+    def num_trained(self) -> int:
+        """Groups that were handed out and trained, by their share of the tokens. From any thread.
+
+        Those of a drain that need no training are counted with its end.
+        """
+        num_groups, num_tokens, untrained = (
+            self._num_handed_out,
+            self._num_tokens_out,
+            self._untrained[1],
+        )
+        return num_groups * max(num_tokens - untrained, 0) // max(num_tokens, 1)
 
     def __iter__(self) -> Iterator[RolloutGroup]:
         while (key := self._next(block=True)) is not None:
@@ -252,11 +267,13 @@ class GroupStream:
     def _receive(self, block: bool) -> bool:
         """Takes what comes next off the queue. False if there is nothing and it may not wait."""
         start = time.monotonic()
+        self.is_waited_for = block
         try:
             item = self._ready.get(block)
         except queue.Empty:
             return False
         finally:
+            self.is_waited_for = False
             self.wait_s += time.monotonic() - start
         if isinstance(item, RewardError):  # the user's to mend, nothing of the producer's
             self._failure = item
@@ -283,6 +300,7 @@ class GroupStream:
             old + new
             for old, new in zip(self._untrained, (ready.cost, ready.num_tokens), strict=True)
         ]
+        self._num_tokens_out += ready.num_tokens
         self._num_handed_out += 1
         if self.first_group_wait_s is None:
             self.first_group_wait_s = self.wait_s

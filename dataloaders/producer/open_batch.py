@@ -11,6 +11,7 @@ import concurrent.futures
 import threading
 from collections.abc import Callable, Sequence
 
+from easyrl.dataloaders.producer.batch_progress import BatchProgress
 from easyrl.dataloaders.producer.draws import Draws, Notice
 from easyrl.dataloaders.producer.group_stream import (
     GroupStream,
@@ -78,6 +79,11 @@ class OpenBatch:
     def num_waiting(self) -> int:
         """Groups that are finished and not handed out. From any thread."""
         return len(self._held) + sum(stream.waiting for stream in self.updates)
+
+    @property
+    def progress(self) -> BatchProgress:
+        """From any thread."""
+        return BatchProgress.of(self.membership, self.updates)
 
     def add(self, position: int, group: RolloutGroup, stored: StoredGroup | None = None) -> bool:
         """A finished group, and where it is ``stored``; whether it will be handed out.

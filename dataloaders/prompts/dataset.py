@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,8 @@ from blake3 import blake3
 from easyrl.config import DatasetConfig
 from easyrl.dataloaders.prompts.left_out import LeftOut
 from easyrl.dataloaders.prompts.questions import Question, QuestionReader
-from easyrl.dataloaders.prompts.records import BadRecordError, read_records
+from easyrl.dataloaders.prompts.records import BadRecordError
+from easyrl.dataloaders.prompts.sources import source_records
 from easyrl.dataloaders.prompts.template_values import TemplatedPrompts, every_variant, prompt_of
 from easyrl.schema import Prompt
 
@@ -32,7 +33,7 @@ def load_prompts(
 
     ``source_key`` is where ``config`` sits in the configuration; messages name keys below it.
     ``seed`` draws the values of ``template_values``; a record with all of them is tokenised here.
-    Raises ``ValueError`` for a file that cannot be read (see ``read_records``) or when no prompt
+    Raises ``ValueError`` for a file that cannot be read (see ``source_records``) or when no prompt
     is left, ``BadRecordError`` for a record unless ``on_bad_record`` or ``on_long_prompt`` is skip.
     """
     read_question = QuestionReader(config, tokenizer, source_key)
@@ -43,9 +44,8 @@ def load_prompts(
         on_long=("on_long_prompt", config.on_long_prompt),
         limit=("max_prompt_tokens", config.max_prompt_tokens),
     )
-    records = chain.from_iterable(read_records(path) for path in config.files)
     asked: list[list[Question]] = []  # a record's, one for each of the values of its templates
-    for record in islice(records, config.max_records):
+    for record in source_records(config):
         try:
             asked.append(read_question(record))
         except BadRecordError as error:

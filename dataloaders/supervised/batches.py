@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from easyrl.dataloaders.producer.batch_progress import BatchProgress
 from easyrl.dataloaders.producer.group_stream import GroupStream, ReadyGroup, packed_tokens
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.prompts.dataset import PromptOrder
@@ -87,12 +88,19 @@ class RecordBatches:
     batch_size: int  # records, of all ranks
     dp_rank: int = 0
     dp_size: int = 1
-    _open: GroupStream | None = field(default=None, init=False)
+    _open: RecordBatch | None = field(default=None, init=False)
 
     @property
     def num_waiting(self) -> int:
         """Records of the open batch that the trainer has not taken. From any thread."""
-        return 0 if self._open is None else self._open.waiting
+        opened = self._open
+        return 0 if opened is None else sum(stream.waiting for stream in opened.updates)
+
+    @property
+    def progress(self) -> BatchProgress | None:
+        """Of the batch that was begun last. From any thread."""
+        opened = self._open
+        return None if opened is None else BatchProgress.of(opened.membership, opened.updates)
 
     def has_more(self, position: int) -> bool:
         return self.order.num_left(position) != 0
@@ -114,8 +122,8 @@ class RecordBatches:
                 group = group_of(record, prompt, version=version, position=place)
                 stream.put(ReadyGroup(prompt.key, packed_tokens(group), group))
         stream.end()
-        self._open = stream
-        return RecordBatch([stream], membership, stream.accepted_versions)
+        self._open = RecordBatch([stream], membership, stream.accepted_versions)
+        return self._open
 
     def sync(self) -> None:
         """Nothing is journalled."""

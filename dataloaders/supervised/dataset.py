@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,8 @@ from blake3 import blake3
 
 from easyrl.config.records import RecordDatasetConfig, RecordFormat
 from easyrl.dataloaders.prompts.left_out import LeftOut
-from easyrl.dataloaders.prompts.records import BadRecordError, read_records
+from easyrl.dataloaders.prompts.records import BadRecordError
+from easyrl.dataloaders.prompts.sources import source_records
 from easyrl.dataloaders.supervised.conversations import Conversation, ConversationReader
 from easyrl.schema import GivenCompletion, Prompt, SupervisedRecord
 
@@ -67,8 +67,8 @@ def load_records(
 
     ``end_ids``: tokens that end a response; a turn is trained up to the last of them in it.
     ``source_key`` is where ``config`` sits in the configuration; messages name keys below it.
-    Raises ``ValueError`` for a file that cannot be read (see ``read_records``) or when no record is
-    left, ``BadRecordError`` for a record unless ``on_bad_record`` or ``on_long_record`` is skip.
+    Raises ``ValueError`` for a file that cannot be read (see ``source_records``) or when no record
+    is left, ``BadRecordError`` for a record unless ``on_bad_record`` or ``on_long_record`` is skip.
     """
     read = ConversationReader(config, tokenizer, source_key)
     left_out = LeftOut(
@@ -79,8 +79,7 @@ def load_records(
         limit=("max_tokens", config.max_tokens),
     )
     conversations: list[Conversation] = []
-    lines = chain.from_iterable(read_records(path) for path in config.files)
-    for line in islice(lines, config.max_records):
+    for line in source_records(config):
         try:
             conversations.append(read(line))
         except BadRecordError as error:

@@ -25,6 +25,7 @@ from easyrl.schema import (
     TooManyExcluded,
 )
 from easyrl.trainer.accumulation import Accumulator
+from easyrl.trainer.loop import NothingAccepted
 
 # With groups of a third of a row, takes of 8 rows need 11 % fewer rows than takes of one (simulated
 # log-normal sizes), and the costs of rows vary half as much.
@@ -69,7 +70,7 @@ def build_accumulator(
 def is_interruption(error: Exception) -> bool:
     """Whether the run ends for now with sound weights."""
     ends = StopRequested | PeerOutage | BatchWithdrawn | NoEndpointServes
-    rules = TooManyExcluded | StoppedByAlarm | RewardError
+    rules = TooManyExcluded | StoppedByAlarm | RewardError | NothingAccepted
     return is_outage(error) or isinstance(error, ends | rules)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from easyrl.build.accumulation import is_interruption
@@ -37,6 +37,7 @@ from easyrl.inference_client.pool.inflight_limits import MOST
 from easyrl.metrics.event_log import Record, ignore
 from easyrl.rewards import worker as reward_worker
 from easyrl.rewards.scorer import Scorer
+from easyrl.runtime.busy_time import BusyTime
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.determinism import is_strict
 from easyrl.runtime.loop_thread import LoopThread
@@ -60,6 +61,7 @@ class Inference:
     api_keys: ApiKeys
     record: Record
     num_shares: int = 1  # ranks that share the endpoints, and each batch
+    rewards_busy: BusyTime = field(default_factory=BusyTime)  # of training, not of evaluations
 
     def rollouts(self) -> RolloutGenerator:
         """A producer of training groups."""
@@ -70,6 +72,7 @@ class Inference:
             self.config.scoring.truncated_reward,
             self.record,
             groups_per_batch=self.config.trainer.batch_size // self.num_shares,
+            busy=self.rewards_busy,
             in_prompt_order=is_strict(self.config),
         )
 
@@ -96,6 +99,7 @@ class Inference:
                 None,
                 record,
                 groups_per_batch=len(prompts) // self.num_shares,
+                busy=BusyTime(),
                 room=room,
             ),
             is_interruption=is_interruption,
@@ -113,6 +117,7 @@ class Inference:
         record: Record,
         *,
         groups_per_batch: int,
+        busy: BusyTime,
         in_prompt_order: bool = False,
         room: IdleRoom | None = None,
     ) -> RolloutGenerator:
@@ -159,6 +164,7 @@ class Inference:
                 last=room is not None,
                 groups_per_batch=max(groups_per_batch, 1),
                 num_generations=num_generations,
+                busy=busy,
             ),
             num_generations=num_generations,
             queue_size=config.rollout.queue_size,

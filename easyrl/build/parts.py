@@ -14,6 +14,7 @@ from easyrl.build.evaluation import schedule_evaluation
 from easyrl.build.inference import open_scoring
 from easyrl.build.ledger import open_certificate, open_earlier_run
 from easyrl.build.model import load_model
+from easyrl.build.progress import ProgressView
 from easyrl.build.records import build_record_parts
 from easyrl.build.reporter import open_reporter
 from easyrl.build.rollouts import open_rollouts
@@ -27,6 +28,7 @@ from easyrl.config.records import RecordsConfig
 from easyrl.engines.base import TrainEngine
 from easyrl.ledger.certificate.seal import SealKey
 from easyrl.runtime.determinism import remember_arithmetic
+from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
 from easyrl.runtime.start_phases import StartPhases
@@ -88,12 +90,22 @@ def build_parts(
     evaluation = schedule_evaluation(
         run, data, endpoints.inference, rollouts, from_step=kept.progress.reported_step
     )
+    clock = PhaseClock()
     reporter = open_reporter(
         run,
         endpoints.inference,
         certificate,
         progress=kept.progress,
         num_steps=model.num_steps,
+        look=ProgressView(
+            clock,
+            kept.progress,
+            rollouts,
+            kept.checkpoints,
+            config.trainer.updates_per_batch,
+            endpoints.inference,
+            evaluation,
+        ),
     )
     trainer = build_trainer(
         run,
@@ -107,6 +119,7 @@ def build_parts(
         reporter,
         evaluation,
         cores,
+        clock,
     )
     watch_progress(run, endpoints.inference, rollouts)
     return trainer, model.engine

@@ -13,6 +13,7 @@ from easyrl.build.checkpoints import open_checkpoints, resumed_progress
 from easyrl.build.data import policy_vocabulary, require_known_tokens
 from easyrl.build.ledger import open_certificate, open_earlier_run, reference_identity
 from easyrl.build.model import load_model
+from easyrl.build.progress import ProgressView
 from easyrl.build.recipe import group_functions
 from easyrl.build.reporter import open_trackers
 from easyrl.build.run import OpenRun, open_run
@@ -35,6 +36,7 @@ from easyrl.recipes.loading import load_recipe, run_settings
 from easyrl.recipes.trial import try_recipe
 from easyrl.runtime.collectives import on_rank_zero
 from easyrl.runtime.determinism import remember_arithmetic
+from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.runtime.run_files import CONFIG_FILE
 from easyrl.runtime.run_folder import keep_config
 from easyrl.runtime.signals import RunSignals
@@ -108,7 +110,9 @@ def build_record_parts(
     batches = RecordBatches(
         records.data.records, order, config.trainer.batch_size, ranks.dp_rank, ranks.dp_size
     )
-    trackers = open_trackers(run, certificate, progress, model.num_steps)
+    clock = PhaseClock()
+    look = ProgressView(clock, progress, batches, checkpoints)
+    trackers = open_trackers(run, certificate, progress, model.num_steps, look)
     evaluation = None
     if config.evaluation is not None and records.held_out is not None:
         held_out = [group_of(record, record.prompt) for record in records.held_out.records]
@@ -142,13 +146,14 @@ def build_record_parts(
             reference=reference,
             final_weights=lambda: digest_of_weights(engine, run.collectives),
         ),
-        reporter=StepReporter(lambda: 0.0, ranks.world_size, trackers=trackers),
+        reporter=StepReporter(ranks.world_size, trackers=trackers),
         evaluation=evaluation,
         first_version=run.version,
         groups_per_update=config.trainer.batch_size,
         max_steps=config.trainer.max_steps,
         max_bad_steps=config.trainer.max_bad_steps,
         progress=progress,
+        clock=clock,
     )
     watch_records(run, lambda: batches.num_waiting)
     return trainer, engine

@@ -15,6 +15,7 @@ from easyrl.metrics.alarms.alarms import Alarms
 from easyrl.metrics.console import COLUMNS, RECORD_COLUMNS, ConsoleView
 from easyrl.metrics.logprob_mismatch import LogprobMismatch
 from easyrl.metrics.reporter import StepReporter
+from easyrl.metrics.step_progress import StepProgress
 from easyrl.metrics.trackers import (
     JsonlTracker,
     OptionalTracker,
@@ -35,9 +36,13 @@ def open_reporter(
     *,
     progress: Progress,
     num_steps: int | None,
+    look: Callable[[], StepProgress],
 ) -> StepReporter:
-    """Figures go on after ``progress``; the trackers are told the ``certificate``'s hash last."""
-    trackers = open_trackers(run, certificate, progress, num_steps)
+    """Figures go on after ``progress``; the trackers are told the ``certificate``'s hash last.
+
+    ``look``: where the open step is, for the console.
+    """
+    trackers = open_trackers(run, certificate, progress, num_steps, look)
     mismatch: LogprobMismatch | None = None
     alarms: Alarms | None = None
     if run.ranks.is_first:
@@ -49,8 +54,11 @@ def open_reporter(
         alarms = Alarms(settings, run.record)
         alarms.add_earlier(read_metrics(run.output / METRICS_FILE))
     return StepReporter(
-        inference.pool.idle_s,
         run.ranks.world_size + len(inference.pool.endpoints),
+        seconds={
+            "time/inference_idle_s": inference.pool.idle_s,
+            "time/reward_s": inference.rewards_busy.seconds,
+        },
         trackers=trackers,
         mismatch=mismatch,
         alarms=alarms,
@@ -58,12 +66,16 @@ def open_reporter(
 
 
 def open_trackers(
-    run: OpenRun, certificate: Certificate | None, progress: Progress, num_steps: int | None
+    run: OpenRun,
+    certificate: Certificate | None,
+    progress: Progress,
+    num_steps: int | None,
+    look: Callable[[], StepProgress],
 ) -> list[Tracker]:
     """On the first rank, as for ``open_reporter``."""
     trackers: list[Tracker] = []
     if run.ranks.is_first:
-        trackers = _open_trackers(run.config, run.output, progress, num_steps)
+        trackers = _open_trackers(run.config, run.output, progress, num_steps, look)
     for tracker in trackers:
         run.opened.callback(tracker.close)
     if certificate is not None:
@@ -78,7 +90,11 @@ def _publish_chain(certificate: Certificate, trackers: Sequence[Tracker]) -> Non
 
 
 def _open_trackers(
-    config: Config, output: Path, progress: Progress, total_steps: int | None
+    config: Config,
+    output: Path,
+    progress: Progress,
+    total_steps: int | None,
+    look: Callable[[], StepProgress],
 ) -> list[Tracker]:
     """All back ends that the configuration names; their figures go on after ``progress``.
 
@@ -105,5 +121,5 @@ def _open_trackers(
     if run.console:
         columns = RECORD_COLUMNS if config.source == "records" else COLUMNS
         sample = console_sample(config, output, from_step)
-        add("console", lambda: ConsoleView(total_steps, columns=columns, sample=sample))
+        add("console", lambda: ConsoleView(total_steps, columns=columns, sample=sample, look=look))
     return trackers

@@ -14,6 +14,7 @@ from easyrl.ledger.journal.rollouts import JournalledRollouts
 from easyrl.ledger.ledger import Ledger
 from easyrl.metrics.logprob_agreement import agreement_limit
 from easyrl.metrics.reporter import StepReporter
+from easyrl.runtime.phase_clock import PhaseClock
 from easyrl.runtime.shared_cores import SharedCores
 from easyrl.trainer.alarm_actions import AlarmActions
 from easyrl.trainer.loop import Trainer
@@ -33,6 +34,7 @@ def build_trainer(
     reporter: StepReporter,
     evaluation: Evaluation | None,
     cores: SharedCores,
+    clock: PhaseClock,
 ) -> Trainer:
     """Opens nothing."""
     config, progress = run.config, kept.progress
@@ -72,4 +74,5 @@ def build_trainer(
         max_steps=config.trainer.max_steps,
         max_bad_steps=config.trainer.max_bad_steps,
         progress=progress,
+        clock=clock,
     )

@@ -15,6 +15,7 @@ import typer
 from easyrl.config import Config, ConfigError, EvaluationConfig
 from easyrl.config.file import load_config
 from easyrl.config.machine import check_paths
+from easyrl.hub.models import with_local_models
 from easyrl.samples.texts import TextsNotWritten
 from easyrl.schema import RewardError, TooManyExcluded
 
@@ -33,7 +34,7 @@ def eval_command(
 ) -> None:
     """Evaluate what the endpoints serve now on the held-out prompts; prints one JSON object."""
     try:
-        checked = load_config(config, overrides or [])
+        checked = with_local_models(load_config(config, overrides or []))
         check_paths(checked)
         if checked.source == "records":
             raise ConfigError(

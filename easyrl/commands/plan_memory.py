@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
+from easyrl.hub.models import with_local_models
 from easyrl.runtime.terminal import print_plain
 
 if TYPE_CHECKING:
@@ -55,12 +57,13 @@ def plan_memory_command(
     """
     given = overrides or []
     try:
-        checked = load_config(config, given)
+        load = partial(_load, config, given)
+        checked = load([])
         from easyrl.memory_plan.plan import plan_memory
 
         plan = plan_memory(checked, world_size or checked.parallel.ranks_per_model)
         device = _device_bytes() if device_gb is None else device_gb * GB
-        verdict = _judge(plan, device, lambda more: load_config(config, [*given, *more]))
+        verdict = _judge(plan, device, load)
     except ConfigError as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -71,6 +74,10 @@ def plan_memory_command(
         print_plain(_table(plan))
         print_plain(_told(plan, verdict))
     raise typer.Exit(1 if verdict.fits is False else 0)
+
+
+def _load(file: Path, overrides: Sequence[str], more: Sequence[str]) -> Config:
+    return with_local_models(load_config(file, [*overrides, *more]))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,13 @@ class FieldsConfig(Section):
 class DatasetConfig(Section):
     """Prompt files (.jsonl, .json array, .parquet) and how a record becomes a tokenised prompt."""
 
-    files: list[FilePath] = Field(min_length=1)  # .jsonl, .json with an array, .parquet
+    files: list[FilePath] = []  # .jsonl, .json with an array, .parquet
+    dataset: str | None = None  # in place of files: a dataset's id on the Hugging Face Hub, or a
+    # folder that datasets.load_dataset reads
+    subset: str | None = None  # of the dataset, where it has several
+    split: str = "train"  # of the dataset; a part of one, too: train[:500]
+    streaming: bool = False  # the first max_records of the dataset are read without fetching the
+    # rest
     fields: FieldsConfig = FieldsConfig()
     answer_pattern: str | None = None  # regular expression; its first group is the answer
     system_prompt: str | None = None  # the system message; default: none
@@ -35,6 +41,24 @@ class DatasetConfig(Section):
     on_long_prompt: Literal["skip", "fail"] = "skip"  # what to do with one that has more
     on_bad_record: Literal["fail", "skip"] = "fail"  # what to do with a record that cannot be read
     max_records: PositiveInt | None = None  # the first of all files together; default: all
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if bool(self.files) == (self.dataset is not None):
+            problem = "is empty; list one file at least, or give dataset"
+            if self.files:
+                problem = "dataset is given too; remove one of the two"
+            raise ValueError(f"files: {problem}")
+        if self.dataset is None:
+            for key, default in (("subset", None), ("split", "train"), ("streaming", False)):
+                if getattr(self, key) != default:
+                    raise ValueError(f"{key}: has no effect with files; remove it, or give dataset")
+        elif self.streaming and self.max_records is None:
+            raise ValueError(
+                "streaming: needs max_records: the order of the prompts and a run that is resumed "
+                "want a known number of them; set it, or streaming=false"
+            )
+        return self
 
     @field_validator("prompt_template")
     @classmethod

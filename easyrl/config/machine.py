@@ -44,8 +44,8 @@ def _problems(config: Config, written_later: Collection[Path]) -> Iterator[str]:
         )
     if not model.path.is_dir():
         yield (
-            f"model.path: {model.path} is not a directory; models are read from disk, download it "
-            "first (hf download NAME --local-dir DIR)"
+            f"model.path: {model.path} is not a directory, nor a model's name on the Hugging Face "
+            "Hub; correct it, or download the model first (hf download NAME --local-dir DIR)"
         )
     else:
         if not (model.path / "config.json").is_file():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from easyrl.metrics.alarms.alarms import Alarms
 from easyrl.metrics.batch_metrics import BatchTotals
@@ -19,14 +19,16 @@ class StepReporter:
     responses (paper §6, TPSPD).
     """
 
-    idle_s: Callable[[], float]  # how long the endpoints had nothing to do so far
     num_devices: int  # the trainer's and the inference endpoints' together
+    # Seconds so far of what goes on beside the trainer's thread, by the metric that has those from
+    # one report to the next.
+    seconds: Mapping[str, Callable[[], float]] = field(default_factory=dict)
     trackers: Sequence[Tracker] = ()  # on the first rank
     mismatch: LogprobMismatch | None = None  # on the first rank
     alarms: Alarms | None = None  # on the first rank
 
     def __post_init__(self) -> None:
-        self._idle_before_s = self.idle_s()
+        self._before_s = {name: so_far() for name, so_far in self.seconds.items()}
 
     def compare(self, totals: BatchTotals) -> None:
         """Warns of a likely cause where trainer and server disagree on log-probabilities."""
@@ -35,9 +37,10 @@ class StepReporter:
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """``metrics`` are of the step, and of the sync behind it."""
-        idle_s = self.idle_s()
-        metrics["time/inference_idle_s"] = idle_s - self._idle_before_s
-        self._idle_before_s = idle_s
+        for name, so_far in self.seconds.items():
+            now_s = so_far()
+            metrics[name] = now_s - self._before_s[name]
+            self._before_s[name] = now_s
         if "tokens/packed" in metrics:
             tokens_per_s = metrics["tokens/packed"] / metrics["time/step_s"]
             metrics["throughput/tokens_per_s"] = tokens_per_s

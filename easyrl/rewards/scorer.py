@@ -15,6 +15,7 @@ import numpy as np
 from easyrl.config import RewardConfig, ScoringConfig
 from easyrl.rewards import worker
 from easyrl.rewards.functions import RewardFunctionError, Value
+from easyrl.runtime.busy_time import BusyTime
 from easyrl.runtime.workers.worker_pool import WorkerDied, WorkerPool, WorkerTimeout
 from easyrl.schema import Completion, Prompt, RewardError, Score
 
@@ -47,6 +48,7 @@ class Scorer:
     groups_per_batch: int | None = None  # of this rank
     num_generations: int = 1  # responses of a group
     num_failed: Counter[str] = field(default_factory=Counter)  # calls, by reward
+    busy: BusyTime = field(default_factory=BusyTime)  # a call runs, or waits for a worker
 
     def __post_init__(self) -> None:
         self._failed_in_a_row: Counter[str] = Counter()
@@ -102,15 +104,16 @@ class Scorer:
         num_calls = 1 + (self.scoring.max_reward_retries if retry else 0)
         for call in range(1, num_calls + 1):
             try:
-                values = await self.workers.call(
-                    worker.score_reward,
-                    index,
-                    prompt,
-                    token_ids,
-                    timeout_s=reward.timeout_s,
-                    kind=index,
-                    last=self.last,
-                )
+                with self.busy.task():
+                    values = await self.workers.call(
+                        worker.score_reward,
+                        index,
+                        prompt,
+                        token_ids,
+                        timeout_s=reward.timeout_s,
+                        kind=index,
+                        last=self.last,
+                    )
                 self._failed_in_a_row[reward.label] = 0
                 return values
             except (RewardFunctionError, WorkerTimeout, WorkerDied) as error:

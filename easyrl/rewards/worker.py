@@ -64,8 +64,8 @@ def score_reward(index: int, prompt: Prompt, token_ids: Sequence[np.ndarray]) ->
         frames = "".join(traceback.format_tb(error.__traceback__)[1:])
         kind = type(error).__name__
         message = f"{kind}: {error}\n{frames}".rstrip()
-        if returned:
-            raise RewardFunctionError(message, str(error)) from None
+        if returned:  # where that was found says nothing
+            raise RewardFunctionError(str(error), str(error)) from None
         if (file := _files[index]) is None:
             raise RewardFunctionError(message, f"failed: {error}", None, kind) from None
         what = f"raised {describe(error)}"

@@ -21,6 +21,11 @@ class PhaseClock:
         self._running = [OTHER]
         self._since_s = time.monotonic()
 
+    @property
+    def running(self) -> str:
+        """The phase that the thread is in. From any thread."""
+        return self._running[-1]
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self._count()

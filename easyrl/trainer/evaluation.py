@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ class ScheduledEvaluation:
             self._running.start()  # from here on endpoints may be doubted
         return self._running
 
+    @property
+    def answered(self) -> tuple[int, int] | None:
+        """This rank's prompts that are scored of the one that goes on, and all. From any thread."""
+        return None if self._running is None else self._running.answered
+
     def withdraw(self, endpoint: str, proof: int) -> None:
         """As ``RunningEvaluation.withdraw``, of the one that was begun last. From any thread."""
         if self._running is not None:
@@ -58,6 +64,10 @@ class ScheduledEvaluation:
 
 class Groups(Protocol):
     """Finished groups, in order of completion (``GroupStream``)."""
+
+    @property
+    def waiting(self) -> int:
+        """Those that are finished and not handed out. From any thread."""
 
     def __iter__(self) -> Iterator[RolloutGroup]: ...
     def interrupt(self, error: BaseException) -> None: ...
@@ -105,11 +115,15 @@ class Evaluator:
             tuple((c.endpoint, c.proof) for c in group.completions),
         )
 
-    def metrics(self, judged: Mapping[int, Judged]) -> dict[str, float]:
-        """Of this rank's ``judged`` groups by prompt, all ranks. Collective."""
+    def metrics(self, judged: Mapping[int, Judged], seconds: float) -> dict[str, float]:
+        """Of this rank's ``judged`` groups by prompt, all ranks. Collective.
+
+        ``time/evaluation_s`` is the longest of the ranks' ``seconds``.
+        """
         correct = [each.num_correct for each in judged.values()]
         excluded = [(i, *each.excluded) for i, each in judged.items() if each.excluded is not None]
-        everyone = [c for rank in self.collectives.all_gather(correct) for c in rank]
+        told = self.collectives.all_gather([seconds, correct])
+        everyone = [c for _, of_rank in told for c in of_rank]
         num_excluded = self._check_excluded(excluded)
         num_prompts = len(everyone)
         num_samples = self.config.num_samples
@@ -119,6 +133,7 @@ class Evaluator:
         for k in self.config.pass_at:
             total = fsum(pass_at_k(num_samples, c, k) for c in everyone)  # in any order
             metrics[f"eval/pass@{k}"] = total / num_prompts
+        metrics["time/evaluation_s"] = max(seconds for seconds, _ in told)
         return metrics
 
     def _check_excluded(self, mine: Sequence[tuple[int, str, str]]) -> int:
@@ -156,9 +171,20 @@ class RunningEvaluation:
         self._withdrawn = queue.SimpleQueue[tuple[str, int]]()  # endpoints and good proofs
         self._judged: dict[int, Judged] = {}  # by prompt
         self._groups: Groups | None = None
+        self._is_open = True
+        self._started_s = self._ended_s = 0.0  # its first request, its last score
+
+    @property
+    def answered(self) -> tuple[int, int] | None:
+        """Prompts that are scored, and all; None once it is closed. From any thread."""
+        groups = self._groups
+        if groups is None or not self._is_open:
+            return None
+        return min(len(self._judged) + groups.waiting, len(self._prompts)), len(self._prompts)
 
     def start(self) -> None:
         """Starts the generation of all prompts and returns at once."""
+        self._started_s = self._ended_s = time.monotonic()
         self._generate(list(self._prompts.values()))
 
     def withdraw(self, endpoint: str, proof: int) -> None:
@@ -171,6 +197,8 @@ class RunningEvaluation:
     def finish(self) -> dict[str, float]:
         """``eval/avg@k`` (also ``eval/accuracy``) and ``eval/pass@k``, all ranks. Collective.
 
+        ``time/evaluation_s``: from its first request until its last response was scored, whatever
+        else went on meanwhile.
         A prompt that nobody can answer counts as not solved, and in ``eval/excluded``. What any
         rank was told to withdraw is generated again before; called once more, what was since.
         Raises on all ranks what keeps one of them from going on: an outage, ``StopRequested``; and
@@ -180,11 +208,12 @@ class RunningEvaluation:
             self._evaluator.collectives.end_together(self._receive())
             doubts = self._share_doubts()
             if not doubts:
-                return self._evaluator.metrics(self._judged)
+                return self._evaluator.metrics(self._judged, self._ended_s - self._started_s)
             self._generate([self._prompts[index] for index in self._in_doubt(doubts)])
 
     def close(self) -> None:
         """Gives up what is not finished. Safe to call twice."""
+        self._is_open = False
         if self._groups is not None:
             self._groups.close()
 
@@ -198,6 +227,7 @@ class RunningEvaluation:
             with self._evaluator.stop.wakes(self._groups.interrupt):
                 for group in self._groups:
                     self._judged[group.prompt.index] = self._evaluator.judge(group)
+                    self._ended_s = max(self._ended_s, group.completed_s)
                     self._evaluator.on_group(group)
         except Exception as error:
             self.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from easyrl.config import EvaluationConfig
@@ -49,8 +50,10 @@ class HeldOutLoss:
     def metrics(self) -> dict[str, float]:
         """``eval/loss``, and what the recipe counts as ``eval/NAME``, of all ranks. Collective.
 
+        ``time/evaluation_s`` is what it took this rank.
         Raises ``StopRequested`` on all ranks.
         """
+        start = time.monotonic()
         totals = BatchTotals(denominator=self._functions.denominator(self._groups))
         work = self._rows(totals)
         if self._engine.lockstep:
@@ -59,7 +62,8 @@ class HeldOutLoss:
             totals.metrics.add(self._engine.evaluate(row))
         self._collectives.end_together(totals.interruption)
         told = recipe_metrics(totals.merge(self._collectives))
-        return {f"eval/{name}": value for name, value in told.items()}
+        figures = {f"eval/{name}": value for name, value in told.items()}
+        return figures | {"time/evaluation_s": time.monotonic() - start}
 
     def _rows(self, totals: BatchTotals) -> Iterator[MicroBatch]:
         """Packed rows; ends early, noting it in ``totals``, when the run is asked to stop."""

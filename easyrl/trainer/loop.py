@@ -50,8 +50,9 @@ from easyrl.trainer.parts import (
 )
 
 
-class TooManyBadSteps(RuntimeError):
-    """Loss or gradient was not finite for ``trainer.max_bad_steps`` steps."""
+class TooManyBadSteps(InterruptedRun):
+    """Loss or gradient was not finite for ``trainer.max_bad_steps`` steps; no checkpoint is written
+    of what has led there."""
 
 
 class NothingAccepted(RuntimeError):
@@ -96,6 +97,7 @@ class Trainer:
     evaluation: Evaluation | None = None  # of held-out prompts, beside the batches
     alarms: AlarmActions | None = None
     samples: Samples | None = None  # keeps some of what was trained
+    clock: PhaseClock = field(default_factory=PhaseClock)  # where the time of ``fit`` goes
 
     def __post_init__(self) -> None:
         self._engine = self.accumulator.engine
@@ -103,7 +105,6 @@ class Trainer:
         self._record = self.accumulator.record
         self._open_updates = 0  # optimizer steps of the open batch
         self._trained: TrainedBatch | None = None
-        self._clock = PhaseClock()
 
     @property
     def version(self) -> PolicyVersion:
@@ -133,7 +134,7 @@ class Trainer:
             if isinstance(error, TooManyExcluded):
                 raise InterruptedRun(f"{error}\n{saved}", status=NEEDS_CHANGE) from error
             status = 0 if isinstance(error, StopRequested) else TEMPORARY_FAILURE
-            if isinstance(error, StoppedByAlarm | RewardError):
+            if isinstance(error, StoppedByAlarm | RewardError | NothingAccepted):
                 status = NEEDS_CHANGE
             raise InterruptedRun(f"{error}\n{saved}; go on with --resume", status=status) from error
 
@@ -153,16 +154,16 @@ class Trainer:
         progress = self.progress
         start = time.monotonic()
         with ExitStack() as on_error:
-            with self._clock.phase("begin"):
+            with self.clock.phase("begin"):
                 batch = self.rollouts.begin(published.served, progress.position, progress.excluded)
                 on_error.callback(batch.close)
                 evaluation = self._begin_evaluation(is_last=False)
                 if evaluation is not None:
                     on_error.callback(evaluation.close)
-            with self._clock.phase("settle"):
+            with self.clock.phase("settle"):
                 published = self.weight_sync.settle(published)
             self._report(published)
-            with self._clock.phase("save"):
+            with self.clock.phase("save"):
                 if self.alarms is not None:
                     self.alarms.act(self.ledger, progress)
                 self.ledger.save_if_due(progress)
@@ -177,12 +178,12 @@ class Trainer:
 
     def _end(self, published: Published) -> None:
         """The last version's evaluation has the endpoints for itself."""
-        with self._clock.phase("settle"):
+        with self.clock.phase("settle"):
             published = self.weight_sync.settle(published)
         evaluation = self._begin_evaluation(is_last=True)
         figures: dict[str, float] = {}
         if evaluation is not None:
-            with closing(evaluation), self._clock.phase("evaluation"):
+            with closing(evaluation), self.clock.phase("evaluation"):
                 figures = evaluation.finish()
             self.progress.unevaluated = False
         self._report(published, figures)
@@ -259,7 +260,7 @@ class Trainer:
         self._record("evaluation_wait", version=str(self.version))
         start = time.monotonic()
         try:
-            with self._clock.phase("evaluation"):
+            with self.clock.phase("evaluation"):
                 figures = evaluation.finish()
         except Exception:
             self._engine.discard_gradients()
@@ -271,7 +272,7 @@ class Trainer:
         trained, self._trained = self._trained, None
         if trained is None:
             return
-        with self._clock.phase("ledger"):
+        with self.clock.phase("ledger"):
             self._count_batch(trained)
 
     def _count_batch(self, trained: TrainedBatch) -> None:
@@ -291,12 +292,12 @@ class Trainer:
 
     def _accumulate(self, groups: GroupSource) -> BatchTotals:
         """Forward and backward of one update's groups; the sums of all ranks. Collective."""
-        with self._clock.phase("pack"):
+        with self.clock.phase("pack"):
             totals = self.accumulator.accumulate(groups)
-        self._clock.move(totals.wait_s, of="pack", to="wait")
-        self._clock.move(totals.look_ahead_s, of="pack", to="look_ahead")
-        self._clock.move(totals.train_s, of="pack", to="train")
-        with self._clock.phase("ranks"):
+        self.clock.move(totals.wait_s, of="pack", to="wait")
+        self.clock.move(totals.look_ahead_s, of="pack", to="look_ahead")
+        self.clock.move(totals.train_s, of="pack", to="train")
+        with self.clock.phase("ranks"):
             return self._merged(totals)
 
     def _merged(self, totals: BatchTotals) -> BatchTotals:
@@ -325,7 +326,7 @@ class Trainer:
         The refused groups of all ranks if the batch is ``whole``. Collective.
         """
         start = time.monotonic()
-        with self._clock.phase("check"):
+        with self.clock.phase("check"):
             self._raise_if_withdrawn(batch)
             refused = self._refused(batch) if whole else None
             account = self._account(batch, updates, served, refused)
@@ -350,7 +351,7 @@ class Trainer:
         """The late scalar, the clip, the step."""
         timer = DeviceTimer.of(self._engine.device)
         self.accumulator.cores.take()
-        with self._clock.phase("step"), timer.span():
+        with self.clock.phase("step"), timer.span():
             if update.totals.denominator > 0:
                 totals = update.totals
                 update.result = self._engine.optimizer_step(
@@ -376,7 +377,8 @@ class Trainer:
         reasons = sorted({f"{group.outcome}: {group.reason}" for group in refused})
         return NothingAccepted(
             f"batch {self.progress.closed_batches} has drawn {len(refused)} prompts and accepted "
-            "none:\n" + "\n".join(f"  {reason}" for reason in reasons[:10])
+            "none:\n" + "\n".join(f"  {reason}" for reason in reasons[:10]) + "\n"
+            "(look at rewards and recipe, or let a batch draw more: trainer.max_draws_per_batch)"
         )
 
     def _account(
@@ -451,7 +453,8 @@ class Trainer:
             raise TooManyBadSteps(
                 f"{most_bad_steps} steps in a row had no finite gradient or nothing to "
                 f"train (step {self.progress.step}); lower trainer.learning_rate or look at the "
-                "rewards"
+                "rewards, then go on with --resume from the checkpoint before, or begin anew",
+                status=NEEDS_CHANGE,
             )
 
     def _save_if_whole(self) -> str:
@@ -471,7 +474,7 @@ class Trainer:
             version = version._replace(v=version.v + 1)
         self._record("sync_start", version=str(version))
         try:
-            with self._clock.phase("sync"):
+            with self.clock.phase("sync"):
                 published = self.weight_sync.publish(
                     version, self._count_trained, canary_follows=True
                 )
@@ -494,10 +497,10 @@ class Trainer:
     def _report(self, published: Published, figures: Mapping[str, float] | None = None) -> None:
         """What the last batch, its sync and ``figures`` have to say goes out, once."""
         progress, figures = self.progress, dict(figures or {})
-        with self._clock.phase("report"):
+        with self.clock.phase("report"):
             if progress.reported_step < progress.step:  # not if an earlier attempt has
                 metrics = progress.unreported | dict(published.metrics) | figures
-                spent = self._clock.take()  # since the report before
+                spent = self.clock.take()  # since the report before
                 metrics |= {f"time/phase_{name}_s": seconds for name, seconds in spent.items()}
                 self.reporter.report(progress.step, metrics)
             elif figures:

@@ -212,8 +212,7 @@ class Dispatcher:
         finally:
             self._outage = None
         for need in [] if is_over else stuck():
-            limit = f"for {self._max_outage_s:g} s (inference.max_outage_s)"
-            self.fail(need, Outage(f"{self.no_endpoint(need)}\n{limit}"))
+            self.fail(need, Outage.after(self._max_outage_s, self.no_endpoint(need)))
         self.look_for_outage()  # somebody may have begun to wait since
 
     # ---- who goes where --------------------------------------------------------------------------

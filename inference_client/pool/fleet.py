@@ -327,7 +327,7 @@ class Fleet:
         live = [endpoint for endpoint in self.endpoints if endpoint.is_up]
         if not live:
             problem = self._dispatcher.no_endpoint()
-            raise problem if in_time else Outage(f"{problem}\nfor {timeout_s:g} s")
+            raise problem if in_time else Outage.after(timeout_s, problem)
         return live
 
     @property

@@ -186,6 +186,7 @@ def test_a_batch_without_a_reward_ends_the_run_and_the_first_failure_is_in_the_l
         "easyrl.schema.InterruptedRun: rewards[0]: all 6 calls of no_judge in a row failed, as "
         "many as a batch has, which scoring.on_reward_error=zero is not for; the last: reward "
     )
+    assert "; go on with resume=True" in ended.stderr and "--resume" not in ended.stderr
     assert ended.stderr.count("more like it are only counted") == 1
     before = ended.stderr.partition("Traceback (most recent")[0]
     assert before.count('raise OSError("no judge")') == 1

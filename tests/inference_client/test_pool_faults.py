@@ -455,7 +455,9 @@ async def test_until_live_waits_for_the_first(caplog):
         for server in group:
             await server.stop()
         await until(lambda: not any(endpoint.is_up for endpoint in pool.endpoints))
-        with pytest.raises(Outage, match="for 0.2 s"):
+        with pytest.raises(
+            Outage, match=r"for 0.2 s \(inference.max_outage_s\); start the servers again"
+        ):
             await pool.until_live(0.2)
         for endpoint in pool.endpoints:
             pool.exclude(endpoint, "wrong checksum")

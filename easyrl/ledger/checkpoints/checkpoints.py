@@ -60,6 +60,12 @@ class Checkpoints:
         # The training's own collectives go on meanwhile, so the writers have a group of their own.
         self._between_writers = Collectives(self.collectives.ranks)
 
+    @property
+    def is_writing(self) -> bool:
+        """In the background. From any thread."""
+        writing = self._writing
+        return writing is not None and not writing.done()
+
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copies the run to host memory and begins to write it. All ranks call it.
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from easyrl.dataloaders.producer.balance import Balance, GroupCost
+from easyrl.dataloaders.producer.batch_progress import BatchProgress
 from easyrl.dataloaders.producer.draws import Draws
 from easyrl.dataloaders.producer.membership import BatchMembership
 from easyrl.dataloaders.producer.open_batch import OpenBatch
@@ -165,6 +166,12 @@ class JournalledRollouts:
         """
         opened = self._open
         return 0 if opened is None else -(-opened.membership.num_undecided // self.ranks.dp_size)
+
+    @property
+    def progress(self) -> BatchProgress | None:
+        """Of the open batch; None between two. From any thread."""
+        opened = self._open
+        return None if opened is None else opened.progress
 
     def has_more(self, position: int) -> bool:
         """Whether the order has a prompt at ``position``."""

@@ -17,6 +17,7 @@ import torch
 import typer
 from aiohttp import web
 
+from easyrl.hub.models import local_model
 from easyrl.inference_client.servers.embedded.classifier import Classifier, is_classifier
 from easyrl.inference_client.servers.embedded.classifier_routes import ClassifierServer
 from easyrl.inference_client.servers.embedded.engine import DTYPES, EmbeddedEngine
@@ -41,7 +42,8 @@ async def start_site(app: web.Application, host: str, port: int) -> tuple[web.Ap
 
 def serve(
     model: Annotated[
-        Path, typer.Argument(help="directory of a Hugging Face causal LM, or sequence classifier")
+        Path,
+        typer.Argument(help="directory or Hub id of a causal LM, or of a sequence classifier"),
     ],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[
@@ -94,7 +96,7 @@ def serve(
         torch.set_num_threads(num_threads)
     elif device == "cpu":
         cores = SharedCores.of_environment()
-    name = served_model_name or str(model)
+    name, model = served_model_name or str(model), local_model(model, "MODEL")
     if is_classifier(model):
         classifier = ClassifierServer(
             Classifier(model, dtype=dtype, device=device, max_model_len=max_model_len), name

@@ -11,7 +11,7 @@ import easyrl.commands
 from easyrl.__main__ import command_line
 
 COMMANDS = {"train", "sft", "dpo", "serve", "eval", "endpoints", "verify", "replay", "recipes"}
-COMMANDS |= {"plan-memory", "samples"}
+COMMANDS |= {"plan-memory", "samples", "diff", "lab"}
 
 
 def test_help_names_every_command_and_every_command_has_a_file():

@@ -193,7 +193,7 @@ BAD_VALUES = {
         ["run.name='a:b'"],
         "run.name: use letters, digits, '_', '-' and '.' only",
     ),
-    "no files": (["data.files=[]"], "data.files: List should have at least 1 item"),
+    "no files": (["data.files=[]"], "data.files: is empty; list one file at least"),
     "no placeholder": (
         ["data.prompt_template=Answer!"],
         "data.prompt_template: must contain {prompt} (got 'Answer!')",
@@ -486,7 +486,7 @@ def test_paths_that_exist_pass_and_nothing_is_made(tmp_path):
     [
         (
             "model.path=org/name",
-            "model.path: org/name is not a directory; models are read from disk",
+            "model.path: org/name is not a directory, nor a model's name",
         ),
         (
             "model.path={}/runs",

@@ -30,7 +30,7 @@ def test_every_key_says_what_it_means() -> None:
         ("trainer.zero_stage", "`0`, `1`, `2`, `3`", "`2`"),
         ("trainer.max_steps", "integer > 0 or null", ""),
         ("rollout.top_p", "number > 0 ≤ 1", "`1.0`"),
-        ("data.files", "list of path", "required"),
+        ("data.files", "list of path", "`[]`"),
         ("rewards[].weight", "number", "`1.0`"),
         ("inference.endpoints[].url", "text", "required"),
         ("run.console", "true, false", "`true`"),

@@ -48,6 +48,7 @@ from easyrl.schema import (
     TooManyExcluded,
     other_run,
 )
+from easyrl.trainer import evaluation
 from easyrl.trainer.evaluation import Evaluator, ScheduledEvaluation, pass_at_k
 from tests.thread_ranks import on_ranks
 
@@ -118,7 +119,49 @@ def test_evaluator_counts_correct_samples(stop):
         "eval/excluded": 0.0,
         "eval/pass@1": 0.5,
         "eval/pass@2": pytest.approx(2 / 3),
+        "time/evaluation_s": 0.0,
     }
+
+
+class TimedRollouts(FakeRollouts):
+    """The groups of prompts 0, 1, 2, … are scored at these times."""
+
+    def __init__(self, *completed_s):
+        self.completed_s = completed_s
+
+    def produce(self, prompts, version):
+        groups = super().produce(prompts, version).groups
+        times = [self.completed_s[group.prompt.index] for group in groups]
+        pairs = zip(groups, times, strict=True)
+        return FakeStream([replace(group, completed_s=at_s) for group, at_s in pairs])
+
+
+def test_an_evaluation_lasts_until_its_last_score_on_any_rank(stop, monkeypatch):
+    """Not until somebody looks, nor as long as what came first."""
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    rollouts = TimedRollouts(103.0, 107.5, 105.0)
+    alone = Collectives(Ranks.data_parallel(0, 1))
+    assert make_evaluator(rollouts, alone, stop).evaluate("v")["time/evaluation_s"] == 7.5
+
+    def work(collectives):
+        return make_evaluator(rollouts, collectives, stop).evaluate("v")["time/evaluation_s"]
+
+    assert on_ranks(2, work) == [7.5, 7.5]  # rank 0 has prompts 0 and 2
+
+
+def test_what_is_answered_of_an_evaluation(stop):
+    rollouts = FakeRollouts()
+    alone = Collectives(Ranks.data_parallel(0, 1))
+    scheduled = ScheduledEvaluation(make_evaluator(rollouts, alone, stop), 0)
+    assert scheduled.answered is None
+    running = scheduled.begin(0, PolicyVersion("r", 0, 0), is_last=True)
+    running._groups.waiting = 2  # of a GroupStream: scored, and nobody has looked
+    assert scheduled.answered == (2, 3)
+    running._groups.waiting = 0
+    running.finish()
+    assert scheduled.answered == (3, 3)
+    running.close()
+    assert scheduled.answered is None
 
 
 def test_a_response_without_an_opinion_is_not_correct(stop):
@@ -431,7 +474,7 @@ def test_only_the_file_of_metrics_can_end_a_run(can_open, tmp_path):
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
     run = {"trackers": ["tensorboard"], "console": True, "name": "n", "wandb_project": "p"}
     config = SimpleNamespace(run=SimpleNamespace(**run), source="rollouts", samples=SamplesConfig())
-    trackers = reporter._open_trackers(config, tmp_path, Progress(), 3)
+    trackers = reporter._open_trackers(config, tmp_path, Progress(), 3, look=None)
     kinds = [type(tracker) for tracker in trackers]
     for tracker in trackers[:2]:
         tracker.log(0, {"loss": 1.0})
@@ -446,6 +489,7 @@ def test_a_console_without_a_reader_ends_nothing(is_terminal, monkeypatch, caplo
     os.close(reading)
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(writing, "w") as stream:
         view = ConsoleView(total_steps=3, stream=stream)
         for step in range(3):
@@ -552,6 +596,7 @@ def test_console_tells_of_failed_rewards_where_there_are_any():
 
 def test_console_on_a_terminal_has_the_column_once_a_reward_has_failed(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     stream = io.StringIO()
     view = ConsoleView(total_steps=None, stream=stream)
@@ -593,6 +638,7 @@ def test_console_tells_the_last_step_only_where_it_is_known():
 @pytest.mark.parametrize("columns", [COLUMNS, RECORD_COLUMNS])
 def test_the_columns_of_a_terminal_fit_80_characters(columns, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
     view = ConsoleView(total_steps=9999, stream=stream, columns=columns)
@@ -647,20 +693,25 @@ def test_event_log_is_ordered_and_on_disk_at_once(tmp_path):
     assert len(read_events(tmp_path / "events.jsonl")) == 2
 
 
+IDLE = "time/inference_idle_s"
+
+
 def idle(*values):
     return iter(values).__next__
 
 
 def test_throughput_is_per_step_and_device():
-    reporter = StepReporter(idle(1.0, 1.5, 4.0), num_devices=4)
+    reporter = StepReporter(
+        4, seconds={IDLE: idle(1.0, 1.5, 4.0), "time/reward_s": idle(5.0, 6.0, 9.0)}
+    )
     metrics = {"tokens/packed": 600.0, "time/step_s": 3.0}
     reporter.report(1, metrics)
-    assert metrics["time/inference_idle_s"] == 0.5
+    assert metrics["time/inference_idle_s"] == 0.5 and metrics["time/reward_s"] == 1.0
     assert metrics["throughput/tokens_per_s"] == 200.0
     assert metrics["throughput/tokens_per_s_per_device"] == 50.0
     start = {}
     reporter.report(0, start)
-    assert start == {"time/inference_idle_s": 2.5}
+    assert start == {"time/inference_idle_s": 2.5, "time/reward_s": 3.0}
 
 
 # ---- what is said of a step ----------------------------------------------------------------------
@@ -683,7 +734,7 @@ class Figures:
 
 def test_a_step_is_reported_with_throughput_and_its_evaluation_later_to_every_tracker():
     first, second = Figures(), Figures()
-    reporter = StepReporter(idle(0.0, 1.0, 1.5), num_devices=1, trackers=[first, second])
+    reporter = StepReporter(1, seconds={IDLE: idle(0.0, 1.0, 1.5)}, trackers=[first, second])
     reporter.report(0, {"time/sync_s": 0.5})
     reporter.report_evaluation(0, {"eval/accuracy": 0.5})
     reporter.report(1, {"tokens/packed": 600.0, "time/step_s": 3.0, "eval/accuracy": 0.5})
@@ -697,7 +748,7 @@ def test_a_step_is_reported_with_throughput_and_its_evaluation_later_to_every_tr
 
 def test_a_step_without_evaluation_is_reported_as_it_is():
     tracker = Figures()
-    reporter = StepReporter(idle(0.0, 0.0), num_devices=1, trackers=[tracker])
+    reporter = StepReporter(1, seconds={IDLE: idle(0.0, 0.0)}, trackers=[tracker])
     reporter.compare(BatchTotals())  # nobody looks: another rank's task
     reporter.report(0, {"a": 1.0})
     assert tracker.logged == [(0, {"a": 1.0, "time/inference_idle_s": 0.0})]

@@ -440,6 +440,22 @@ async def test_the_scores_of_an_evaluation_wait_behind_those_of_training(folder,
     assert workers.came_last == [last]
 
 
+async def test_it_is_busy_while_a_call_runs_whatever_becomes_of_it(folder):
+    class Watched(InProcessWorkers):
+        async def call(self, *args, **settings):
+            seen.append(it.busy.num_running)
+            return await super().call(*args, **settings)
+
+    seen = []
+    rewards = [RewardConfig(name="exact")]
+    it = scorer(rewards, Watched(rewards, folder, [WorkerDied("x")]), "zero")
+    completions = [completion(text) for text in ("72", "71", "70")]
+    await asyncio.gather(*(it.score_sample(prompt(), each) for each in completions))
+    # the first has failed before the next begins
+    assert seen == [1, 1, 2] and it.busy.num_running == 0 and it.num_failed == {"exact": 1}
+    assert 0.0 < it.busy.seconds() == it.busy.seconds()
+
+
 async def test_other_errors_are_not_taken_for_a_rewards(folder):
     rewards = [RewardConfig(name="exact")]
     it = scorer(rewards, InProcessWorkers(rewards, folder, [RuntimeError("pool closed")]), "zero")

@@ -6,8 +6,6 @@ configuration names, and as an object of a script, pickled.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,109 +25,8 @@ from easyrl.rewards.signatures import adapted, form_of
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.runtime.workers.worker_pool import WorkerPool
 from easyrl.schema import Prompt
+from tests.easyrl.rewards.reward_forms import FORMS, KWARGS, SOURCE, Responses, direct, script
 from tests.tiny_tokenizer import tiny_tokenizer
-
-SOURCE = """
-import asyncio
-
-
-def ours(prompt, texts, token_ids):
-    return [float(prompt.answer in text) + prompt.metadata["level"] for text in texts]
-
-
-async def ours_async(prompt, texts, token_ids):
-    await asyncio.sleep(0.001)
-    return [float(len(ids)) for ids in token_ids]
-
-
-def ours_by_position(asked, said, ids):
-    return [len(text) / 10 for text in said]
-
-
-def ours_with_kwargs(prompt, texts, token_ids, *, bonus):
-    return [len(text) + bonus for text in texts]
-
-
-def trl_short(completions, **kwargs):
-    return [-len(completion) / 8 for completion in completions]
-
-
-def trl_prompts(prompts, completions, **kwargs):
-    return [float(prompt in said) for prompt, said in zip(prompts, completions, strict=True)]
-
-
-def trl_column(completions, answer, **kwargs):
-    pairs = zip(completions, answer, strict=True)
-    return [float(said.endswith(str(right))) for said, right in pairs]
-
-
-def trl_any_column(prompts, completions, **kwargs):
-    return [level + len(kwargs["data_source"][0]) for level in kwargs["level"]]
-
-
-def trl_token_ids(prompts, completions, completion_ids, **kwargs):
-    assert all(isinstance(ids, list) and isinstance(ids[0], int) for ids in completion_ids)
-    return [float(sum(ids)) for ids in completion_ids]
-
-
-def trl_only_token_ids(completion_ids, **kwargs):
-    return [1.0 / len(ids) for ids in completion_ids]
-
-
-def trl_named_only(completions, level, answer):
-    return [one + len(said) for one, said in zip(level, completions, strict=True)]
-
-
-async def trl_async(prompts, completions, **kwargs):
-    await asyncio.sleep(0.001)
-    return [float(said.count("7")) for said in completions]
-
-
-def trl_of_some(completions, answer, **kwargs):
-    return [1.0 if str(answer[0]) in said else None for said in completions]
-
-
-def trl_of_none(completions, **kwargs):
-    return None
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    assert extra_info["split"] == "train" and extra_info["level"] == 3
-    return float(solution_str.endswith(str(ground_truth))) + len(data_source) / 100
-
-
-def verl_parts(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    right = str(ground_truth) in solution_str
-    return {"score": 2.0 * right - 1, "acc": right, "pred": solution_str[-2:]}
-
-
-def verl_without_some(solution_str, ground_truth):
-    return len(solution_str) - len(str(ground_truth))
-
-
-def verl_with_kwargs(data_source, solution_str, ground_truth, extra_info, scale):
-    return scale * len(solution_str)
-
-
-async def verl_async(data_source, solution_str, ground_truth, extra_info):
-    await asyncio.sleep(0.001)
-    return {"score": float(len(solution_str)), "index": extra_info["index"]}
-
-
-def verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
-    return [len(said) + len(str(right)) for said, right in zip(solution_strs, ground_truths)]
-
-
-class Judge:
-    def __init__(self, word):
-        self.word = word
-
-    def __call__(self, prompts, completions, **kwargs):
-        return [float(self.word in said) for said in completions]
-
-
-trl_object = Judge("so")
-"""
 
 RECORD = {
     "prompt": "3 + 4 =",
@@ -142,94 +39,36 @@ CHAT = RECORD | {
     "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4 ="}]
 }
 TEXTS = ["3 + 4 = 7", "so 8"]
-# what is given as kwargs, by function
-KWARGS: dict[str, dict[str, Any]] = {
-    "ours_with_kwargs": {"bonus": 0.5},
-    "verl_with_kwargs": {"scale": 3},
-}
 
 
 def ids_of(text: str) -> list[int]:
     return tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
 
 
-def by_hand_ours(function: Callable[..., Any], asked: Prompt, **kwargs: Any) -> Any:
-    token_ids = [np.array(ids_of(text), np.int32) for text in TEXTS]
-    return function(asked, TEXTS, token_ids, **kwargs)
-
-
-def by_hand_trl(function: Callable[..., Any], asked: Prompt) -> Any:
-    """As its trainer does it: by keyword, a list for each column."""
-    given: dict[str, Any] = {
-        "prompts": [RECORD["prompt"]] * 2,
-        "completions": TEXTS,
-        "completion_ids": [ids_of(text) for text in TEXTS],
-        "answer": [7, 7],
-        "level": [3, 3],
-        "data_source": ["sums", "sums"],
-        "extra_info": [RECORD["extra_info"]] * 2,
-    }
-    if function.__name__ == "trl_named_only":  # which its trainer would ask for **kwargs
-        given = {name: given[name] for name in ("completions", "level", "answer")}
-    return function(**given)
-
-
-def by_hand_verl(function: Callable[..., Any], asked: Prompt, **kwargs: Any) -> Any:
-    """As its reward manager does it: by keyword, for each response."""
-    extra = {"split": "train", "index": 12, "level": 3}
-    if function.__name__ == "verl_without_some":
-        return [function(solution_str=text, ground_truth=7) for text in TEXTS]
-    said = [
-        function(data_source="sums", solution_str=text, ground_truth=7, extra_info=extra, **kwargs)
-        for text in TEXTS
-    ]
-    return [asyncio.run(each) if inspect.iscoroutine(each) else each for each in said]
-
-
-def by_hand_verl_batch(function: Callable[..., Any], asked: Prompt) -> Any:
-    return function(
-        data_sources=["sums"] * 2,
-        solution_strs=TEXTS,
-        ground_truths=[7, 7],
-        extra_infos=[RECORD["extra_info"]] * 2,
-    )
-
-
-def by_hand_object(function: Callable[..., Any], asked: Prompt) -> Any:
-    return function(prompts=["3 + 4 ="] * 2, completions=TEXTS, level=[3, 3])
-
-
-# by name: how it is called where it comes from, and some of what that gives
-FORMS: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-    "ours": (by_hand_ours, [4.0, 3.0]),
-    "ours_async": (by_hand_ours, [9.0, 4.0]),
-    "ours_by_position": (by_hand_ours, [0.9, 0.4]),
-    "ours_with_kwargs": (by_hand_ours, [9.5, 4.5]),
-    "trl_short": (by_hand_trl, [-1.125, -0.5]),
-    "trl_prompts": (by_hand_trl, [1.0, 0.0]),
-    "trl_column": (by_hand_trl, [1.0, 0.0]),
-    "trl_any_column": (by_hand_trl, [7.0, 7.0]),
-    "trl_token_ids": (by_hand_trl, [float(sum(ids_of(text))) for text in TEXTS]),
-    "trl_only_token_ids": (by_hand_trl, [1 / 9, 0.25]),
-    "trl_named_only": (by_hand_trl, [12.0, 7.0]),
-    "trl_async": (by_hand_trl, [1.0, 0.0]),
-    "trl_of_some": (by_hand_trl, [1.0, None]),
-    "trl_of_none": (by_hand_trl, [None, None]),
-    "trl_object": (by_hand_object, [0.0, 1.0]),
-    "compute_score": (by_hand_verl, [1.04, 0.04]),
-    "verl_parts": (by_hand_verl, [{"score": 1.0, "acc": 1.0}, {"score": -1.0, "acc": 0.0}]),
-    "verl_without_some": (by_hand_verl, [8.0, 3.0]),
-    "verl_with_kwargs": (by_hand_verl, [27.0, 12.0]),
-    "verl_async": (by_hand_verl, [{"score": 9.0, "index": 12.0}, {"score": 4.0, "index": 12.0}]),
-    "verl_batch": (by_hand_verl_batch, [10.0, 5.0]),
+# by name: what it gives for ``TEXTS``
+EXPECTED: dict[str, list[Any]] = {
+    "ours": [4.0, 3.0],
+    "ours_async": [9.0, 4.0],
+    "ours_by_position": [0.9, 0.4],
+    "ours_with_kwargs": [9.5, 4.5],
+    "trl_short": [-1.125, -0.5],
+    "trl_prompts": [1.0, 0.0],
+    "trl_column": [1.0, 0.0],
+    "trl_any_column": [7.0, 7.0],
+    "trl_token_ids": [float(sum(ids_of(text))) for text in TEXTS],
+    "trl_only_token_ids": [1 / 9, 0.25],
+    "trl_named_only": [12.0, 7.0],
+    "trl_async": [1.0, 0.0],
+    "trl_of_some": [1.0, None],
+    "trl_of_none": [None, None],
+    "trl_object": [0.0, 1.0],
+    "compute_score": [1.04, 0.04],
+    "verl_parts": [{"score": 1.0, "acc": 1.0}, {"score": -1.0, "acc": 0.0}],
+    "verl_without_some": [8.0, 3.0],
+    "verl_with_kwargs": [27.0, 12.0],
+    "verl_async": [{"score": 9.0, "index": 12.0}, {"score": 4.0, "index": 12.0}],
+    "verl_batch": [10.0, 5.0],
 }
-
-
-def script() -> dict[str, Any]:
-    """The names that a script defines which has ``SOURCE`` as its text."""
-    defined: dict[str, Any] = {"__name__": "__main__"}
-    exec(SOURCE, defined)
-    return defined
 
 
 def read(folder: Path, record: dict[str, Any], **settings: Any) -> Prompt:
@@ -288,13 +127,11 @@ def called(tmp_path_factory) -> Iterator[Called]:
 @pytest.mark.parametrize("source", ["file", "script"])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_gives_what_it_gives_where_it_comes_from(called, tmp_path, name, source):
-    by_hand, expected = FORMS[name]
-    direct = by_hand(script()[name], read(tmp_path, RECORD), **KWARGS.get(name, {}))
-    if inspect.iscoroutine(direct):
-        direct = asyncio.run(direct)
+    asked = read(tmp_path, RECORD)
+    by_hand = direct(name, Responses(RECORD, asked, TEXTS, [ids_of(text) for text in TEXTS]))
     said = called(name, source)
-    assert said == validated(direct, 2)
-    assert said == expected
+    assert said == validated(by_hand, 2)
+    assert said == EXPECTED[name]
 
 
 # ---- what a form is recognised by ----------------------------------------------------------------

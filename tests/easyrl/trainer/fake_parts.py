@@ -32,7 +32,7 @@ from easyrl.schema import (
     VersionSpan,
 )
 from easyrl.trainer.accumulation import Accumulator
-from easyrl.trainer.loop import Trainer
+from easyrl.trainer.loop import NothingAccepted, Trainer
 from tests.recipes import group_functions, run_settings
 
 VERSION = PolicyVersion("run", 0, 0)
@@ -302,6 +302,7 @@ def make_trainer(
                 | BatchWithdrawn
                 | TooManyExcluded
                 | RewardError
+                | NothingAccepted
                 | NoEndpointServes,
             ),
             record=record,
@@ -312,7 +313,6 @@ def make_trainer(
         weight_sync=weight_sync or FakeSync(events),
         ledger=ledger or FakeLedger(events),
         reporter=StepReporter(
-            lambda: 0.0,
             num_devices=2,
             trackers=[ListTracker(reported), *trackers],
         ),

@@ -9,8 +9,14 @@ import pytest
 
 from easyrl.runtime.collectives import Collectives
 from easyrl.runtime.ranks import Ranks
-from easyrl.schema import TEMPORARY_FAILURE, BatchWithdrawn, Exclusion, InterruptedRun, Progress
-from easyrl.trainer.loop import NothingAccepted
+from easyrl.schema import (
+    NEEDS_CHANGE,
+    TEMPORARY_FAILURE,
+    BatchWithdrawn,
+    Exclusion,
+    InterruptedRun,
+    Progress,
+)
 from tests.easyrl.trainer.fake_parts import (
     FakeBatch,
     FakeEngine,
@@ -74,13 +80,16 @@ def test_a_batch_that_accepts_nothing_shows_the_reasons():
     events, ledger = [], FakeLedger([])
     make = refusing(rejected={0: "flat", 2: "flat", 3: "too easy"}, excluded={1: "too long"})
     trainer, reported = make_trainer(events, num_batches=2, make=make, ledger=ledger)
-    with pytest.raises(NothingAccepted) as raised:
+    with pytest.raises(InterruptedRun) as raised:
         trainer.fit()
+    assert raised.value.status == NEEDS_CHANGE
     assert str(raised.value).splitlines() == [
         "batch 0 has drawn 4 prompts and accepted none:",
         "  excluded: too long",
         "  rejected: flat",
         "  rejected: too easy",
+        "(look at rewards and recipe, or let a batch draw more: trainer.max_draws_per_batch)",
+        "step 0 is saved; go on with --resume",
     ]
     assert events[-1] == "batch closed" and ledger.closed == [] and ledger.checked == []
     assert trainer.progress.step == trainer.progress.position == 0

@@ -116,8 +116,9 @@ def test_bad_steps_are_counted_and_end_the_run():
     events = []
     bad = StepResult(math.nan, 1e-3, skipped=True)
     trainer, reported = make_trainer(events, num_batches=5, results=[bad] * 5, max_bad_steps=2)
-    with pytest.raises(TooManyBadSteps, match="2 steps in a row"):
+    with pytest.raises(TooManyBadSteps, match="2 steps in a row .*lower trainer") as raised:
         trainer.fit()
+    assert raised.value.status == NEEDS_CHANGE
     assert reported[1][1]["step_skipped"] == 1.0
 
 
