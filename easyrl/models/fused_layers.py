@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from easyrl.kernels.layers import plain
 from easyrl.kernels.layers.layer_check import CheckedLayers
+from easyrl.kernels.layers.plain import rms_norm, rotary, swiglu
 
 _ROTARY = "apply_rotary_pos_emb"  # of transformers' modeling files, called by their attention
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
@@ -65,7 +65,7 @@ def is_rms_norm(module: Any) -> bool:
     weight, x = torch.rand(8) + 0.5, torch.randn(3, 8)
     probe = copy.copy(module)
     probe._parameters = {"weight": nn.Parameter(weight)}
-    return _agrees(lambda: type(module).forward(probe, x), plain.rms_norm(x, weight, eps))
+    return _agrees(lambda: type(module).forward(probe, x), rms_norm(x, weight, eps))
 
 
 def is_swiglu(module: Any) -> bool:
@@ -75,7 +75,7 @@ def is_swiglu(module: Any) -> bool:
     probe = copy.copy(module)
     matrices = {"gate_proj": gate, "up_proj": up, "down_proj": down}
     probe._modules = {**module._modules, **matrices}
-    expected = down(plain.swiglu(gate(x), up(x)))
+    expected = down(swiglu(gate(x), up(x)))
     return _agrees(lambda: type(module).forward(probe, x), expected)
 
 
@@ -83,7 +83,7 @@ def is_rotary(forward: Any) -> bool:
     """Whether an attention module's ``apply_rotary_pos_emb`` turns the halves of a head."""
     query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
     cos, sin = torch.randn(1, 5, 8), torch.randn(1, 5, 8)
-    turned = plain.rotary(query, key, cos, sin)
+    turned = rotary(query, key, cos, sin)
     return _agrees(
         lambda: torch.cat(forward.__globals__[_ROTARY](query, key, cos, sin), 1),
         torch.cat(turned, 1),
