@@ -72,8 +72,8 @@ MAY_IMPORT = {
     "engines": "schema config runtime.allocator runtime.durable_files runtime.interfaces"
     " runtime.gloo_wait runtime.lost_process runtime.rank_store runtime.shared_folder"
     " runtime.ranks recipes kernels.attention.segment_layout"
-    " models.critic models.loading models.lora models.offload models.policy_model models.teacher"
-    " models.teacher_loading models.tri_model",
+    " models.critic models.loading models.lora models.offload models.output_head"
+    " models.policy_model models.teacher models.teacher_loading models.tri_model",
     "engines.megatron": "schema config engines.base engines.deepspeed engines.perturbation"
     " engines.process_group engines.state_file recipes runtime.ranks kernels.attention"
     " kernels.logprobs models.activation_checkpointing models.loading models.policy_model"

@@ -40,17 +40,28 @@ class RowCost:
         return round(float(cost) / (self.per_token + self.per_pair))
 
 
+# Other names of the sizes, of GPT-2, GPT-J, OPT, MPT and the like.
+_OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+}
+
+
 def model_cost(shape: Mapping[str, Any]) -> RowCost:
     """Of a decoder whose sizes have the names that Hugging Face configurations give them.
 
     Experts count as far as a token goes through them. Raises ``KeyError`` for a missing size.
     """
+    shape = {**shape, **{name: size for name in _OTHER_NAMES if (size := _size(shape, name))}}
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     heads = shape["num_attention_heads"]
     head_size = shape.get("head_dim") or hidden // heads
     query_size = heads * head_size
     key_size = (shape.get("num_key_value_heads") or heads) * head_size
-    inner = shape["intermediate_size"]
+    # Where it is not said it is this: the habit since Vaswani et al. 2017.
+    inner = shape.get("intermediate_size") or 4 * hidden
     if shape.get("num_experts_per_tok"):
         inner = shape["num_experts_per_tok"] * shape.get("moe_intermediate_size", inner)
     # query and output; key and value; gate, up and down
@@ -60,6 +71,10 @@ def model_cost(shape: Mapping[str, Any]) -> RowCost:
         per_pair=4.0 * layers * query_size,  # scores, and their sum of values
         per_label=2.0 * hidden * shape["vocab_size"],
     )
+
+
+def _size(shape: Mapping[str, Any], name: str) -> int | None:
+    return next((shape[n] for n in (name, *_OTHER_NAMES[name]) if shape.get(n)), None)
 
 
 # Of a dense model of 4B parameters (Qwen3-4B).

@@ -3,6 +3,8 @@
 ``prompt``: ``[prompt | response 1 | … | response G]``, several groups in a row (paper §4.2).
 ``tree``: responses that begin alike share that too, and so do prompts; the row is the prefix tree
 of its sequences. Loss and gradients are the same: a token's hidden state depends on its past alone.
+``none``: nothing is shared, the prompt stands before each response. ``padded``: as ``none``, for
+models that run a row as a padded batch.
 
 Which tokens are trained, with what advantages and weights, is the recipe's business.
 """
@@ -15,12 +17,18 @@ from typing import Literal
 import numpy as np
 
 from easyrl.dataloaders.packing.cost import DEFAULT_COST, RowCost
-from easyrl.dataloaders.packing.plans import PromptRows, TreeRows
+from easyrl.dataloaders.packing.plans import PromptRows, RowPlan, TreeRows
 from easyrl.dataloaders.packing.row import TrainedSequence, packed_row
+from easyrl.dataloaders.packing.unshared import PaddedRows, UnsharedRows
 from easyrl.schema import MicroBatch, SampleKey, TrainedGroup
 
-Packing = Literal["prompt", "tree"]
-_PLANS: dict[Packing, type[PromptRows] | type[TreeRows]] = {"prompt": PromptRows, "tree": TreeRows}
+Packing = Literal["prompt", "tree", "none", "padded"]
+_PLANS: dict[Packing, type[RowPlan]] = {
+    "prompt": PromptRows,
+    "tree": TreeRows,
+    "none": UnsharedRows,
+    "padded": PaddedRows,
+}
 
 
 def pack_groups(

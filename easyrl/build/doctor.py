@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from easyrl.build.data import load_data, policy_vocabulary, require_known_tokens
 from easyrl.build.doctor_endpoints import Policy, check_endpoints
 from easyrl.build.inference import open_scoring
+from easyrl.build.row_settings import decide_row_settings
 from easyrl.build.run_length import describe_run
 from easyrl.build.same_vocabulary import check_vocabularies
 from easyrl.build.steps import total_steps
@@ -28,7 +29,6 @@ from easyrl.doctor.space import disk_finding, weight_space_finding
 from easyrl.doctor.versions import check_versions
 from easyrl.inference_client.client import TensorShapes
 from easyrl.memory_plan.remedies import Load
-from easyrl.models.supported import read_model_config
 from easyrl.recipes.loading import load_recipe
 from easyrl.rewards.functions import check_prompts, check_rewards
 from easyrl.rewards.scorer import Scorer
@@ -82,13 +82,15 @@ class Diagnosis:
         yield device_finding(self._config, self._world_size, is_given=self._is_given)
 
     def _model(self) -> Iterable[Finding]:
-        model = self._config.model
-        read_model_config(model)
         load_recipe(self._config)
+        self._config, said = decide_row_settings(self._config)
+        model = self._config.model
         self._shapes = weight_shapes(model)
         self._num_parameters = count_parameters(model)
         size = self._num_parameters / 1e6
         yield ok("model", f"{model.path}: {size:,.3g} million parameters, {model.dtype}")
+        for notice in said:
+            yield ok("packing", notice)
 
     def _memory(self) -> Iterable[Finding]:
         return check_memory(self._config, self._world_size, self._load)

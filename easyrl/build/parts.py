@@ -64,6 +64,7 @@ def build_parts(
             seal_key=seal_key,
         )
     run = open_run(config, opened, signals, resume=resume, on_folder=on_folder)
+    config = run.config
     starting.begin("data")
     scoring = open_scoring(config, opened)  # its processes start while the data is read
     data = read_data(run, scoring)

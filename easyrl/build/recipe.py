@@ -10,7 +10,7 @@ import numpy as np
 from easyrl.build.control import scored_function
 from easyrl.config import Config
 from easyrl.dataloaders.packing.cost import cost_of_model_at
-from easyrl.dataloaders.packing.groups import pack_groups
+from easyrl.dataloaders.packing.groups import Packing, pack_groups
 from easyrl.dataloaders.packing.row import dummy_micro_batch
 from easyrl.recipes.groups import group_statistics, trained_groups, without_advantages
 from easyrl.recipes.loading import load_recipe, run_settings
@@ -104,11 +104,18 @@ def _pack_function(config: Config, *, keep_order: bool, whole_groups: bool = Fal
     return partial(
         pack_groups,
         max_tokens_per_micro_batch=config.trainer.max_tokens_per_micro_batch,
-        packing=config.trainer.packing,
+        packing=_packing(config),
         keep_order=keep_order,
         whole_groups=whole_groups,
         cost=cost_of_model_at(config.model.path),
     )
+
+
+def _packing(config: Config) -> Packing:
+    """``auto`` is decided as a run is opened (``row_settings``); elsewhere it is ``prompt``."""
+    if config.model.attention == "own":
+        return "padded"
+    return "prompt" if config.trainer.packing == "auto" else config.trainer.packing
 
 
 def _pack_finished(pack: Pack, trained_tokens: Callable[[Completion], np.ndarray]) -> PackFinished:

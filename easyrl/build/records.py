@@ -86,6 +86,8 @@ def build_record_parts(
 ) -> tuple[Trainer, TrainEngine]:
     """As ``build_parts``, for a run on records."""
     run = open_run(config, opened, signals, resume=resume, on_folder=on_folder)
+    assert isinstance(run.config, RecordsConfig)
+    config = run.config
     starting.begin("data")
     records = _read_records(run, config)
     order = records.order

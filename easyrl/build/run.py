@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from easyrl.build.ranks import GroupChannels, join_ranks
+from easyrl.build.row_settings import decide_row_settings
 from easyrl.build.space import warn_of_little_space
 from easyrl.build.trial import try_attention
 from easyrl.config import Config
@@ -62,11 +63,14 @@ def open_run(
 ) -> OpenRun:
     """Joins the ranks and takes the run's folder. Collective.
 
+    The run's configuration is ``config`` with how rows are packed decided.
+
     ``on_folder`` is called once that is this process's. Raises ``ConfigError``.
     """
     make_deterministic(config)
     check_rewards(config.rewards)
     said_of_model = model_notices(config.model)  # refuses a model before servers start
+    config, said_of_rows = decide_row_settings(config)
     joined = join_ranks(config, opened, signals)
     if joined.group is not None:
         opened.callback(joined.group.calls.tell_last, (END, ()))
@@ -75,7 +79,7 @@ def open_run(
     output = prepare_output(config, collectives, opened, resume=resume)
     on_folder()
     if collectives.ranks.is_first:
-        _say_at_start(config, said_of_model)
+        _say_at_start(config, [*said_of_model, *said_of_rows])
         warn_of_little_space(config)
     tokens = TokenProgress()
     return OpenRun(

@@ -24,7 +24,7 @@ def try_attention(config: Config) -> None:
     Raises ``ConfigError`` if it cannot be run there, before the model is loaded.
     """
     wanted = config.model.attention
-    if wanted == "auto":
+    if wanted in ("auto", "own"):
         return
     device = torch.device(get_accelerator().current_device_name())
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.dtype]

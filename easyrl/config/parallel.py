@@ -126,6 +126,9 @@ def _refused_with_split(
         f"trainer.zero_stage: {stage} does not go with parallel.pipeline, whose stages run "
         "backwards in an order of their own, which reductions and gathers of DeepSpeed do not "
         "follow; use 1": stage > 1 and parallel.pipeline > 1,
+        "model.attention: own is not built for a model that is split; use auto": (
+            model.attention == "own"
+        ),
         f"trainer.optimizer: {trainer.optimizer} is not built for a model that is split; use "
         "adamw": trainer.optimizer != "adamw",
         f"trainer.offload_optimizer: is not built for a model that is split; {without}": (

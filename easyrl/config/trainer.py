@@ -23,8 +23,9 @@ class TrainerConfig(Section):
     max_steps: PositiveInt | None = None  # default: the dataset's epochs
     num_devices: PositiveInt = 1  # of easyrl up: a training process on each; without GPUs and NPUs
     # so many processes. Others who start processes are told by their own options
-    packing: Literal["prompt", "tree"] = "prompt"  # a group shares its prompt; tree: all beginnings
-    # that responses and prompts have in common
+    packing: Literal["auto", "prompt", "tree", "none"] = "auto"  # prompt: a group shares its
+    # prompt; tree: all beginnings that responses and prompts have in common; none: nothing is
+    # shared; auto: prompt where the model's attention can be replaced, else none
     max_tokens_per_micro_batch: PositiveInt = 8192  # packed
     look_ahead: bool = True  # while no group is complete: reference and old log-probabilities of
     # finished responses; not in strict or sync mode, with offload_reference, or with ZeRO 2 or 3
@@ -61,6 +62,21 @@ def trainer_contradictions(trainer: TrainerConfig, model: ModelConfig, run: RunC
     if trainer.zero_stage == 0 and trainer.offload_optimizer:
         problems.append(
             "trainer.offload_optimizer: needs trainer.zero_stage of 1, 2 or 3; remove it or set one"
+        )
+    if model.attention == "own" and trainer.packing in ("prompt", "tree"):
+        problems.append(
+            f"trainer.packing: {trainer.packing} needs our attention, model.attention=own is the "
+            "model's; use none, or remove one of the two"
+        )
+    if model.attention == "own" and model.fused_layers not in ("auto", "none"):
+        problems.append(
+            "model.fused_layers: are of packed rows, which model.attention=own has none of; remove "
+            "one of the two"
+        )
+    if model.attention == "own" and trainer.offload_reference:
+        problems.append(
+            "trainer.offload_reference: runs layer by layer on packed rows, which "
+            "model.attention=own has none of; remove one of the two"
         )
     problems += _optimizer_contradictions(trainer)
     if trainer.batch_size % trainer.updates_per_batch:

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from easyrl.config import ModelConfig
+from easyrl.config import ConfigError, ModelConfig
 from easyrl.models.supported import trainable_config
 
 Shape = tuple[int, ...]
@@ -52,7 +52,8 @@ def model_shape(model: ModelConfig) -> ModelShape:
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
     parameters = {name: tuple(p.shape) for name, p in made.named_parameters()}
-    attention = "model.layers.0.self_attn"
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // _heads(config)
+    key_heads = getattr(config, "num_key_value_heads", None) or _heads(config)
     experts = int(getattr(config, "num_experts_per_tok", 0) or 0)
     return ModelShape(
         config=config,
@@ -61,18 +62,31 @@ def model_shape(model: ModelConfig) -> ModelShape:
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
-        query_heads=config.num_attention_heads,
-        queries=parameters[f"{attention}.q_proj.weight"][0],
-        keys=parameters[f"{attention}.k_proj.weight"][0],
+        query_heads=_heads(config),
+        queries=_heads(config) * head_size,
+        keys=key_heads * head_size,
         mlp=_mlp_features(config, experts),
         experts_per_token=experts,
         tied=bool(config.tie_word_embeddings),
     )
 
 
+def _heads(config: PreTrainedConfig) -> int:
+    """Query heads. Raises ``ConfigError`` for a model without attention."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise ConfigError(
+            f"model.path: a {config.model_type} has no num_attention_heads in its config.json: its "
+            "activations cannot be counted"
+        )
+    return int(heads)
+
+
 def _mlp_features(config: PreTrainedConfig, experts: int) -> int:
     """Of the widest layer: a mixture may have plain ones among its layers."""
     if not experts:
-        return int(config.intermediate_size)
+        names = ("intermediate_size", "n_inner", "ffn_dim")  # GPT-2's, OPT's
+        own = (getattr(config, name, None) for name in names)
+        return int(next(filter(None, own), 4 * config.hidden_size))
     plain = config.intermediate_size if getattr(config, "mlp_only_layers", None) else 0
     return max(int(plain), experts * int(config.moe_intermediate_size))

@@ -396,6 +396,12 @@ SECTIONS = (
             Metric("time/train_s", "s", "forward and backward"),
             Metric("time/optimizer_s", "s", "clip and optimizer step"),
             Metric("time/evaluation_wait_s", "s", "waiting for the evaluation beside the batch"),
+            Metric("time/evaluation_s", "s", "from its first request to its last scored response"),
+            Metric(
+                "time/reward_s",
+                "s",
+                "a reward call of training groups ran or waited for a worker; side by side once",
+            ),
             Metric("time/inference_idle_s", "s", "endpoints without a request"),
             Metric("time/sync_s", "s", "weights to all endpoints, with proof"),
             Metric("time/probe_s", "s", "of it, asking for changed weights to show"),

@@ -23,6 +23,8 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from easyrl.config import ConfigError
+
 # Most of a layer's time and a small part of its memory; norms, activations and copies are redone.
 _KEPT = {
     "aten.mm.default",
@@ -53,7 +55,11 @@ def checkpoint_activations(
         return
     again = _recomputed(mode)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    assert layers, f"{type(model).__name__} has no layers that transformers can checkpoint"
+    if not layers:
+        raise ConfigError(
+            f"model.activation_checkpointing: {type(model).__name__} has no layers that "
+            "transformers can compute again; set it to none"
+        )
     for layer in layers[::every]:
         layer.gradient_checkpointing = True
         setattr(layer, "_gradient_checkpointing_func", again)  # noqa: B010, for the type checker

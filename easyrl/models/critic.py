@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from easyrl.config import ConfigError, ModelConfig
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model, path_errors_named
-from easyrl.models.policy_model import PolicyModel, hidden_states
+from easyrl.models.policy_model import PolicyModel
 from easyrl.models.weight_files import weight_files
 
 # Of the value head in a folder of weights, as transformers' sequence classifiers call theirs.
@@ -36,7 +36,7 @@ class ValueHead(nn.Module):
 
 
 class CriticModel(nn.Module):
-    """Packed row in, value of the state before each trained token out.
+    """Row in, value of the state before each trained token out.
 
     A value is read where ``PolicyModel`` reads the token's log-probability: at the position that
     predicts it. The Hugging Face model is ``self.model``, with a ``ValueHead`` for its projection
@@ -46,7 +46,7 @@ class CriticModel(nn.Module):
     def __init__(self, policy: PolicyModel) -> None:
         super().__init__()
         self.model = policy.model
-        self.attention = policy.attention
+        self.row_forward = policy.row_forward
         dtype = next(self.model.parameters()).dtype
         hidden_size = self.model.config.get_text_config().hidden_size
         self.model.set_output_embeddings(ValueHead(hidden_size, dtype))
@@ -65,9 +65,7 @@ class CriticModel(nn.Module):
         predictor_index: Tensor,
     ) -> Tensor:
         """float32 [N]; the arguments are those of ``PolicyModel``."""
-        predictors = hidden_states(
-            self.model, self.attention, input_ids, position_ids, layout, predictor_index
-        )
+        predictors = self.row_forward(self.model, input_ids, position_ids, layout, predictor_index)
         values: Tensor = self.head(predictors)
         return values
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from easyrl.config import ConfigError, LoraConfig
 from easyrl.models.policy_model import PolicyModel
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 TRAINED = "default"  # peft's own name of a single adapter
 OLD_POLICY = "old_policy"
+_LINEAR = (nn.Linear, Conv1D)  # GPT-2's matrices are of the latter
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -83,11 +85,15 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 def merged_weight(layer: LoraLayer, weight: Tensor) -> Tensor:
     """``weight + alpha / rank · B A``, computed in fp32 at least and rounded once to its dtype.
 
-    ``weight`` [outputs, inputs] is the layer's own, and ``A`` and ``B`` are whole on this rank.
+    ``weight``, of a linear layer [outputs, inputs], is the layer's own, and ``A`` and ``B`` are
+    whole on this rank.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     a, b = (factor.detach().to(dtype) for factor in factors(layer))
-    return (weight.detach().to(dtype) + (b @ a) * layer.scaling[TRAINED]).to(weight.dtype)
+    change = (b @ a) * layer.scaling[TRAINED]
+    if isinstance(layer.get_base_layer(), Conv1D):  # its weight is [inputs, outputs]
+        change = change.t()
+    return (weight.detach().to(dtype) + change).to(weight.dtype)
 
 
 def adapter_change(weight: Tensor, a: Tensor, b: Tensor, *, rank: int, scaling: float) -> Tensor:
@@ -154,7 +160,7 @@ def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
     """Each target is the end of linear layers' names, as peft reads it, and of no other's."""
     modules: dict[str, Any] = dict(model.named_modules())
     head = model.get_output_embeddings()
-    linear = {n for n, m in modules.items() if isinstance(m, nn.Linear) and m is not head}
+    linear = {n for n, m in modules.items() if isinstance(m, _LINEAR) and m is not head}
     remark = ""
     if any(name.endswith(".experts.gate_up_proj") for name, _ in model.named_parameters()):
         # peft would take the names of dense layers beside the experts for theirs

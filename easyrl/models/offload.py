@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from easyrl.kernels.attention.path_gather import gather_tokens
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.policy_model import PolicyModel
+from easyrl.models.row_forward import PackedForward
 from easyrl.schema import MicroBatch
 
 ALIGNMENT = 256  # bytes, as the device's allocator aligns a tensor
@@ -43,7 +44,8 @@ class OffloadedModel:
 
     def __init__(self, model: PolicyModel, device: torch.device) -> None:
         model.requires_grad_(False).eval()
-        self._model, self._device = model, device
+        assert isinstance(model.row_forward, PackedForward)
+        self._attention, self._device = model.row_forward.attention, device
         for parameter in model.parameters():  # a tied one once
             if device.type != "cpu":
                 parameter.data = parameter.data.pin_memory()
@@ -83,7 +85,7 @@ class OffloadedModel:
                         position_ids=positions[i],
                         use_cache=False,
                         layout=rows[i][1],
-                        checked_attention=self._model.attention,
+                        checked_attention=self._attention,
                     )
             norm = next(visits)
             hidden = {i: norm(hidden[i])[0] for i in run}

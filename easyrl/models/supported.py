@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from easyrl.config import ConfigError, ModelConfig
+from easyrl.models.dropout import dropout_settings
 from easyrl.models.weight_files import check_weight_files
 from easyrl.runtime.user_code import describe
 
+# Of which engines and parts know more than that their attention can be replaced.
 ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -25,8 +28,8 @@ QUANTISED = ("quantization_config", "compression_config")  # of fp8, gptq, awq, 
 def read_model_config(model: ModelConfig) -> PreTrainedConfig:
     """The configuration of the checkpoint at ``model.path``.
 
-    Raises ``ConfigError`` naming ``model.path`` if the folder holds no model, or one that cannot be
-    trained on packed rows.
+    Raises ``ConfigError`` naming ``model.path`` if the folder holds no causal language model, or
+    one that cannot be trained. Whether on packed rows is another question (``row_check``).
     """
     config = trainable_config(model)
     check_weight_files(model.path)
@@ -36,7 +39,7 @@ def read_model_config(model: ModelConfig) -> PreTrainedConfig:
 def trainable_config(model: ModelConfig) -> PreTrainedConfig:
     """``read_model_config`` of a folder that needs no weights, its ``config.json`` alone."""
     config = _configuration(model)
-    _check_architecture(config, model)
+    _check_causal(config, model)
     values = config.to_dict()
     _check_not_quantised(values, model)
     _check_auxiliary_loss(values, model)
@@ -48,13 +51,72 @@ def model_notices(model: ModelConfig) -> list[str]:
 
     Raises ``ConfigError`` as ``read_model_config`` does.
     """
-    wanted = _auxiliary_loss(read_model_config(model).to_dict())
-    if not wanted:
-        return []
-    return [
-        f"the router's auxiliary loss, which {model.path} asks for ({wanted}), is left out "
-        "(model.ignore_router_aux_loss)"
-    ]
+    config = read_model_config(model)
+    notices = []
+    if wanted := _auxiliary_loss(config.to_dict()):
+        notices.append(
+            f"the router's auxiliary loss, which {model.path} asks for ({wanted}), is left out "
+            "(model.ignore_router_aux_loss)"
+        )
+    if rates := dropout_settings(config):
+        asked = ", ".join(f"{name}={rate:g}" for name, rate in sorted(rates.items()))
+        notices.append(
+            f"dropout, which {model.path} asks for ({asked}), is off: the model that is trained "
+            "is the one that is sampled from"
+        )
+    return notices
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    return (config.architectures or [config.model_type])[0]
+
+
+def sliding_window_of(config: PreTrainedConfig) -> int | None:
+    """Tokens that the sliding layers see, if there are such layers."""
+    values = config.to_dict()
+    window = values.get("sliding_window")
+    kinds = values.get("layer_types")
+    if not window or values.get("use_sliding_window") is False:
+        return None
+    return None if kinds and "sliding_attention" not in kinds else int(window)
+
+
+def rope_limit_of(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which rotary frequencies do not depend on the longest sequence of a forward;
+    None: at any length.
+    """
+    ropes: Any = config.to_dict().get("rope_parameters") or {}
+    by_layer_type = "rope_type" not in ropes and all(isinstance(v, dict) for v in ropes.values())
+    limits = []
+    for rope in ropes.values() if by_layer_type else [ropes]:
+        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            own = rope.get("original_max_position_embeddings")
+            limits.append(int(own or config.max_position_embeddings))
+    return min(limits, default=None)
+
+
+def require_known_packed(config: PreTrainedConfig, model: ModelConfig) -> None:
+    """For engines with layers of their own. Raises ``ConfigError`` naming ``model.path`` unless it
+    is one of ``ARCHITECTURES``, with attention as theirs is.
+    """
+    architecture = architecture_of(config)
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"model.path: {model.path} is a {architecture}, which cannot be split over processes; "
+            f"supported are {', '.join(ARCHITECTURES)}; remove parallel to train others"
+        )
+    obstacles = {
+        "sliding-window attention (sliding_window)": architecture != "LlamaForCausalLM"
+        and sliding_window_of(config) is not None,
+        "rotary frequencies that depend on lengths (rope_parameters)": rope_limit_of(config)
+        is not None,
+    }
+    if found := [name for name, present in obstacles.items() if present]:
+        raise ConfigError(
+            f"model.path: {model.path} is a {architecture} with {' and '.join(found)}, which "
+            "a model that is split over processes cannot have; remove parallel, or use a model "
+            "without it"
+        )
 
 
 def vocabulary_size(model: ModelConfig) -> int:
@@ -100,25 +162,17 @@ def _configuration(model: ModelConfig) -> PreTrainedConfig:
         ) from None
 
 
-def _check_architecture(config: PreTrainedConfig, model: ModelConfig) -> None:
-    architecture = (config.architectures or [config.model_type])[0]
-    if architecture not in ARCHITECTURES:
+def _check_causal(config: PreTrainedConfig, model: ModelConfig) -> None:
+    """A language model that transformers has a class for, and nothing but one."""
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"model.path: {model.path} is a {architecture}, whose attention is not known to run on "
-            f"packed rows; supported are {', '.join(ARCHITECTURES)}"
+            f"model.path: {model.path} is a {architecture_of(config)}, which is no causal language "
+            "model of transformers; give one (AutoModelForCausalLM)"
         )
-    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-    obstacles = {
-        "sliding-window attention (sliding_window)": architecture != "LlamaForCausalLM"
-        and config.sliding_window is not None,
-        "attention dropout (attention_dropout)": bool(config.attention_dropout),
-        f"{rope_type} rotary frequencies (rope_parameters)": rope_type in LENGTH_DEPENDENT_ROPE,
-    }
-    found = [name for name, present in obstacles.items() if present]
-    if found:
+    if config.get_text_config() is not config:
         raise ConfigError(
-            f"model.path: {model.path} is a {architecture} with {' and '.join(found)}, which "
-            "packed rows do not support; use a model without it"
+            f"model.path: {model.path} is a {architecture_of(config)}, of which text is one part "
+            "of several; give a model of text alone"
         )
 
 

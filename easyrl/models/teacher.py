@@ -13,15 +13,9 @@ from torch import Tensor, nn
 
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.kernels.logprobs.linear_divergence import TeacherRows
+from easyrl.models.output_head import LogitShape
 from easyrl.models.policy_model import run_micro_batch
 from easyrl.schema import MicroBatch
-
-
-class NoProjection(nn.Module):
-    """Takes the place of a ``LogprobHead``: the hidden states as they are."""
-
-    def forward(self, hidden: Tensor, *_: object) -> tuple[Tensor]:
-        return (hidden,)
 
 
 @dataclass
@@ -36,9 +30,10 @@ class FullTeacher:
     module: nn.Module
     weight: Tensor  # [V, H_T], on the device
     bias: Tensor | None  # [V]
+    logits: LogitShape  # what its model makes of the product
 
     @torch.no_grad()
     def rows(self, row: MicroBatch, layout: SegmentLayout) -> TeacherRows:
         """At the N predictors of ``row``, both on the device."""
         (hidden,) = run_micro_batch(self.module, row, 1.0, layout=layout)
-        return TeacherRows(hidden, self.weight, self.bias)
+        return self.logits.teacher_rows(hidden, self.weight, self.bias)

@@ -31,6 +31,13 @@ class TeacherRows:
     hidden: Tensor  # [N, H_T]
     weight: Tensor  # [V, H_T]
     bias: Tensor | None = None  # [V]
+    soft_cap: float | None = None  # of its logits
+
+    def divided(self, by: float) -> TeacherRows:
+        """The rows whose logits are ``1 / by`` of these."""
+        bias = None if self.bias is None else self.bias / by
+        cap = None if self.soft_cap is None else self.soft_cap / by
+        return TeacherRows(self.hidden / by, self.weight, bias, cap)
 
 
 def linear_divergences(
@@ -43,6 +50,7 @@ def linear_divergences(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk_size: int = 512,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels``, entropies, and KL(student || teacher), all [N], nats.
 
@@ -51,7 +59,7 @@ def linear_divergences(
     distributions are at ``temperature``. No shards: a process has the whole vocabulary of both.
     Raises ``ValueError`` as there, and where the teacher has another vocabulary or other positions.
     """
-    student = Projection(hidden, weight, bias, labels, temperature, chunk_size, None)
+    student = Projection(hidden, weight, bias, labels, temperature, chunk_size, None, soft_cap)
     student.check()
     rows, vocab = teacher.hidden.shape[0], teacher.weight.shape[0]
     if rows != len(hidden) or vocab != len(weight):
@@ -59,7 +67,8 @@ def linear_divergences(
             f"the teacher has {rows} positions and a vocabulary of {vocab}, the student "
             f"{len(hidden)} and {len(weight)}; they have to be the same"
         )
-    arguments = *student[:6], teacher.hidden, teacher.weight, teacher.bias
+    caps = soft_cap, teacher.soft_cap
+    arguments = *student[:6], teacher.hidden, teacher.weight, teacher.bias, *caps
     _Pair.of(*arguments).teacher.check()
     if token_loss is None:
         return _LinearDivergences.apply(*arguments)
@@ -97,12 +106,13 @@ class _Pair(NamedTuple):
 
     @classmethod
     def of(cls, *arguments: Any) -> _Pair:
-        """Of the student's six first, and hidden states, weight and bias of the teacher."""
-        hidden, weight, bias, labels, temperature, chunk_size, its, its_weight, its_bias = arguments
+        """Of the student's six first, hidden states, weight and bias of the teacher, both caps."""
+        hidden, weight, bias, labels, temperature, chunk_size, *teacher = arguments
+        its, its_weight, its_bias, soft_cap, its_cap = teacher
         common = labels, temperature, chunk_size, None
         return cls(
-            Projection(hidden, weight, bias, *common),
-            Projection(its, its_weight, its_bias, *common),
+            Projection(hidden, weight, bias, *common, soft_cap=soft_cap),
+            Projection(its, its_weight, its_bias, *common, soft_cap=its_cap),
         )
 
     def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -133,6 +143,7 @@ class _Pair(NamedTuple):
         for zeros.
         """
         by_logprob, by_entropy, by_divergence = by_value
+        slope = self.student.slope(logits)
         has_others = by_logprob is not None or by_entropy is not None or by_divergence is None
         if by_divergence is not None:
             reverse_kl_gradient_(
@@ -148,11 +159,13 @@ class _Pair(NamedTuple):
         if has_others:
             if by_logprob is None:
                 by_logprob = torch.zeros_like(values.logprobs)
-            self.student.logit_gradient_(
+            self.student.capped_gradient_(
                 logits, rows, values.logsumexp, values.entropy, by_logprob, by_entropy
             )
             if by_divergence is not None:
                 logits.add_(teacher_logits)
+        if slope is not None:
+            logits.mul_(slope)
 
 
 class _LinearDivergences(torch.autograd.Function):
@@ -164,23 +177,23 @@ class _LinearDivergences(torch.autograd.Function):
         values = _Values.empty(pair.student.hidden)
         for rows, logits, teacher_logits in pair.chunks():
             values.write(rows, pair.values(rows, logits, teacher_logits))
-        ctx.save_for_backward(*arguments[:4], *arguments[6:], *values)
+        ctx.save_for_backward(*arguments[:4], *arguments[6:9], *values)
         ctx.set_materialize_grads(False)
-        ctx.settings = arguments[4:6]
+        ctx.settings, ctx.caps = arguments[4:6], arguments[9:]
         return values.logprobs, values.entropy, values.divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        pair = _Pair.of(*saved[:4], *ctx.settings, *saved[4:7])
+        pair = _Pair.of(*saved[:4], *ctx.settings, *saved[4:7], *ctx.caps)
         values = _Values(*saved[7:])
         gradients = ProjectionGradients(pair.student, ctx.needs_input_grad)
         for rows, logits, teacher_logits in pair.chunks():
             by_value = [None if grad is None else grad[rows] for grad in grads]
             pair.gradient_(rows, logits, teacher_logits, values.at(rows), by_value)
             gradients.add(logits, rows)
-        return (*gradients.rounded(), *[None] * 6)
+        return (*gradients.rounded(), *[None] * 8)
 
 
 class _LinearDivergenceLoss(torch.autograd.Function):
@@ -217,6 +230,6 @@ class _LinearDivergenceLoss(torch.autograd.Function):
             raise RuntimeError("linear_divergences went backward before and gave its gradient away")
         gradients, ctx.gradients = ctx.gradients, None
         if grad_sum is None:
-            return (None,) * 11
+            return (None,) * 13
         gradients.scale_(grad_sum)
-        return (None, None, *gradients.rounded(), *[None] * 6)
+        return (None, None, *gradients.rounded(), *[None] * 8)

@@ -35,6 +35,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 512,
     shard: VocabShard | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of ``labels`` and entropies, both [N], of the distribution at
     ``temperature``.
@@ -54,11 +55,14 @@ def linear_logprobs(
     summed like any other. Raises ``ValueError`` where it returns another shape or something that
     depends on neither of its arguments.
 
+    With a ``soft_cap`` c the logits are ``c · tanh(x / c)`` of the product x, before temperature
+    (Gemma 2, arXiv:2408.00118, section 2); the gradient goes through it.
+
     With a ``shard``, ``weight`` and ``bias`` are this process's rows of a vocabulary that is split.
     All other arguments have to be the same in all processes of its group, which call this together,
     forward and backward, and get the same results. A label outside the whole vocabulary gives NaN.
     """
-    head = Projection(hidden, weight, bias, labels, temperature, chunk_size, shard)
+    head = Projection(hidden, weight, bias, labels, temperature, chunk_size, shard, soft_cap)
     head.check()
     if token_loss is None:
         return _LinearLogprobs.apply(*head)
@@ -97,7 +101,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 logits, rows, logsumexp[rows], entropy[rows], grad_logprobs[rows], by_entropy
             )
             gradients.add(logits, rows)
-        return (*gradients.rounded(), None, None, None, None)
+        return (*gradients.rounded(), *[None] * 5)
 
 
 class _LinearTokenLoss(torch.autograd.Function):
@@ -135,6 +139,6 @@ class _LinearTokenLoss(torch.autograd.Function):
             raise RuntimeError("linear_logprobs went backward before and gave its gradient away")
         gradients, ctx.gradients = ctx.gradients, None
         if grad_sum is None:
-            return (None,) * 9
+            return (None,) * 10
         gradients.scale_(grad_sum)
-        return (None, None, *gradients.rounded(), None, None, None, None)
+        return (None, None, *gradients.rounded(), *[None] * 5)

@@ -32,9 +32,10 @@ class Projection(NamedTuple):
     temperature: float
     chunk_size: int
     shard: VocabShard | None
+    soft_cap: float | None = None  # c: the logits are c · tanh(x / c) of the product x
 
     def check(self) -> None:
-        hidden, weight, bias, labels, temperature, chunk_size, shard = self
+        hidden, weight, bias, labels, temperature, chunk_size, shard, soft_cap = self
         if hidden.ndim != 2 or labels.shape != hidden.shape[:1] or labels.dtype != torch.int64:
             raise ValueError(
                 f"hidden is {tuple(hidden.shape)} and labels {labels.dtype} "
@@ -53,6 +54,8 @@ class Projection(NamedTuple):
                 f"temperature is {temperature} and chunk_size {chunk_size}; both have to "
                 "be positive"
             )
+        if soft_cap is not None and soft_cap <= 0:
+            raise ValueError(f"soft_cap is {soft_cap}; it has to be positive, or None for no cap")
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Positions and their logits [C, V] before temperature, in the inputs' dtype; those of all
@@ -66,6 +69,8 @@ class Projection(NamedTuple):
                 torch.mm(self.hidden[rows], self.weight.t(), out=logits)
             else:
                 torch.addmm(self.bias, self.hidden[rows], self.weight.t(), out=logits)
+            if self.soft_cap is not None:
+                _cap_(logits, self.soft_cap)
             yield rows, logits
 
     def values(self, logits: Tensor, rows: slice) -> RowValues:
@@ -86,7 +91,31 @@ class Projection(NamedTuple):
         grad_logprobs: Tensor,
         grad_entropy: Tensor | None,
     ) -> None:
-        """Overwrites the ``logits`` of ``rows`` by a loss's gradient in them; the rest is [C]."""
+        """Overwrites the ``logits`` of ``rows`` by a loss's gradient in the product that they are
+        of; the rest is [C].
+        """
+        slope = self.slope(logits)
+        self.capped_gradient_(logits, rows, logsumexp, entropy, grad_logprobs, grad_entropy)
+        if slope is not None:
+            logits.mul_(slope)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """[C, V] of the ``logits`` in the product before the cap; None: it is 1 everywhere."""
+        if self.soft_cap is None:
+            return None
+        share = logits / self.soft_cap
+        return share.square_().neg_().add_(1.0)
+
+    def capped_gradient_(
+        self,
+        logits: Tensor,
+        rows: slice,
+        logsumexp: Tensor,
+        entropy: Tensor,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
+    ) -> None:
+        """As ``logit_gradient_``, in the logits as they are, behind the cap."""
         labels, grad_label = self.labels[rows], grad_logprobs
         if self.shard is not None:
             labels, held = self.shard.local_labels(labels)
@@ -119,7 +148,7 @@ class ProjectionGradients:
 
     def add(self, grad_logits: Tensor, rows: slice) -> None:
         """Those of positions ``rows``, whose gradient in the logits is ``grad_logits`` [C, V]."""
-        hidden, weight, *_, shard = self._head
+        hidden, weight, shard = self._head.hidden, self._head.weight, self._head.shard
         if self._hidden is not None:
             grad_hidden = torch.mm(grad_logits, weight, out=self._hidden[rows])
             if shard is not None:
@@ -143,6 +172,13 @@ class ProjectionGradients:
         """Of hidden, weight and bias in their own dtypes; None where not needed."""
         pairs = zip((self._hidden, self._weight, self._bias), self._head[:3], strict=True)
         return [None if g is None or x is None else g.to(x.dtype) for g, x in pairs]
+
+
+def _cap_(logits: Tensor, soft_cap: float) -> None:
+    """``soft_cap · tanh(logits / soft_cap)`` in place, rounded once."""
+    for rows in row_blocks(logits):
+        block = logits[rows].to(softmax_dtype(logits.dtype))
+        logits[rows] = block.div(soft_cap).tanh_().mul_(soft_cap)
 
 
 def _add_product_(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

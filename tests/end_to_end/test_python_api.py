@@ -160,7 +160,8 @@ def test_rewards_of_several_forms_train_and_the_script_is_not_run_again(folder):
 def sentence(ended) -> str:
     """The last one, without a stack; the line behind it names the script's own."""
     *said, where = ended.stderr.splitlines()
-    assert where.startswith(f"  (called in {ended.args[-1]}:") and "[rank0]" not in ended.stderr
+    assert where.startswith("  (called in ") and f"/{ended.args[-1]}:" in where
+    assert "[rank0]" not in ended.stderr
     return next(line for line in reversed(said) if line.startswith("easyrl: "))
 
 

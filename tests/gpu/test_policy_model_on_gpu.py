@@ -16,7 +16,8 @@ transformers = pytest.importorskip("transformers")
 from easyrl.kernels.attention.segment_layout import SegmentLayout  # noqa: E402
 from easyrl.models.activation_checkpointing import checkpoint_activations  # noqa: E402
 from easyrl.models.fused_layers import fuse_layers  # noqa: E402
-from easyrl.models.policy_model import ATTENTION, PolicyModel  # noqa: E402
+from easyrl.models.policy_model import PolicyModel  # noqa: E402
+from easyrl.models.row_forward import ATTENTION  # noqa: E402
 from tests.gpu.device import DEVICE, ON_CUDA, marks  # noqa: E402
 from tests.gpu.packed_row import Group, packed, random_groups  # noqa: E402
 

@@ -110,8 +110,8 @@ MISTAKES = [
     ),
     _broken("a config.json that is a list", lambda model: _write(model, CONFIG, "[]")),
     _broken(
-        "an architecture that is not supported",
-        lambda model: _set(model, model_type="gpt2", architectures=["GPT2LMHeadModel"]),
+        "a model that is no causal language model",
+        lambda model: _set(model, model_type="t5", architectures=["T5ForConditionalGeneration"]),
     ),
     _broken(
         "an architecture that nobody knows",
@@ -122,10 +122,13 @@ MISTAKES = [
         lambda model: _set(model, model_type="my_model", auto_map={"AutoConfig": "mine.Config"}),
     ),
     _broken(
-        "a sliding window",
-        lambda model: _set(model, use_sliding_window=True, sliding_window=64, max_window_layers=0),
+        "rotary frequencies that depend on lengths",
+        lambda model: _set(
+            model,
+            max_position_embeddings=8,
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        ),
     ),
-    _broken("attention dropout", lambda model: _set(model, attention_dropout=0.1)),
     _broken("quantised weights", lambda model: _set(model, quantization_config=_QUANTISED)),
     _broken("no weights", lambda model: _remove(model, WEIGHTS)),
     _broken("weights that are cut off", lambda model: _cut(model, WEIGHTS)),

@@ -58,7 +58,8 @@ def random_policy(shape: ModelShape, row: Row, device: torch.device) -> Any:
 
     from easyrl.models.activation_checkpointing import checkpoint_activations
     from easyrl.models.fused_layers import fuse_layers
-    from easyrl.models.policy_model import ATTENTION, PolicyModel
+    from easyrl.models.policy_model import PolicyModel
+    from easyrl.models.row_forward import ATTENTION
 
     config = _config(shape, attn_implementation=ATTENTION)
     torch.manual_seed(0)

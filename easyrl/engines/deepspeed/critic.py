@@ -31,6 +31,7 @@ from easyrl.engines.state_file import EngineState
 from easyrl.engines.weight_names import saved_weights
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.critic import VALUE_HEAD, load_critic_model
+from easyrl.models.loading import head_weight_name
 from easyrl.recipes.recipe import Recipe
 from easyrl.recipes.value_losses import value_loss
 from easyrl.runtime.ranks import Ranks
@@ -128,8 +129,9 @@ class DeepSpeedCritic:
 
     def named_weights(self, *, is_writer: bool) -> Iterator[tuple[str, Tensor]]:
         """As ``critic.path`` takes them: the model's, and the value head's."""
+        head = head_weight_name(self._model.model)
         for name, weight in saved_weights(self._model.model, is_writer=is_writer):
-            yield VALUE_HEAD if name == "lm_head.weight" else name, weight
+            yield VALUE_HEAD if name == head else name, weight
 
     def snapshot(self) -> EngineState:
         """This rank's share of masters, moments and step counts, under names of its own."""

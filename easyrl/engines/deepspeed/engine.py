@@ -382,7 +382,8 @@ class DeepSpeedEngine:
         if self._stage < 3:  # before it is taken: a tied one stays one tensor
             model.to(self.device)
         projection = take_projection(model)
-        return FullTeacher(frozen_model(self._placed(model, settings)).module, *projection)
+        module = frozen_model(self._placed(model, settings)).module
+        return FullTeacher(module, *projection, model.logits)
 
     def _placed(self, model: PolicyModel, settings: dict[str, Any]) -> nn.Module:
         """A model to be frozen, on the device, with ZeRO-3 by an engine that gathers its shards."""

@@ -10,8 +10,8 @@ import deepspeed
 from torch import Tensor
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from easyrl.models.output_head import NoProjection
 from easyrl.models.policy_model import PolicyModel
-from easyrl.models.teacher import NoProjection
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from easyrl.engines.megatron.weights.loading import stored_shapes
 from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.models.activation_checkpointing import checkpoint_layers
 from easyrl.models.loading import DTYPES
-from easyrl.models.supported import read_model_config
+from easyrl.models.supported import read_model_config, require_known_packed
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,11 @@ class StageMaker:
 
     def _load(self) -> list[PolicyStage]:
         model = self.config.model
+        hf_config = read_model_config(model)
+        require_known_packed(hf_config, model)
         chunks = [
             PolicyStage(
-                read_model_config(model),
+                hf_config,
                 self.place,
                 DTYPES[model.dtype],
                 attention=self.attention,

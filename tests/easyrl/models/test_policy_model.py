@@ -26,6 +26,7 @@ from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.loading import load_policy_model
 from easyrl.models.policy_model import PolicyModel, run_micro_batch
+from easyrl.models.row_forward import PackedForward
 from easyrl.models.supported import model_notices
 from easyrl.schema import MicroBatch, RolloutGroup, SampleKey
 from tests.kernels.memory_recorder import PeakMemory
@@ -184,7 +185,7 @@ def test_plain_causal_mask_fails(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     with pytest.raises(RuntimeError, match="merged .* does not agree with the reference"):
         packed_run(policy, 200)
-    policy.attention = CheckedAttention("reference")
+    policy.row_forward = PackedForward(CheckedAttention("reference"))
     errors = relative_errors(packed_run(policy, 200), separate_run(plain))
     assert min(errors) > 1e-2, errors
 
@@ -348,16 +349,6 @@ def test_runs_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "named"),
     [
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "sliding-window"),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding-window"),
-        ("mistral", {"sliding_window": 4096}, "sliding-window"),  # its default
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "dynamic rotary",
-        ),
-        ("qwen2", {"architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM"),
         (
             "qwen3",
             {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},

@@ -50,7 +50,7 @@ def tri_model(folder: Path, recipe: Distillation) -> TriModel:
     its = load_policy_model(ModelConfig(path=recipe.teacher), dtype=torch.float64)
     teacher = frozen_model(its)
     if recipe.divergence == "full":
-        teacher = FullTeacher(its, *take_projection(its))  # type: ignore[assignment]
+        teacher = FullTeacher(its, *take_projection(its), its.logits)  # type: ignore[assignment]
     return TriModel(
         policy,
         reference=None,
