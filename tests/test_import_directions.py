@@ -125,7 +125,7 @@ MAY_IMPORT = {
     " ledger.exclusions",
     # what puts the rooms together, and what a user calls
     # what a run and easyrl doctor look at before; the wiring says in which order
-    "doctor": "schema config completion_check dataloaders.prompts.records engines.base"
+    "doctor": "schema config completion_check dataloaders.prompts.sources engines.base"
     " engines.deepspeed.memory engines.weight_names inference_client memory_plan"
     " metrics.logprob_agreement models.loading models.policy_model models.supported"
     " models.weight_files rewards.scorer runtime.user_code"

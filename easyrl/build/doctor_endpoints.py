@@ -19,13 +19,14 @@ from easyrl.config import Config
 from easyrl.doctor.agreement import agreement_findings, sampled_groups
 from easyrl.doctor.architecture import architecture_finding
 from easyrl.doctor.endpoints import Reached, context_finding, reach
-from easyrl.doctor.finding import Finding, findings_of, not_checked
+from easyrl.doctor.finding import Finding, failed, finding_of, findings_of, not_checked
 from easyrl.doctor.policy_folder import PolicyFolder
 from easyrl.doctor.sizes import size
 from easyrl.doctor.tokens import template_finding, tokenizer_finding
 from easyrl.doctor.weight_route import weight_route_finding
 from easyrl.inference_client.api_keys import ApiKeys
 from easyrl.inference_client.client import EndpointClient, TensorShapes
+from easyrl.inference_client.errors import EndpointError
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPES
 from easyrl.runtime.loop_thread import LoopThread
 from easyrl.schema import Prompt, RolloutGroup
@@ -96,27 +97,47 @@ class _Look:
                 return found
             architecture = await architecture_finding(client, config.model, policy.shapes)
             found += [architecture, context_finding(config, reached)]
-            tokenizer = policy.tokenizer
-            found.append(await tokenizer_finding(config, tokenizer, reached, policy.prompts[0]))
-            found.append(await template_finding(config, tokenizer, reached))
+            tokenizer, prompt = policy.tokenizer, policy.prompts[0]
+            found.append(
+                await finding_of(
+                    f"tokenizer of {url}", tokenizer_finding(config, tokenizer, reached, prompt)
+                )
+            )
+            found.append(
+                await finding_of(
+                    f"chat template of {url}", template_finding(config, tokenizer, reached)
+                )
+            )
             if architecture.verdict == "failed":
                 return found
-            folder = PolicyFolder(config.model, policy.shapes)
-            self._store.begin("doctor")
-            found.append(await weight_route_finding(config, reached, self._store, folder))
+            found.append(await finding_of(f"weight transfer to {url}", self._weight_route(reached)))
             return found + await self._sample(reached)
+
+    async def _weight_route(self, reached: Reached) -> Finding:
+        self._store.begin("doctor")
+        folder = PolicyFolder(self._config.model, self._policy.shapes)
+        return await weight_route_finding(self._config, reached, self._store, folder)
 
     async def _sample(self, reached: Reached) -> list[Finding]:
         """Nothing where it can be compared later."""
         config, policy = self._config, self._policy
         name = f"log-probabilities of {reached.url}"
+        if reached.has_run_weights:
+            return [not_checked(name, f"it serves {reached.version}, not {config.model.path}")]
         if problem := _why_not_here(config, policy):
             return [not_checked(name, problem)]
         prompts = policy.prompts[:NUM_PROMPTS]
-        async with asyncio.timeout(SAMPLES_S):
-            self._sampled[reached.url] = await sampled_groups(
-                config, reached, prompts, policy.vocabulary
-            )
+        try:
+            async with asyncio.timeout(SAMPLES_S):
+                self._sampled[reached.url] = await sampled_groups(
+                    config, reached, prompts, policy.vocabulary
+                )
+        except TimeoutError:
+            said = f"it has not answered {len(prompts)} prompts within {SAMPLES_S:g} s"
+            return [failed(name, said, "see what it does; use another in inference.endpoints")]
+        except EndpointError as error:
+            said = f"it does not answer prompts ({error.reason:.300})"
+            return [failed(name, said, "start it as docs/endpoints.md says")]
         return []
 
 

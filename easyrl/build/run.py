@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from easyrl.build.ranks import GroupChannels, join_ranks
 from easyrl.build.row_settings import decide_row_settings
+from easyrl.build.space import warn_of_little_space
 from easyrl.build.trial import try_attention
 from easyrl.config import Config
 from easyrl.config.file import plain_secrets
-from easyrl.doctor.architecture import count_parameters
-from easyrl.doctor.finding import Finding, findings_of
-from easyrl.doctor.space import disk_finding, weight_space_finding
 from easyrl.engines.group.calls import END
 from easyrl.metrics.event_log import Record
 from easyrl.metrics.logprob_agreement import not_judged
@@ -82,7 +80,7 @@ def open_run(
     on_folder()
     if collectives.ranks.is_first:
         _say_at_start(config, [*said_of_model, *said_of_rows])
-        _say_of_space(config)
+        warn_of_little_space(config)
     tokens = TokenProgress()
     return OpenRun(
         config,
@@ -97,20 +95,6 @@ def open_run(
         tokens,
         tokens.counting(open_event_log(config, output, collectives, opened)),
     )
-
-
-def _say_of_space(config: Config) -> None:
-    """Warns where disk or shared memory will not hold what the run is going to write."""
-
-    def look() -> Iterator[Finding]:
-        num_parameters = count_parameters(config.model)
-        yield disk_finding(config, num_parameters)
-        if config.source == "rollouts":
-            yield weight_space_finding(config, num_parameters)
-
-    for finding in findings_of("space", look):
-        if finding.verdict == "failed":
-            logger.warning("%s: %s; %s", finding.name, finding.seen, finding.remedy)
 
 
 def _say_at_start(config: Config, said_of_model: list[str]) -> None:

@@ -6,6 +6,8 @@ import json
 import logging
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,12 +54,12 @@ def doctor_command(
     except ConfigError as error:
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
-    logging.getLogger("easyrl").setLevel(logging.ERROR)  # what it warns of is a finding here
     found = []
-    for finding in diagnosis.findings():
-        found.append(finding)
-        if not as_json:
-            print_plain(_line(finding))
+    with _no_warnings():
+        for finding in diagnosis.findings():
+            found.append(finding)
+            if not as_json:
+                print_plain(_line(finding))
     verdicts = Counter(finding.verdict for finding in found)
     if as_json:
         findings = [asdict(finding) for finding in found]
@@ -66,6 +68,18 @@ def doctor_command(
         counts = f"{verdicts['ok']} ok, {verdicts['failed']} failed"
         print_plain(f"{counts}, {verdicts['not checked']} not checked")
     raise typer.Exit(1 if verdicts["failed"] else 0)
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What a run would warn of is a finding here."""
+    logger = logging.getLogger("easyrl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _line(finding: Finding) -> str:

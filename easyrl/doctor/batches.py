@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
 
 from easyrl.config import Config
-from easyrl.dataloaders.prompts.records import read_records
+from easyrl.dataloaders.prompts.sources import source_records
 from easyrl.doctor.finding import Finding, failed, ok
 from easyrl.schema import Prompt
 
@@ -14,8 +13,7 @@ from easyrl.schema import Prompt
 def data_finding(config: Config, prompts: Sequence[Prompt]) -> Finding:
     """``prompts``: of an epoch, as the run would load them."""
     data, name = config.data, "data"
-    records = chain.from_iterable(read_records(path) for path in data.files)
-    num_records = sum(1 for _ in islice(records, data.max_records))
+    num_records = sum(1 for _ in source_records(data))
     longest = max(len(prompt.token_ids) for prompt in prompts)
     said = f"{len(prompts):,} prompts, the longest of {longest:,} tokens"
     left_out = num_records - len(prompts)

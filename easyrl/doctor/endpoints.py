@@ -11,6 +11,7 @@ from easyrl.doctor.finding import Finding, failed, ok
 from easyrl.inference_client.client import EndpointClient, ServedModel
 from easyrl.inference_client.errors import EndpointError, RequestRejected
 
+UNTOUCHED = "default"  # the version of a server that nobody has given weights
 RAISE_CONTEXT = "lower one of them, or raise the server's --max-model-len"
 
 
@@ -27,6 +28,12 @@ class Reached:
 
     client: EndpointClient
     served: ServedModel
+    version: str | None  # of its weights; None: it does not tell
+
+    @property
+    def has_run_weights(self) -> bool:
+        """Whether a run, which may be using it, has given it weights."""
+        return self.version not in (None, UNTOUCHED)
 
     @property
     def url(self) -> str:
@@ -39,13 +46,21 @@ async def reach(client: EndpointClient) -> tuple[Finding, Reached | None]:
     try:
         await client.health()
         served = await client.served_model()
+        reached = Reached(client, served, await _weight_version(client))
     except EndpointError as error:
         remedy = "start the server, or correct its URL in inference.endpoints"
         if isinstance(error, RequestRejected):
             remedy = "correct its key (inference.api_key_env) or its URL in inference.endpoints"
         return failed(name, error.reason, remedy), None
     seen = f"serves {served.name} ({await _version(client, served)})"
-    return ok(name, seen), Reached(client, served)
+    return ok(name, seen), reached
+
+
+async def _weight_version(client: EndpointClient) -> str | None:
+    try:
+        return await client.weight_version()
+    except RequestRejected:
+        return None
 
 
 async def _version(client: EndpointClient, served: ServedModel) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,12 +41,21 @@ def findings_of(name: str, check: Check) -> Iterator[Finding]:
     """What ``check`` finds; whatever it raises is a finding too, and ends no other check."""
     try:
         yield from check()
-    except ConfigError as error:  # names key and remedy itself
-        seen, _, remedy = str(error).partition("; ")
-        yield failed(name, seen, remedy or "correct the configuration")
     except Exception as error:
-        yield failed(
-            name,
-            f"the check itself has failed: {describe(error)}",
-            "report it, or look at what it names",
-        )
+        yield _broken(name, error)
+
+
+async def finding_of(name: str, check: Awaitable[Finding]) -> Finding:
+    """As ``findings_of``, of a check with one finding."""
+    try:
+        return await check
+    except Exception as error:
+        return _broken(name, error)
+
+
+def _broken(name: str, error: Exception) -> Finding:
+    if isinstance(error, ConfigError):  # names key and remedy itself
+        seen, _, remedy = str(error).partition("; ")
+        return failed(name, seen, remedy or "correct the configuration")
+    seen = f"the check itself has failed: {describe(error)}"
+    return failed(name, seen, "report it, or look at what it names")

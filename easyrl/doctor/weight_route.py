@@ -17,8 +17,6 @@ from easyrl.inference_client.errors import EndpointError
 from easyrl.weight_sync.challenge import Challenge, UnknownSlices
 from easyrl.weight_sync.store import WeightStore
 
-UNTOUCHED = "default"  # the version of a server that nobody has given weights
-
 
 async def weight_route_finding(
     config: Config, reached: Reached, store: WeightStore, folder: PolicyFolder
@@ -30,14 +28,12 @@ async def weight_route_finding(
         '\'{"backend": "easyrl"}\' --worker-extension-cls easyrl_vllm.WeightProof and '
         "VLLM_SERVER_DEV_MODE=1 (docs/endpoints.md)"
     )
-    try:
-        version = await client.weight_version()
-    except EndpointError as error:
-        return failed(name, f"it does not say what weights it serves ({error.reason:.200})", remedy)
-    if version != UNTOUCHED:
+    if reached.version is None:
+        return failed(name, "it has no route for weights", remedy)
+    if reached.has_run_weights:
         return not_checked(
             name,
-            f"it serves {version}, the weights of a run, which may be using it",
+            f"it serves {reached.version}, the weights of a run, which may be using it",
             "stop that run, or restart the server, to check it",
         )
     tensors = folder.some()

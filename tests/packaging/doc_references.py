@@ -35,7 +35,14 @@ IMPORT_NAMES = {  # of the folders that have modules
 }
 FOLDERS = (*IMPORT_NAMES, "configs", "docs")
 # of a run and of a user
-NOT_OURS = {"run.lock", "metrics.jsonl", "reward.py", "my_recipe.py", "recipe.my_key"}
+NOT_OURS = {
+    "run.lock",
+    "metrics.jsonl",
+    "reward.py",
+    "my_recipe.py",
+    "recipe.my_key",
+    "easyrl.yaml",
+}
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

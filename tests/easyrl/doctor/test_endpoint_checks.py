@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+from aiohttp import web
 from transformers import AutoTokenizer
 
 from benchmarks.parts.random_model import write_random_model
@@ -27,6 +28,7 @@ from easyrl.doctor.finding import Finding
 from easyrl.inference_client.client import EndpointClient
 from easyrl.runtime.loop_thread import LoopThread
 from tests.easyrl.doctor.parts import NOWHERE, asked, config, serve
+from tests.end_to_end.proxy import Proxy, reply
 from tests.tiny_models import save_tiny_model
 
 NAMES = ["endpoint", "architecture", "context", "tokenizer", "chat template", "weight transfer"]
@@ -164,12 +166,49 @@ def test_a_server_that_a_run_has_given_weights_is_left_alone(model: Path) -> Non
         found = findings(config(model, url))
         assert found["weight transfer"].verdict == "not checked"
         assert "mine:0:3" in found["weight transfer"].seen
+        assert found[LAST].verdict == "not checked" and "mine:0:3" in found[LAST].seen
 
 
 def test_own_servers_come_with_the_run(model: Path) -> None:
     inference = {"launch": {"engine": "embedded"}}
     (found,) = findings(config(model, inference=inference)).values()
     assert found.verdict == "not checked" and "inference.endpoints" in found.remedy
+
+
+class Refusing(Proxy):
+    """Answers 500 to ``path``, with 404 where ``is_missing``, and passes on all else."""
+
+    def __init__(self, upstream: str, path: str, *, is_missing: bool = False) -> None:
+        self._path, self._status = path, 404 if is_missing else 500
+        super().__init__(upstream)
+
+    async def answer(self, request: web.Request, body: bytes) -> web.Response | None:
+        if request.path != self._path:
+            return None
+        return reply({"error": "not today"}, self._status)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_missing", "check", "verdict"),
+    [
+        ("/inference/v1/generate", False, LAST, "failed"),
+        ("/health", False, "endpoint", "failed"),
+        ("/init_weight_transfer_engine", True, "weight transfer", "failed"),
+        ("/weight_info", True, "weight transfer", "failed"),
+        ("/tokenize", True, "tokenizer", "not checked"),
+        ("/tokenize", False, "tokenizer", "not checked"),
+        ("/version", True, "endpoint", "ok"),
+    ],
+)
+def test_a_route_that_is_refused_costs_its_own_check(
+    model: Path, server: str, path: str, is_missing: bool, check: str, verdict: str
+) -> None:
+    with closing(Refusing(server, path, is_missing=is_missing)) as proxy:
+        found = verdicts(findings(config(model, proxy.url)))
+    assert found[check] == verdict
+    if path != "/health":
+        others = {name: v for name, v in found.items() if name not in (check, "chat template")}
+        assert others == dict.fromkeys({*NAMES, LAST} - {check, "chat template"}, "ok")
 
 
 class OldServer(EndpointClient):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from easyrl.build.space import warn_of_little_space
+from easyrl.config import ConfigError
 from easyrl.config.file import load_config
 from easyrl.doctor.architecture import count_parameters, weight_shapes
 from easyrl.doctor.devices import device_finding
@@ -144,11 +148,20 @@ def test_space_for_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found.verdict == "failed" and "weight_sync.directory" in found.remedy
 
 
+def test_a_run_warns_of_little_space(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked = config(model)
+    warn_of_little_space(checked)
+    assert caplog.text == ""
+    free(monkeypatch, 1000)
+    warn_of_little_space(checked)
+    disk, weights = (record.getMessage() for record in caplog.records)
+    assert disk.startswith("disk space: ") and "run.output_dir" in disk
+    assert weights.startswith("space for weight sync: ") and "weight_sync.directory" in weights
+
+
 def test_parameters_are_counted_as_they_are_sent(model: Path) -> None:
-    from math import prod
-
-    from safetensors.torch import load_file
-
     saved = load_file(model / "model.safetensors")
     shapes = weight_shapes(config(model).model)
     assert {name: list(shape) for name, (_, shape) in shapes.items()} == {
@@ -169,8 +182,6 @@ def test_a_check_that_breaks_is_a_finding() -> None:
 
 
 def test_what_names_its_remedy_keeps_it() -> None:
-    from easyrl.config import ConfigError
-
     def refuses():
         raise ConfigError("data.files[0]: a.jsonl is empty; give another")
 
