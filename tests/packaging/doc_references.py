@@ -133,7 +133,7 @@ def wrong_references(text: str, project: Project) -> list[str]:
                 for file in files - paths - NOT_OURS
                 if not project.has_file_ending_in(file)
             ),
-            *(f"name {name}" for name in dotted if not project.has_name(name)),
+            *(f"name {name}" for name in dotted - NOT_OURS if not project.has_name(name)),
             *(f"module {name}" for name in RUN_MODULE.findall(text) if not project.can_run(name)),
             *(f"key {key}" for key in keys if not is_key(key)),
         ]
