@@ -35,7 +35,14 @@ IMPORT_NAMES = {  # of the folders that have modules
 }
 FOLDERS = (*IMPORT_NAMES, "configs", "docs")
 # of a run and of a user
-NOT_OURS = {"run.lock", "metrics.jsonl", "reward.py", "my_recipe.py", "recipe.my_key"}
+NOT_OURS = {
+    "run.lock",
+    "metrics.jsonl",
+    "reward.py",
+    "my_recipe.py",
+    "recipe.my_key",
+    "easyrl.yaml",
+}
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -126,7 +133,7 @@ def wrong_references(text: str, project: Project) -> list[str]:
                 for file in files - paths - NOT_OURS
                 if not project.has_file_ending_in(file)
             ),
-            *(f"name {name}" for name in dotted if not project.has_name(name)),
+            *(f"name {name}" for name in dotted - NOT_OURS if not project.has_name(name)),
             *(f"module {name}" for name in RUN_MODULE.findall(text) if not project.can_run(name)),
             *(f"key {key}" for key in keys if not is_key(key)),
         ]
