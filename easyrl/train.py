@@ -64,10 +64,10 @@ def _main(
     try:
         overrides = [*arguments.overrides, *fixed]
         config = load_config(arguments.config, overrides, defaults=defaults)
-        config = with_local_models(config)
         if arguments.print_config:
             print(dump_config(_checked(config)), end="")
             return 0
+        config = with_local_models(config)
         check_paths(config)
         signals = RunSignals(StopRequest(config.trainer.grace_s))
         signals.install()

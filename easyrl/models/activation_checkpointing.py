@@ -23,8 +23,6 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from easyrl.config import ConfigError
-
 # Most of a layer's time and a small part of its memory; norms, activations and copies are redone.
 _KEPT = {
     "aten.mm.default",
@@ -56,6 +54,8 @@ def checkpoint_activations(
     again = _recomputed(mode)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
+        from easyrl.config import ConfigError  # torch and transformers are all that a model needs
+
         raise ConfigError(
             f"model.activation_checkpointing: {type(model).__name__} has no layers that "
             "transformers can compute again; set it to none"

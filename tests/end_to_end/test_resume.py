@@ -21,6 +21,7 @@ from easyrl.schema import PolicyVersion
 from tests.end_to_end.proxy import GatedProxy
 from tests.end_to_end.trainer_run import start_trainer, trainer_command
 
+pytestmark = pytest.mark.runs
 BATCH, STEPS, SAVED = 4, 4, 2
 PROMPT_TOKENS, NUM_GENERATIONS = 12, 4
 

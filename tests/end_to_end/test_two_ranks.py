@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_PROMPTS, BATCH = 7, 3  # the last batch has one prompt: a rank has nothing to do
 
 
+@pytest.mark.runs
 def test_every_prompt_is_trained_once(served, tmp_path):
     """ZeRO-3: the one stage in which no rank holds the model; the engine's tests have them all."""
     run_dir = tmp_path / "ranks"

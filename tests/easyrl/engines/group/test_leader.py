@@ -322,6 +322,7 @@ def test_processes_say_whether_they_share_a_folder(tmp_path):
     assert run("sees", tmp_path)["head"] == (True, False)
 
 
+@pytest.mark.runs
 def test_a_checkpoint_has_a_file_of_each_process(tmp_path):
     said = run("a_checkpoint", tmp_path)
     names, are_files = said["head"]
@@ -336,6 +337,7 @@ def test_what_a_follower_cannot_write_is_raised_and_the_next_is_written(tmp_path
     assert "missing" in problem and num_files == SIZE
 
 
+@pytest.mark.runs
 def test_each_stage_writes_its_weights_and_the_head_merges_the_lists(tmp_path):
     said = run("shares", tmp_path)
     assert said["head"] == (True, True, None)
@@ -347,6 +349,7 @@ def test_a_writer_that_dies_in_a_push_leaves_no_version(tmp_path):
     assert run("dies", tmp_path)["head"] == ("GroupLost", [], "never whole")
 
 
+@pytest.mark.runs
 def test_what_a_follower_refuses_is_raised_on_the_head(tmp_path):
     assert run("refuses", tmp_path)["head"] == "it does not fit rank 1"
 
