@@ -106,7 +106,7 @@ def _train(
         except OmegaConfBaseException as error:
             said = str(error).partition("\n")[0]
             raise ConfigError(f"{key}: {said}; give a plain value, as 1e-6 or a text") from error
-    config = with_local_models(resolve_config(tree, source="train_policy"))
+    config = with_local_models(resolve_config(tree, source="train_policy"), resume=resume)
     rewards.check(config.rewards)
     check_paths(config, written_later=[prompts_file, *rewards.files])
     if rank == "0":

@@ -67,7 +67,7 @@ def _main(
         if arguments.print_config:
             print(dump_config(_checked(config)), end="")
             return 0
-        config = with_local_models(config)
+        config = with_local_models(config, resume=arguments.resume)
         check_paths(config)
         signals = RunSignals(StopRequest(config.trainer.grace_s))
         signals.install()

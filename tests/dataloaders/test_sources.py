@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi, constants
 
 from easyrl.config import DatasetConfig
 from easyrl.dataloaders.prompts.sources import source_records
@@ -72,9 +73,19 @@ def test_what_it_does_not_have_is_named(folder: Path, settings: Any, message: st
 def test_one_that_is_not_to_be_had_is_named_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    """Nobody listens there; the Hub is asked once."""
+    asked = []
+
+    def info(api: HfApi, name: str, **_: object) -> None:
+        asked.append(name)
+        raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr(HfApi, "dataset_info", info)
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     with pytest.raises(ValueError, match="hf download some-lab/sums --repo-type dataset"):
         list(source_records(DatasetConfig(dataset="some-lab/sums")))
+    assert asked == ["some-lab/sums"]
+    assert (datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE) == before
 
 
 def test_without_the_package_the_remedy_is_named() -> None:

@@ -92,6 +92,48 @@ def test_all_models_of_a_configuration(model: Path, cache: Path) -> None:
     assert config.model.path == Path(REPO)
 
 
+def test_a_cache_that_lacks_files_is_not_taken_for_the_model(model: Path, cache: Path) -> None:
+    """Others have asked for the configuration alone, or for one of the shards."""
+    snapshot = cache_model(cache, REPO, model)
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=f"hf download {REPO}"):
+        local_model(Path(REPO), "model.path")
+    assert local_model(Path(REPO), "model.tokenizer", has_weights=False) == snapshot
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (snapshot / "model-1.safetensors").touch()
+    with pytest.raises(ConfigError, match=f"hf download {REPO}"):
+        local_model(Path(REPO), "model.path")
+    (snapshot / "model-2.safetensors").touch()
+    assert local_model(Path(REPO), "model.path") == snapshot
+
+
+def test_a_run_that_is_resumed_has_the_commit_that_it_was_begun_with(
+    model: Path, cache: Path, tmp_path: Path
+) -> None:
+    before = cache_model(cache, REPO, model)
+    newest = cache_model(cache, REPO, model, commit="f" * 40)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"model: {{path: {before}, tokenizer: null}}")
+    config = validate_config(
+        {
+            "run": {"output_dir": str(run)},
+            "model": {"path": REPO},
+            "data": {"files": ["a.jsonl"]},
+            "inference": {"endpoints": ["http://h:1"]},
+            "rewards": [{"name": "exact"}],
+        }
+    )
+    assert with_local_models(config).model.path == newest
+    assert with_local_models(config, resume=True).model.path == before
+    other = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": Path("some-lab/other")})}
+    )
+    with pytest.raises(ConfigError, match="some-lab/other is not a directory"):
+        with_local_models(other, resume=True)
+
+
 class Hub(BaseHTTPRequestHandler):
     """The routes of the Hub that a download asks for, over the files of one folder."""
 
