@@ -104,7 +104,8 @@ def run_trainer(command: Sequence[str], timeout_s: float = 240.0) -> str:
     result = run_to_end(command, timeout_s)
     assert result.returncode == 0, result.stdout[-3000:]
     folders = [o.removeprefix("run.output_dir=") for o in command if o.startswith("run.output_dir")]
-    for step in read_metrics(Path(folders[-1]) / "metrics.jsonl") if folders else ():
+    file = Path(folders[-1]) / "metrics.jsonl" if folders else None
+    for step in read_metrics(file) if file is not None and file.is_file() else ():
         assert [name for name in step if name != "step" and declared(name) is None] == []
     return result.stdout
 
