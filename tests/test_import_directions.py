@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "config": "",
     "completion_check": "schema config",
     "convert": "config",
-    "hub": "config",
+    "hub": "config runtime.run_files",
     "metrics.event_log": "",
     "runtime.allocator": "",
     "runtime.busy_time": "",
@@ -78,7 +78,8 @@ MAY_IMPORT = {
     " engines.process_group engines.state_file recipes runtime.ranks kernels.attention"
     " kernels.logprobs models.activation_checkpointing models.loading models.policy_model"
     " models.supported models.weight_files",
-    "memory_plan": "config engines.deepspeed.config engines.deepspeed.memory"
+    "memory_plan": "config dataloaders.packing.cost"
+    " engines.deepspeed.config engines.deepspeed.memory"
     " engines.megatron.layout engines.megatron.splittable engines.megatron.weights"
     " kernels.logprobs models.supported recipes",
     # the run

@@ -54,14 +54,13 @@ def model_cost(shape: Mapping[str, Any]) -> RowCost:
 
     Experts count as far as a token goes through them. Raises ``KeyError`` for a missing size.
     """
-    shape = {**shape, **{name: size for name in _OTHER_NAMES if (size := _size(shape, name))}}
+    shape = with_usual_names(shape)
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     heads = shape["num_attention_heads"]
     head_size = shape.get("head_dim") or hidden // heads
     query_size = heads * head_size
     key_size = (shape.get("num_key_value_heads") or heads) * head_size
-    # Where it is not said it is this: the habit since Vaswani et al. 2017.
-    inner = shape.get("intermediate_size") or 4 * hidden
+    inner = shape["intermediate_size"]
     if shape.get("num_experts_per_tok"):
         inner = shape["num_experts_per_tok"] * shape.get("moe_intermediate_size", inner)
     # query and output; key and value; gate, up and down
@@ -73,8 +72,16 @@ def model_cost(shape: Mapping[str, Any]) -> RowCost:
     )
 
 
-def _size(shape: Mapping[str, Any], name: str) -> int | None:
-    return next((shape[n] for n in (name, *_OTHER_NAMES[name]) if shape.get(n)), None)
+def with_usual_names(shape: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``shape`` with its sizes under the names that most configurations have for them."""
+    usual = {}
+    for name, others in _OTHER_NAMES.items():
+        if size := next((shape[n] for n in (name, *others) if shape.get(n)), None):
+            usual[name] = size
+    if "intermediate_size" not in usual and "hidden_size" in usual:
+        # Where it is not said it is this: the habit since Vaswani et al. 2017.
+        usual["intermediate_size"] = 4 * usual["hidden_size"]
+    return {**shape, **usual}
 
 
 # Of a dense model of 4B parameters (Qwen3-4B).

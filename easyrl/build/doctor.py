@@ -86,7 +86,7 @@ class Diagnosis:
         self._config, said = decide_row_settings(self._config)
         model = self._config.model
         self._shapes = weight_shapes(model)
-        self._num_parameters = count_parameters(model)
+        self._num_parameters = count_parameters(self._shapes)
         size = self._num_parameters / 1e6
         yield ok("model", f"{model.path}: {size:,.3g} million parameters, {model.dtype}")
         for notice in said:

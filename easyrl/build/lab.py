@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
@@ -15,7 +14,7 @@ from easyrl.build.replay import replay_batch
 from easyrl.config import Config
 from easyrl.engines.base import StepResult
 from easyrl.engines.deepspeed.engine import DeepSpeedEngine
-from easyrl.lab.variants import Measured
+from easyrl.lab.variants import Comparison, Measured, compare
 from easyrl.ledger.checkpoints.checkpoints import Checkpoints
 from easyrl.ledger.recorded_run import RecordedRun
 from easyrl.ledger.traces import CHECKPOINT_FOLDER
@@ -44,31 +43,33 @@ class KeptGradient(DeepSpeedEngine):
         return super().optimizer_step(denominator, value_denominator)
 
 
-def measure_variants(
+def compare_variants(
     run: RecordedRun, v: int, load: Load, variants: Sequence[Settings]
-) -> list[Measured]:
+) -> list[Comparison]:
     """Batch ``v`` with the run's own settings, and with those of each of ``variants``.
 
     All begin with the weights and the optimizer's state that the run had before the batch: from a
     checkpoint, or by training what lies between with the run's own settings. Nothing is written
-    into the run's folder. Host memory: twelve bytes per parameter and variant.
+    into the run's folder. Host memory: 24 bytes per parameter, beside what training takes.
 
     Raises ``ConfigError`` for settings that the checkpoint does not fit, ``ValueError`` where the
     journal does not go back to it.
     """
-    run.require_journal(v, v)
+    configs = [load(settings) for settings in ((), *variants)]  # before a model is loaded
     with TemporaryDirectory() as temporary:
-        configs = [load(settings) for settings in ((), *variants)]  # before a model is loaded
         begin = _state_before(run, v, configs[0], Path(temporary))
-        measured = zip(((), *variants), configs, strict=True)
-        return [_measure(run, v, settings, config, begin) for settings, config in measured]
+        own = _measure(run, v, (), configs[0], begin)
+        others = zip(variants, configs[1:], strict=True)
+        return [
+            compare(own, own),
+            *(compare(own, _measure(run, v, each, config, begin)) for each, config in others),
+        ]
 
 
 def _state_before(run: RecordedRun, v: int, config: Config, temporary: Path) -> Path:
     """Folder of checkpoints of which the newest before batch ``v`` has the state before it."""
-    folder = run.folder / CHECKPOINT_FOLDER
-    if v == 0 or (folder / f"step-{run.batch(v - 1).step}").is_dir():
-        return folder
+    if run.replay_begins(v) == v:
+        return run.folder / CHECKPOINT_FOLDER
 
     def save(trainer: Trainer) -> None:
         engine, progress = trainer.accumulator.engine, trainer.progress
@@ -82,18 +83,27 @@ def _state_before(run: RecordedRun, v: int, config: Config, temporary: Path) -> 
 
 def _measure(run: RecordedRun, v: int, settings: Settings, config: Config, begin: Path) -> Measured:
     weights: dict[int, dict[str, Tensor]] = {}  # by closed batches
-    engines: list[DeepSpeedEngine] = []
+    gradient: dict[str, Tensor] = {}
 
-    def keep(closed: int, engine: DeepSpeedEngine) -> None:
-        engines.append(engine)
+    def keep_weights(closed: int, engine: DeepSpeedEngine) -> None:
         weights[closed] = {name: w.detach().float().clone() for name, w in engine.named_weights()}
 
+    def keep_gradient(trainer: Trainer) -> None:
+        engine = trainer.accumulator.engine
+        assert isinstance(engine, KeptGradient)
+        gradient.update(engine.gradient or {})
+
     replayed = replay_batch(
-        run, v, _readable(config), keep, engine_type=KeptGradient, checkpoints=begin
+        run,
+        v,
+        _readable(config),
+        keep_weights,
+        behind=keep_gradient,
+        checkpoints=begin,
+        engine_type=KeptGradient,
     )
-    engine: Any = engines[-1]
     update = {name: after - weights[v][name] for name, after in weights[v + 1].items()}
-    return Measured(settings, replayed.metrics, engine.gradient or {}, update)
+    return Measured(settings, replayed.metrics, gradient, update)
 
 
 def _readable(config: Config) -> Config:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import orjson
 import typer
+
+from easyrl.arguments.shared import AsJson
 
 if TYPE_CHECKING:
     from easyrl.lab.first_difference import Compared, Difference
@@ -21,7 +22,7 @@ def diff_command(
         float,
         typer.Option(help="numbers are equal up to this share; weights are not compared", min=0),
     ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the first batch, sample, token and number that differ; exits with 1 if any does."""
     from easyrl.lab.first_difference import first_difference
@@ -33,7 +34,7 @@ def diff_command(
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     if as_json:
-        print(json.dumps(asdict(compared)))
+        print(orjson.dumps(compared).decode())  # a number that is not finite is null
     else:
         print(_told(compared))
     raise typer.Exit(0 if compared.difference is None else 1)

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from easyrl.arguments.shared import ConfigFile, Overrides
+from easyrl.arguments.shared import AsJson, ConfigFile, Overrides, WorldSize
 from easyrl.config import ConfigError
 from easyrl.config.file import load_config
 from easyrl.config.machine import check_paths
@@ -29,10 +29,8 @@ SIGNS = {"ok": "✓", "failed": "✗", "not checked": "–"}
 def doctor_command(
     config: ConfigFile,
     overrides: Overrides = None,
-    world_size: Annotated[
-        int | None, typer.Option(help="training processes; default: one copy of the model", min=1)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    world_size: WorldSize = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check machine, data, rewards and endpoints before a run; changes none of them.
 

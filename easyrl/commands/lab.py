@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shlex
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
+import orjson
 import typer
 from rich.table import Table
 
-from easyrl.arguments.shared import RunDir
+from easyrl.arguments.shared import AsJson, RunDir
 from easyrl.runtime.terminal import print_plain
 
 if TYPE_CHECKING:
@@ -30,24 +28,24 @@ def lab_command(
             "--with", help="settings of one variant; several: --with again", metavar="KEY=VALUE …"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a recorded batch with other settings, without inference, and compare the gradients.
 
     All begin with the weights that the run had before the batch. The first row has the run's own
     settings.
     """
-    from easyrl.lab.variants import compare
     from easyrl.ledger.recorded_run import RecordedRun
 
     try:
         run = RecordedRun(run_dir)
-        v = run.batch_of_step(step)
-        recorded = run.metrics_of(v)
-        from easyrl.build.lab import measure_variants
-        from easyrl.commands.replay import attempt_config
+        from easyrl.commands.replay import attempt_config, replayable_batch
 
-        own, *others = measure_variants(
+        v = replayable_batch(run, step)
+        recorded = run.metrics_of(v)
+        from easyrl.build.lab import compare_variants
+
+        rows = compare_variants(
             run,
             v,
             lambda settings: attempt_config(run, run.attempt_of(v), settings),
@@ -56,24 +54,14 @@ def lab_command(
     except (ValueError, OSError) as error:  # ConfigError and JournalError among them
         print(f"easyrl: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
-    rows = [compare(own, each) for each in (own, *others)]
-    if as_json:
-        print(json.dumps({"step": step, "recorded": recorded, "rows": [_tree(r) for r in rows]}))
+    if as_json:  # a number that is not finite is null
+        print(orjson.dumps({"step": step, "recorded": recorded, "rows": rows}).decode())
         return
     print_plain(_table(rows))
     print_plain(
         f"step {step}: gradient norm {recorded['grad_norm']:.9g} as recorded, "
-        f"{own.metrics['grad_norm']:.9g} again"
+        f"{rows[0].metrics['grad_norm']:.9g} again"
     )
-
-
-def _tree(row: Comparison) -> dict[str, object]:
-    """JSON has no NaN."""
-    tree = asdict(row)
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in tree.items()
-    }
 
 
 def _table(rows: list[Comparison]) -> Table:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from easyrl.arguments.shared import ConfigFile, Overrides
+from easyrl.arguments.shared import AsJson, ConfigFile, Overrides, WorldSize
 from easyrl.config import Config, ConfigError
 from easyrl.config.file import load_config
 from easyrl.hub.models import with_local_models
@@ -41,14 +41,12 @@ RUNNING = {
 def plan_memory_command(
     config: ConfigFile,
     overrides: Overrides = None,
-    world_size: Annotated[
-        int | None, typer.Option(help="training processes; default: one copy of the model", min=1)
-    ] = None,
+    world_size: WorldSize = None,
     device_gb: Annotated[
         float | None,
         typer.Option(help="memory of a device in 10^9 bytes; default: this machine's", min=0),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan the memory of each rank from the configuration and config.json; no weights are read.
 

@@ -20,6 +20,7 @@ import typer
 from easyrl.arguments.parsing import parsed
 from easyrl.arguments.shared import LocalRank, Overrides, RunDir
 from easyrl.config.file import load_config
+from easyrl.lab.first_difference import relative_difference
 from easyrl.ledger.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
@@ -39,11 +40,7 @@ class Row(NamedTuple):
     @property
     def difference(self) -> float:
         """Of the larger of the two; infinite where one is not finite, 0.0 where both are alike."""
-        one, other = self.recorded, self.replayed
-        if one == other or (math.isnan(one) and math.isnan(other)):
-            return 0.0
-        relative = abs(one - other) / max(abs(one), abs(other))
-        return relative if math.isfinite(relative) else math.inf
+        return relative_difference(self.recorded, self.replayed)
 
 
 def replay_command(context: typer.Context) -> None:
@@ -59,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.step is None:
             print(_replayable(run))
             return 0
-        v = _batch(run, arguments.step)
+        v = replayable_batch(run, arguments.step)
         config = attempt_config(run, run.attempt_of(v), arguments.overrides)
         recorded = run.metrics_of(v)
         from easyrl.build.replay import replay_batch
@@ -82,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return DIFFERENT if not is_same and not reasons else 0
 
 
-def _batch(run: RecordedRun, step: int) -> int:
+def replayable_batch(run: RecordedRun, step: int) -> int:
     """Of ``step``. Raises ``ValueError``, before a model is loaded, that names those there are."""
     try:
         v = run.batch_of_step(step)

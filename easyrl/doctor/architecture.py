@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,10 +13,8 @@ from easyrl.engines.weight_names import saved_shapes
 from easyrl.inference_client.client import EndpointClient, TensorShapes
 from easyrl.inference_client.errors import EndpointError, NotAnswered
 from easyrl.inference_client.vllm_plugin.easyrl_vllm.chunk_format import DTYPE_NAMES
+from easyrl.models.loading import DTYPES
 from easyrl.models.supported import trainable_config
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SERVED_AS = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def weight_shapes(model: ModelConfig) -> TensorShapes:
@@ -24,21 +22,15 @@ def weight_shapes(model: ModelConfig) -> TensorShapes:
 
     Raises ``ConfigError`` naming ``model.path``.
     """
-    weights = saved_shapes(_without_data(model))
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(trainable_config(model), dtype=DTYPES[model.dtype])
+    weights = saved_shapes(made)
     return {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in weights.items()}
 
 
-def count_parameters(model: ModelConfig) -> int:
-    """Of the model at ``model.path``, by its ``config.json``, a tied head once.
-
-    Raises ``ConfigError`` naming ``model.path``.
-    """
-    return sum(parameter.numel() for parameter in _without_data(model).parameters())
-
-
-def _without_data(model: ModelConfig) -> Any:  # PreTrainedModel
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(trainable_config(model), dtype=DTYPES[model.dtype])
+def count_parameters(shapes: TensorShapes) -> int:
+    """Of the model with these weights (``weight_shapes``), a tied head once."""
+    return sum(prod(shape) for _, shape in shapes.values())
 
 
 async def architecture_finding(
@@ -60,12 +52,13 @@ async def architecture_finding(
     if not problems:
         return ok(name, f"takes all {len(shapes)} weights of {model.path}")
     first = next((each for each in shapes if each in problems), min(problems))
+    served_as = str(DTYPES[model.dtype]).removeprefix("torch.")
     if all(_is_of_dtype(shapes, each, said) for each, said in problems.items()):
         return failed(
             name,
             f"it serves another dtype than model.dtype={model.dtype}: {first} "
             f"{problems[first]:.200}",
-            f"start the server with --dtype {SERVED_AS[model.dtype]}, or set model.dtype",
+            f"start the server with --dtype {served_as}, or set model.dtype",
         )
     return failed(
         name,

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from easyrl.config import Config, ConfigError
+from easyrl.runtime.run_files import CONFIG_FILE
 
 _ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+))?")
 # What a run reads of a model. Other formats of the same weights are not fetched.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _OTHERS = ["original/*", "consolidated*", "onnx/*"]
-_RUN_FILE = "config.yaml"  # of a run's folder, with what is resolved
 
 _ANSWER_S = 10.0  # that the Hub may take to say what it has
 
@@ -109,7 +109,7 @@ def _is_whole(snapshot: Path, has_weights: bool) -> bool:
 
 def _paths_of_run(output: Path) -> dict[str, Path]:
     """By key, what the run in ``output`` was made of; nothing where there is no run."""
-    file = output / _RUN_FILE
+    file = output / CONFIG_FILE
     if not file.is_file():
         return {}
     tree = OmegaConf.load(file)

@@ -186,13 +186,18 @@ def _in_numbers(
             yield name, x, y
 
 
+def relative_difference(one: float, other: float) -> float:
+    """Of the larger of the two; infinite where one is not finite, 0.0 where both are alike."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    relative = abs(one - other) / max(abs(one), abs(other))
+    return relative if math.isfinite(relative) else math.inf
+
+
 def _equal(one: float | None, other: float | None, tolerance: float) -> bool:
     """``None``: not finite, in a file of metrics."""
-    if one is None or other is None:
-        return one is other
-    if one == other or (math.isnan(one) and math.isnan(other)):
-        return True
-    return abs(one - other) <= tolerance * max(abs(one), abs(other))
+    numbers = (math.nan if number is None else number for number in (one, other))
+    return relative_difference(*numbers) <= tolerance
 
 
 def _behind(one: RecordedRun, other: RecordedRun, tolerance: float) -> Difference | None:

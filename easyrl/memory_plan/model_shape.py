@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from easyrl.config import ConfigError, ModelConfig
+from easyrl.dataloaders.packing.cost import with_usual_names
 from easyrl.models.supported import trainable_config
 
 Shape = tuple[int, ...]
@@ -85,8 +86,6 @@ def _heads(config: PreTrainedConfig) -> int:
 def _mlp_features(config: PreTrainedConfig, experts: int) -> int:
     """Of the widest layer: a mixture may have plain ones among its layers."""
     if not experts:
-        names = ("intermediate_size", "n_inner", "ffn_dim")  # GPT-2's, OPT's
-        own = (getattr(config, name, None) for name in names)
-        return int(next(filter(None, own), 4 * config.hidden_size))
+        return int(with_usual_names(config.to_dict())["intermediate_size"])
     plain = config.intermediate_size if getattr(config, "mlp_only_layers", None) else 0
     return max(int(plain), experts * int(config.moe_intermediate_size))

@@ -10,14 +10,13 @@ import numpy as np
 
 from easyrl.schema import Prompt
 
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+
 
 def check_prompt(prompt: Prompt, **_: Any) -> None:
     """Raises ``ValueError`` if the prompt has no answer."""
     if prompt.answer is None:
         raise ValueError(f"prompt {prompt.index} has no answer; set data.fields.answer")
-
-
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 
 
 def exact(
