@@ -11,7 +11,7 @@ from benchmarks.parts.random_model import write_random_model
 from tests.easyrl.doctor.parts import serve, write_records
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("doctor")
     made = write_random_model(folder / "model", hidden_size=64, num_layers=2, weight_std=0.2)
@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[str]:
     with serve(model) as url:
         yield url

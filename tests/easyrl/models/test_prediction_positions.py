@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from easyrl.kernels.attention.attention_check import CheckedAttention
 from easyrl.kernels.attention.segment_layout import SegmentLayout
 from easyrl.models.policy_model import PolicyModel
+from easyrl.models.row_forward import PackedForward
 
 RESPONSES = 257
 
@@ -39,7 +41,7 @@ def test_is_summed_in_float32() -> None:
             base_model=lambda **_: SimpleNamespace(last_hidden_state=hidden),
             get_output_embeddings=lambda: head,
         ),
-        attention=None,
+        row_forward=PackedForward(CheckedAttention()),
     )
     (rows,) = PolicyModel.forward(
         model,  # type: ignore[arg-type]
