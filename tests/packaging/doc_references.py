@@ -42,6 +42,7 @@ NOT_OURS = {
     "my_recipe.py",
     "recipe.my_key",
     "easyrl.yaml",
+    "model.embed_tokens.weight",  # a parameter
 }
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
