@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from easyrl.demo import __main__ as demo
+from easyrl.demo import __main__ as command
+from easyrl.demo import run as demo
 from easyrl.runtime.run_folder import locked_folder
 from tests.end_to_end.refused_runs import digests
 
@@ -33,7 +34,7 @@ def run_demo(monkeypatch, tmp_path):
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["demo", "--run-dir", str(tmp_path / "demo"), *arguments])
         monkeypatch.setattr(sys, "stdout", Output())
-        return demo.main()
+        return command.main()
 
     return run
 
