@@ -14,9 +14,9 @@ from benchmarks.parts.end_to_end.ours import THREADS, run_command
 from benchmarks.parts.recipes.ready_files import ReadyFile
 from benchmarks.parts.recipes.rows import Kind, Measured
 from benchmarks.parts.worktree import ROOT
-from easyrl.demo.held_out import held_out_accuracy
 from easyrl.demo.build_model import build_model
 from easyrl.demo.build_teacher import build_teacher
+from easyrl.demo.held_out import held_out_accuracy
 from easyrl.demo.servers import MAX_MODEL_LEN
 from easyrl.demo.task import write_splits
 from easyrl.metrics.trackers import read_metrics
